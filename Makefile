@@ -1,0 +1,46 @@
+# make demo: train on this machine through summation servers.  make test: the test suite.
+# Both create .venv and install what they need.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check lint types proto format clean install
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "byteps_py needs Python 3.11 or newer; set PYTHON=…"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: install
+	$(BIN)/python -m pytest
+
+check: lint types
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not know setuptools' package-dir mapping: show it the tree as it is installed.
+types: install
+	@rm -rf build/types && mkdir -p build/types/byteps_py
+	@ln -s $(CURDIR)/byteps_py/* $(CURDIR)/server $(CURDIR)/worker $(CURDIR)/proto build/types/byteps_py/
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Regenerates proto/control_pb2*.py from proto/control.proto.
+proto: install
+	$(BIN)/python proto/generate.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Reductions across machines with shaped links, on one machine: hosts are network namespaces."""

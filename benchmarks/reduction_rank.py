@@ -1,0 +1,119 @@
+"""One rank of benchmarks/reduction.py: times a sum over all ranks, for one contender. Rank 0 prints JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``prepare(count)`` returns the timed call for float32[count]."""
+
+    rank: int
+    barrier: Callable[[], object]
+    prepare: Callable[[int], Callable[[], object]]
+    close: Callable[[], object]
+
+
+def arena() -> Contender:
+    """This project, tensors that live in its shared memory, as gradients of a wrapped model do."""
+    from byteps_py.session import open_session
+    from byteps_py.tensors import DType, TensorSpec
+
+    session = open_session()
+
+    def prepare(count: int) -> Callable[[], object]:
+        (slot,) = session.declare([TensorSpec(f"arena {count}", DType.FLOAT32, (count,))])
+        for memory in slot.inputs:
+            np.frombuffer(memory, np.float32)[:] = 1
+
+        def call() -> None:
+            session.hand_over(slot)
+            session.wait(slot)
+
+        return call
+
+    return Contender(session.rank, session.barrier, prepare, session.close)
+
+
+def tensor() -> Contender:
+    """This project, any torch tensor, in place."""
+    import torch
+
+    import byteps_py as bps
+
+    bps.init()
+
+    def prepare(count: int) -> Callable[[], object]:
+        values = torch.ones(count)
+        return lambda: bps.push_pull_inplace(values, average=False, name=f"tensor {count}")
+
+    return Contender(bps.rank(), bps.barrier, prepare, bps.shutdown)
+
+
+def gloo() -> Contender:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+    def prepare(count: int) -> Callable[[], object]:
+        values = torch.ones(count)
+        return lambda: dist.all_reduce(values)
+
+    return Contender(dist.get_rank(), dist.barrier, prepare, dist.destroy_process_group)
+
+
+def mpi() -> Contender:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def prepare(count: int) -> Callable[[], object]:
+        values = np.ones(count, np.float32)
+        return lambda: world.Allreduce(MPI.IN_PLACE, values, op=MPI.SUM)
+
+    return Contender(world.Get_rank(), world.Barrier, prepare, lambda: None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("contender", choices=["arena", "tensor", "gloo", "mpi"])
+    parser.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes")
+    parser.add_argument("--seconds", type=float, default=1.0, help="about how long to time each size")
+    arguments = parser.parse_args()
+    contender = {"arena": arena, "tensor": tensor, "gloo": gloo, "mpi": mpi}[arguments.contender]()
+    for nbytes in arguments.sizes:
+        call = contender.prepare(max(1, nbytes // 4))
+        for _ in range(WARM_UP):
+            call()
+        # Every rank must run the same number: estimated from the size alone, not from a clock.
+        repeats = int(min(1000, max(4, arguments.seconds * 1e9 / (nbytes + 1e6))))
+        contender.barrier()
+        times = []
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        for _ in range(repeats):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        now = resource.getrusage(resource.RUSAGE_SELF)
+        if contender.rank == 0:
+            cpu_s = (now.ru_utime - used.ru_utime + now.ru_stime - used.ru_stime) / repeats
+            print(json.dumps({"bytes": nbytes, "median_s": float(np.median(times)), "rank_cpu_s": cpu_s}), flush=True)
+    contender.barrier()
+    contender.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

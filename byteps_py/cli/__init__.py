@@ -1,0 +1,1 @@
+"""`bps`, the one command for everything but starting processes (that is `bpslaunch`)."""

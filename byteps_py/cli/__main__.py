@@ -1,0 +1,52 @@
+"""`bps COMMAND …`, also `python -m byteps_py.cli`.
+
+Each module of ``COMMANDS`` has ``add_parser(subparsers)``, which adds the parser of a command, or of two that
+belong together, and sets ``handler=``: a function of the parsed arguments that returns the exit code. A module
+imports what it needs inside its handler: `bps --help` loads neither torch nor gRPC.
+
+Exit codes: 0 done; 2 the command line, a variable or a file is wrong; 1 anything else that went wrong, or, for
+a question, a bad answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from byteps_py.errors import BytePSError, ConfigurationError, UsageError
+
+#: Modules of this package, in the order of `bps --help`.
+COMMANDS = ("status", "placement", "env")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `bps` with all its commands."""
+    parser = argparse.ArgumentParser(prog="bps", description="Inspect and steer a byteps_py cluster.")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"byteps_py.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. ``argv``: without the program's name; default: the process's."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        code: int = arguments.handler(arguments)
+        sys.stdout.flush()
+    except BytePSError as error:
+        print(f"bps: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigurationError, UsageError)) else 1
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())  # what is still buffered has somewhere to go at exit
+        os.close(devnull)
+        return 0
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""`bps env`: the environment variables that are read, their defaults and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from byteps_py.variables import Variable
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to `bps`."""
+    parser = subparsers.add_parser(
+        "env",
+        help="list the environment variables",
+        description="List the environment variables that byteps_py reads; of several names the first that is set wins.",
+    )
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table, as in docs/variables.md")
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table."""
+    from byteps_py.settings import Settings
+    from byteps_py.variables import VARIABLES
+
+    defaults = Settings()
+    rows = [(variable, _default(variable, getattr(defaults, variable.field))) for variable in VARIABLES]
+    if arguments.markdown:
+        print("| variable | default | takes | meaning |\n|---|---|---|---|")
+        for variable, default in rows:
+            names = ", ".join(f"`{name}`" for name in variable.names)
+            print(f"| {names} | {default and f'`{default}`'} | {variable.allowed()} | {variable.meaning} |")
+        return 0
+    for variable, default in rows:
+        print(f"{', '.join(variable.names)}\n    {variable.meaning}")
+        print(f"    takes {variable.allowed()}; default: {default or 'none'}")
+    return 0
+
+
+def _default(variable: Variable, value: object) -> str:
+    """The default as one would write it in the environment; empty where there is none."""
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, (int, float)) and variable.low is not None and value < variable.low:
+        return ""  # a port of 0 stands for none
+    return f"{value:g}" if isinstance(value, float) else str(value)

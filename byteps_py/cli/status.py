@@ -1,0 +1,118 @@
+"""``bps status`` and ``bps stop``: ask the scheduler of a running job."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from byteps_py.errors import ConfigurationError
+from byteps_py.scheduler import report
+from byteps_py.settings import Settings
+
+if TYPE_CHECKING:
+    from byteps_py.proto import control_pb2 as pb
+
+_COLUMNS = (
+    "member",
+    "machine",
+    "process",
+    "state",
+    "heard",
+    "received MB",
+    "sent MB",
+    "local MB",
+    "summed MB",
+    "share",
+    "CPU s",
+    "resident MB",
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add both commands; each sets ``handler``, which takes the parsed arguments and returns an exit status.
+
+    Handlers raise the errors of ``scheduler.query``.
+    """
+    status = subparsers.add_parser("status", help="who is in the job, what they carried, what they wait for")
+    status.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    status.set_defaults(handler=run_status)
+    stop = subparsers.add_parser("stop", help="end the job in order: every service is told to leave")
+    stop.add_argument("--reason", default="bps stop", help="what the processes are told and log")
+    stop.set_defaults(handler=run_stop)
+    for parser in (status, stop):
+        parser.add_argument(
+            "--scheduler", metavar="HOST:PORT", default="", help="default: DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
+        )
+        parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="how long to wait for an answer")
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print the job's state. 0, or 1 if the job has failed."""
+    from byteps_py.scheduler import query  # not above: gRPC is slow to load, and `bps` has other commands
+
+    reply = query.status(_settings(arguments), arguments.timeout)
+    print(json.dumps(report.to_dict(reply), indent=2) if arguments.json else to_text(reply))
+    return int(reply.state == reply.STATE_FAILED)
+
+
+def run_stop(arguments: argparse.Namespace) -> int:
+    """End the job."""
+    from byteps_py.scheduler import query
+
+    settings = _settings(arguments)
+    query.stop(settings, arguments.reason, arguments.timeout)
+    print(f"the scheduler at {settings.scheduler_address} has told everyone to leave")
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    settings = Settings.from_env()
+    if not arguments.scheduler:
+        return settings
+    host, _, port = arguments.scheduler.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigurationError(f"--scheduler={arguments.scheduler!r} is not HOST:PORT")
+    return dataclasses.replace(settings, scheduler_host=host, scheduler_port=int(port))
+
+
+def to_text(reply: pb.StatusReply) -> str:
+    """The reply as a table for people, without a final newline."""
+    facts = report.to_dict(reply)
+    lines = [f"{facts['state']}: {facts['reason']}"]
+    lines.append(
+        f"{facts['num_workers']} workers, {facts['num_servers']} servers configured; {facts['tensors']} tensors, "
+        f"{_mb(facts['tensor_bytes'])} MB, in partitions of at most {_mb(facts['partition_bytes'])} MB"
+    )
+    lines += [f"stalled: {sentence}" for sentence in facts["stalled"]]
+    rows = [_COLUMNS, *(_row(member) for member in facts["members"])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    if len(rows) > 1:
+        lines.append("")
+    for row in rows if len(rows) > 1 else ():
+        cells = [c.ljust(w) if i < 4 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _row(member: dict[str, Any]) -> tuple[str, ...]:
+    is_worker = member["kind"] == "worker"
+    return (
+        member["kind"],
+        member["machine"],
+        f"{member['host']}:{member['pid']}",
+        "alive" if member["alive"] else "gone",
+        f"{member['heartbeat_age_s']:.1f} s ago",
+        _mb(member["bytes_received"]),
+        _mb(member["bytes_sent"]),
+        _mb(member["bytes_local"]),
+        "–" if is_worker else _mb(member["bytes_summed"]),
+        "–" if is_worker else f"{member['share']:.1%}",
+        f"{member['cpu_s']:.1f}",
+        _mb(member["resident_bytes"]),
+    )
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f}"

@@ -1,0 +1,84 @@
+"""Every error this package raises on purpose.
+
+    BytePSError
+    ├── ConfigurationError (ValueError)       a variable or argument is missing, malformed or contradicts another
+    ├── UsageError (ValueError)               the calling program misuses the API
+    │   ├── NotInitializedError               used before init() or after shutdown()
+    │   └── GradientOrderError (AssertionError)  backward, synchronize, step, zero_grad out of order
+    └── CommunicationError (RuntimeError)     the job, not this call, is at fault; Horovod's HorovodInternalError
+        ├── MismatchError                     ranks disagree about a tensor
+        ├── StallError (TimeoutError)         a deadline passed while waiting for ranks
+        ├── RendezvousError                   the cluster did not come together
+        ├── PeerLostError                     a process of the job died or left
+        └── ProtocolError                     a peer sent something it must not
+
+A message says what happened, to which tensor and ranks, and what to do about it.
+"""
+
+
+class BytePSError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigurationError(BytePSError, ValueError):
+    """A variable or an argument is missing, malformed or contradicts another."""
+
+
+class UsageError(BytePSError, ValueError):
+    """The calling program misuses the API."""
+
+
+class NotInitializedError(UsageError):
+    """An API function was called before ``init()`` or after ``shutdown()``."""
+
+
+class GradientOrderError(UsageError, AssertionError):
+    """Calls of backward, synchronize, step and zero_grad came in an order that would lose a gradient.
+
+    Also an AssertionError: that is what Horovod's users catch here.
+    """
+
+
+class CommunicationError(BytePSError, RuntimeError):
+    """A reduction can't be completed, for a reason outside the call that reports it."""
+
+
+class MismatchError(CommunicationError):
+    """Ranks gave different shapes, dtypes or operations under one name."""
+
+
+class StallError(CommunicationError, TimeoutError):
+    """A deadline passed while waiting for other ranks."""
+
+
+class RendezvousError(CommunicationError):
+    """The processes of a cluster did not find each other in time, or contradict each other."""
+
+
+class PeerLostError(CommunicationError):
+    """A process of the job died, froze or left while others still needed it."""
+
+
+class ProtocolError(CommunicationError):
+    """A peer sent a message that breaks the protocol."""
+
+
+#: What crosses a process border as text comes back as its own type.
+BY_NAME: dict[str, type[BytePSError]] = {
+    cls.__name__: cls
+    for cls in (
+        ConfigurationError,
+        UsageError,
+        CommunicationError,
+        MismatchError,
+        StallError,
+        RendezvousError,
+        PeerLostError,
+        ProtocolError,
+    )
+}
+
+
+def from_name(name: str, message: str) -> BytePSError:
+    """The error that a peer process reported as (type name, message)."""
+    return BY_NAME.get(name, CommunicationError)(message)

@@ -1,0 +1,105 @@
+"""The program ``bpslaunch``, also ``python -m byteps_py.launch``: command line in, exit code out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+from byteps_py.errors import BytePSError, ConfigurationError
+from byteps_py.launch import options
+from byteps_py.launch.cluster import cluster_plan, free_port
+from byteps_py.launch.gpus import visible_gpus
+from byteps_py.launch.output import say
+from byteps_py.launch.plan import role_plan
+from byteps_py.launch.spec import ProcessSpec
+from byteps_py.launch.supervisor import Supervisor
+
+_STARTS = 3
+
+
+class CommandError(Exception):
+    """The training command can't be run. ``code`` is the shell's exit code for that."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one job to its end. Returns the exit code described by ``bpslaunch --help``."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments, os.environ)
+    except ConfigurationError as error:
+        say(str(error))
+        return 2
+    except CommandError as error:
+        say(str(error))
+        return error.code
+    except BytePSError as error:
+        say(str(error))
+        return 1
+    except OSError as error:
+        say(f"the job can't be started: {error}")
+        return 126
+    except KeyboardInterrupt:  # before, or after, there were processes to pass it on to
+        return 130
+
+
+def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
+    given = options.parse(arguments, outer_environ)
+    environ = {**outer_environ, **given.variables}
+    command = resolve(given.command, environ)
+    for start in range(1, _STARTS + 1):
+        token = os.urandom(8).hex()
+        specs = _plan(given, environ, command, token)
+        if given.is_verbose:
+            for spec in specs:
+                settings = " ".join(f"{name}={value}" for name, value in spec.env.items())
+                say(f"{spec.name}: {settings} {' '.join(spec.argv)}")
+        outcome = Supervisor(specs, environ, given.how, token).run()
+        if not outcome.retry:
+            break
+        if start < _STARTS:
+            say("the scheduler could not use the port chosen for it; starting over with another one")
+        else:
+            say(f"the scheduler did not start in {_STARTS} tries; its own message is above")
+    return outcome.code
+
+
+def _plan(given: options.Options, environ: Mapping[str, str], command: Sequence[str], token: str) -> list[ProcessSpec]:
+    cores = len(os.sched_getaffinity(0))
+    if not given.ranks:
+        gpus = 0 if environ.get("BYTEPS_LOCAL_SIZE") else visible_gpus(environ)
+        return role_plan(environ, command, visible_gpus=gpus, cores=cores, token=token)
+    return cluster_plan(
+        environ,
+        command,
+        ranks=given.ranks,
+        machines=given.machines,
+        servers=given.servers,
+        port=free_port(),
+        cores=cores,
+        token=token,
+    )
+
+
+def resolve(command: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """``command`` with a program that can be run. Raises CommandError (126: not executable, 127: not found)."""
+    if not command:
+        return ()
+    program, *rest = command
+    found = shutil.which(program, path=environ.get("PATH"))
+    if found is not None:
+        return tuple(command)
+    if program in ("python", "python3"):
+        return (sys.executable, *rest)
+    if os.path.exists(program):
+        hint = f"; did you mean: python {program}" if program.endswith(".py") else ""
+        raise CommandError(f"{program} can't be run: it is not an executable program{hint}", 126)
+    raise CommandError(f"{program}: command not found", 127)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

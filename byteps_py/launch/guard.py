@@ -1,0 +1,109 @@
+"""Nothing that the launcher started outlives it, however it ends and whatever its ranks have started.
+
+Every process of a launch carries its token in ``BYTEPS_LAUNCH_TOKEN``, and so do its descendants, also those
+that made themselves a session of their own. ``sweep`` finds them by it. ``Guard`` is a process forked from
+the launcher that sweeps when the launcher is gone, SIGKILL included: it sees its end of a pipe close. In
+addition the kernel kills the launcher's direct children with it (PR_SET_PDEATHSIG).
+
+One thread: the launcher forks while it has no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+TOKEN_VARIABLE = "BYTEPS_LAUNCH_TOKEN"
+SWEEP_LIMIT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with(launcher_pid: int) -> Callable[[], None]:
+    """A function to call in a new child, before its program starts: the kernel then kills it with its parent."""
+
+    def set_death_signal() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != launcher_pid:  # it died before the line above
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return set_death_signal
+
+
+def _carries(pid: int, token: str) -> bool:
+    """False also for a process that is gone, is a zombie (it has no environment any more) or is another user's."""
+    try:
+        variables = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    entry = f"{TOKEN_VARIABLE}=".encode()
+    return any(v.startswith(entry) and token.encode() in v[len(entry) :].split(b":") for v in variables)
+
+
+def carriers(token: str) -> list[int]:
+    """The processes, apart from this one, that carry ``token``."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if pid != os.getpid() and _carries(pid, token)]
+
+
+def sweep(token: str, limit_s: float = SWEEP_LIMIT_S) -> list[int]:
+    """SIGKILL every process that carries ``token`` and wait for its end. Returns who is left: nobody, as a rule."""
+    deadline = time.monotonic() + limit_s
+    # Again and again: a process may have forked while the list was made.
+    while found := carriers(token):
+        if time.monotonic() > deadline:
+            return found
+        for pid in found:
+            _kill_and_wait(pid, token, deadline)
+    return []
+
+
+def _kill_and_wait(pid: int, token: str, deadline: float) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if _carries(pid, token):  # else the number went to another process between the two looks
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
+    finally:
+        os.close(pidfd)
+
+
+class Guard:
+    """On watch from its creation until ``close``, which is for when nothing is left to guard."""
+
+    def __init__(self, token: str) -> None:
+        reader, self._writer = os.pipe2(os.O_CLOEXEC)
+        self._pid = os.fork()
+        if self._pid == 0:
+            _guard_main(reader, token)
+        os.close(reader)
+
+    def close(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        os.close(self._writer)
+
+
+def _guard_main(pipe: int, token: str) -> None:
+    """The guard's whole life. It must not return into the launcher's code, whatever happens."""
+    try:
+        os.setsid()  # a Ctrl-C or the end of a terminal is for the launcher
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+        os.dup2(pipe, 0)
+        # Holding the launcher's output open would keep a reader of it waiting; holding the pipe's other end, us.
+        os.closerange(1, os.sysconf("SC_OPEN_MAX"))
+        os.read(0, 1)  # nothing is ever written: it returns when the launcher is gone
+        sweep(token)
+    finally:
+        os._exit(0)

@@ -1,0 +1,137 @@
+"""The command line of ``bpslaunch``. Pure; any thread."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from byteps_py import __version__
+from byteps_py.errors import ConfigurationError
+from byteps_py.launch.supervisor import Supervision
+
+_DESCRIPTION = """\
+Start the processes of a training job on this machine, watch them, end them together.
+
+With DMLC_ROLE set, it starts what this machine runs in that role:
+  worker     the communication service, this machine's share of summation (when DMLC_NUM_SERVER is below
+             DMLC_NUM_WORKER), and BYTEPS_LOCAL_SIZE ranks of CMD (default: one per visible GPU, else one)
+  joint      a worker; with DMLC_NUM_SERVER at least DMLC_NUM_WORKER also one of these servers
+  server     a summation service for a CPU machine; CMD is not needed
+  scheduler  the scheduler; CMD is not needed
+With -np, it starts a whole cluster on this machine, over loopback, each emulated machine with processes of its own.
+"""
+
+_EPILOG = """\
+examples:
+  bpslaunch -np 2 python train.py                               two ranks on this machine
+  bpslaunch -np 2 --machines 2 --servers 1 python train.py      2 GPU machines with 2 ranks each, 1 CPU machine
+  DMLC_ROLE=worker DMLC_WORKER_ID=0 DMLC_NUM_WORKER=2 DMLC_NUM_SERVER=1 \\
+    DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=9000 bpslaunch python train.py
+                                                                this machine's part of a cluster
+
+Ranks find BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE in their environment, and OMP_NUM_THREADS = cores / ranks on this
+host unless it is set already. Only the first rank reads this terminal's input. When CMD's name is python and no such
+program is found, the Python that runs bpslaunch is used.
+
+exit code: that of the first rank that failed (128 + signal number if a signal killed it); 2 when the configuration
+is unusable; 126 or 127 when CMD can't be run or found. When a rank fails, the others get SIGTERM and, after the grace
+period, SIGKILL. SIGINT, SIGTERM and SIGHUP are passed on to the ranks and end the job; a second Ctrl-C kills it.
+SIGUSR1 and SIGUSR2 are passed on. Whatever the ranks have started ends with the job.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``ranks`` is 0 when DMLC_ROLE says what to start. ``variables`` are set in every process."""
+
+    command: tuple[str, ...]
+    ranks: int
+    machines: int
+    servers: int
+    variables: Mapping[str, str]
+    how: Supervision
+    is_verbose: bool
+
+
+def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """Raises ConfigurationError; argparse itself ends the program (status 2, usage) on a malformed option."""
+    given = _parser().parse_args(arguments)
+    command = tuple(given.command[1:] if given.command[:1] == ["--"] else given.command)
+    role = environ.get("DMLC_ROLE", "").strip().lower()
+    if given.hosts:
+        raise ConfigurationError(
+            "bpslaunch starts processes on this machine only; on several machines, start it on each with DMLC_ROLE "
+            "and its companions set (see --help)"
+        )
+    if role and (given.ranks or given.machines or given.servers is not None):
+        raise ConfigurationError(
+            f"DMLC_ROLE={role} is set, so this machine is one part of a cluster: BYTEPS_LOCAL_SIZE, DMLC_NUM_WORKER "
+            "and DMLC_NUM_SERVER say its size. Unset DMLC_ROLE to start a whole cluster here with -np"
+        )
+    if not role and not given.ranks:
+        raise ConfigurationError(
+            "how many ranks? Give -np RANKS to start a cluster on this machine, or set DMLC_ROLE (worker, server, "
+            "scheduler or joint) to start this machine's part of one; bpslaunch --help explains both"
+        )
+    if not command and role not in ("server", "scheduler"):
+        raise ConfigurationError("which program? Give the training command last: bpslaunch -np 2 python train.py")
+    variables = {
+        "BYTEPS_PARTITION_BYTES": given.partition_bytes,
+        "BYTEPS_START_TIMEOUT_S": given.start_timeout,
+        "BYTEPS_LOG_LEVEL": given.log_level,
+        "BYTEPS_REPORT": None if given.report is None else str(given.report.absolute()),
+    }
+    return Options(
+        command,
+        given.ranks or 0,
+        given.machines or 1,
+        given.servers or 0,
+        {name: value for name, value in variables.items() if value is not None},
+        Supervision(grace_s=given.grace_period, tag_output=given.tag_output, folder=given.output_filename),
+        given.verbose,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "bpslaunch",
+        usage="bpslaunch [options] CMD [ARGUMENT ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-np", "-n", "--num-proc", dest="ranks", type=_count(1), metavar="RANKS", help="ranks of each machine")
+    add("--machines", type=_count(1), metavar="N", help="GPU machines to emulate (default 1)")
+    add("--servers", type=_count(0), metavar="K", help="CPU machines to emulate, which only sum (default 0)")
+    add("--partition-bytes", metavar="B", help="sets BYTEPS_PARTITION_BYTES")
+    add("--report", type=Path, metavar="FILE", help="sets BYTEPS_REPORT: who carried what, as JSON, at the end")
+    add("--timeout", "--start-timeout", dest="start_timeout", metavar="S", help="sets BYTEPS_START_TIMEOUT_S")
+    add("--log-level", metavar="LEVEL", help="sets BYTEPS_LOG_LEVEL")
+    add("--tag-output", "--prefix-output", action="store_true", help="put [rank] before every line of output")
+    add("--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.R/stdout and stderr")
+    add("--grace-period", type=_seconds, default=5.0, metavar="S", help="from SIGTERM to SIGKILL (default 5)")
+    add("-v", "--verbose", action="store_true", help="say what is started, with which variables")
+    add("-H", "--hosts", "-hostfile", "--hostfile", dest="hosts", help=argparse.SUPPRESS)
+    add("--version", action="version", version=f"byteps_py {__version__}")
+    add("command", nargs=argparse.REMAINDER, metavar="CMD", help="the training program and its arguments")
+    return parser
+
+
+def _count(low: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text} is below {low}")
+        return int(text)
+
+    return number
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value

@@ -1,0 +1,134 @@
+"""From one machine's role to the processes that it runs: DMLC_ROLE and its companions, as started by hand.
+
+Pure: the environment and the number of GPUs come in, process descriptions go out. Any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from byteps_py.errors import ConfigurationError
+from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
+from byteps_py.settings import Settings
+from byteps_py.variables import VARIABLES
+
+_BY_FIELD = {variable.field: variable for variable in VARIABLES}
+_EXAMPLES = {
+    "role": "worker",
+    "scheduler_host": "10.0.0.1",
+    "scheduler_port": "9000",
+    "num_workers": "2",
+    "num_servers": "1",
+    "worker_id": "0",
+}
+
+
+def role_plan(
+    environ: Mapping[str, str], command: Sequence[str], *, visible_gpus: int, cores: int, token: str
+) -> list[ProcessSpec]:
+    """The processes of this machine, in the order in which to start them.
+
+    ``token`` is a random word that names this machine's local socket. Raises ConfigurationError naming every
+    missing variable, or the one that is malformed.
+    """
+    require(environ, "role")
+    role = str(_BY_FIELD["role"].parse("DMLC_ROLE", environ["DMLC_ROLE"]))
+    if role == "scheduler":
+        require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
+        return [ProcessSpec("the scheduler", Kind.MAIN, "scheduler", service_argv("scheduler"), {"DMLC_ROLE": role})]
+    if role == "server":
+        require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
+        return [ProcessSpec("the summation service", Kind.MAIN, "ss", service_argv("server"), {"DMLC_ROLE": role})]
+    return _worker_plan(environ, command, role, visible_gpus or 1, cores, token)
+
+
+def _worker_plan(
+    environ: Mapping[str, str], command: Sequence[str], role: str, default_size: int, cores: int, token: str
+) -> list[ProcessSpec]:
+    alone = _value(environ, "num_workers") == "1" and _value(environ, "num_servers") in ("", "0")
+    if alone:
+        # One machine needs no scheduler, so nothing has to be said about where it is.
+        environ = {"DMLC_WORKER_ID": "0", "DMLC_NUM_SERVER": "0", **environ}
+    else:
+        require(environ, "num_workers", "num_servers", "worker_id", "scheduler_host", "scheduler_port")
+    size = environ.get("BYTEPS_LOCAL_SIZE") or str(default_size)
+    settings = Settings.from_env({**environ, "BYTEPS_LOCAL_SIZE": size, "BYTEPS_LOCAL_RANK": "0"})
+    env = {
+        "DMLC_ROLE": "worker",
+        "DMLC_NUM_WORKER": str(settings.num_workers),
+        "DMLC_NUM_SERVER": str(settings.num_servers),
+        "DMLC_WORKER_ID": str(settings.worker_id),
+        "BYTEPS_LOCAL_SIZE": str(settings.local_size),
+    }
+    if not settings.job_id and not settings.scheduler_address:
+        env["BYTEPS_JOB_ID"] = token
+    where = f" of machine {settings.worker_id}" if settings.num_workers > 1 else ""
+    specs = services(settings, env, token, where, label="")
+    if role == "joint" and settings.num_servers >= settings.num_workers:
+        # BytePS's joint role: one of the DMLC_NUM_SERVER servers lives on this machine.
+        server_env = {**env, "DMLC_ROLE": "server"}
+        specs.insert(0, ProcessSpec("the summation service", Kind.SERVICE, "ss", service_argv("server"), server_env))
+    many = settings.num_workers > 1
+    for local_rank in range(settings.local_size):
+        specs.append(
+            rank_spec(
+                f"local rank {local_rank}{where}" if many else f"rank {local_rank}",
+                f"{settings.worker_id}.{local_rank}" if many else str(local_rank),
+                command,
+                {**env, **_socket(token)},
+                local_rank,
+                reads_stdin=local_rank == 0,
+                threads=str(environ.get("OMP_NUM_THREADS") or max(1, cores // settings.local_size)),
+            )
+        )
+    return specs
+
+
+def services(settings: Settings, env: Mapping[str, str], token: str, where: str, label: str) -> list[ProcessSpec]:
+    """What a GPU machine runs besides its ranks: its CS, and its SS where the placement gives it a share."""
+    if settings.is_alone:
+        return []
+    env = {**env, **_socket(token)}
+    specs = []
+    if settings.gpu_machines_sum:
+        argv = service_argv("server", "--gpu-machine")
+        specs.append(ProcessSpec(f"the summation service{where}", Kind.SERVICE, f"ss{label}", argv, env))
+    # It stays while the launcher does: ranks may shut down and come back.
+    argv = service_argv("worker", "--stay")
+    name = f"the communication service{where}"
+    specs.append(ProcessSpec(name, Kind.SERVICE, f"cs{label}", argv, env, is_dismissed=True))
+    return specs
+
+
+def rank_spec(
+    name: str,
+    label: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    local_rank: int,
+    *,
+    reads_stdin: bool,
+    threads: str,
+) -> ProcessSpec:
+    env = {**env, "BYTEPS_LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": threads}
+    return ProcessSpec(name, Kind.MAIN, label, tuple(command), env, reads_stdin)
+
+
+def require(environ: Mapping[str, str], *wanted: str) -> None:
+    """Raises ConfigurationError that explains each of these settings that no variable gives."""
+    missing = [_BY_FIELD[field] for field in wanted if not _value(environ, field)]
+    if not missing:
+        return
+    lines = [f"  {v.names[0]:<18} {v.meaning} (for example {_EXAMPLES[v.field]}); {v.allowed()}" for v in missing]
+    noun = "a variable that is not set" if len(missing) == 1 else f"{len(missing)} variables that are not set"
+    role = f" with DMLC_ROLE={environ['DMLC_ROLE']}" if environ.get("DMLC_ROLE") else ""
+    raise ConfigurationError("\n".join([f"bpslaunch{role} needs {noun}:", *lines]))
+
+
+def _value(environ: Mapping[str, str], field: str) -> str:
+    """What the first set variable of this setting says; empty when none is set."""
+    return next((environ[name].strip() for name in _BY_FIELD[field].names if environ.get(name)), "")
+
+
+def _socket(token: str) -> dict[str, str]:
+    return {"BYTEPS_SOCKET_NAME": f"byteps-{token}-cs"}

@@ -1,0 +1,217 @@
+"""What the launcher does when a process ends, a signal arrives or time passes.
+
+A pure state machine: events and the time come in, actions go out. It starts nothing and sends nothing; the
+supervisor's thread alone calls it.
+
+    RUNNING ──a rank failed, a signal came──► STOPPING ──grace over──► KILLING
+       │ └──a service died──► LOSING ──grace over──┘                      │
+       │                        │ all ranks ended                         │ all ranks ended
+       └─all ranks ended, 0─────┴──► DRAINING ──grace over──► ENDING ◄────┘
+                                                                └──grace over──► KILLING ──grace over──► OVER
+
+RUNNING: nothing happened yet. LOSING: a service is gone; the ranks notice by themselves and say what they miss.
+DRAINING: services that stay for the ranks' sake are told to end, the others follow by themselves. ENDING: all are
+told to. OVER: what survived SIGKILL is left.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from byteps_py.launch.spec import Kind, ProcessSpec
+
+#: Signals that end the job; passed on to the ranks.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Signals that only the ranks can have a meaning for; passed on, nothing else happens.
+USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+#: A wrapper that forwards Ctrl-C makes it arrive twice at once. That is not a user who asks twice.
+REPEAT_IGNORED_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    names: tuple[str, ...]
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    text: str
+
+
+Action = Send | Say
+
+
+class Phase(enum.Enum):
+    RUNNING = enum.auto()
+    LOSING = enum.auto()
+    STOPPING = enum.auto()
+    DRAINING = enum.auto()
+    ENDING = enum.auto()
+    KILLING = enum.auto()
+    OVER = enum.auto()
+
+
+def describe(status: int) -> str:
+    """A wait status of ``subprocess`` (negative: a signal) in words."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name} (signal {-status})"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def exit_code(status: int) -> int:
+    """The shell's convention: 128 + signal number for a process that a signal killed."""
+    return status if status >= 0 else 128 - status
+
+
+class Policy:
+    """``code`` is the launcher's exit code so far, ``deadline`` (same clock as ``now``) when to call ``ticked``."""
+
+    def __init__(self, specs: Sequence[ProcessSpec], grace_s: float, own_error_s: float) -> None:
+        self.code = 0
+        self.deadline: float | None = None
+        self.retry = False  # the whole job is to be started once more
+        self.phase = Phase.RUNNING
+        self._grace_s, self._own_error_s = grace_s, own_error_s
+        self._alive = {spec.name: spec for spec in specs}
+        self._mains_over = False
+        self._no_main_ended = True
+        self._signalled_at: float | None = None
+        self._stop_signals: set[int] = set()
+        self._is_headless = False  # nobody is left who would tell the services that all is over
+        self._reason_code = 0  # for a rank that ends by a signal which came from here
+
+    @property
+    def finished(self) -> bool:
+        return not self._alive or self.phase is Phase.OVER
+
+    def exited(self, name: str, status: int, now: float) -> list[Action]:
+        """A process ended; ``status`` as subprocess gives it."""
+        spec = self._alive.pop(name)
+        if spec.kind is Kind.SERVICE:
+            return self._service_exited(spec, status, now)
+        self._no_main_ended = False
+        actions = self._main_exited(spec, status, now) if status else []
+        if not self._mains() and not self._mains_over:
+            self._mains_over = True
+            actions += self._after_mains(now)
+        return actions
+
+    def signalled(self, signum: int, now: float) -> list[Action]:
+        """The launcher received a signal."""
+        if signum in USER_SIGNALS:
+            return self._send(self._mains(), signum)
+        name = signal.Signals(signum).name
+        if self._signalled_at is None:
+            self._signalled_at = now
+            self._reason_code = 128 + signum
+            if self._mains_over:
+                return [Say(f"received {name}; ending"), *self._end_services(now)]
+            return [Say(f"received {name}; passing it on and ending"), *self._stop_mains(signum, now)]
+        if signum == signal.SIGHUP or now - self._signalled_at < REPEAT_IGNORED_S:
+            return []
+        return [Say(f"received {name} again; killing everything"), *self._kill_all(now)]
+
+    def ticked(self, now: float) -> list[Action]:
+        """Time has passed."""
+        if self.finished or self.deadline is None or now < self.deadline:
+            return []
+        late = ", ".join(self._alive)
+        match self.phase:
+            case Phase.LOSING:
+                self.code = self.code or self._reason_code
+                text = f"{', '.join(self._mains())} went on for {self._own_error_s:g} s without it; stopping"
+                return [Say(text), *self._stop_mains(signal.SIGTERM, now)]
+            case Phase.STOPPING:
+                mains = self._mains()
+                self._enter(Phase.KILLING, now)
+                text = f"{', '.join(mains)} did not end within {self._grace_s:g} s; killing"
+                return [Say(text), *self._send(mains, signal.SIGKILL)]
+            case Phase.DRAINING:
+                text = f"all ranks have ended; {late} did not within {self._grace_s:g} s; stopping"
+                return [Say(text), *self._end_services(now)]
+            case Phase.ENDING:
+                text = f"{late} did not end within {self._grace_s:g} s; killing"
+                return [Say(text), *self._kill_all(now)]
+            case _:
+                self.phase, self.deadline = Phase.OVER, None
+                self.code = self.code or 1
+                return [Say(f"{late} could not be killed: the system holds it in an uninterruptible wait")]
+
+    def _main_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:
+        if self.code == 0:
+            is_ours = status < 0 and -status in self._stop_signals
+            self.code = self._reason_code if is_ours else exit_code(status)
+        text = f"{spec.name} {describe(status)}"
+        if self.phase is Phase.LOSING:
+            return [Say(text)]
+        if self.phase is not Phase.RUNNING:
+            return []
+        others = len(self._mains())
+        if others:
+            text += f"; stopping the other {others} ranks" if others > 1 else "; stopping the other rank"
+        return [Say(text), *self._stop_mains(signal.SIGTERM, now)]
+
+    def _service_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:
+        # Status 0 is no loss: the ranks said goodbye and go on without it, to save a model for example.
+        if status == 0:
+            return []
+        text = f"{spec.name} {describe(status)}"
+        # Possibly why a rank failed, though seen after it. One that is told to end, or to whom the failed rank is
+        # a failure of the job, says what there is to say itself.
+        is_crash = status < 0 and status != -signal.SIGTERM
+        if self.phase is Phase.RUNNING and status == spec.retry_status and self._no_main_ended:
+            self.retry = True
+            self.code = exit_code(status)
+            return self._kill_all(now)
+        if not spec.is_vital:
+            self._is_headless = True
+            if self.phase is Phase.RUNNING and is_crash:
+                return [Say(f"{text}; agreed tensors are still reduced, new ones and barriers have to wait")]
+        elif self.phase is Phase.RUNNING:
+            self._reason_code = exit_code(status)
+            self._enter(Phase.LOSING, now, self._own_error_s)
+            text += f" while ranks needed it; they have {self._own_error_s:g} s to end with their own error"
+        if self.phase is Phase.DRAINING:
+            text += " after all ranks had ended; their results are not affected"
+        elif self.phase is Phase.KILLING or (self.phase is not Phase.LOSING and not is_crash):
+            return []
+        return [Say(text)]
+
+    def _after_mains(self, now: float) -> list[Action]:
+        if self.code == 0 and self.phase in (Phase.RUNNING, Phase.LOSING) and not self._is_headless:
+            self._enter(Phase.DRAINING, now)
+            return self._send(tuple(n for n, spec in self._alive.items() if spec.is_dismissed), signal.SIGTERM)
+        return self._end_services(now)
+
+    def _stop_mains(self, signum: int, now: float) -> list[Action]:
+        self._enter(Phase.STOPPING, now)
+        self._stop_signals |= {signum, signal.SIGKILL}
+        return self._send(self._mains(), signum)
+
+    def _end_services(self, now: float) -> list[Action]:
+        self._enter(Phase.ENDING, now)
+        return self._send(tuple(self._alive), signal.SIGTERM)
+
+    def _kill_all(self, now: float) -> list[Action]:
+        self._mains_over = True
+        self._stop_signals.add(signal.SIGKILL)
+        self._enter(Phase.KILLING, now)
+        return self._send(tuple(self._alive), signal.SIGKILL)
+
+    def _enter(self, phase: Phase, now: float, seconds: float | None = None) -> None:
+        self.phase = phase
+        self.deadline = now + (self._grace_s if seconds is None else seconds)
+
+    def _mains(self) -> tuple[str, ...]:
+        return tuple(name for name, spec in self._alive.items() if spec.kind is Kind.MAIN)
+
+    @staticmethod
+    def _send(names: tuple[str, ...], signum: int) -> list[Action]:
+        return [Send(names, signum)] if names else []

@@ -1,0 +1,34 @@
+"""What one process of a job is. Pure data; any thread."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    MAIN = "main"  # the job is over when all of these have ended, and their exit codes are the launcher's
+    SERVICE = "service"  # exists for the others; leaves by itself when they have left
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to start. ``env`` holds only what differs from the launcher's own environment; an empty
+    value counts as unset. ``label`` is short, for prefixes and file names."""
+
+    name: str
+    kind: Kind
+    label: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    reads_stdin: bool = False
+    is_dismissed: bool = False  # a service that stays until it is told to end, once all ranks have
+    is_vital: bool = True  # a service without which the ranks can't go on for long
+    retry_status: int | None = None  # this exit status, before any other process ended, means: start over
+
+
+def service_argv(module: str, *arguments: str) -> tuple[str, ...]:
+    """How to run a program of this package. ``-P``: a file in the user's folder must not shadow a module."""
+    return (sys.executable, "-P", "-m", f"byteps_py.{module}", *arguments)

@@ -1,0 +1,175 @@
+"""Starts processes, waits for their ends and for signals, and carries out what the policy decides.
+
+Waits on descriptors only (one per process, one for signals, one per pipe). The program's main thread runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from byteps_py.launch.guard import TOKEN_VARIABLE, Guard, die_with, sweep
+from byteps_py.launch.output import Stream, open_streams, say
+from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say
+from byteps_py.launch.spec import ProcessSpec
+
+_REAP_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """How a job is watched. ``grace_s``: from a request to end until SIGKILL; ``own_error_s``: how long ranks
+    have after a service died; ``folder``: a file per process and stream goes there."""
+
+    grace_s: float = 5.0
+    own_error_s: float = 10.0
+    tag_output: bool = False
+    folder: Path | None = None
+
+
+class Supervisor:
+    """One job's processes. ``run`` once; afterwards nothing that it started exists."""
+
+    def __init__(self, specs: Sequence[ProcessSpec], environ: Mapping[str, str], how: Supervision, token: str) -> None:
+        self._specs, self._environ, self._how, self._token = specs, environ, how, token
+        self._policy = Policy(specs, how.grace_s, how.own_error_s)
+        self._selector = selectors.DefaultSelector()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._pidfds: dict[str, int] = {}
+        self._streams: dict[str, list[Stream]] = {}
+
+    def run(self) -> Policy:
+        """Start everything, return when it is over: ``code`` is the exit code, ``retry`` asks to start over.
+
+        Raises OSError when a process can't be started; the others are then gone.
+        """
+        guard = Guard(self._token)
+        try:
+            with self._signals():
+                try:
+                    for spec in self._specs:
+                        self._start(spec)
+                    self._loop()
+                finally:
+                    self._end_everything()
+        finally:
+            self._selector.close()
+            guard.close()
+        return self._policy
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Signals become bytes on a socket. One that was ignored before (nohup) stays so."""
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        taken = [s for s in (*ENDING_SIGNALS, *USER_SIGNALS) if signal.getsignal(s) is not signal.SIG_IGN]
+        previous_fd = signal.set_wakeup_fd(writer.fileno())
+        previous = {s: signal.signal(s, _noted) for s in taken}
+        self._watch(reader.fileno(), lambda: self._signals_came(reader))
+        try:
+            yield
+        finally:
+            self._selector.unregister(reader.fileno())
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+            signal.set_wakeup_fd(previous_fd)
+            reader.close()
+            writer.close()
+
+    def _start(self, spec: ProcessSpec) -> None:
+        outputs, streams = open_streams(spec.label, tag=self._how.tag_output, folder=self._how.folder)
+        outer = self._environ.get(TOKEN_VARIABLE, "")
+        env = {**self._environ, **spec.env, TOKEN_VARIABLE: f"{outer}:{self._token}" if outer else self._token}
+        if outputs:
+            env.setdefault("PYTHONUNBUFFERED", "1")  # into a pipe, Python would keep its words back
+        self._streams[spec.name] = streams
+        try:
+            process = subprocess.Popen(
+                spec.argv,
+                env={name: value for name, value in env.items() if value or name not in spec.env},
+                stdin=None if spec.reads_stdin else subprocess.DEVNULL,
+                stdout=outputs[0] if outputs else None,
+                stderr=outputs[1] if outputs else None,
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid()),
+            )
+        finally:
+            for fd in outputs:
+                os.close(fd)
+        self._processes[spec.name] = process
+        for stream in streams:
+            self._watch(stream.pipe, functools.partial(self._readable, stream))
+        self._pidfds[spec.name] = os.pidfd_open(process.pid)
+        self._watch(self._pidfds[spec.name], lambda: self._exited(spec.name))
+
+    def _loop(self) -> None:
+        while not self._policy.finished:
+            deadline = self._policy.deadline
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for key, _ in self._selector.select(timeout):
+                key.data()
+            self._do(self._policy.ticked(time.monotonic()))
+
+    def _watch(self, fd: int, callback: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def _readable(self, stream: Stream) -> None:
+        if not stream.pump():
+            self._selector.unregister(stream.pipe)
+
+    def _exited(self, name: str) -> None:
+        pidfd = self._pidfds.pop(name)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        status = self._processes.pop(name).wait()
+        for stream in self._streams[name]:
+            stream.pump()  # its last words come before ours about it
+        self._do(self._policy.exited(name, status, time.monotonic()))
+
+    def _signals_came(self, reader: socket.socket) -> None:
+        for signum in reader.recv(64):
+            if signum in ENDING_SIGNALS or signum in USER_SIGNALS:
+                self._do(self._policy.signalled(signum, time.monotonic()))
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Say):
+                say(action.text)
+                continue
+            for name in action.names:
+                # A process stays in the table until it is reaped, so its number is still its own.
+                process = self._processes[name]
+                if action.signum in USER_SIGNALS:
+                    process.send_signal(action.signum)
+                else:
+                    os.killpg(process.pid, action.signum)
+
+    def _end_everything(self) -> None:
+        """Also the way out after an exception: kill what is left, find what the ranks left behind."""
+        for process in self._processes.values():
+            os.killpg(process.pid, signal.SIGKILL)
+        left = sweep(self._token)
+        if left:
+            say(f"could not be killed: processes {', '.join(map(str, left))}")
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):  # named above
+                process.wait(_REAP_LIMIT_S)
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        for streams in self._streams.values():
+            for stream in streams:
+                stream.close()
+
+
+def _noted(signum: int, frame: object) -> None:
+    """The wakeup descriptor already carries the signal to the loop."""

@@ -1,0 +1,101 @@
+"""The event loop of a service process: sockets, descriptors, timers, and calls from other threads.
+
+One thread runs the loop and owns everything registered with it; only ``post`` and ``stop`` may be called
+from others. Built on ZeroMQ's poller because ZeroMQ sockets can't be waited for by epoll.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import heapq
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+Callback = Callable[[], None]
+
+
+class EventLoop:
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        self._readers: dict[Any, Callback] = {}
+        self._writers: dict[int, Callback] = {}
+        self._posted: collections.deque[Callback] = collections.deque()
+        self._timers: list[tuple[float, int, Callback]] = []
+        self._order = itertools.count()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._stopped = False
+
+    def add_reader(self, source: zmq.Socket[bytes] | int, callback: Callback) -> None:
+        """Call ``callback`` whenever ``source`` (ZeroMQ socket or descriptor) can be read."""
+        self._readers[source] = callback
+        self._poller.register(source, zmq.POLLIN)
+
+    def add_writer(self, fd: int, callback: Callback) -> None:
+        """Also call ``callback`` when ``fd``, already registered for reading, can be written."""
+        self._writers[fd] = callback
+        self._poller.register(fd, zmq.POLLIN | zmq.POLLOUT)
+
+    def remove_writer(self, fd: int) -> None:
+        if self._writers.pop(fd, None):
+            self._poller.register(fd, zmq.POLLIN)
+
+    def remove(self, source: zmq.Socket[bytes] | int) -> None:
+        self._readers.pop(source, None)
+        if isinstance(source, int):
+            self._writers.pop(source, None)
+        with contextlib.suppress(KeyError):
+            self._poller.unregister(source)
+
+    def call_later(self, delay_s: float, callback: Callback) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
+
+    def post(self, callback: Callback) -> None:
+        """Run ``callback`` in the loop's thread, soon. Any thread."""
+        self._posted.append(callback)
+        with contextlib.suppress(OSError):  # closed: nobody runs callbacks any more
+            os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """Let ``run`` return. Any thread; also a signal handler."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    def run(self) -> None:
+        """Serve until ``stop``. A callback's exception ends the loop and is raised here."""
+        while not self._stopped:
+            self._run_timers()
+            for source, event in self._poller.poll(self._timeout_ms()):
+                if source == self._wake:
+                    os.eventfd_read(self._wake)
+                    self._run_posted()
+                    continue
+                if event & zmq.POLLOUT and (callback := self._writers.get(source)):
+                    callback()
+                if event & ~zmq.POLLOUT and (callback := self._readers.get(source)):
+                    callback()
+
+    def _timeout_ms(self) -> int | None:
+        if not self._timers:
+            return None
+        return max(0, int((self._timers[0][0] - time.monotonic()) * 1000) + 1)
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+
+    def _run_posted(self) -> None:
+        # Only what is there now: a callback that posts again must not starve the sockets.
+        for _ in range(len(self._posted)):
+            self._posted.popleft()()
+
+    def close(self) -> None:
+        os.close(self._wake)

@@ -1,0 +1,77 @@
+"""Which machine this is, and under which address others reach it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from fcntl import ioctl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from byteps_py.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from byteps_py.settings import Settings
+
+_SIOCGIFADDR = 0x8915
+
+
+def machine_id(settings: Settings) -> str:
+    """Equal in two processes exactly when they may share memory: boot id and network namespace, or as told."""
+    if settings.machine_id:
+        return settings.machine_id
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def offered_host(settings: Settings) -> str:
+    """The address this process offers: as told, else its interface's, else the one that reaches the scheduler.
+
+    Raises ConfigurationError for an address beyond loopback without a cluster secret.
+    """
+    if settings.node_host:
+        host = settings.node_host
+    elif settings.interface:
+        host = _interface_address(settings.interface)
+    elif settings.scheduler_host:
+        host = _source_address(settings.scheduler_host)
+    else:
+        host = "127.0.0.1"
+    require_secret(host, settings)
+    return host
+
+
+def require_secret(host: str, settings: Settings) -> None:
+    """Raises ConfigurationError if ``host`` is reachable from other machines and no secret protects it."""
+    if is_loopback(host) or settings.secret:
+        return
+    raise ConfigurationError(
+        f"listening on {host} lets other machines connect; set BYTEPS_SECRET or BYTEPS_SECRET_FILE to the same "
+        "value on every machine, or use 127.0.0.1"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _interface_address(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError as error:
+            known = ", ".join(n for _, n in socket.if_nameindex())
+            raise ConfigurationError(
+                f"DMLC_INTERFACE={name} has no IPv4 address ({error.strerror}); interfaces here: {known}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _source_address(target: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((target, 9))  # a datagram socket: chooses a route, sends nothing
+        except OSError as error:
+            raise ConfigurationError(f"DMLC_PS_ROOT_URI={target} can't be reached: {error}") from error
+        return str(sock.getsockname()[0])

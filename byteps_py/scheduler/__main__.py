@@ -1,0 +1,44 @@
+"""``python -m byteps_py.scheduler``, and what ``DMLC_ROLE=scheduler bpslaunch`` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from byteps_py import log
+from byteps_py.errors import BytePSError
+from byteps_py.scheduler.ending import Finish
+from byteps_py.scheduler.report import to_dict
+from byteps_py.scheduler.service import SchedulerService
+from byteps_py.settings import Settings
+
+CONFIGURATION_STATUS = 2
+
+
+def main() -> int:
+    """Serve one job as the environment says. 0: it ended in order; 1: it failed; 2: it could not start."""
+    try:
+        settings = Settings.from_env()
+        log.configure(settings.log_level, "scheduler")
+        finish = asyncio.run(_serve(settings))
+    except OSError as error:
+        print(f"byteps_py scheduler: the report can't be written: {error}", file=sys.stderr)
+        return CONFIGURATION_STATUS
+    except BytePSError as error:
+        print(f"byteps_py scheduler: {error}", file=sys.stderr)
+        return CONFIGURATION_STATUS
+    return finish.exit_status  # why it failed was logged when it did
+
+
+async def _serve(settings: Settings) -> Finish:
+    service = SchedulerService(settings)
+    finish = await service.run()
+    if settings.report:
+        Path(settings.report).write_text(json.dumps(to_dict(service.status()), indent=2))
+    return finish
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""What the scheduler is told about its cluster before anybody comes. Pure; any thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from byteps_py.placement.shares import Optimum
+from byteps_py.settings import Settings
+
+#: Version of the control protocol; a member that speaks another is refused.
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """``num_workers`` GPU machines (n), ``num_servers`` CPU machines (k); times in seconds.
+
+    ``partition_bytes`` is not here: the scheduler moves no tensors, so the first member that registers decides it.
+    """
+
+    num_workers: int
+    num_servers: int = 0
+    servers_only: bool = False  # GPU machines sum nothing, whatever the formula says
+    job: str = ""
+    start_timeout_s: float = 60.0
+    heartbeat_timeout_s: float = 10.0
+    stall_warn_s: float = 60.0
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> ClusterConfig:
+        return cls(
+            num_workers=settings.num_workers,
+            num_servers=settings.num_servers,
+            servers_only=settings.placement == "servers-only",
+            job=settings.job,
+            start_timeout_s=settings.start_timeout_s,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            stall_warn_s=settings.stall_warn_s,
+        )
+
+    @property
+    def needs_gpu_machine_servers(self) -> bool:
+        """True when the placement gives GPU machines a share: there is a network, and k < n."""
+        return self.num_workers > 1 and self.num_servers < self.num_workers and not self.servers_only
+
+    @property
+    def server_weights(self) -> tuple[int, ...]:
+        """What part of the keys each server gets, relative to the others: CPU machines first, then GPU machines."""
+        if self.servers_only:
+            return (1,) * min(self.num_servers, self.num_workers)
+        return Optimum(self.num_workers, self.num_servers).server_weights

@@ -1,0 +1,300 @@
+"""The scheduler as a state machine: events and the time go in, messages to connections come out.
+
+Owns what the cluster is, what its ranks agreed on and whether it can go on. Knows no sockets, clocks or threads:
+time is an argument, in seconds of any steady clock; one thread at a time may call.
+
+    FORMING ──all there──► RUNNING ──all workers left, or stop──► ENDED
+       │                      │
+       └── deadline, death ───┴── death, broken protocol, report of a rank ──► FAILED
+
+``reason`` is one sentence on why the state is what it is; status, logs and errors print the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from byteps_py.errors import BY_NAME, ProtocolError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler import stalls
+from byteps_py.scheduler.barrier import Barriers
+from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.scheduler.declarations import Decided, Declarations, Reopened
+from byteps_py.scheduler.ending import Finish, finish
+from byteps_py.scheduler.member import MemberRecord, Presence
+from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
+from byteps_py.scheduler.roster import Refusal, Roster
+from byteps_py.scheduler.silence import Silence
+from byteps_py.scheduler.words import count_text
+
+REGISTER_TIMEOUT_S = 10.0  # a connection that has not said by then who it is, is turned away
+
+FORMING = pb.StatusReply.STATE_FORMING
+RUNNING = pb.StatusReply.STATE_RUNNING
+FAILED = pb.StatusReply.STATE_FAILED
+ENDED = pb.StatusReply.STATE_ENDED
+
+
+class SchedulerCore:
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._roster = Roster(config)
+        self._declarations = Declarations(config.num_workers, 0)
+        self._stalls = stalls.StallWatch(config.stall_warn_s)
+        self._barriers = Barriers(config.num_workers)
+        self._strangers: dict[int, float] = {}  # connections that have not registered → since when
+        self._connections: set[int] = set()
+        self._first_registration_s: float | None = None
+        self._silence = Silence(config.heartbeat_timeout_s)
+        self._over_s: float | None = None
+        self._all_left = False  # the workers, in order: they may be on their way into their next job
+        self.state: pb.StatusReply.State = FORMING
+        self.reason = self._roster.missing()
+
+    # ---- events ----------------------------------------------------------------------------------------------
+
+    def on_connected(self, connection: int, now_s: float) -> Outgoing:
+        self._connections.add(connection)
+        self._strangers[connection] = now_s
+        return []
+
+    def on_disconnected(self, connection: int, now_s: float) -> Outgoing:
+        """The connection is gone. A member that did not leave before is lost."""
+        self._connections.discard(connection)
+        self._strangers.pop(connection, None)
+        member = self._roster.of_connection(connection)
+        if member is None or not member.is_present:
+            return []
+        return self._lose(member, "its connection ended; see its log for why", now_s)
+
+    def handle(self, connection: int, message: pb.MemberMessage, now_s: float) -> Outgoing:
+        """Never raises for what a member sends: one that breaks the protocol is refused, and the job fails."""
+        member = self._roster.of_connection(connection)
+        kind = message.WhichOneof("body")
+        if member is None:
+            if connection not in self._strangers:
+                return []  # refused before, and still talking
+            del self._strangers[connection]
+            if kind != "register":
+                return [refused(connection, "ProtocolError", f"the first message must be register, not {kind}")]
+            return self._register(connection, message.register, now_s)
+        if not member.is_present:
+            return []
+        member.last_seen_s = now_s
+        try:
+            match kind:
+                case "heartbeat":
+                    return self._heartbeat(member, message.heartbeat, now_s)
+                case "declare":
+                    return self._declare(member, message.declare)
+                case "arrive":
+                    return self._arrive(member, message.arrive.sequence)
+                case "leave":
+                    return self._leave(member, message.leave.reason, now_s)
+                case "gone":
+                    return self._gone(member)
+                case "report":
+                    return self._report(member, message.report, now_s)
+            raise ProtocolError(f"message {kind} makes no sense from a registered member")
+        except ProtocolError as error:
+            self._roster.remove(member, Presence.LOST)
+            failures = self._fail("ProtocolError", f"{member.describe()} broke the protocol: {error}", now_s)
+            return [refused(connection, "ProtocolError", str(error)), *failures]
+
+    def on_tick(self, now_s: float) -> Outgoing:
+        """Call a few times per second; all deadlines are checked here."""
+        self._silence.tick(now_s)
+        out: Outgoing = []
+        for connection, since_s in list(self._strangers.items()):
+            if now_s - since_s >= REGISTER_TIMEOUT_S:
+                del self._strangers[connection]
+                out.append(refused(connection, "ProtocolError", f"not registered after {REGISTER_TIMEOUT_S:g} s"))
+        if self.state in (FORMING, RUNNING):
+            for member in self._roster.present():
+                if why := self._silence.too_long(member.last_seen_s, now_s):
+                    out += self._lose(member, why, now_s, tell_it_too=True)
+        if self.state == FORMING and self._first_registration_s is not None:
+            limit_s = self._config.start_timeout_s
+            if now_s - self._first_registration_s >= limit_s:
+                text = f"the cluster is not complete after {limit_s:g} s (BYTEPS_START_TIMEOUT_S): {self.reason}"
+                out += self._fail("RendezvousError", text, now_s)
+        return out
+
+    def stop(self, reason: str, now_s: float) -> Outgoing:
+        """End the job in order: every member is told to leave."""
+        if self._over_s is None:
+            self.state, self._over_s = ENDED, now_s
+            self.reason = f"stopped: {reason or 'no reason given'}"
+        return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
+
+    # ---- questions -------------------------------------------------------------------------------------------
+
+    def finished(self, now_s: float) -> Finish | None:
+        """Not None once the scheduler can go: its members have left, or had their time to do so."""
+        if self._over_s is None:
+            return None
+        # A member that froze may never close its connection.
+        has_connections = bool(self._connections - self._roster.lost_connections())
+        late = "; ".join(m.describe() for m in self._roster.present())
+        return finish(self.state != ENDED, now_s - self._over_s, has_connections, late, self.reason)
+
+    def status(self, now_s: float) -> pb.StatusReply:
+        partition_bytes = next((m.facts.partition_bytes for m in self._roster.everyone), 0)
+        return pb.StatusReply(
+            state=self.state,
+            reason=self.reason,
+            epoch=self._roster.epoch,
+            members=[m.to_status(now_s) for m in self._roster.everyone],
+            tensors=self._declarations.accepted_count,
+            tensor_bytes=self._declarations.accepted_bytes,
+            partition_bytes=partition_bytes,
+            num_workers=self._config.num_workers,
+            num_servers=self._config.num_servers,
+            stalled=stalls.sentences(self._current_stalls(), self._who) if self.state == RUNNING else [],
+        )
+
+    # ---- one kind of message each ------------------------------------------------------------------------------
+
+    def _register(self, connection: int, register: pb.Register, now_s: float) -> Outgoing:
+        if self._over_s is not None:
+            return [refused(connection, "RendezvousError", f"this job is over: {self.reason}", self._all_left)]
+        admitted = self._roster.admit(connection, register, now_s)
+        if isinstance(admitted, Refusal):
+            return [refused(connection, admitted.error, admitted.message, admitted.later)]
+        if self._first_registration_s is None:
+            self._first_registration_s = now_s
+        welcome = pb.SchedulerMessage(welcome=pb.Welcome(member_id=admitted.id))
+        out = [(connection, welcome)]
+        self.reason = self._roster.missing()
+        if not self.reason:
+            out += self._complete()
+        return out
+
+    def _complete(self) -> Outgoing:
+        membership = self._roster.complete()
+        size = sum(worker.local_size for worker in membership.workers)
+        self._declarations = Declarations(self._config.num_workers, size)
+        self.state = RUNNING
+        self.reason = (
+            f"all are there: {count_text(len(membership.workers), 'worker')} with {count_text(size, 'rank')}, "
+            f"{count_text(len(membership.servers), 'summation service')} with keys"
+        )
+        return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
+
+    def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
+        member.statistics = heartbeat.statistics
+        self._stalls.report(member.id, heartbeat.waiting)
+        if not heartbeat.waiting or self.state != RUNNING:
+            return []
+        due = self._stalls.due(self._current_stalls(), now_s)
+        out: Outgoing = []
+        for sentence in stalls.sentences(due, self._who):
+            out += to_each(self._roster.present(), pb.SchedulerMessage(stalled=pb.Stalled(message=sentence)))
+        return out
+
+    def _declare(self, member: MemberRecord, declare: pb.Declare) -> Outgoing:
+        if self.state != RUNNING:
+            return self._too_early(member, "declare")
+        verdicts: list[pb.Verdict] = []
+        out: Outgoing = []
+        others = [m for m in self._roster.workers() if m is not member]
+        for ballot in declare.ballots:
+            match self._declarations.cast(member.facts.machine_index, self._ranks_of(member), ballot):
+                case Decided(verdict):
+                    verdicts.append(verdict)
+                case Reopened(reopen):
+                    out += to_each(others, pb.SchedulerMessage(reopen=reopen))
+        if verdicts:
+            batch = pb.SchedulerMessage(verdicts=pb.Verdicts(verdicts=verdicts))
+            out += to_each(self._roster.workers(), batch)
+        return out
+
+    def _arrive(self, member: MemberRecord, sequence: int) -> Outgoing:
+        if self.state != RUNNING:
+            return self._too_early(member, "arrive")
+        self._ranks_of(member)
+        if not self._barriers.arrive(member.facts.machine_index, sequence):
+            return []
+        return to_each(self._roster.workers(), pb.SchedulerMessage(release=pb.Release(sequence=sequence)))
+
+    def _leave(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
+        self._roster.remove(member, Presence.LEFT)
+        self._stalls.report(member.id, [])
+        if self.state == FORMING:
+            self.reason = f"{self._roster.missing()} ({member.describe()} came and left: {reason or 'no reason given'})"
+            if not self._roster.present():
+                self._first_registration_s = None
+            return []
+        text = f"{member.describe()} has shut down" + (f": {reason}" if reason else "")
+        workers = self._roster.workers()
+        if self.state != RUNNING:
+            return self._dismiss_servers() if member.is_worker else []
+        if not workers:
+            self.state, self.reason, self._over_s = ENDED, "all workers have left", now_s
+            self._all_left = True
+            return self._dismiss_servers()
+        if not member.is_worker:
+            return self._fail("PeerLostError", text, now_s) if member.holds_keys else []
+        # Orderly: they raise it only if they still want something, so that at a normal end nobody sees it.
+        self.reason = text
+        return to_each(workers, failure("PeerLostError", text, orderly=True))
+
+    def _gone(self, member: MemberRecord) -> Outgoing:
+        """Its ranks have ended and won't come back. To others that is no different from a worker that left."""
+        if self.state != RUNNING:
+            return self._too_early(member, "gone")
+        count = len(self._ranks_of(member))
+        text = f"{member.describe()} has shut down: its {'rank has' if count == 1 else 'ranks have'} ended"
+        others = [m for m in self._roster.workers() if m is not member]
+        return to_each(others, failure("PeerLostError", text, orderly=True))
+
+    def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
+        error = report.error if report.error in BY_NAME else "CommunicationError"
+        return self._fail(error, f"{report.message} (reported by {member.describe()})", now_s, silent_for=member)
+
+    # ---- helpers -----------------------------------------------------------------------------------------------
+
+    def _too_early(self, member: MemberRecord, what: str) -> Outgoing:
+        """Before the membership, ranks have no numbers to vote with; after the end, nobody needs the answer."""
+        if self.state == FORMING:
+            raise ProtocolError(f"sent {what} before the cluster was complete")
+        return []
+
+    def _ranks_of(self, member: MemberRecord) -> range:
+        if not member.is_worker:
+            raise ProtocolError("only communication services speak for ranks")
+        return member.ranks
+
+    def _lose(self, member: MemberRecord, why: str, now_s: float, tell_it_too: bool = False) -> Outgoing:
+        self._roster.remove(member, Presence.LOST)
+        self._stalls.report(member.id, [])
+        if self.state not in (FORMING, RUNNING):
+            return self._dismiss_servers() if member.is_worker else []
+        if self.state == RUNNING and not member.is_worker and not member.holds_keys:
+            return []  # an idle server: nothing depended on it
+        text = f"lost {member.describe()}: {why}"
+        out = self._fail("PeerLostError", text, now_s)
+        if tell_it_too:
+            out.append((member.connection, failure("PeerLostError", text)))
+        return out
+
+    def _fail(self, error: str, text: str, now_s: float, silent_for: MemberRecord | None = None) -> Outgoing:
+        if self._over_s is not None:
+            return []  # the first failure explains the later ones
+        self.state, self.reason, self._over_s = FAILED, text, now_s
+        told = [m for m in self._roster.present() if m is not silent_for]
+        return to_each(told, failure(error, text)) + self._dismiss_servers()
+
+    def _dismiss_servers(self) -> Outgoing:
+        """Servers of a job that is over stay as long as a worker does, and no longer."""
+        if self._roster.workers():
+            return []
+        return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
+
+    def _current_stalls(self) -> list[stalls.Stall]:
+        size = sum(len(m.ranks) for m in self._roster.everyone)
+        return self._stalls.stalls(size, self._declarations.undecided_voters)
+
+    def _who(self, ranks: Iterable[int]) -> str:
+        wanted = set(ranks)
+        return "; ".join(m.describe() for m in self._roster.everyone if wanted.intersection(m.ranks))

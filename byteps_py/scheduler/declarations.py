@@ -1,0 +1,168 @@
+"""What the ranks agree a tensor to be: one object per name, one vote per rank and generation. Pure.
+
+A name's life:   VOTING(1) ─► ACCEPTED(1) ─► VOTING(2) ─► REJECTED(2) ─► VOTING(3) ─► …
+The first ballot of the next generation opens the vote. If the name was accepted, the other machines may not
+know of a new vote, and are told (Reopen); after a rejection every machine knows that it has to vote again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.words import ranks_text
+from byteps_py.tensors import DType, Op, TensorSpec
+
+MAX_TENSOR_BYTES = 1 << 48  # no machine holds more; keeps sums of sizes within the schema's integers
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    verdict: pb.Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Reopened:
+    """All machines but the one that voted are to vote on this generation."""
+
+    reopen: pb.Reopen
+
+
+Outcome = Decided | Reopened | None
+
+
+@dataclass(slots=True, eq=False)
+class _Declaration:
+    """``votes``: machine index → its ranks' specs, while the generation is being voted on."""
+
+    name: str
+    generation: int = 0
+    is_decided: bool = True
+    accepted: TensorSpec | None = None
+    votes: dict[int, list[tuple[tuple[int, ...], TensorSpec]]] = field(default_factory=dict)
+
+
+class Declarations:
+    def __init__(self, num_machines: int, size: int) -> None:
+        """``num_machines`` each give one ballot; ``size``: number of ranks, which bounds broadcast roots."""
+        self._num_machines = num_machines
+        self._size = size
+        self._by_name: dict[str, _Declaration] = {}
+        self.accepted_count = 0
+        self.accepted_bytes = 0
+
+    def undecided_voters(self, name: str) -> set[int] | None:
+        """Ranks that have voted on ``name`` while others have not; None if no vote is open."""
+        declaration = self._by_name.get(name)
+        if declaration is None or declaration.is_decided:
+            return None
+        return {rank for votes in declaration.votes.values() for ranks, _ in votes for rank in ranks}
+
+    def cast(self, machine_index: int, ranks: range, ballot: pb.Ballot) -> Outcome:
+        """Take the votes of one machine, whose global ranks are ``ranks``.
+
+        Raises ProtocolError for a ballot that no correct machine sends.
+        """
+        votes = _read_votes(ballot, ranks)
+        declaration = self._by_name.setdefault(ballot.name, _Declaration(ballot.name))
+        outcome: Outcome = None
+        if ballot.generation == declaration.generation + 1 and declaration.is_decided:
+            if declaration.accepted is not None and self._num_machines > 1:
+                outcome = Reopened(pb.Reopen(name=ballot.name, generation=ballot.generation, rounds=ballot.rounds))
+            self._open(declaration)
+        elif ballot.generation > declaration.generation:
+            raise ProtocolError(
+                f"tensor {ballot.name!r}: got a vote on generation {ballot.generation}, but generation "
+                f"{declaration.generation} is {'the latest' if declaration.is_decided else 'still undecided'}"
+            )
+        elif ballot.generation < declaration.generation or declaration.is_decided:
+            return None  # it crossed the verdict on its way
+        elif machine_index in declaration.votes:
+            raise ProtocolError(f"tensor {ballot.name!r}: machine {machine_index} voted twice on {ballot.generation}")
+        declaration.votes[machine_index] = votes
+        if len(declaration.votes) < self._num_machines:
+            return outcome
+        return Decided(self._decide(declaration))
+
+    def _open(self, declaration: _Declaration) -> None:
+        if declaration.accepted is not None:
+            self.accepted_count -= 1
+            self.accepted_bytes -= declaration.accepted.nbytes
+        declaration.generation += 1
+        declaration.is_decided = False
+        declaration.accepted = None
+
+    def _decide(self, declaration: _Declaration) -> pb.Verdict:
+        votes = [vote for _, machine in sorted(declaration.votes.items()) for vote in machine]
+        declaration.is_decided = True
+        declaration.votes.clear()
+        verdict = pb.Verdict(name=declaration.name, generation=declaration.generation)
+        verdict.error = _disagreement(declaration.name, votes) or self._impossible(votes[0][1])
+        if not verdict.error:
+            # Priorities may differ; the lowest rank's is taken, so that all machines know the same.
+            spec = min(votes, key=lambda vote: vote[0])[1]
+            declaration.accepted = spec
+            self.accepted_count += 1
+            self.accepted_bytes += spec.nbytes
+            verdict.spec.CopyFrom(to_message(spec))
+        return verdict
+
+    def _impossible(self, spec: TensorSpec) -> str:
+        if spec.op is Op.BROADCAST and spec.root >= self._size:
+            return f"tensor {spec.name!r}: rank {spec.root} was to broadcast it, but ranks end at {self._size - 1}"
+        return ""
+
+
+def _disagreement(name: str, votes: list[tuple[tuple[int, ...], TensorSpec]]) -> str:
+    """Which ranks gave what, when they don't agree; else empty."""
+    camps: dict[tuple[object, ...], tuple[TensorSpec, list[int]]] = {}
+    for ranks, spec in votes:
+        camps.setdefault(spec.signature(), (spec, []))[1].extend(ranks)
+    if len(camps) == 1:
+        return ""
+    ordered = sorted(camps.values(), key=lambda camp: min(camp[1]))
+    gave = ", ".join(f"{ranks_text(ranks)} gave {spec.describe()}" for spec, ranks in ordered[:6])
+    more = f" and {len(ordered) - 6} other versions" if len(ordered) > 6 else ""
+    return f"tensor {name!r}: {gave}{more}; give it the same shape, dtype and operation on every rank"
+
+
+def _read_votes(ballot: pb.Ballot, ranks: range) -> list[tuple[tuple[int, ...], TensorSpec]]:
+    voted = sorted(rank for vote in ballot.votes for rank in vote.ranks)
+    if voted != list(ranks):
+        raise ProtocolError(
+            f"tensor {ballot.name!r}: a machine with {ranks_text(ranks)} sent votes of {ranks_text(voted)}"
+        )
+    return [(tuple(sorted(vote.ranks)), to_spec(ballot.name, vote.spec)) for vote in ballot.votes if vote.ranks]
+
+
+def to_spec(name: str, message: pb.Spec) -> TensorSpec:
+    """The spec that a message describes. Raises ProtocolError for one that no correct member sends."""
+    try:
+        spec = TensorSpec(
+            name=name,
+            dtype=DType(message.dtype),
+            shape=tuple(message.shape),
+            op=Op(message.op),
+            average=message.average,
+            root=message.root,
+            priority=message.priority,
+        )
+    except (ValueError, UsageError) as error:
+        raise ProtocolError(f"tensor {name[:80]!r}: {error}") from error
+    if math.prod(spec.shape) * spec.dtype.itemsize > MAX_TENSOR_BYTES:
+        raise ProtocolError(f"tensor {name!r}: shape {list(spec.shape)} is larger than any machine's memory")
+    return spec
+
+
+def to_message(spec: TensorSpec) -> pb.Spec:
+    """The message that describes ``spec``."""
+    return pb.Spec(
+        dtype=int(spec.dtype),
+        shape=spec.shape,
+        op=int(spec.op),
+        average=spec.average,
+        root=spec.root,
+        priority=spec.priority,
+    )

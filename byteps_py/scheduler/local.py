@@ -1,0 +1,77 @@
+"""The control link of a single machine without a scheduler: the scheduler's core, in the member's own process.
+
+The loop's thread owns the core; ``send`` and ``close`` may be called by any thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from byteps_py.errors import BytePSError, ConfigurationError, from_name
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.scheduler.core import SchedulerCore
+from byteps_py.scheduler.outgoing import Outgoing
+from byteps_py.settings import Settings
+
+_ONLY_CONNECTION = 1
+
+
+class LocalControl:
+    """A ControlLink; see ``client.connect``. Raises ConfigurationError if the cluster has more machines."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        register: pb.Register,
+        loop: EventLoop,
+        on_message: Callable[[pb.SchedulerMessage], None],
+        on_lost: Callable[[BytePSError], None],
+        heartbeat: Callable[[], pb.Heartbeat],
+    ) -> None:
+        if settings.num_workers > 1 or settings.num_servers > 0:
+            raise ConfigurationError(
+                f"a cluster of {settings.num_workers} GPU machines and {settings.num_servers} servers needs a "
+                "scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT to its address"
+            )
+        self._interval_s = settings.heartbeat_interval_s
+        self._core = SchedulerCore(ClusterConfig.from_settings(settings))
+        self._loop = loop
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._heartbeat = heartbeat
+        self._is_closed = False
+        loop.post(lambda: self._start(register))
+
+    def send(self, message: pb.MemberMessage) -> None:
+        self._loop.post(lambda: self._handle(message))
+
+    def close(self, reason: str = "") -> None:
+        self._is_closed = True
+
+    def _start(self, register: pb.Register) -> None:
+        self._deliver(self._core.on_connected(_ONLY_CONNECTION, time.monotonic()))
+        self._handle(pb.MemberMessage(register=register))
+        self._beat()
+
+    def _beat(self) -> None:
+        if self._is_closed:
+            return
+        self._handle(pb.MemberMessage(heartbeat=self._heartbeat()))
+        self._deliver(self._core.on_tick(time.monotonic()))
+        self._loop.call_later(self._interval_s, self._beat)
+
+    def _handle(self, message: pb.MemberMessage) -> None:
+        if not self._is_closed:
+            self._deliver(self._core.handle(_ONLY_CONNECTION, message, time.monotonic()))
+
+    def _deliver(self, outgoing: Outgoing) -> None:
+        for _, message in outgoing:
+            if self._is_closed:
+                return
+            self._on_message(message)
+            if message.HasField("refused"):
+                self._is_closed = True
+                self._on_lost(from_name(message.refused.error, message.refused.message))

@@ -1,0 +1,34 @@
+"""Questions to a running scheduler from outside its job: `bps status`, `bps stop`, health checks, the demo."""
+
+from __future__ import annotations
+
+import grpc
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.proto import control_pb2_grpc
+from byteps_py.scheduler import rpc
+from byteps_py.settings import Settings
+
+
+def status(settings: Settings, timeout_s: float = 5.0) -> pb.StatusReply:
+    """Who is there, what they carried, what they wait for, as the scheduler of ``settings`` knows it.
+
+    Raises RendezvousError (nobody there, or another secret), StallError (no answer in time), ConfigurationError
+    (no address). Any thread.
+    """
+    reply: pb.StatusReply = _ask(settings, "Status", pb.StatusRequest(), timeout_s)
+    return reply
+
+
+def stop(settings: Settings, reason: str, timeout_s: float = 5.0) -> None:
+    """Ask the scheduler to end its job in order; returns when it has told its members. Raises like ``status``."""
+    _ask(settings, "Stop", pb.StopRequest(reason=reason), timeout_s)
+
+
+def _ask(settings: Settings, method: str, request: object, timeout_s: float):  # type: ignore[no-untyped-def]
+    with rpc.open_channel(settings) as channel:
+        stub = control_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            return getattr(stub, method)(request, timeout=timeout_s, metadata=rpc.metadata(settings))
+        except grpc.RpcError as error:
+            raise rpc.explain(settings.scheduler_address, error, timeout_s) from error

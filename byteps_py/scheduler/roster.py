@@ -1,0 +1,207 @@
+"""Who belongs to the cluster: whom to admit, who is still missing, and the membership once nobody is.
+
+Pure. Every decision comes with its sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.cluster import PROTOCOL_VERSION, ClusterConfig
+from byteps_py.scheduler.member import MemberRecord, Presence
+from byteps_py.scheduler.words import count_text
+
+MAX_LOCAL_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a registration is not accepted: a type name of byteps_py/errors.py, and the sentence."""
+
+    error: str
+    message: str
+    later: bool = False  # it may try again: the job that it comes back to is about to end
+
+
+class Roster:
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._by_connection: dict[int, MemberRecord] = {}
+        self._next_id = 1
+        self.epoch = 0
+        self.everyone: list[MemberRecord] = []
+
+    def of_connection(self, connection: int) -> MemberRecord | None:
+        return self._by_connection.get(connection)
+
+    def present(self) -> list[MemberRecord]:
+        return [m for m in self.everyone if m.is_present]
+
+    def lost_connections(self) -> set[int]:
+        return {m.connection for m in self.everyone if m.presence is Presence.LOST}
+
+    def workers(self) -> list[MemberRecord]:
+        """Present communication services, by machine index."""
+        return sorted((m for m in self.present() if m.is_worker), key=lambda m: m.facts.machine_index)
+
+    def admit(self, connection: int, register: pb.Register, now_s: float) -> MemberRecord | Refusal:
+        """Add the process to the cluster, or say why not."""
+        refusal = self._refusal(register)
+        if refusal is not None:
+            return refusal
+        record = MemberRecord(self._next_id, connection, register, now_s)
+        self._next_id += 1
+        self.everyone.append(record)
+        self._by_connection[connection] = record
+        return record
+
+    def remove(self, record: MemberRecord, presence: Presence) -> None:
+        """The member is gone. A cluster that is still forming forgets it, and its place is free again."""
+        record.presence = presence
+        if not self.epoch and presence is Presence.LEFT:
+            self.everyone.remove(record)
+
+    def _refusal(self, register: pb.Register) -> Refusal | None:
+        contradiction = self._contradiction(register)
+        if contradiction:
+            return Refusal("ConfigurationError", contradiction)
+        clash = self._clash(register)
+        return Refusal("RendezvousError", clash, later=self._has_left(register)) if clash else None
+
+    def _contradiction(self, register: pb.Register) -> str:
+        """What the process was told that doesn't fit this cluster; empty if all fits."""
+        config = self._config
+        if register.protocol != PROTOCOL_VERSION:
+            return (
+                f"this process speaks version {register.protocol} of the control protocol, the scheduler version "
+                f"{PROTOCOL_VERSION}: install the same byteps_py everywhere"
+            )
+        if register.job != config.job:
+            return (
+                f"this process belongs to job {register.job!r}, the scheduler serves job {config.job!r}: set the same "
+                "BYTEPS_JOB_ID, or the same DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, everywhere"
+            )
+        if register.role not in (pb.ROLE_COMMUNICATION, pb.ROLE_SUMMATION):
+            return f"unknown role {register.role}"
+        if register.kind not in (pb.MACHINE_KIND_GPU, pb.MACHINE_KIND_CPU):
+            return f"unknown kind of machine {register.kind}"
+        for variable, theirs, ours in (
+            ("DMLC_NUM_WORKER", register.num_workers, config.num_workers),
+            ("DMLC_NUM_SERVER", register.num_servers, config.num_servers),
+        ):
+            if theirs != ours:
+                return f"{variable} is {theirs} in this process and {ours} in the scheduler: set it alike everywhere"
+        if not register.partition_bytes:
+            return "BYTEPS_PARTITION_BYTES must be above 0"
+        first = self.present()[0] if self.present() else None
+        if first is not None and register.partition_bytes != first.facts.partition_bytes:
+            return (
+                f"BYTEPS_PARTITION_BYTES is {register.partition_bytes} in this process and "
+                f"{first.facts.partition_bytes} in {first.describe()}: set it alike everywhere"
+            )
+        return self._impossible_place(register)
+
+    def _impossible_place(self, register: pb.Register) -> str:
+        n = self._config.num_workers
+        if register.role == pb.ROLE_COMMUNICATION:
+            if register.kind != pb.MACHINE_KIND_GPU:
+                return "a communication service runs on a GPU machine only"
+            if not 1 <= register.local_size <= MAX_LOCAL_SIZE:
+                return f"BYTEPS_LOCAL_SIZE={register.local_size} is not in 1..{MAX_LOCAL_SIZE}"
+        elif not register.address:
+            return "a summation service registers with the address it listens at, and this one gave none"
+        if register.kind == pb.MACHINE_KIND_GPU and not 0 <= register.machine_index < n:
+            return f"DMLC_WORKER_ID={register.machine_index} is not in 0..{n - 1} (DMLC_NUM_WORKER={n})"
+        return ""
+
+    def _clash(self, register: pb.Register) -> str:
+        """Why there is no place for one more such member; empty if there is."""
+        if self.epoch:
+            return "the cluster is complete already; a process can't join or come back while it runs"
+        for other in self.present():
+            if register.role == pb.ROLE_SUMMATION and not other.is_worker and other.facts.address == register.address:
+                return f"the address {register.address} is taken by {other.describe()}"
+            alike = (other.facts.role, other.facts.kind) == (register.role, register.kind)
+            if alike and register.kind == pb.MACHINE_KIND_GPU and other.facts.machine_index == register.machine_index:
+                return (
+                    f"DMLC_WORKER_ID={register.machine_index} is taken by {other.describe()}: "
+                    "give each GPU machine its own"
+                )
+        if register.kind == pb.MACHINE_KIND_CPU:
+            k = self._config.num_servers
+            if sum(m.is_cpu_server for m in self.present()) >= k:
+                return f"all {count_text(k, 'server')} (DMLC_NUM_SERVER={k}) are there already: this one is too many"
+        return ""
+
+    def _has_left(self, register: pb.Register) -> bool:
+        """True if this is the successor of a member that left a job which the others have not left yet."""
+        return any(
+            m.presence is Presence.LEFT
+            and (m.facts.role, m.facts.kind) == (register.role, register.kind)
+            and m.facts.machine_index == register.machine_index
+            for m in self.everyone
+        )
+
+    def missing(self) -> str:
+        """Who the cluster still waits for, in words; empty when it is complete."""
+        config, present = self._config, self.present()
+        n, k = config.num_workers, config.num_servers
+        waiting: list[str] = []
+        there = {m.facts.machine_index for m in present if m.is_worker}
+        absent = [i for i in range(n) if i not in there]
+        if absent:
+            waiting.append(f"{count_text(len(absent), 'worker')} (DMLC_ROLE=worker, DMLC_WORKER_ID={_some(absent)})")
+        cpu_servers = sum(m.is_cpu_server for m in present)
+        if cpu_servers < k:
+            waiting.append(f"{count_text(k - cpu_servers, 'server')} (DMLC_ROLE=server)")
+        served = {m.facts.machine_index for m in present if m.is_gpu_server}
+        unserved = [i for i in range(n) if i not in served]
+        if config.needs_gpu_machine_servers and unserved:
+            services = count_text(len(unserved), "summation service")
+            where = f"GPU machine{'s' if len(unserved) > 1 else ''} {_some(unserved)}"
+            waiting.append(f"{services} (of {where}; bpslaunch starts {'them' if len(unserved) > 1 else 'it'})")
+        if not waiting:
+            return ""
+        return (
+            f"{len(there)} of {count_text(n, 'worker')}, {cpu_servers} of {count_text(k, 'server')}: waiting for "
+            + (", ".join(waiting[:-1]) + " and " if waiting[:-1] else "")
+            + waiting[-1]
+        )
+
+    def complete(self) -> pb.Membership:
+        """Open epoch 1. Callable once, when ``missing`` is empty."""
+        self.epoch = 1
+        first_rank = 0
+        workers = self.workers()
+        for worker in workers:
+            worker.first_rank = first_rank
+            first_rank += worker.facts.local_size
+        # One machine alone sums in its own communication service.
+        servers = self._key_holders()
+        for server, weight in zip(servers, self._config.server_weights, strict=True):
+            server.weight = weight
+        return pb.Membership(
+            epoch=self.epoch,
+            workers=_messages(workers),
+            servers=_messages(servers),
+            partition_bytes=workers[0].facts.partition_bytes,
+        )
+
+    def _key_holders(self) -> list[MemberRecord]:
+        n = self._config.num_workers
+        if n == 1:
+            return []
+        cpu = sorted((m for m in self.present() if m.is_cpu_server), key=lambda m: m.facts.address)[:n]
+        if not self._config.needs_gpu_machine_servers:
+            return cpu
+        return cpu + sorted((m for m in self.present() if m.is_gpu_server), key=lambda m: m.facts.machine_index)
+
+
+def _some(ids: list[int]) -> str:
+    return ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
+
+
+def _messages(members: Iterable[MemberRecord]) -> list[pb.Member]:
+    return [m.to_message() for m in members]

@@ -1,0 +1,148 @@
+"""How processes reach the scheduler over gRPC: options, credentials, and what its errors mean. Any thread.
+
+Only service processes and the command line import this: gRPC does not survive a fork, and trainers fork.
+"""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+from byteps_py import auth
+from byteps_py.errors import (
+    BytePSError,
+    CommunicationError,
+    ConfigurationError,
+    PeerLostError,
+    ProtocolError,
+    RendezvousError,
+    StallError,
+)
+from byteps_py.settings import Settings
+
+TOKEN_KEY = "byteps-token"
+#: The declarations of 100 000 tensors fit.
+MAX_MESSAGE_BYTES = 32 << 20
+
+Options = list[tuple[str, int | str]]
+
+_COMMON: Options = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+
+
+def token(settings: Settings) -> str:
+    """What a caller shows to the scheduler; empty without a secret."""
+    return auth.token(settings.secret, "control", settings.job)
+
+
+def metadata(settings: Settings) -> tuple[tuple[str, str], ...]:
+    """Sent with every call."""
+    return ((TOKEN_KEY, token(settings)),) if settings.secret else ()
+
+
+def server_options() -> Options:
+    return [
+        *_COMMON,
+        ("grpc.so_reuseport", 0),  # a second scheduler on this port must fail, not share its connections
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def open_channel(settings: Settings) -> grpc.Channel:
+    """A channel to ``settings.scheduler_address``; it connects at the first call. Close it.
+
+    Raises ConfigurationError without an address.
+    """
+    if not settings.scheduler_address:
+        raise ConfigurationError("no scheduler's address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
+    # A scheduler's machine that vanishes without closing its connections is noticed like a silent member.
+    keepalive_ms = max(1000, int(settings.heartbeat_timeout_s * 500))
+    options: Options = [
+        *_COMMON,
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 500),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    if not settings.secret:
+        return grpc.insecure_channel(settings.scheduler_address, options)
+    from byteps_py import tls
+
+    own = tls.credentials(settings.secret)
+    return grpc.secure_channel(
+        settings.scheduler_address,
+        grpc.ssl_channel_credentials(own.authority, own.private_key, own.certificate),
+        [*options, ("grpc.ssl_target_name_override", tls.SERVER_NAME)],
+    )
+
+
+def add_port(server: grpc.aio.Server, address: str, settings: Settings) -> None:
+    """Let ``server`` listen on ``address``: with mutual TLS if there is a secret. Raises RuntimeError."""
+    if not settings.secret:
+        server.add_insecure_port(address)
+        return
+    from byteps_py import tls
+
+    own = tls.credentials(settings.secret)
+    server.add_secure_port(
+        address,
+        grpc.ssl_server_credentials([(own.private_key, own.certificate)], own.authority, require_client_auth=True),
+    )
+
+
+def reason(details: str) -> str:
+    """What is worth reading of gRPC's words: their end, which says what the system said."""
+    return details.rpartition("last error: ")[2].rpartition("remote host: ")[2].removeprefix("UNKNOWN: ")
+
+
+def is_not_up_yet(error: grpc.RpcError) -> bool:
+    """True if nobody answered: the scheduler may still be starting."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and not _is_handshake(error)
+
+
+def _is_handshake(error: grpc.RpcError) -> bool:
+    """True if somebody answered, but the two ends could not prove to each other that they are of one cluster."""
+    details = (error.details() or "").lower()
+    return any(word in details for word in ("handshake", "certificate", "ssl"))
+
+
+def absent(address: str, waited_s: float, details: str) -> RendezvousError:
+    """The error for a scheduler that can't be reached."""
+    return RendezvousError(
+        f"no scheduler answers at {address} after {waited_s:g} s: start it (DMLC_ROLE=scheduler bpslaunch), and check "
+        f"DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, that BYTEPS_SECRET is set for both or for neither, and that no firewall "
+        f"is in between ({reason(details) or 'no answer'})"
+    )
+
+
+def explain(address: str, error: grpc.RpcError, waited_s: float) -> BytePSError:
+    """The error of this package for a failed first call to ``address``."""
+    code, details = error.code(), error.details() or ""
+    if _is_handshake(error):
+        return RendezvousError(
+            f"the scheduler at {address} and this process could not prove to each other that they belong to one "
+            "cluster: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE everywhere, or nowhere"
+        )
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return absent(address, waited_s, details)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return StallError(f"the scheduler at {address} gave no answer within {waited_s:g} s: is it frozen?")
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return RendezvousError(f"the scheduler at {address} turned this process away: {details}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return ProtocolError(f"what listens at {address} is no byteps_py scheduler of this version ({details})")
+    return CommunicationError(f"the scheduler at {address} failed: {code.name}, {details}")
+
+
+def lost(address: str, details: str) -> PeerLostError:
+    """The error for a connection that stood and broke."""
+    why = details or "it ended the connection"
+    return PeerLostError(f"lost the scheduler at {address}: {why}; see its log")

@@ -1,0 +1,92 @@
+"""Which tensors some ranks wait for, and which ranks they wait for. Pure.
+
+Every CS reports with its heartbeat the tensors that its ranks have waited for; together the reports tell whose
+contribution is missing. A tensor is warned about once its oldest wait has reached ``warn_s``, and then again
+every ``warn_s`` while it lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.words import names_text, ranks_text
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """One tensor that waits for ``missing`` ranks. None missing: all have given, and the result does not come."""
+
+    name: str  # empty: a barrier
+    age_s: float
+    missing: tuple[int, ...]
+    undeclared: bool  # the missing ranks have not even declared it
+
+
+class StallWatch:
+    def __init__(self, warn_s: float) -> None:
+        self._warn_s = warn_s
+        self._reports: dict[int, list[pb.Waiting]] = {}
+        self._told_s: dict[str, float] = {}
+
+    def report(self, member_id: int, waiting: Iterable[pb.Waiting]) -> None:
+        """Replace what this member waits for; an empty report means that it waits for nothing."""
+        entries = list(waiting)
+        if entries:
+            self._reports[member_id] = entries
+        else:
+            self._reports.pop(member_id, None)
+
+    def stalls(self, size: int, undecided_voters: Callable[[str], set[int] | None]) -> list[Stall]:
+        """All tensors whose oldest wait has reached ``warn_s``, of a job with ``size`` ranks.
+
+        ``undecided_voters``: the ranks that have voted on a name, None when no vote on it is open.
+        """
+        by_name: dict[str, list[pb.Waiting]] = {}
+        for entries in self._reports.values():
+            for entry in entries:
+                by_name.setdefault(entry.name, []).append(entry)
+        found = []
+        for name, entries in by_name.items():
+            age_s = max(entry.age_s for entry in entries)
+            if age_s < self._warn_s:
+                continue
+            # A rank that is ready for a later round has passed the oldest one: every report counts for it.
+            ready = {rank for entry in entries for rank in entry.ready_ranks}
+            voters = undecided_voters(name)
+            missing = [rank for rank in range(size) if rank not in (ready if voters is None else voters)]
+            found.append(Stall(name, age_s, tuple(missing), voters is not None))
+        return found
+
+    def due(self, stalls: list[Stall], now_s: float) -> list[Stall]:
+        """Those of ``stalls`` that are to be warned about now; they then count as told."""
+        self._told_s = {s.name: self._told_s[s.name] for s in stalls if s.name in self._told_s}
+        due = [s for s in stalls if now_s - self._told_s.get(s.name, -float("inf")) >= self._warn_s]
+        self._told_s.update((s.name, now_s) for s in due)
+        return due
+
+
+def sentences(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str]) -> list[str]:
+    """One sentence per group of tensors that wait for the same ranks. ``who`` names the processes of ranks."""
+    groups: dict[tuple[tuple[int, ...], bool, bool], list[Stall]] = {}
+    for stall in stalls:
+        groups.setdefault((stall.missing, stall.undeclared, not stall.name), []).append(stall)
+    lines = []
+    for (missing, undeclared, is_barrier), group in groups.items():
+        names = "a barrier" if is_barrier else names_text(sorted(stall.name for stall in group))
+        age_s = max(stall.age_s for stall in group)
+        age = f"{age_s:.0f}" if age_s >= 10 else f"{age_s:.2g}"
+        waited = f"{names} {'has' if len(group) == 1 else 'have'} waited {age} s"
+        if not missing:
+            lines.append(
+                f"{waited} although all ranks have given their part: a summation service or the network is slow"
+            )
+            continue
+        it = "it" if len(group) == 1 else "them"
+        done = f"declared {it}" if undeclared else "come to it" if is_barrier else f"handed {it} over"
+        lines.append(
+            f"{waited} for {ranks_text(missing)}, which {'has' if len(missing) == 1 else 'have'} not {done} "
+            f"({who(missing)}): slow, stuck, or on another path of the program"
+        )
+    return lines

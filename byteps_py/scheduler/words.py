@@ -1,0 +1,46 @@
+"""Phrases of the scheduler's sentences. Pure; any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_MAX_RANGES = 8
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks as people write them, long lists cut.
+
+    >>> ranks_text([3, 0, 1, 7])
+    'ranks 0-1, 3, 7'
+    >>> ranks_text([4])
+    'rank 4'
+    """
+    ordered = sorted(set(ranks))
+    ranges: list[tuple[int, int]] = []
+    for rank in ordered:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], rank)
+        else:
+            ranges.append((rank, rank))
+    shown = ", ".join(f"{low}-{high}" if high > low else f"{low}" for low, high in ranges[:_MAX_RANGES])
+    hidden = sum(high - low + 1 for low, high in ranges[_MAX_RANGES:])
+    return f"rank{'s' if len(ordered) != 1 else ''} {shown}" + (f" and {hidden} more" if hidden else "")
+
+
+def names_text(names: list[str], limit: int = 4) -> str:
+    """Tensor names, long lists cut.
+
+    >>> names_text(["a"]), names_text(["a", "b", "c"], limit=2)
+    ("tensor 'a'", "tensors 'a', 'b' and 1 more")
+    """
+    shown = ", ".join(repr(name) for name in names[:limit])
+    hidden = len(names) - limit
+    return f"tensor{'s' if len(names) != 1 else ''} {shown}" + (f" and {hidden} more" if hidden > 0 else "")
+
+
+def count_text(number: int, noun: str) -> str:
+    """
+    >>> count_text(1, "server"), count_text(2, "server")
+    ('1 server', '2 servers')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,90 @@
+"""What a training process can ask of the service; front ends are written against this alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from byteps_py.tensors import TensorSpec
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A declared tensor's memory in this process, and where its current round stands.
+
+    ``inputs``: where contributions go, used in turn; ``result``: where the result lies once ``wait``
+    returned. ``result`` may be the same memory as an input. All are writable views of ``spec.nbytes`` bytes.
+    """
+
+    spec: TensorSpec
+    inputs: tuple[memoryview, ...]
+    result: memoryview
+    id: int = 0
+    round: int = 0  # rounds handed over so far
+    done_round: int = 0  # rounds delivered so far
+    begun_bytes: int = 0  # of the next round, handed over while it is not all there
+    error: Exception | None = None
+
+    @property
+    def input(self) -> memoryview:
+        """Where the next contribution goes."""
+        return self.inputs[self.round % len(self.inputs)]
+
+    @property
+    def pending(self) -> bool:
+        """Handed over, and neither delivered nor failed."""
+        return self.error is None and self.done_round < self.round
+
+
+class Session(ABC):
+    """One rank's membership in a job. Methods may be called by any thread unless they say otherwise.
+
+    Ranks are numbered machine by machine: ``rank = first rank of the machine + local_rank``.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    machine_index: int
+    num_machines: int
+
+    @abstractmethod
+    def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
+        """Memory for tensors of these specs; one local round trip, no waiting for other ranks.
+
+        A name that is declared already gives its slot back if the spec agrees; else the name gets a new slot,
+        and the new spec must be agreed by all ranks before its first round. Order of declaration is free.
+        A slot's memory is this rank's until it declares the name again and gets another.
+        Raises UsageError if a name's slot is pending, or handed over in part, and the spec differs.
+        """
+
+    @abstractmethod
+    def hand_over(self, slot: Slot, nbytes: int | None = None) -> None:
+        """The next round's contribution lies in ``slot.input``: all of it, or its first ``nbytes``.
+
+        With ``nbytes`` below the tensor's size, the round goes on with further calls until all is there
+        (the service already works on what it has). Raises UsageError if an earlier round is pending, or if the
+        name was declared anew with another slot.
+        """
+
+    @abstractmethod
+    def is_done(self, slot: Slot) -> bool:
+        """True once ``wait`` would return, or raise, at once. Never blocks."""
+
+    @abstractmethod
+    def wait(self, slot: Slot, timeout_s: float | None = None) -> None:
+        """Return when the round's result lies in ``slot.result``. The GIL is free meanwhile.
+
+        Raises MismatchError (ranks disagree about the tensor; declare it again to go on with the name),
+        StallError (``timeout_s``, or the job's stall limit, passed) or PeerLostError.
+        """
+
+    @abstractmethod
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Return when every rank has called it. One thread at a time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the job. Pending rounds are abandoned; every later call raises NotInitializedError."""

@@ -1,0 +1,96 @@
+"""What a training process and its communication service say to each other over their channel. Pure.
+
+Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
+a message; the rest is JSON.
+
+    rank → service: HELLO, DECLARE, READY, BARRIER, LEAVE, PING
+    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, FATAL, PONG
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from byteps_py.errors import ProtocolError
+from byteps_py.tensors import DType, Op, TensorSpec
+
+VERSION = 1
+
+
+class Kind(enum.IntEnum):
+    """First byte of a message."""
+
+    HELLO = 1  # {version, local_rank, local_size, host…}: the first message of a rank
+    DECLARE = 2  # {request, specs}
+    READY = 3  # records (slot, round, bytes written so far)
+    BARRIER = 4  # {sequence}
+    LEAVE = 5  # {error}: the rank ends, in order unless an exception that nobody caught ended it
+    PING = 6  # {}: a rank that has waited for long asks whether the service is alive
+    WELCOME = 11  # {rank, size, …}
+    SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
+    DECLARED = 13  # {request, slots: [{id, inputs: [[segment, offset]], result: [segment, offset]}]}
+    DONE = 14  # records (slot, round, -): the result lies in the slot
+    FAILED = 15  # {slots, error, message}: these declarations are void
+    RELEASED = 16  # {sequence}
+    FATAL = 17  # {error, message}: nothing works any more
+    PONG = 18  # {}
+
+
+_KINDS = {int(k): k for k in Kind}
+_RECORD = struct.Struct("<IIQ")
+#: More records than this are spread over several messages.
+MAX_RECORDS = 4096
+#: Specs per DECLARE message: with names at their longest it stays below the channel's limit.
+MAX_SPECS = 100
+
+
+def pack(kind: Kind, **fields: Any) -> bytes:
+    return bytes([kind]) + json.dumps(fields, separators=(",", ":")).encode()
+
+
+def pack_records(kind: Kind, records: Iterable[tuple[int, int, int]]) -> bytes:
+    return bytes([kind]) + b"".join([_RECORD.pack(*record) for record in records])
+
+
+def kind_of(message: bytes) -> Kind:
+    try:
+        return _KINDS[message[0]]
+    except (KeyError, IndexError):
+        raise ProtocolError(f"unknown kind of local message: {message[:1]!r}") from None
+
+
+def fields_of(message: bytes) -> dict[str, Any]:
+    """The fields of a JSON message. Raises ProtocolError."""
+    try:
+        fields = json.loads(message[1:])
+    except ValueError as error:
+        raise ProtocolError(f"malformed local message: {error}") from None
+    if not isinstance(fields, dict):
+        raise ProtocolError("malformed local message: not an object")
+    return fields
+
+
+def records_of(message: bytes) -> Iterator[tuple[int, int, int]]:
+    """The (slot, round, bytes) records of a READY or DONE message. Raises ProtocolError."""
+    if (len(message) - 1) % _RECORD.size:
+        raise ProtocolError(f"malformed local message: {len(message) - 1} bytes of records of {_RECORD.size}")
+    return _RECORD.iter_unpack(memoryview(message)[1:])
+
+
+def spec_to_json(spec: TensorSpec) -> list[Any]:
+    return [spec.name, spec.dtype, list(spec.shape), spec.op, spec.average, spec.root, spec.priority]
+
+
+def spec_from_json(fields: list[Any]) -> TensorSpec:
+    """Raises ProtocolError."""
+    try:
+        name, dtype, shape, op, average, root, priority = fields
+        return TensorSpec(
+            str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority)
+        )
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"malformed tensor declaration: {error}") from None

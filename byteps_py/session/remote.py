@@ -1,0 +1,297 @@
+"""The session of a rank beside a communication service: a channel for words, shared memory for tensors.
+
+No thread of its own: whoever waits reads the channel, for all. The GIL is free while it waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from byteps_py.channel import Channel
+from byteps_py.errors import (
+    BytePSError,
+    NotInitializedError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+    UsageError,
+    from_name,
+)
+from byteps_py.session import protocol, words
+from byteps_py.session.base import Session, Slot
+from byteps_py.session.protocol import Kind
+from byteps_py.session.slots import Slots
+from byteps_py.tensors import TensorSpec
+
+#: The service itself reports what stalls; this much later the session no longer believes in the service.
+_PATIENCE_S = 30.0
+
+
+class RemoteSession(Session):
+    """See Session. ``channel`` is connected to the machine's communication service.
+
+    Blocks until the cluster is complete; raises RendezvousError or PeerLostError if it does not become so
+    within ``start_timeout_s``. A service that is silent for ``silence_s`` while it is needed counts as lost.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        local_rank: int,
+        local_size: int,
+        start_timeout_s: float,
+        stall_limit_s: float,
+        silence_s: float = 10.0,
+    ) -> None:
+        self._channel = channel
+        self._pid = os.getpid()
+        self._stall_limit_s = stall_limit_s
+        self._silence_s = silence_s
+        self._is_asked = False  # whether the service is alive
+        self._slots = Slots()
+        self._declared: dict[int, list[dict[str, Any]]] = {}
+        self._requests = 0
+        self._barriers = self._released = 0
+        self._welcome: dict[str, Any] | None = None
+        self._fatal: BytePSError | None = None
+        self._closed = False
+        self._reading = False
+        self._state = threading.Condition()  # guards all of the above; one waiter at a time reads the channel
+        self._declaring = threading.Lock()
+        hello = protocol.pack(
+            Kind.HELLO, version=protocol.VERSION, local_rank=local_rank, local_size=local_size, pid=self._pid
+        )
+        channel.send(hello)
+        self._wait_until(
+            lambda: self._welcome is not None,
+            start_timeout_s + _PATIENCE_S,
+            lambda: "the communication service of this machine did not answer",
+        )
+        facts: dict[str, Any] = self._welcome or {}
+        self.rank, self.size = facts["rank"], facts["size"]
+        self.local_rank, self.local_size = local_rank, local_size
+        self.machine_index, self.num_machines = facts["machine_index"], facts["num_machines"]
+
+    # ---- Session ---------------------------------------------------------------------------------------
+
+    def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
+        for spec in specs:
+            if spec.root >= self.size:
+                raise UsageError(
+                    f"tensor {spec.name!r}: root rank {spec.root} does not exist, ranks go from 0 to {self.size - 1}"
+                )
+        with self._declaring:
+            new: dict[str, TensorSpec] = {}
+            slots: dict[str, Slot] = {}  # kept: while the new ones are declared, others may fail
+            for spec in specs:
+                if not new.setdefault(spec.name, spec).agrees_with(spec):
+                    raise UsageError(f"tensor {spec.name!r} is declared twice in one call, with different specs")
+                if (slot := self._slots.named(spec.name)) and not self._needs_declaration(slot, spec):
+                    slots[spec.name] = slot
+                    del new[spec.name]
+            rest = list(new.values())
+            while rest:
+                batch, rest = rest[: protocol.MAX_SPECS], rest[protocol.MAX_SPECS :]
+                slots |= self._declare_new(batch)
+            return [slots[spec.name] for spec in specs]
+
+    def _needs_declaration(self, slot: Slot, spec: TensorSpec) -> bool:
+        if slot.error is not None:
+            return True
+        if slot.spec.agrees_with(spec):
+            return False
+        if slot.pending or slot.begun_bytes:
+            raise UsageError(
+                f"tensor {spec.name!r} is pending as {slot.spec.describe()}; wait for it before reusing the name "
+                f"for {spec.describe()}"
+            )
+        return True
+
+    def _declare_new(self, specs: Sequence[TensorSpec]) -> dict[str, Slot]:
+        self._requests += 1
+        request = self._requests
+        self._send(protocol.pack(Kind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in specs]))
+        self._wait_until(
+            lambda: request in self._declared,
+            _PATIENCE_S,
+            lambda: "the communication service of this machine does not answer a declaration",
+        )
+        with self._state:
+            pairs = zip(specs, self._declared.pop(request), strict=True)
+            return {spec.name: self._slots.add(spec, fields) for spec, fields in pairs}
+
+    def hand_over(self, slot: Slot, nbytes: int | None = None) -> None:
+        self._check_open()
+        whole = slot.spec.nbytes
+        nbytes = whole if nbytes is None else nbytes
+        if slot.pending:
+            raise UsageError(f"tensor {slot.spec.name!r} is pending; wait for it before handing it over again")
+        if slot.error is None and not self._slots.is_current(slot):
+            raise UsageError(f"tensor {slot.spec.name!r} was declared anew: use the slot that its declaration gave")
+        if not slot.begun_bytes <= nbytes <= whole:
+            raise UsageError(
+                f"tensor {slot.spec.name!r}: {nbytes} bytes handed over, after {slot.begun_bytes} of {whole} bytes"
+            )
+        record = (slot.id, slot.round + 1, nbytes)
+        slot.begun_bytes = nbytes % whole if whole else 0
+        if nbytes == whole:
+            slot.round += 1  # before the message: its answer must find it
+        if slot.error is None:
+            self._send(protocol.pack_records(Kind.READY, [record]))
+
+    def is_done(self, slot: Slot) -> bool:
+        if self._closed or os.getpid() != self._pid:
+            return True  # ``wait`` raises
+        if slot.pending and self._fatal is None:
+            with self._state:
+                while not self._reading and self._read(0):
+                    pass
+        return not slot.pending or self._fatal is not None
+
+    def wait(self, slot: Slot, timeout_s: float | None = None) -> None:
+        if slot.pending:
+            self._wait_until(
+                lambda: not slot.pending,
+                self._limit(timeout_s),
+                lambda: f"tensor {slot.spec.name!r}, round {slot.round}: no result",
+            )
+        self._check_open()
+        if slot.error is not None:
+            raise slot.error.with_traceback(None)
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        self._barriers += 1
+        sequence = self._barriers
+        self._send(protocol.pack(Kind.BARRIER, sequence=sequence))
+        self._wait_until(
+            lambda: self._released >= sequence,
+            self._limit(timeout_s),
+            lambda: "a barrier that not all ranks have reached",
+        )
+
+    def _limit(self, timeout_s: float | None) -> float | None:
+        """How long to wait: by itself, the service gives up at the stall limit."""
+        return self._stall_limit_s + _PATIENCE_S if timeout_s is None and self._stall_limit_s else timeout_s
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:  # a forked child must neither speak for the rank nor rely on its locks
+            with self._state:
+                if self._closed:
+                    return
+                self._closed = True
+                self._state.notify_all()
+            with contextlib.suppress(BytePSError):
+                self._channel.send(protocol.pack(Kind.LEAVE, error=words.uncaught()))
+            self._channel.shutdown()  # wakes the thread that reads; its descriptor must not be closed before
+            with self._state:
+                self._state.wait_for(lambda: not self._reading, _PATIENCE_S)
+        self._closed = True
+        self._channel.close()
+        self._slots.close()
+
+    # ---- the channel -----------------------------------------------------------------------------------
+
+    def _send(self, message: bytes) -> None:
+        self._check_open()
+        try:
+            self._channel.send(message)
+        except PeerLostError as lost:
+            with self._state:
+                while not self._reading and self._read(0):
+                    pass  # its last words say why
+                self._fail(lost)
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self._fatal is not None:
+            raise type(self._fatal)(*self._fatal.args)
+        if self._closed:
+            raise NotInitializedError("the session is closed; call byteps_py.init() first")
+        if os.getpid() != self._pid:
+            raise words.forked(getattr(self, "rank", "?"))
+
+    def _wait_until(
+        self, condition: Callable[[], bool], timeout_s: float | None, waiting_for: Callable[[], str]
+    ) -> None:
+        """Read the channel, or let another thread do so, until ``condition``."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._state:
+            while not condition():
+                self._check_open()
+                left = 3600.0 if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    raise StallError(f"{waiting_for()} within {timeout_s:g} s")
+                if self._reading:
+                    self._state.wait(left)
+                elif self._welcome is None:
+                    self._read(left)  # before that, the service hears nobody
+                else:
+                    self._read_or_ask(left)
+
+    def _read_or_ask(self, timeout_s: float) -> None:
+        """Like ``_read``; and when the service has been silent for long, ask whether it is alive. A service that
+        is gone closes the channel, but one that is frozen does nothing."""
+        patience_s = self._silence_s / 2
+        if self._read(min(timeout_s, patience_s)):
+            self._is_asked = False
+        elif timeout_s > patience_s and self._fatal is None and not self._closed:
+            if self._is_asked:
+                self._fail(words.frozen(self._channel.peer_pid, self._silence_s))
+            self._is_asked = True
+            with contextlib.suppress(PeerLostError):  # the next read finds that out
+                self._channel.try_send(protocol.pack(Kind.PING))
+
+    def _read(self, timeout_s: float) -> bool:
+        """Take one message. Called with the lock held, which is free while the channel is waited for."""
+        self._reading = True
+        try:
+            if timeout_s:
+                self._state.release()
+            try:
+                message = self._channel.receive(timeout_s)
+            finally:
+                if timeout_s:
+                    self._state.acquire()
+            if message is not None:
+                self._handle(*message)
+            return message is not None
+        except PeerLostError:
+            if not self._closed:
+                self._fail(words.gone(self._channel.peer_pid))
+            return False
+        except ProtocolError as error:
+            self._fail(error)
+            return False
+        finally:
+            self._reading = False
+            self._state.notify_all()
+
+    def _handle(self, message: bytes, fds: list[int]) -> None:
+        kind = protocol.kind_of(message)
+        if kind is Kind.DONE:
+            self._slots.done(protocol.records_of(message))
+            return
+        fields = protocol.fields_of(message)
+        if kind is Kind.SEGMENT:
+            self._slots.add_segment(fields["id"], fds[0], fields["nbytes"])
+        elif kind is Kind.DECLARED:
+            self._declared[fields["request"]] = fields["slots"]
+        elif kind is Kind.WELCOME:
+            self._welcome = fields
+        elif kind is Kind.RELEASED:
+            self._released = fields["sequence"]
+        elif kind is Kind.FAILED:
+            self._slots.fail(fields["slots"], from_name(fields["error"], fields["message"]))
+        elif kind is Kind.FATAL:
+            self._fail(from_name(fields["error"], fields["message"]))
+        elif kind is not Kind.PONG:
+            raise ProtocolError(f"the communication service sent a {kind.name} message, which only ranks send")
+
+    def _fail(self, error: BytePSError) -> None:
+        if self._fatal is None:
+            self._fatal = error

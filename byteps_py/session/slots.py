@@ -1,0 +1,65 @@
+"""The slots of one session, by name and by number, and the shared memory in which they lie.
+
+Not locked: the session calls with its own lock held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from byteps_py.errors import BytePSError
+from byteps_py.session.base import Slot
+from byteps_py.shm import Segment
+from byteps_py.tensors import TensorSpec
+
+
+class Slots:
+    def __init__(self) -> None:
+        self._segments: dict[int, Segment] = {}
+        self._by_name: dict[str, Slot] = {}
+        self._by_id: dict[int, Slot] = {}
+
+    def named(self, name: str) -> Slot | None:
+        return self._by_name.get(name)
+
+    def is_current(self, slot: Slot) -> bool:
+        """False once its name was declared anew, or its declaration failed."""
+        return self._by_id.get(slot.id) is slot
+
+    def add_segment(self, number: int, fd: int, nbytes: int) -> None:
+        self._segments[number] = Segment(fd, nbytes)
+
+    def add(self, spec: TensorSpec, fields: dict[str, Any]) -> Slot:
+        """The slot for ``spec`` that a DECLARED message describes, in place of the name's earlier one."""
+        inputs = tuple(self._view(place, spec.nbytes) for place in fields["inputs"])
+        slot = Slot(spec, inputs, self._view(fields["result"], spec.nbytes), fields["id"])
+        if (before := self._by_name.get(spec.name)) is not None:
+            del self._by_id[before.id]
+        self._by_name[spec.name] = self._by_id[slot.id] = slot
+        return slot
+
+    def _view(self, place: list[int], nbytes: int) -> memoryview:
+        segment, offset = place
+        return self._segments[segment].view[offset : offset + nbytes]
+
+    def done(self, records: Iterable[tuple[int, int, int]]) -> None:
+        for slot_id, round_, _ in records:
+            if (slot := self._by_id.get(slot_id)) is not None:
+                slot.done_round = round_
+
+    def fail(self, slot_ids: Iterable[int], error: BytePSError) -> None:
+        """Their declarations are void."""
+        for slot_id in slot_ids:
+            slot = self._by_id.pop(slot_id, None)
+            if slot is not None:
+                slot.error = error
+                if self._by_name.get(slot.spec.name) is slot:
+                    del self._by_name[slot.spec.name]
+
+    def close(self) -> None:
+        self._by_name.clear()  # views of the segments
+        self._by_id.clear()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()  # where views are left, memory goes with the last one

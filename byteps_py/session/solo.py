@@ -1,0 +1,57 @@
+"""The session of a job of one rank: nothing to start, nothing to send, the same behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from byteps_py.errors import NotInitializedError, UsageError
+from byteps_py.session.base import Session, Slot
+from byteps_py.tensors import TensorSpec
+
+
+class SoloSession(Session):
+    """Size 1: every reduction's result is its only contribution."""
+
+    rank = machine_index = local_rank = 0
+    size = num_machines = local_size = 1
+
+    def __init__(self) -> None:
+        self._slots: dict[str, Slot] = {}
+        self._closed = False
+
+    def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
+        self._check_open()
+        return [self._declare(spec) for spec in specs]
+
+    def _declare(self, spec: TensorSpec) -> Slot:
+        if spec.root > 0:
+            raise UsageError(f"tensor {spec.name!r}: root rank {spec.root} does not exist, the job has 1 rank")
+        slot = self._slots.get(spec.name)
+        if slot is None or not slot.spec.agrees_with(spec):
+            memory = memoryview(bytearray(spec.nbytes))
+            slot = self._slots[spec.name] = Slot(spec, (memory,), memory)
+        return slot
+
+    def hand_over(self, slot: Slot, nbytes: int | None = None) -> None:
+        self._check_open()
+        if nbytes is None or nbytes == slot.spec.nbytes:
+            slot.round += 1
+            slot.done_round = slot.round
+
+    def is_done(self, slot: Slot) -> bool:
+        self._check_open()
+        return not slot.pending
+
+    def wait(self, slot: Slot, timeout_s: float | None = None) -> None:
+        self._check_open()
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        self._check_open()
+
+    def close(self) -> None:
+        self._closed = True
+        self._slots.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NotInitializedError("the session is closed; call byteps_py.init() first")

@@ -1,0 +1,153 @@
+"""Opening a session: which kind, and starting what no launcher has started.
+
+Under bpslaunch the services run already. Under torchrun, mpirun or srun the first local rank of each machine
+starts the machine's services, and that of machine 0 the scheduler; they end by themselves with their ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+from byteps_py import channel
+from byteps_py.errors import ConfigurationError, RendezvousError
+from byteps_py.session.base import Session
+from byteps_py.session.remote import RemoteSession
+from byteps_py.session.solo import SoloSession
+from byteps_py.settings import Settings
+
+_END_S = 10.0
+#: Sessions of this process so far. All ranks come and go alike, so each time they have services of their own: a
+#: rank that comes back early must not meet those that others have yet to leave.
+_opened = 0
+
+
+def open_session(settings: Settings | None = None) -> Session:
+    """This process's session, as the environment says (or ``settings``).
+
+    Blocks until the cluster is complete. Raises ConfigurationError, RendezvousError or PeerLostError.
+    """
+    global _opened
+    settings = settings or Settings.from_env()
+    if settings.is_alone:
+        return SoloSession()
+    services: list[subprocess.Popen[bytes]] = []
+    if not settings.socket_name:
+        settings = _complete(settings, os.environ)
+        if _opened:
+            settings = dataclasses.replace(settings, socket_name=f"{settings.local_socket('cs')}-{_opened + 1}")
+        if settings.local_rank == 0:
+            services = _start_services(settings)
+    try:
+        link = _connect(settings, services)
+        try:
+            session = _Owner(link, settings, services)
+            _opened += 1
+            return session
+        except BaseException:
+            link.close()
+            raise
+    except BaseException:
+        _end(services, terminate=True)
+        raise
+
+
+class _Owner(RemoteSession):
+    """A session that also waits for the services it has started to end."""
+
+    def __init__(self, link: channel.Channel, settings: Settings, services: list[subprocess.Popen[bytes]]) -> None:
+        self._services = services
+        super().__init__(
+            link,
+            settings.local_rank,
+            settings.local_size,
+            settings.start_timeout_s,
+            settings.stall_limit_s,
+            settings.heartbeat_timeout_s,
+        )
+
+    def close(self) -> None:
+        super().close()
+        if os.getpid() == self._pid:
+            _end(self._services, terminate=False)
+
+
+def _complete(settings: Settings, environ: Mapping[str, str]) -> Settings:
+    """Fill in the job's name and the scheduler's address from the variables of torchrun and its like."""
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if host and port.isdigit():
+        if not settings.job_id:
+            settings = dataclasses.replace(settings, job_id=f"{host}:{port}")
+        if not settings.scheduler_host and settings.num_workers > 1:
+            beside = int(port) + 1 if int(port) < 65535 else int(port) - 1
+            settings = dataclasses.replace(settings, scheduler_host=host, scheduler_port=beside)
+    if (settings.num_workers > 1 or settings.num_servers) and not settings.scheduler_host:
+        raise ConfigurationError(
+            f"{settings.num_workers} GPU machines and {settings.num_servers} servers need a scheduler: set "
+            "DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or MASTER_ADDR and MASTER_PORT as torchrun does"
+        )
+    return settings
+
+
+def _start_services(settings: Settings) -> list[subprocess.Popen[bytes]]:
+    own_scheduler = "DMLC_PS_ROOT_URI" not in os.environ and settings.scheduler_host and settings.worker_id == 0
+    modules = [["byteps_py.scheduler"]] if own_scheduler else []
+    modules.append(["byteps_py.worker"])
+    if settings.gpu_machines_sum:
+        modules.append(["byteps_py.server", "--gpu-machine"])
+    environ = {
+        **os.environ,
+        "BYTEPS_JOB_ID": settings.job,
+        "DMLC_NUM_WORKER": str(settings.num_workers),
+        "DMLC_WORKER_ID": str(settings.worker_id),
+        "BYTEPS_LOCAL_SIZE": str(settings.local_size),
+    }
+    if settings.socket_name:
+        environ["BYTEPS_SOCKET_NAME"] = settings.socket_name
+    if settings.scheduler_host:
+        environ["DMLC_PS_ROOT_URI"] = settings.scheduler_host
+        environ["DMLC_PS_ROOT_PORT"] = str(settings.scheduler_port)
+    # A session of their own: Ctrl-C reaches the ranks, whose end then ends the services.
+    return [
+        subprocess.Popen([sys.executable, "-m", *module], env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+        for module in modules
+    ]
+
+
+def _connect(settings: Settings, services: list[subprocess.Popen[bytes]]) -> channel.Channel:
+    """Connect to the communication service, unless a service that was started here ends first."""
+    name = settings.local_socket("cs")
+    deadline = time.monotonic() + settings.start_timeout_s
+    while True:
+        with contextlib.suppress(RendezvousError):
+            return channel.connect(name, 0.2)
+        for service in services:
+            if service.poll() is not None:
+                raise RendezvousError(
+                    f"{service.args!r} ended with exit code {service.returncode} "
+                    "before this rank could connect; its message stands in the log above"
+                )
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"no communication service of this job listens on this machine after {settings.start_timeout_s:g} s: "
+                "is local rank 0 running, and is it the same job (BYTEPS_JOB_ID, DMLC_PS_ROOT_URI and _PORT)?"
+            )
+
+
+def _end(services: list[subprocess.Popen[bytes]], terminate: bool) -> None:
+    """Wait for services to end; what does not in time is killed."""
+    deadline = time.monotonic() + _END_S
+    for service in services:
+        if terminate:
+            service.terminate()
+        try:
+            service.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            service.kill()
+            service.wait()
+    services.clear()

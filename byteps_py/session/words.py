@@ -1,0 +1,41 @@
+"""Sentences of a session: why it can't go on, and why its process ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from byteps_py.errors import PeerLostError, UsageError
+
+_MAX_CHARS = 500
+
+
+def gone(service_pid: int) -> PeerLostError:
+    return PeerLostError(
+        f"the communication service of this machine is gone (process {service_pid}); its log may say why"
+    )
+
+
+def frozen(service_pid: int, silence_s: float) -> PeerLostError:
+    return PeerLostError(
+        f"the communication service of this machine (process {service_pid}) has not answered for {silence_s:g} s: it "
+        "is frozen or starved (PS_HEARTBEAT_TIMEOUT)"
+    )
+
+
+def forked(rank: object) -> UsageError:
+    return UsageError(
+        f"process {os.getpid()} was forked from rank {rank}, which alone may communicate; start new ranks with "
+        "bpslaunch or spawn"
+    )
+
+
+def uncaught() -> str:
+    """The exception that ends this process, when called while it ends (by ``atexit``); else empty. For the other
+    ranks, who should not have to search for it in somebody else's output."""
+    error = getattr(sys, "last_value", None)
+    # An interactive session has a last error, too, but it goes on: its main thread lives.
+    if error is None or threading.main_thread().is_alive():
+        return ""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")[:_MAX_CHARS]

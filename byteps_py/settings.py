@@ -1,0 +1,152 @@
+"""The one place where the environment is read.
+
+``Settings.from_env`` reads and validates every variable once, names the bad one and what it allows, and
+yields a frozen object that all processes pass on. The variables are described by ``VARIABLES``; `bps env`
+and docs/variables.md print that table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from byteps_py.errors import ConfigurationError
+from byteps_py.variables import IGNORED, VARIABLES
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything a process of the cluster is told. Sizes in bytes, times in seconds.
+
+    Raises ConfigurationError for values that contradict each other, saying why.
+    """
+
+    role: str = "worker"
+    scheduler_host: str = ""
+    scheduler_port: int = 0
+    num_workers: int = 1
+    num_servers: int = 0
+    worker_id: int = 0
+    local_size: int = 1
+    local_rank: int = 0
+    machine_id: str = ""
+    node_host: str = ""
+    interface: str = ""
+    job_id: str = ""
+    socket_name: str = ""
+    secret: str = field(default="", repr=False)
+    secret_file: str = ""
+    placement: str = "optimal"
+    partition_bytes: int = 4 << 20
+    credit_bytes: int = 64 << 20
+    fusion_bytes: int = 1 << 20
+    server_threads: int = 0
+    worker_threads: int = 0
+    force_distributed: bool = False
+    start_timeout_s: float = 60.0
+    stall_warn_s: float = 60.0
+    stall_limit_s: float = 600.0
+    heartbeat_interval_s: float = 0.2
+    heartbeat_timeout_s: float = 10.0
+    report: str = ""
+    log_level: str = "WARNING"
+
+    def __post_init__(self) -> None:
+        if self.local_rank >= self.local_size:
+            raise ConfigurationError(
+                f"BYTEPS_LOCAL_RANK={self.local_rank} must be below BYTEPS_LOCAL_SIZE={self.local_size}"
+            )
+        if self.worker_id >= self.num_workers:
+            raise ConfigurationError(
+                f"DMLC_WORKER_ID={self.worker_id} must be below DMLC_NUM_WORKER={self.num_workers}"
+            )
+        if bool(self.scheduler_host) != bool(self.scheduler_port):
+            given, missing = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")
+            if self.scheduler_port:
+                given, missing = missing, given
+            raise ConfigurationError(f"{given} is set but {missing} is not; a scheduler's address needs both")
+        if self.placement == "servers-only" and self.num_workers > 1 and not self.num_servers:
+            raise ConfigurationError(
+                "BYTEPS_PLACEMENT=servers-only needs servers, but DMLC_NUM_SERVER is 0: without CPU machines GPU "
+                "machines sum"
+            )
+        if self.partition_bytes % 4096:
+            raise ConfigurationError(
+                f"BYTEPS_PARTITION_BYTES={self.partition_bytes} must be a multiple of the page size, 4096"
+            )
+        if self.stall_limit_s and self.stall_limit_s < self.stall_warn_s:
+            raise ConfigurationError(
+                f"BYTEPS_STALL_LIMIT_S={self.stall_limit_s:g} must not be below "
+                f"BYTEPS_STALL_WARN_S={self.stall_warn_s:g}: the error would come before the warning"
+            )
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ConfigurationError(
+                f"PS_HEARTBEAT_TIMEOUT={self.heartbeat_timeout_s:g} must be at least twice "
+                f"PS_HEARTBEAT_INTERVAL={self.heartbeat_interval_s:g}: one late beat is no death"
+            )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read ``environ`` (default: the process's). Raises ConfigurationError naming the bad variable."""
+        environ = os.environ if environ is None else environ
+        values: dict[str, object] = {}
+        for variable in VARIABLES:
+            found = next(((n, environ[n]) for n in variable.names if environ.get(n, "") != ""), None)
+            if found is not None:
+                values[variable.field] = variable.parse(*found)
+        if values.get("secret_file") and not values.get("secret"):
+            values["secret"] = _read_secret(str(values["secret_file"]))
+        return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def is_alone(self) -> bool:
+        """One rank and no servers: nothing is started and nothing is sent."""
+        ranks = self.num_workers * self.local_size
+        return ranks == 1 and self.num_servers == 0 and not self.force_distributed
+
+    @property
+    def gpu_machines_sum(self) -> bool:
+        """GPU machines hold a share of the sums, and so run a summation service each."""
+        return self.num_workers > 1 and self.num_servers < self.num_workers and self.placement == "optimal"
+
+    @property
+    def scheduler_address(self) -> str:
+        """``host:port``; empty on a single machine without a scheduler."""
+        return f"{self.scheduler_host}:{self.scheduler_port}" if self.scheduler_host else ""
+
+    @property
+    def job(self) -> str:
+        """What keeps two jobs on one machine apart: the job id, else the scheduler's address."""
+        return self.job_id or self.scheduler_address or f"pid-{os.getppid()}"
+
+    def local_socket(self, part: str) -> str:
+        """Name of the local socket of this machine's CS (``part`` = "cs") or SS ("ss") in this job."""
+        if part == "cs" and self.socket_name:
+            return self.socket_name
+        from byteps_py.machine import machine_id
+
+        seed = f"{os.getuid()}/{self.job}/{machine_id(self)}/{self.worker_id if part == 'cs' else ''}"
+        return f"byteps-{hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()}-{part}"
+
+    def describe(self) -> str:
+        """All settings, one per line, the secret hidden."""
+        lines = [f"{f.name} = {getattr(self, f.name)!r}" for f in fields(self) if f.name != "secret"]
+        return "\n".join([*lines, f"secret = {'(set)' if self.secret else '(none)'}"])
+
+
+def ignored_variables(environ: Mapping[str, str]) -> list[str]:
+    """Sentences about set variables of BytePS that mean nothing here; a process logs them once."""
+    return [f"{name} has no effect: {reason}" for name, reason in IGNORED.items() if name in environ]
+
+
+def _read_secret(path: str) -> str:
+    try:
+        secret = Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} can't be read: {error.strerror}") from error
+    if not secret:
+        raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is empty")
+    return secret

@@ -1,0 +1,105 @@
+"""byteps_py for PyTorch: the interface of BytePS's ``byteps.torch``, with Horovod's additions.
+
+Start with api.py (what a script calls) and optimizer.py (what most scripts use); then
+
+    api, functions ─ ops ─ handles ┐
+    optimizer ┐                    ├─ context ─ exchange ─ Session (byteps_py.session)
+    parallel  ┴ buckets ─ layout ──┘            └ cuda
+"""
+
+from byteps_py.errors import (
+    BytePSError,
+    CommunicationError,
+    ConfigurationError,
+    GradientOrderError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    ProtocolError,
+    RendezvousError,
+    StallError,
+    UsageError,
+)
+from byteps_py.torch import parallel
+from byteps_py.torch.api import (
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    byteps_push_pull,
+    cross_rank,
+    cross_size,
+    declare,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    poll,
+    push_pull,
+    push_pull_async,
+    push_pull_async_inplace,
+    push_pull_inplace,
+    rank,
+    resume,
+    shutdown,
+    size,
+    suspend,
+    synchronize,
+)
+from byteps_py.torch.compression import Compression
+from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum
+from byteps_py.torch.optimizer import DistributedOptimizer
+from byteps_py.torch.parallel import DistributedDataParallel
+
+__all__ = [
+    "Average",
+    "BytePSError",
+    "CommunicationError",
+    "Compression",
+    "ConfigurationError",
+    "DistributedDataParallel",
+    "DistributedOptimizer",
+    "GradientOrderError",
+    "Max",
+    "Min",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
+    "Product",
+    "ProtocolError",
+    "ReduceOp",
+    "RendezvousError",
+    "StallError",
+    "Sum",
+    "UsageError",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "byteps_push_pull",
+    "cross_rank",
+    "cross_size",
+    "declare",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "parallel",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "push_pull_async_inplace",
+    "push_pull_inplace",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
+    "suspend",
+    "synchronize",
+]

@@ -1,0 +1,272 @@
+"""The functions of the package: who am I, push_pull and broadcast in their forms, poll, synchronize, barrier.
+
+Names and argument names are BytePS's (byteps.torch) and, for broadcast, Horovod's. Any thread may call, and
+may wait for a handle of another thread. Tensors: dense, on cpu or cuda, of dtype float16, bfloat16, float32,
+float64, int8, int16, int32, int64, uint8.
+
+All raise NotInitializedError outside init() … shutdown(), UsageError (a ValueError) for misuse, and when an
+operation is waited for MismatchError, StallError or PeerLostError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.settings import Settings
+from byteps_py.torch import context as contexts
+from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.ops import Average, ReduceOp, Sum, broadcast_request, start_broadcast, start_reduction, which_op
+
+# ---- life --------------------------------------------------------------------------------------------------
+
+
+def init(lazy: bool = True, *, settings: Settings | None = None) -> None:
+    """Join the job that the environment (or ``settings``) describes; blocks until all ranks are there.
+
+    A no-op if joined already. ``lazy`` is BytePS's and changes nothing. Raises ConfigurationError,
+    RendezvousError.
+    """
+    contexts.current().open(settings)
+
+
+def shutdown() -> None:
+    """Leave the job. Runs by itself at exit. Gradients already delivered stay readable."""
+    contexts.current().close()
+
+
+def suspend() -> None:
+    """Leave the job in order to ``resume`` it later with other machines."""
+    contexts.current().close()
+
+
+def resume(num_workers: int, num_servers: int, global_rank: int = -1) -> None:
+    """Join again after ``suspend``, in a job of ``num_workers`` GPU machines and ``num_servers`` CPU machines.
+
+    ``global_rank``: this process's new rank; default: its machine keeps its index.
+    """
+    contexts.current().reopen(num_workers, num_servers, global_rank)
+
+
+def is_initialized() -> bool:
+    """True between init() and shutdown()."""
+    return contexts.current().is_open
+
+
+def rank() -> int:
+    """This process's number, from 0 to size() - 1."""
+    return contexts.current().session.rank
+
+
+def size() -> int:
+    """Number of training processes."""
+    return contexts.current().session.size
+
+
+def local_rank() -> int:
+    """This process's number on its machine."""
+    return contexts.current().session.local_rank
+
+
+def local_size() -> int:
+    """Number of training processes on this machine."""
+    return contexts.current().session.local_size
+
+
+def cross_rank() -> int:
+    """The number of this machine."""
+    return contexts.current().session.machine_index
+
+
+def cross_size() -> int:
+    """Number of machines with training processes."""
+    return contexts.current().session.num_machines
+
+
+def barrier() -> None:
+    """Return once every rank has called it."""
+    contexts.current().session.barrier()
+
+
+def declare(name: str) -> None:
+    """Kept for BytePS's scripts. Tensors need no declaration: a name alone, not its order, makes the key."""
+    contexts.current().session  # noqa: B018  raises NotInitializedError
+    if not name:
+        raise UsageError("a tensor's name must not be empty")
+
+
+# ---- push_pull ---------------------------------------------------------------------------------------------
+
+
+def push_pull_async(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    *,
+    op: ReduceOp | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> int:
+    """Begin to reduce ``tensor`` over all ranks; ``synchronize(handle)`` gives the result, a new tensor.
+
+    average: divide the sum by size() (integers: floor division). op: Sum, Average, Min, Max, Product instead.
+    name: the same on all ranks; without one, unnamed tensors of equal shape and dtype are matched in order.
+    priority: higher goes first when tensors compete. version: BytePS's, without effect.
+    A CUDA tensor must not be changed before ``synchronize``; a CPU tensor may be.
+    """
+    how = which_op(average, op)
+    return start_reduction(contexts.current(), tensor, None, how, name, priority, compression)
+
+
+def push_pull_async_inplace(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    *,
+    op: ReduceOp | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> int:
+    """Like push_pull_async, but the result goes into ``tensor`` when it is synchronized."""
+    how = which_op(average, op)
+    return start_reduction(contexts.current(), tensor, tensor, how, name, priority, compression)
+
+
+byteps_push_pull = push_pull_async_inplace
+
+
+def push_pull_inplace(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    *,
+    op: ReduceOp | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> torch.Tensor:
+    """Reduce ``tensor`` over all ranks in place, and return it."""
+    handle = push_pull_async_inplace(tensor, average, name, version, priority, op=op, compression=compression)
+    return _result(handle)
+
+
+def push_pull(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    compression: type[Compressor] = Compression.none,
+    *,
+    op: ReduceOp | None = None,
+) -> torch.Tensor:
+    """The reduction of ``tensor`` over all ranks; see push_pull_async. Differentiable for Sum and Average.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> bps.push_pull(torch.tensor([1.0, 2.0]), name="x")  # a job of one rank
+    tensor([1., 2.])
+    >>> bps.shutdown()
+    """
+    result: torch.Tensor = _PushPull.apply(tensor, which_op(average, op), name, priority, compression)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _PushPull(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, priority: int, compression: type[Compressor]
+    ) -> torch.Tensor:
+        ctx.arguments = contexts.current(), op, name, priority, compression
+        return _result(push_pull_async(tensor, name=name, priority=priority, op=op, compression=compression))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        context, op, name, priority, compression = ctx.arguments
+        if op not in (Sum, Average):
+            raise UsageError(f"push_pull with op={op.name.title()} is not differentiable, only Sum and Average are")
+        with contexts.use(context):  # autograd may run this on a thread of its own
+            gradient = push_pull(
+                grads[0],
+                name=None if name is None else f"{name}.grad",
+                priority=priority,
+                compression=compression,
+                op=op,
+            )
+        return gradient, None, None, None, None
+
+
+# ---- broadcast ---------------------------------------------------------------------------------------------
+
+
+def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
+    """Begin to copy the root's ``tensor`` to all ranks, bit by bit; ``synchronize`` gives a new tensor."""
+    return _broadcast(tensor, torch.empty_like(tensor, requires_grad=False), root_rank, name)
+
+
+def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
+    """Like broadcast_async, but the result goes into ``tensor`` when it is synchronized."""
+    return _broadcast(tensor, tensor, root_rank, name)
+
+
+def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """Copy the root's ``tensor`` into every rank's, and return it. Any dtype."""
+    return _result(broadcast_async_(tensor, root_rank, name))
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """A copy of the root's ``tensor``. Differentiable: the root's gradient is the sum of all ranks'. Any dtype."""
+    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
+        ctx.arguments = contexts.current(), root_rank, name
+        return _result(broadcast_async(tensor, root_rank, name))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        context, root_rank, name = ctx.arguments
+        with contexts.use(context):
+            total = push_pull(grads[0], average=False, name=None if name is None else f"broadcast.{name}.grad")
+            return total if rank() == root_rank else torch.zeros_like(total), None, None
+
+
+def _broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None) -> int:
+    context = contexts.current()
+    request = broadcast_request(context, tensor, root_rank, name)
+    return start_broadcast(context, request, tensor, output, named=name is not None)
+
+
+# ---- handles -----------------------------------------------------------------------------------------------
+
+
+def poll(handle: int) -> bool:
+    """True if synchronize(handle) would not block. Raises UsageError for a handle that does not exist."""
+    context = contexts.current()
+    context.session  # noqa: B018  raises NotInitializedError
+    operation = context.handles.get(handle)
+    if operation.done:
+        operation.settle()  # so that a tensor reduced in place holds its result from now on
+    return operation.settled
+
+
+def synchronize(handle: int) -> torch.Tensor | None:
+    """Wait for an operation and return its result; None for a handle that does not exist (any more)."""
+    context = contexts.current()
+    context.session  # noqa: B018  raises NotInitializedError
+    operation = context.handles.pop(handle)
+    return None if operation is None else operation.finish()
+
+
+def _result(handle: int) -> torch.Tensor:
+    output = synchronize(handle)
+    if output is None:
+        raise UsageError(f"handle {handle} was cleared by a shutdown in another thread")
+    return output

@@ -1,0 +1,177 @@
+"""What ``init`` makes and ``shutdown`` ends: the session, and everything that lives only as long as it does.
+
+One context serves the whole process. ``use`` puts another in its place for the current thread, which is how
+several ranks live in one process. Objects that run on other threads (autograd's) keep their context.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from byteps_py.errors import NotInitializedError, UsageError
+from byteps_py.session import Session, open_session
+from byteps_py.settings import Settings
+from byteps_py.tensors import TensorSpec
+from byteps_py.torch.exchange import Exchange, HostMover, Mover
+from byteps_py.torch.handles import Handles
+from byteps_py.torch.names import NameSource
+
+Opener = Callable[[Settings], Session]
+
+
+def _open_session(settings: Settings) -> Session:
+    from byteps_py import session
+
+    return session.open_session(settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A tensor to declare: its spec, and how torch sees it (wire dtype, pieces, device)."""
+
+    spec: TensorSpec
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    device: torch.device
+
+
+class Context:
+    """One rank's state. Any thread."""
+
+    def __init__(self, opener: Opener = open_session) -> None:
+        self._opener = opener
+        self.lock = threading.RLock()
+        self._session: Session | None = None
+        self._settings: Settings | None = None
+        self._exchanges: dict[str, Exchange] = {}
+        self._movers: dict[torch.device, Mover] = {}
+        self._claimed: dict[str, int] = {}
+        self.names = NameSource()
+        self.handles = Handles()
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    def open(self, settings: Settings | None = None) -> None:
+        """Join the job; a no-op if already joined. ``settings``: default from the environment."""
+        with self.lock:
+            if self._session is None:
+                self._settings = settings or Settings.from_env()
+                self._session = self._opener(self._settings)
+
+    def close(self) -> None:
+        """Leave the job; a no-op if not joined."""
+        with self.lock:
+            session, self._session = self._session, None
+            movers, self._movers = self._movers, {}
+            self._exchanges.clear()
+            self.handles.clear()
+            self.names = NameSource()
+        for mover in movers.values():
+            mover.close()
+        if session is not None:
+            session.close()
+
+    def reopen(self, num_workers: int, num_servers: int, global_rank: int) -> None:
+        """Join again after ``close``, as part of a job of another size."""
+        with self.lock:
+            if self._session is not None:
+                raise UsageError("resume() needs suspend() first")
+            old = self._settings or Settings.from_env()
+            worker_id = old.worker_id if global_rank < 0 else global_rank // old.local_size
+            self.open(dataclasses.replace(old, num_workers=num_workers, num_servers=num_servers, worker_id=worker_id))
+
+    @property
+    def is_open(self) -> bool:
+        return self._session is not None
+
+    @property
+    def session(self) -> Session:
+        """Raises NotInitializedError before ``open`` and after ``close``."""
+        session = self._session
+        if session is None:
+            raise NotInitializedError("byteps_py has not been initialized; call byteps_py.init() first")
+        return session
+
+    @property
+    def settings(self) -> Settings:
+        """Raises NotInitializedError before the first ``open``."""
+        if self._settings is None:
+            raise NotInitializedError("byteps_py has not been initialized; call byteps_py.init() first")
+        return self._settings
+
+    # ---- tensors ---------------------------------------------------------------------------------------
+
+    def exchanges(self, requests: Sequence[Request]) -> list[Exchange]:
+        """The exchange of each request; what is not declared yet is declared, all in one call."""
+        session = self.session
+        with self.lock:
+            missing = [request for request in requests if not self._fits(request)]
+            slots = session.declare([request.spec for request in missing]) if missing else []
+            for request, slot in zip(missing, slots, strict=True):
+                mover = self._mover(request.device)
+                exchange = Exchange(session, slot, request.dtype, request.shapes, mover)
+                self._exchanges[request.spec.name] = exchange
+            return [self._exchanges[request.spec.name] for request in requests]
+
+    def _fits(self, request: Request) -> bool:
+        exchange = self._exchanges.get(request.spec.name)
+        return (
+            exchange is not None
+            and exchange.usable
+            and exchange.session is self._session
+            and exchange.slot.spec.agrees_with(request.spec)
+            and exchange.mover is self._mover(request.device)
+        )
+
+    def _mover(self, device: torch.device) -> Mover:
+        mover = self._movers.get(device)
+        if mover is None:
+            if device.type == "cuda":
+                from byteps_py.torch.cuda import Courier
+
+                mover = Courier(device)
+            else:
+                mover = HostMover()
+            self._movers[device] = mover
+        return mover
+
+    def claim(self, name: str) -> str:
+        """``name`` for one owner's gradients; the second owner of a name gets ``name@2``, and so on.
+
+        Two models may well have the same parameter names. All ranks build their optimizers in the same order,
+        so they number them alike. Never given back: when an owner dies is not the same moment on all ranks.
+        """
+        with self.lock:
+            owners = self._claimed[name] = self._claimed.get(name, 0) + 1
+            return name if owners == 1 else f"{name}@{owners}"
+
+    def is_claimed(self, name: str) -> bool:
+        return name in self._claimed
+
+
+_process = Context()
+_override: ContextVar[Context | None] = ContextVar("byteps_py.context", default=None)
+atexit.register(_process.close)
+
+
+def current() -> Context:
+    """This thread's context: the process's, unless ``use`` says otherwise."""
+    return _override.get() or _process
+
+
+@contextlib.contextmanager
+def use(context: Context) -> Iterator[Context]:
+    """Make ``context`` the current one of this thread."""
+    token = _override.set(context)
+    try:
+        yield context
+    finally:
+        _override.reset(token)

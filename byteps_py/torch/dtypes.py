@@ -1,0 +1,56 @@
+"""torch's dtypes and the wire's: which are the same, and what to say about those that are not. Any thread."""
+
+from __future__ import annotations
+
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.tensors import DType
+
+WIRE = {
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.int8: DType.INT8,
+    torch.int16: DType.INT16,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.uint8: DType.UINT8,
+}
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SUPPORTED = ", ".join(dtype.name.lower() for dtype in DType)
+
+
+def wire_dtype(dtype: torch.dtype, name: str | None) -> DType:
+    """The wire's code of ``dtype``. Raises UsageError, naming the dtypes that can be reduced."""
+    try:
+        return WIRE[dtype]
+    except KeyError:
+        who = f"tensor {name!r}" if name else "the tensor"
+        raise UsageError(f"{who} has dtype {dtype}, which can't be reduced; supported are {SUPPORTED}") from None
+
+
+def check_dense(tensor: torch.Tensor, name: str | None) -> None:
+    """Raises UsageError for a sparse tensor and for one that has no values (meta)."""
+    who = f"tensor {name!r}" if name else "the tensor"
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"{who} is sparse ({tensor.layout}), and only dense tensors can be reduced; use sparse=False in the "
+            "layer that made it, or tensor.to_dense()"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{who} lies on device {tensor.device}; supported are cpu and cuda")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in logical order as flat uint8; shares memory with a contiguous ``tensor``."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as a dtype of the same width that the wire has, sharing memory: for what only copies bits."""
+    tensor = tensor.detach()
+    if tensor.dtype.is_complex:
+        return torch.view_as_real(tensor)
+    return tensor if tensor.dtype in WIRE else tensor.view(_SAME_WIDTH[tensor.itemsize])

@@ -1,0 +1,155 @@
+"""One declared tensor as torch sees it: views of its slot, one copy in, one wait, views or one copy out.
+
+Owns the views of a slot's memory. Must not know optimizers, handles or names. One user at a time; different
+exchanges may be used by different threads.
+
+A bucket of gradients is an exchange with several pieces, laid end to end in logical (contiguous) order; a
+single tensor is one with one piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from byteps_py.errors import StallError
+from byteps_py.session import Session, Slot
+
+#: A device-to-host copy that takes longer than this has failed.
+_COPY_LIMIT_S = 600.0
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Mover(Protocol):
+    """Carries tensors of one device to and from slots."""
+
+    def adopt(self, memory: memoryview) -> None:
+        """``memory`` will be used for copies from now on."""
+
+    def send(
+        self, session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors
+    ) -> Future[None] | None:
+        """Copy tensors (zeros for None) to views, then hand the slot over. None: it is done already."""
+
+    def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Copy views to outputs, in order with what the caller does with the outputs afterwards."""
+
+    def close(self) -> None:
+        """No more copies; give back what ``adopt`` took."""
+
+
+class HostMover:
+    """For tensors in the host's memory: the copy is made by the calling thread."""
+
+    def adopt(self, memory: memoryview) -> None:
+        pass
+
+    def send(self, session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors) -> None:
+        copy_in(views, tensors)
+        session.hand_over(slot)
+
+    def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(list(outputs), list(views))
+
+    def close(self) -> None:
+        pass
+
+
+def copy_in(views: Sequence[torch.Tensor], tensors: Tensors) -> None:
+    """Fill host views from host tensors; None stands for zeros. One call for all: far cheaper than one each."""
+    targets, sources = [], []
+    for view, tensor in zip(views, tensors, strict=True):
+        if tensor is None:
+            view.zero_()
+        elif tensor.data_ptr() != view.data_ptr() or not tensor.is_contiguous():
+            targets.append(view)
+            sources.append(tensor)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+class Exchange:
+    """``slot`` seen as pieces of ``shapes``, all of ``dtype`` (the wire's)."""
+
+    def __init__(
+        self, session: Session, slot: Slot, dtype: torch.dtype, shapes: Sequence[Sequence[int]], mover: Mover
+    ) -> None:
+        self.session = session
+        self.slot = slot
+        self.dtype = dtype
+        self.mover = mover
+        self._departure: Future[None] | None = None
+        self.in_flight = False
+        for memory in {id(m): m for m in (*slot.inputs, slot.result)}.values():
+            mover.adopt(memory)
+        self._inputs = [_pieces(memory, dtype, shapes) for memory in slot.inputs]
+        #: The pieces of the result; what they show is valid from ``wait`` to the next ``send``.
+        self.results = _pieces(slot.result, dtype, shapes)
+
+    @property
+    def usable(self) -> bool:
+        """False once its declaration has failed: the name must be declared again."""
+        return self.slot.error is None
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The pieces of the next contribution."""
+        return self._inputs[self.slot.round % len(self._inputs)]
+
+    def send(self, tensors: Tensors) -> None:
+        """Contribute ``tensors``, one per piece; None contributes zeros."""
+        with torch.no_grad():
+            self._departure = self.mover.send(self.session, self.slot, self.inputs, tensors)
+        self.in_flight = True
+
+    def send_nothing(self) -> None:
+        """Take part with whatever the memory holds: for a broadcast from another rank."""
+        self._departure = self.mover.send(self.session, self.slot, (), ())
+        self.in_flight = True
+
+    @property
+    def done(self) -> bool:
+        """True once ``wait`` would not block."""
+        return (self._departure is None or self._departure.done()) and self.session.is_done(self.slot)
+
+    def wait(self) -> None:
+        """Return when ``results`` is there. Raises what Session.wait raises."""
+        departure, self._departure = self._departure, None
+        self.in_flight = False
+        if departure is not None:
+            try:
+                departure.result(_COPY_LIMIT_S)
+            except TimeoutError as error:
+                name = self.slot.spec.name
+                raise StallError(f"tensor {name!r}: not copied from its device within {_COPY_LIMIT_S:g} s") from error
+        self.session.wait(self.slot)
+
+    def fetch(self, outputs: Sequence[torch.Tensor], pieces: Sequence[int] | None = None) -> None:
+        """Copy the results (of ``pieces``; default all) to ``outputs``, converting dtypes."""
+        views = self.results if pieces is None else [self.results[i] for i in pieces]
+        if outputs:
+            with torch.no_grad():
+                self.mover.fetch(views, outputs)
+
+
+def _pieces(memory: memoryview, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    # Through numpy, which keeps the memory mapped for as long as a view lives; torch.frombuffer does not.
+    # Each piece by itself: pieces cut from one tensor would share its version counter, by which a change of
+    # one gradient would look like a change of all.
+    pieces = []
+    start = 0
+    for shape in shapes:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes:
+            octets = np.frombuffer(memory, np.uint8, nbytes, start)
+            pieces.append(torch.from_numpy(octets).view(dtype).view(tuple(shape)))
+        else:
+            pieces.append(torch.empty(tuple(shape), dtype=dtype))
+        start += nbytes
+    return pieces

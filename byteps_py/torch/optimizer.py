@@ -1,0 +1,243 @@
+"""DistributedOptimizer: a wrapped optimizer whose step() works with gradients averaged over all ranks.
+
+Owns hooks, accumulation over passes and the order of calls; what happens to a final gradient is the
+GradientReducer's. Hooks run on autograd's threads, everything else on the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+
+from byteps_py.errors import GradientOrderError, UsageError
+from byteps_py.torch import context as contexts
+from byteps_py.torch.buckets import GradientReducer
+from byteps_py.torch.compression import Compression, Compressor
+
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+class _Passes:
+    """Counts backward passes of each parameter; on the last one its gradient is ready."""
+
+    def __init__(self, reducer: GradientReducer, passes: int) -> None:
+        self.reducer = reducer
+        self.per_step = passes
+        self._done: dict[torch.nn.Parameter, int] = {}
+        self._hooked: set[torch.nn.Parameter] = set()
+
+    @property
+    def begun(self) -> bool:
+        """True if a gradient was computed since the last synchronization."""
+        return bool(self._done)
+
+    def hook(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Watch those that require gradients and are not watched yet."""
+        # Weak: the parameters outlive this optimizer, and the next one has hooks of its own.
+        me = weakref.ref(self)
+
+        def computed(param: torch.Tensor) -> None:
+            passes = me()
+            if passes is not None:
+                passes._computed(cast(torch.nn.Parameter, param))
+
+        for param in params:
+            if param.requires_grad and param not in self._hooked:
+                self._hooked.add(param)
+                param.register_post_accumulate_grad_hook(computed)
+
+    def _computed(self, param: torch.nn.Parameter) -> None:
+        done = self._done.get(param, 0) + 1
+        if done > self.per_step:
+            raise GradientOrderError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
+        self._done[param] = done
+        if done == self.per_step:
+            self.reducer.ready(param)
+
+    def finish(self) -> None:
+        try:
+            self.reducer.finish()
+        finally:
+            self._done.clear()
+
+
+class _Distributed:
+    """What DistributedOptimizer puts before the wrapped optimizer's class."""
+
+    param_groups: list[dict[str, Any]]
+    _passes: _Passes
+    _named: dict[torch.nn.Parameter, str]
+    _synchronized: bool
+    _should_synchronize: bool
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        return self._passes.per_step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum gradients over so many backward passes from the next step on."""
+        _check_passes(passes)
+        if self._passes.begun:
+            raise GradientOrderError("set_backward_passes_per_step() was called between backward() and step()")
+        self._passes.per_step = passes
+
+    def synchronize(self) -> None:
+        """Wait until every ``p.grad`` is the average over all ranks. Unused parameters count as zeros.
+
+        step() does it by itself; call it to clip or unscale gradients, then step() in skip_synchronize().
+        """
+        self._passes.finish()
+        self._synchronized = True
+        self._passes.hook(p for group in self.param_groups for p in group["params"])  # unfrozen meanwhile
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, step() takes the gradients as they are."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average what was not averaged yet, then let the wrapped optimizer step.
+
+        With a closure, the gradients of each evaluation are averaged. A loss it returns stays this rank's:
+        an optimizer that branches on it (LBFGS) needs the average, see push_pull.
+        """
+        if self._should_synchronize:
+            if closure is not None:
+                closure = self._synchronizing(closure)
+            elif not self._synchronized or self._passes.begun:
+                self.synchronize()
+        self._synchronized = False
+        return super().step(closure)  # type: ignore[misc]
+
+    # torch wraps a class's step() for its profiler and hooks; the wrapped optimizer's is wrapped already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        return evaluate
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See torch.optim.Optimizer. Raises GradientOrderError while gradients are on their way."""
+        if self._passes.begun:
+            raise GradientOrderError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. To drop the "
+                "gradients, call optimizer.synchronize() first."
+            )
+        self._synchronized = False
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer. New parameters have the names that named_parameters gave them, if it did."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        number = len(self.param_groups) - 1
+        new = [
+            (self._named.setdefault(param, f"push_pull.noname.{number}.{i}"), param)
+            for i, param in enumerate(self.param_groups[-1]["params"])
+        ]
+        self._passes.reducer.add(new)
+        self._passes.hook(param for _, param in new)
+
+
+def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and Horovod
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+) -> Any:
+    """``optimizer``, with gradients averaged over all ranks before each step; communication overlaps backward.
+
+    The result is an instance of the optimizer's class that shares its state and param_groups.
+
+    named_parameters: usually model.named_parameters(), all or more of the optimizer's, in order of the forward
+    pass; the names must be the same on all ranks. Without it, numbers are used.
+    compression: Compression.none, .fp16 or .bf16. backward_passes_per_step: gradients of so many passes are
+    summed before they are averaged over ranks.
+    Raises UsageError (a ValueError) for duplicate or missing names, NotInitializedError before init().
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> model = torch.nn.Linear(2, 1)
+    >>> opt = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> opt.step()
+    >>> isinstance(opt, torch.optim.SGD)
+    True
+    >>> bps.shutdown()
+    """
+    _check_passes(backward_passes_per_step)
+    if isinstance(optimizer, _Distributed):
+        raise UsageError("the optimizer is a DistributedOptimizer already")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    names = _check_names(optimizer, named_parameters)
+    mine = set(params)
+    reducer = GradientReducer(
+        contexts.current(), [(name, param) for param, name in names.items() if param in mine], compression
+    )
+    base = type(optimizer)
+    wrapped: Any = object.__new__(type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__}))
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, which would step around us
+    wrapped._passes = _Passes(reducer, backward_passes_per_step)
+    wrapped._named = names
+    wrapped._synchronized = False
+    wrapped._should_synchronize = True
+    wrapped._passes.hook(params)
+    return wrapped
+
+
+def _check_passes(passes: int) -> None:
+    if passes < 1:
+        raise UsageError(f"backward_passes_per_step must be at least 1, got {passes}")
+
+
+def _check_names(
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
+) -> dict[torch.nn.Parameter, str]:
+    """Parameter → name, in the given order. Raises UsageError."""
+    named = list(named_parameters) if named_parameters is not None else []
+    if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) for pair in named):
+        raise UsageError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    seen: set[str] = set()
+    duplicates = {name for name, _ in named if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
+    if duplicates:
+        raise UsageError(
+            "Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(sorted(duplicates))
+        )
+    if not named:
+        return {
+            param: f"push_pull.noname.{g}.{i}"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, param in enumerate(group["params"])
+        }
+    names = {param: name for name, param in reversed(named)}
+    unnamed = [
+        f"{tuple(param.shape)} at position {i} of group {g}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+        if param not in names
+    ]
+    if unnamed:
+        raise UsageError(
+            "named_parameters was specified, but one or more model parameters were not named. Parameters of shape: "
+            + ", ".join(unnamed)
+        )
+    return dict(reversed(names.items()))

@@ -1,0 +1,134 @@
+"""The table of environment variables: names, type, range, meaning. Documentation is generated from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from byteps_py.errors import ConfigurationError
+
+_FAR = float(1 << 31)  # a limit against overflows only
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One setting: the field of Settings it fills, the names it is read from (first that is set wins)."""
+
+    field: str
+    names: tuple[str, ...]
+    kind: type
+    meaning: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def allowed(self) -> str:
+        """The values it takes, as words."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.kind is bool:
+            return "0 or 1"
+        if self.kind is str:
+            return "a text"
+        noun = "a whole number" if self.kind is int else "a number"
+        if self.high is not None and self.high < _FAR:
+            return f"{noun} from {self.low:.15g} to {self.high:.15g}"
+        return f"{noun} of at least {self.low:.15g}" if self.low is not None else noun
+
+    def parse(self, name: str, text: str) -> object:
+        """The value of ``text``. Raises ConfigurationError that names the variable and what it allows."""
+        error = ConfigurationError(f"{name}={text!r} is not valid: it takes {self.allowed()}")
+        text = text.strip()
+        value: object = text
+        if self.kind is bool:
+            if text.lower() not in _TRUE + _FALSE:
+                raise error
+            return text.lower() in _TRUE
+        if self.kind in (int, float):
+            try:
+                value = self.kind(text)
+            except ValueError:
+                raise error from None
+            number = float(text)
+            if not (self.low is None or number >= self.low) or not (self.high is None or number <= self.high):
+                raise error
+        if self.choices:
+            matches = [c for c in self.choices if c.lower() == text.lower()]
+            if not matches:
+                raise error
+            value = matches[0]
+        return value
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("role", ("DMLC_ROLE",), str, "what this process is", choices=("worker", "server", "scheduler", "joint")),
+    Variable("scheduler_host", ("DMLC_PS_ROOT_URI",), str, "host of the scheduler"),
+    Variable("scheduler_port", ("DMLC_PS_ROOT_PORT",), int, "port of the scheduler", low=1, high=65535),
+    Variable(
+        "num_workers",
+        ("DMLC_NUM_WORKER", "GROUP_WORLD_SIZE", "SLURM_NNODES"),
+        int,
+        "GPU machines, n",
+        low=1,
+        high=65535,
+    ),
+    Variable("num_servers", ("DMLC_NUM_SERVER",), int, "CPU machines, k", low=0, high=65535),
+    Variable(
+        "worker_id",
+        ("DMLC_WORKER_ID", "GROUP_RANK", "SLURM_NODEID"),
+        int,
+        "index of this GPU machine, from 0",
+        low=0,
+        high=65534,
+    ),
+    Variable(
+        "local_size",
+        ("BYTEPS_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"),
+        int,
+        "ranks on this machine",
+        low=1,
+        high=1024,
+    ),
+    Variable(
+        "local_rank",
+        ("BYTEPS_LOCAL_RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
+        int,
+        "index of this rank on its machine",
+        low=0,
+        high=1023,
+    ),
+    Variable("machine_id", ("BYTEPS_MACHINE_ID",), str, "says which processes share a machine; default: boot id and network namespace"),
+    Variable("node_host", ("DMLC_NODE_HOST",), str, "address this process offers to others"),
+    Variable("interface", ("DMLC_INTERFACE",), str, "network interface whose address this process offers"),
+    Variable("job_id", ("BYTEPS_JOB_ID",), str, "keeps jobs on one machine apart; default: the scheduler's address"),
+    Variable("socket_name", ("BYTEPS_SOCKET_NAME",), str, "local socket of this machine's communication service; set by bpslaunch"),
+    Variable("secret", ("BYTEPS_SECRET",), str, "cluster secret; required to listen beyond loopback"),
+    Variable("secret_file", ("BYTEPS_SECRET_FILE",), str, "file that holds the cluster secret"),
+    Variable("partition_bytes", ("BYTEPS_PARTITION_BYTES",), int, "largest piece of a tensor that is sent at once", low=4096, high=1 << 30),
+    Variable("placement", ("BYTEPS_PLACEMENT",), str, "who sums: every machine by its optimal share, or CPU machines alone (the classical parameter server)", choices=("optimal", "servers-only")),
+    Variable("credit_bytes", ("BYTEPS_SCHEDULING_CREDIT",), int, "most bytes a machine has in flight; 0: no limit", low=0),
+    Variable("fusion_bytes", ("BYTEPS_FUSION_BYTES",), int, "gradients smaller than this travel together, up to this size; 0: never", low=0),
+    Variable("server_threads", ("BYTEPS_SERVER_ENGINE_THREAD",), int, "summing threads of a summation service; 0: one per core, at most 4", low=0, high=256),
+    Variable("worker_threads", ("BYTEPS_WORKER_ENGINE_THREAD",), int, "summing threads of a communication service; 0: one per core, at most 4", low=0, high=256),
+    Variable("force_distributed", ("BYTEPS_FORCE_DISTRIBUTED",), bool, "use the services even for a single rank"),
+    Variable("start_timeout_s", ("BYTEPS_START_TIMEOUT_S",), float, "how long to wait for the cluster to come together", low=0.1, high=_FAR),
+    Variable("stall_warn_s", ("BYTEPS_STALL_WARN_S",), float, "warn about ranks that keep others waiting this long", low=0.1, high=_FAR),
+    Variable("stall_limit_s", ("BYTEPS_STALL_LIMIT_S",), float, "give up, with an error, after this long; 0: never", low=0, high=_FAR),
+    Variable("heartbeat_interval_s", ("PS_HEARTBEAT_INTERVAL",), float, "seconds between heartbeats", low=0.01, high=3600),
+    Variable("heartbeat_timeout_s", ("PS_HEARTBEAT_TIMEOUT",), float, "seconds of silence after which a process counts as dead", low=0.1, high=_FAR),
+    Variable("report", ("BYTEPS_REPORT",), str, "file to which the scheduler writes, at the end, who carried what (JSON)"),
+    Variable("log_level", ("BYTEPS_LOG_LEVEL",), str, "how much is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "FATAL", "TRACE")),
+)  # fmt: skip
+
+#: BytePS's variables that mean nothing here, and why.
+IGNORED: dict[str, str] = {
+    "BYTEPS_ENABLE_MIXED_MODE": "servers on CPU and GPU machines are always used together",
+    "BYTEPS_SERVER_ENABLE_SCHEDULE": "servers always sum what is complete first",
+    "BYTEPS_ENABLE_ASYNC": "asynchronous training is not offered",
+    "BYTEPS_ENABLE_IPC": "shared memory is always used between processes of one machine",
+    "BYTEPS_KEY_HASH_FN": "placement has one hash function, the same on every machine",
+    "BYTEPS_PCIE_SWITCH_SIZE": "the topology is read from the system",
+    "PS_VERBOSE": "use BYTEPS_LOG_LEVEL",
+}

@@ -1,0 +1,104 @@
+"""The header of a data-plane message: what a CS and an SS say to each other. Pure; any thread.
+
+Over TCP a message is [header, payload]; between two processes of one machine it is a header whose payload
+lies in shared memory (``local``). Nothing here allocates by what a header claims.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from byteps_py.errors import ProtocolError
+from byteps_py.tensors import DType, Op
+
+MAGIC = 0x31535042  # "BPS1", little endian
+VERSION = 1
+
+# magic, version, kind, dtype, op | epoch, sender, root | key | generation, index | round | offset | length
+# | payload segment, payload offset, answer segment, answer offset
+_LAYOUT = struct.Struct("<IBBBB IHH Q II Q Q Q IQIQ")
+HEADER_BYTES = _LAYOUT.size
+
+
+class Kind(enum.IntEnum):
+    """What a message is for; the values are wire codes and never change."""
+
+    HELLO = 1  # CS → SS, first on a connection: who I am; payload: the proof of membership
+    PUSH = 2  # CS → SS: my contribution; an answer is expected
+    PULL = 3  # CS → SS: I contribute nothing to this broadcast, but want its result
+    ANSWER = 4  # SS → CS: the result of a round
+    REFUSED = 5  # SS → CS: the message is not accepted; payload: the reason, as text
+    SEGMENT = 6  # CS → SS on one machine: a shared-memory segment, its descriptor beside the message
+
+
+@dataclass(slots=True)
+class Header:
+    """One message's header. ``sender``: machine index of the CS. ``root``: machine index of a broadcast's
+    source. ``index``: which partition of the key; ``offset``, ``length``: where it lies in the tensor and how
+    long it is, in bytes. The last four fields place payload and answer in shared memory (0 over TCP)."""
+
+    kind: Kind
+    sender: int
+    epoch: int = 0
+    dtype: DType = DType.UINT8
+    op: Op = Op.SUM
+    root: int = 0xFFFF
+    key: int = 0
+    generation: int = 0
+    index: int = 0
+    round: int = 0
+    offset: int = 0
+    length: int = 0
+    segment: int = 0
+    segment_offset: int = 0
+    answer_segment: int = 0
+    answer_offset: int = 0
+
+    def pack(self) -> bytes:
+        return _LAYOUT.pack(
+            MAGIC,
+            VERSION,
+            self.kind,
+            self.dtype,
+            self.op,
+            self.epoch,
+            self.sender,
+            self.root,
+            self.key,
+            self.generation,
+            self.index,
+            self.round,
+            self.offset,
+            self.length,
+            self.segment,
+            self.segment_offset,
+            self.answer_segment,
+            self.answer_offset,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Header:
+        """Raises ProtocolError for anything that no correct peer sends."""
+        if len(data) != HEADER_BYTES:
+            raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
+        (magic, version, kind, dtype, op, epoch, sender, root, key, generation, index, round_, offset, length,
+         segment, segment_offset, answer_segment, answer_offset) = _LAYOUT.unpack(data)  # fmt: skip
+        if magic != MAGIC:
+            raise ProtocolError(f"not a byteps_py message (magic {magic:#010x})")
+        if version != VERSION:
+            raise ProtocolError(f"peer speaks version {version} of the data plane, this process {VERSION}")
+        try:
+            return cls(
+                _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
+                offset, length, segment, segment_offset, answer_segment, answer_offset,
+            )  # fmt: skip
+        except KeyError:
+            raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None
+
+
+# Plain dictionaries: an enum's call takes ten times as long, and every message pays it.
+_KINDS = {int(k): k for k in Kind}
+_DTYPES = {int(d): d for d in DType}
+_OPS = {int(o): o for o in Op}

@@ -1,0 +1,378 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_COMMUNICATION: _ClassVar[Role]
+    ROLE_SUMMATION: _ClassVar[Role]
+
+class MachineKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MACHINE_KIND_UNSPECIFIED: _ClassVar[MachineKind]
+    MACHINE_KIND_GPU: _ClassVar[MachineKind]
+    MACHINE_KIND_CPU: _ClassVar[MachineKind]
+ROLE_UNSPECIFIED: Role
+ROLE_COMMUNICATION: Role
+ROLE_SUMMATION: Role
+MACHINE_KIND_UNSPECIFIED: MachineKind
+MACHINE_KIND_GPU: MachineKind
+MACHINE_KIND_CPU: MachineKind
+
+class MemberMessage(_message.Message):
+    __slots__ = ("register", "heartbeat", "declare", "arrive", "leave", "report", "gone")
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DECLARE_FIELD_NUMBER: _ClassVar[int]
+    ARRIVE_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    register: Register
+    heartbeat: Heartbeat
+    declare: Declare
+    arrive: Arrive
+    leave: Leave
+    report: Report
+    gone: Gone
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ...) -> None: ...
+
+class Register(_message.Message):
+    __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_ID_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    job: str
+    role: Role
+    kind: MachineKind
+    machine_id: str
+    machine_index: int
+    address: str
+    local_address: str
+    local_size: int
+    num_workers: int
+    num_servers: int
+    partition_bytes: int
+    host: str
+    pid: int
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("statistics", "waiting")
+    STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    statistics: Statistics
+    waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
+    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ...) -> None: ...
+
+class Statistics(_message.Message):
+    __slots__ = ("bytes_received", "bytes_sent", "bytes_local", "rounds", "bytes_summed", "cpu_s", "resident_bytes", "bytes_in_flight")
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_LOCAL_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SUMMED_FIELD_NUMBER: _ClassVar[int]
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    bytes_received: int
+    bytes_sent: int
+    bytes_local: int
+    rounds: int
+    bytes_summed: int
+    cpu_s: float
+    resident_bytes: int
+    bytes_in_flight: int
+    def __init__(self, bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_local: _Optional[int] = ..., rounds: _Optional[int] = ..., bytes_summed: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("name", "round", "ready_ranks", "age_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    READY_RANKS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    round: int
+    ready_ranks: _containers.RepeatedScalarFieldContainer[int]
+    age_s: float
+    def __init__(self, name: _Optional[str] = ..., round: _Optional[int] = ..., ready_ranks: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class Declare(_message.Message):
+    __slots__ = ("ballots",)
+    BALLOTS_FIELD_NUMBER: _ClassVar[int]
+    ballots: _containers.RepeatedCompositeFieldContainer[Ballot]
+    def __init__(self, ballots: _Optional[_Iterable[_Union[Ballot, _Mapping]]] = ...) -> None: ...
+
+class Ballot(_message.Message):
+    __slots__ = ("name", "generation", "votes", "rounds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    VOTES_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    generation: int
+    votes: _containers.RepeatedCompositeFieldContainer[Vote]
+    rounds: int
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., votes: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ..., rounds: _Optional[int] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("ranks", "spec")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    spec: Spec
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ...) -> None: ...
+
+class Spec(_message.Message):
+    __slots__ = ("dtype", "shape", "op", "average", "root", "priority")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    AVERAGE_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    dtype: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    op: int
+    average: bool
+    root: int
+    priority: int
+    def __init__(self, dtype: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., op: _Optional[int] = ..., average: bool = ..., root: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class Arrive(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("error", "message")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    message: str
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Gone(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SchedulerMessage(_message.Message):
+    __slots__ = ("welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    REOPEN_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refused: Refused
+    membership: Membership
+    verdicts: Verdicts
+    reopen: Reopen
+    release: Release
+    stalled: Stalled
+    failure: Failure
+    stop: Stop
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("member_id",)
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    member_id: int
+    def __init__(self, member_id: _Optional[int] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("error", "message", "later")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    LATER_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    message: str
+    later: bool
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., later: bool = ...) -> None: ...
+
+class Membership(_message.Message):
+    __slots__ = ("epoch", "workers", "servers", "partition_bytes")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    workers: _containers.RepeatedCompositeFieldContainer[Member]
+    servers: _containers.RepeatedCompositeFieldContainer[Member]
+    partition_bytes: int
+    def __init__(self, epoch: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., partition_bytes: _Optional[int] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("member_id", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "first_rank", "host", "pid", "weight")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_ID_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    member_id: int
+    role: Role
+    kind: MachineKind
+    machine_id: str
+    machine_index: int
+    address: str
+    local_address: str
+    local_size: int
+    first_rank: int
+    host: str
+    pid: int
+    weight: int
+    def __init__(self, member_id: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., first_rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
+
+class Verdicts(_message.Message):
+    __slots__ = ("verdicts",)
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("name", "generation", "spec", "error")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    generation: int
+    spec: Spec
+    error: str
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Reopen(_message.Message):
+    __slots__ = ("name", "generation", "rounds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    generation: int
+    rounds: int
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., rounds: _Optional[int] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class Stalled(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("error", "message", "orderly")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ORDERLY_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    message: str
+    orderly: bool
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., orderly: bool = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "partition_bytes", "num_workers", "num_servers", "stalled")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[StatusReply.State]
+        STATE_FORMING: _ClassVar[StatusReply.State]
+        STATE_RUNNING: _ClassVar[StatusReply.State]
+        STATE_FAILED: _ClassVar[StatusReply.State]
+        STATE_ENDED: _ClassVar[StatusReply.State]
+    STATE_UNSPECIFIED: StatusReply.State
+    STATE_FORMING: StatusReply.State
+    STATE_RUNNING: StatusReply.State
+    STATE_FAILED: StatusReply.State
+    STATE_ENDED: StatusReply.State
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
+    state: StatusReply.State
+    reason: str
+    epoch: int
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    tensors: int
+    tensor_bytes: int
+    partition_bytes: int
+    num_workers: int
+    num_servers: int
+    stalled: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MemberStatus(_message.Message):
+    __slots__ = ("member", "alive", "heartbeat_age_s", "statistics")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    alive: bool
+    heartbeat_age_s: float
+    statistics: Statistics
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ...) -> None: ...
+
+class StopRequest(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class StopReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,51 @@
+"""``python -m byteps_py.server [--gpu-machine]``: a summation server, until the job it belongs to ends."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from byteps_py.errors import BytePSError, ConfigurationError
+from byteps_py.log import configure, logger
+from byteps_py.memory import keep_freed_memory
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.settings import Settings
+
+# Freed messages that are kept for the next ones, beyond what is in flight.
+_RETAINED_BYTES = 1 << 30
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 the job ended in order, 1 it failed, 2 the configuration is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m byteps_py.server", description="byteps_py summation server")
+    parser.add_argument(
+        "--gpu-machine", action="store_true", help="it runs beside trainers, on machine number DMLC_WORKER_ID"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        return _serve(arguments.gpu_machine)
+    except BytePSError as error:
+        print(f"byteps_py server: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigurationError) else 1
+
+
+def _serve(is_gpu_machine: bool) -> int:
+    settings = Settings.from_env()
+    configure(settings.log_level, f"server of machine {settings.worker_id}" if is_gpu_machine else "server")
+    logger.debug("settings:\n%s", settings.describe())
+    if not keep_freed_memory(_RETAINED_BYTES):
+        logger.info("this C library's allocator can't be tuned; large messages cost more")
+    # Late: what starts threads or loads a compiler comes after the allocator was told what to do.
+    from byteps_py.scheduler.client import connect
+    from byteps_py.server.service import Service
+
+    kind = pb.MACHINE_KIND_GPU if is_gpu_machine else pb.MACHINE_KIND_CPU
+    service = Service(settings, kind, connect)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _frame: service.stop(f"the server got {signal.Signals(received).name}"))
+    return service.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

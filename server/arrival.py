@@ -1,0 +1,87 @@
+"""Where a contribution's bytes lie, and whom its result goes to: what the shell adds to the pure core's view.
+
+Two kinds of memory: a message that ZeroMQ received (ours: the sum is written into it, and the same message is
+sent on), and a shared segment of this machine's CS (the CS's: read, and written only where it wants the answer).
+Owned by the loop thread; engine threads read and write the memory while a round is being reduced.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import zmq
+
+from byteps_py.server.partition import Contribution
+from byteps_py.shm import Segment
+from byteps_py.wire import Header, Kind
+
+
+class Memory(ABC):
+    """``nbytes`` at ``address``, valid as long as this object lives."""
+
+    address: int
+    nbytes: int
+
+    @abstractmethod
+    def message(self) -> zmq.Frame:
+        """A message that sends these bytes without copying them."""
+
+
+class FrameMemory(Memory):
+    """The payload of a received message. May be overwritten: nobody else has it."""
+
+    __slots__ = ("_frame", "address", "nbytes")
+
+    def __init__(self, frame: zmq.Frame) -> None:
+        self._frame = frame
+        self.nbytes = len(frame)
+        self.address = np.frombuffer(frame.buffer, np.uint8).__array_interface__["data"][0] if self.nbytes else 0
+
+    def message(self) -> zmq.Frame:
+        return self._frame
+
+
+class SharedMemory(Memory):
+    """A piece of a segment that another process owns. The caller has checked its bounds."""
+
+    __slots__ = ("_offset", "_segment", "address", "nbytes")
+
+    def __init__(self, segment: Segment, offset: int, nbytes: int) -> None:
+        self._segment = segment  # keeps the mapping
+        self._offset = offset
+        self.nbytes = nbytes
+        self.address = segment.address + offset
+
+    def message(self) -> zmq.Frame:
+        return zmq.Frame(self._segment.view[self._offset : self._offset + self.nbytes])
+
+
+class Peer(ABC):
+    """One connection of a CS. ``machine``: its index, proven by its HELLO."""
+
+    machine: int
+
+    @abstractmethod
+    def answer(self, header: Header, result: zmq.Frame | None) -> None:
+        """Send the result of a round; None: it lies where the peer wants it, or the peer has it. Never blocks."""
+
+    @abstractmethod
+    def refuse(self, header: Header, reason: str) -> None:
+        """Say why a message was not accepted: ``ErrorType``, line break, sentence. Never blocks."""
+
+
+def reply(header: Header, kind: Kind) -> bytes:
+    """A request's header as it goes back: all as it came, but for the kind. The request is over."""
+    header.kind = kind
+    return header.pack()
+
+
+@dataclass(slots=True, eq=False)
+class Arrival(Contribution):
+    """A contribution with its memory. ``answer``: where a local peer wants the result; None for a remote one."""
+
+    origin: Peer
+    payload: Memory | None = None
+    answer: Memory | None = None

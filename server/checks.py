@@ -1,0 +1,74 @@
+"""What a single contribution must satisfy, and in what contributions to one round must agree. Pure; any thread.
+
+Decisions come back as sentences: the refusal, the log and the error on the ranks say the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from byteps_py.tensors import DType, Op
+from byteps_py.wire import Header, Kind
+
+
+class Facts(NamedTuple):
+    """What all machines must say alike about a round of a partition. ``offset``, ``length`` in bytes."""
+
+    round: int
+    op: Op
+    dtype: DType
+    length: int
+    offset: int
+    root: int
+
+    @classmethod
+    def of(cls, header: Header) -> Facts:
+        return cls(header.round, header.op, header.dtype, header.length, header.offset, header.root)
+
+    def __str__(self) -> str:
+        root = f" from machine {self.root}" if self.op is Op.BROADCAST else ""
+        return (
+            f"round {self.round}, {self.op.name.lower()} of {self.dtype.name.lower()}{root}, "
+            f"{self.length} bytes at offset {self.offset}"
+        )
+
+
+def difference(gave: list[tuple[int, Facts]]) -> str:
+    """One sentence on who gave what: the facts that differ, then each view and the machines that hold it."""
+    views: dict[Facts, list[int]] = {}
+    for machine, facts in gave:
+        views.setdefault(facts, []).append(machine)
+    names = [name for i, name in enumerate(Facts._fields) if len({facts[i] for facts in views}) > 1]
+    said = "; ".join(
+        f"machine{'s' if len(machines) > 1 else ''} {', '.join(map(str, machines))} gave {facts}"
+        for facts, machines in views.items()
+    )
+    return f"machines disagree about {' and '.join(names)}: {said}"
+
+
+def objection(header: Header, nbytes: int, epoch: int, num_machines: int, partition_bytes: int) -> str:
+    """Why a contribution with ``nbytes`` of payload can't be used whatever the others give; empty if it can.
+
+    ``epoch``, ``num_machines``: as this server knows them; the contribution's epoch is not newer.
+    """
+    what = f"partition {header.index} of tensor key {header.key:#018x} from machine {header.sender}"
+    if header.epoch < max(epoch, 1):
+        return f"stale epoch: {what} was sent in epoch {header.epoch}, this is epoch {epoch}"
+    if header.sender >= num_machines:
+        return f"{what}: there are {num_machines} machines, from 0"
+    if not 0 < header.length <= partition_bytes:
+        return f"{what}: {header.length} bytes; a partition has 1 to {partition_bytes}"
+    if header.length % header.dtype.itemsize or header.offset % header.dtype.itemsize:
+        return f"{what}: {header.length} bytes at offset {header.offset} are no whole {header.dtype.name.lower()}s"
+    is_pull = header.kind is Kind.PULL
+    if header.op is Op.BROADCAST:
+        if header.root >= num_machines:
+            return f"{what}: broadcast from machine {header.root} of {num_machines}"
+        if is_pull == (header.sender == header.root):
+            return f"{what}: in a broadcast machine {header.root} pushes and the others pull"
+    elif is_pull:
+        return f"{what}: only a broadcast can be pulled, not a {header.op.name.lower()}"
+    expected = 0 if is_pull else header.length
+    if nbytes != expected:
+        return f"{what}: its header promises {expected} bytes of payload, {nbytes} came"
+    return ""

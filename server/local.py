@@ -1,0 +1,217 @@
+"""The server's side of the data plane inside a machine: a local channel, and memory that both processes map.
+
+Owns the listener, the channels and the segments they brought. Must not know what contributions mean. Loop thread
+only. A peer that breaks the protocol loses its connection; nothing it sends ends the process.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable
+
+import zmq
+
+from byteps_py import auth
+from byteps_py.channel import Channel, Listener
+from byteps_py.errors import PeerLostError, ProtocolError
+from byteps_py.log import logger
+from byteps_py.loop import EventLoop
+from byteps_py.server.arrival import Arrival, Peer, SharedMemory, reply
+from byteps_py.server.traffic import Traffic
+from byteps_py.settings import Settings
+from byteps_py.shm import Segment
+from byteps_py.tensors import Op
+from byteps_py.wire import HEADER_BYTES, Header, Kind
+
+_BATCH = 64
+_MAX_SEGMENTS = 4096
+
+
+class LocalPeer(Peer):
+    """A CS on this machine. Its messages are headers; payloads lie in segments it has handed over."""
+
+    def __init__(self, channel: Channel, local: Local) -> None:
+        self.machine = -1  # until its HELLO
+        self.channel = channel
+        self._local = local
+        self._segments: dict[int, Segment] = {}
+        self._unsent: collections.deque[bytes] = collections.deque()  # while the peer's buffer is full
+
+    @property
+    def name(self) -> str:
+        return f"local process {self.channel.peer_pid}"
+
+    def close(self) -> None:
+        self.channel.close()
+        self._segments.clear()
+
+    # ---- out ---------------------------------------------------------------------------------------------
+
+    def answer(self, header: Header, result: zmq.Frame | None) -> None:
+        self._send(reply(header, Kind.ANSWER))
+
+    def refuse(self, header: Header, reason: str) -> None:
+        self._send(reply(header, Kind.REFUSED) + reason.encode())
+
+    def _send(self, message: bytes) -> None:
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the peer takes it."""
+        try:
+            while self._unsent and self.channel.try_send(self._unsent[0]):
+                self._unsent.popleft()
+        except PeerLostError as error:
+            self._local.lose(self, error)
+        else:
+            self._local.wait_for_room(self, bool(self._unsent))
+
+    # ---- in ----------------------------------------------------------------------------------------------
+
+    def accept_segment(self, header: Header, fds: list[int]) -> None:
+        """Map a segment. Raises ProtocolError."""
+        if len(fds) != 1 or not header.length:
+            raise ProtocolError(f"SEGMENT {header.segment} of {header.length} bytes with {len(fds)} descriptors")
+        if header.segment in self._segments or len(self._segments) >= _MAX_SEGMENTS:
+            raise ProtocolError(
+                f"SEGMENT {header.segment} is a repetition, or one too many after {len(self._segments)}"
+            )
+        try:
+            segment = Segment(fds[0], header.length)
+        except (OSError, ValueError) as error:
+            raise ProtocolError(
+                f"segment {header.segment} of {header.length} bytes can't be mapped: {error}"
+            ) from error
+        segment.fd = -1  # the mapping stays without it, until the last payload in it is forgotten
+        self._segments[header.segment] = segment
+
+    def arrival(self, header: Header) -> Arrival:
+        """The contribution that ``header`` places in shared memory. Raises ProtocolError if it lies outside."""
+        payload = answer = None
+        if header.kind is Kind.PUSH:
+            payload = self._place(header, header.segment, header.segment_offset)
+        if header.op is not Op.BROADCAST or header.kind is Kind.PULL:
+            answer = self._place(header, header.answer_segment, header.answer_offset)
+            if payload and 0 < abs(payload.address - answer.address) < header.length:
+                raise ProtocolError("the answer's place overlaps the contribution")
+        return Arrival(header, self, payload.nbytes if payload else 0, payload, answer)
+
+    def _place(self, header: Header, number: int, offset: int) -> SharedMemory:
+        segment = self._segments.get(number)
+        if segment is None or offset + header.length > segment.nbytes or offset % header.dtype.itemsize:
+            size = f"has {segment.nbytes} bytes" if segment else "was never sent"
+            raise ProtocolError(f"{header.length} bytes at {offset} of segment {number}, which {size}")
+        return SharedMemory(segment, offset, header.length)
+
+
+class Local:
+    """Listens at the abstract socket ``name``. ``on_arrival``: a contribution came; ``on_gone``: a peer is gone."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        loop: EventLoop,
+        traffic: Traffic,
+        on_arrival: Callable[[Arrival], None],
+        on_gone: Callable[[Peer], None],
+    ) -> None:
+        self.name = name
+        self._settings = settings
+        self._loop = loop
+        self._traffic = traffic
+        self._on_arrival = on_arrival
+        self._on_gone = on_gone
+        self._peers: set[LocalPeer] = set()
+        self._listener = Listener(name)
+        loop.add_reader(self._listener.fileno(), self._accept)
+
+    @property
+    def connections(self) -> int:
+        return len(self._peers)
+
+    def _accept(self) -> None:
+        try:
+            peer = LocalPeer(self._listener.accept(), self)
+        except (ProtocolError, OSError) as error:
+            self._traffic.turned_away("a local stranger", error)
+            return
+        self._peers.add(peer)
+        self._loop.add_reader(peer.channel.fileno(), lambda: self._on_readable(peer))
+
+    def _on_readable(self, peer: LocalPeer) -> None:
+        try:
+            for _ in range(_BATCH):
+                if peer not in self._peers or (message := peer.channel.receive(0)) is None:
+                    return
+                data, fds = message
+                try:
+                    self._receive(peer, data, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+        except PeerLostError as error:
+            self.lose(peer, error)
+        except ProtocolError as error:
+            self._traffic.turned_away(peer.name, error)
+            self.lose(peer, error)
+
+    def _receive(self, peer: LocalPeer, data: bytes, fds: list[int]) -> None:
+        """One message. Raises ProtocolError for what costs the peer its connection."""
+        header = Header.unpack(data[:HEADER_BYTES])
+        if header.kind is Kind.HELLO and peer.machine < 0:
+            token = data[HEADER_BYTES:].decode(errors="replace")
+            if not auth.is_valid(token, self._settings.secret, "data", self._settings.job, str(header.sender)):
+                text = "its proof of membership is wrong: do job and secret agree?"
+                peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
+                raise ProtocolError(text)
+            peer.machine = header.sender
+            logger.debug("machine %d has connected locally", header.sender)
+        elif header.sender != peer.machine:
+            raise ProtocolError(f"{header.kind.name} in the name of machine {header.sender} before a HELLO as such")
+        elif header.kind is Kind.SEGMENT:
+            peer.accept_segment(header, fds)
+        elif header.kind in (Kind.PUSH, Kind.PULL) and len(data) == HEADER_BYTES:
+            self._contribution(peer, header)
+        else:
+            raise ProtocolError(f"{header.kind.name} of {len(data)} bytes is not for it to send")
+
+    def _contribution(self, peer: LocalPeer, header: Header) -> None:
+        try:
+            arrival = peer.arrival(header)
+        except ProtocolError as error:
+            self._traffic.turned_away(peer.name, error)
+            peer.refuse(header, f"{ProtocolError.__name__}\n{error}")
+            return
+        self._traffic.bytes_local += arrival.nbytes
+        self._on_arrival(arrival)
+
+    def wait_for_room(self, peer: LocalPeer, wanted: bool) -> None:
+        """Have the loop flush ``peer`` when it takes more, or stop that."""
+        if peer not in self._peers:
+            return
+        if wanted:
+            self._loop.add_writer(peer.channel.fileno(), peer.flush)
+        else:
+            self._loop.remove_writer(peer.channel.fileno())
+
+    def lose(self, peer: LocalPeer, reason: Exception) -> None:
+        """The peer is gone, or is sent away. Its segments go with the last contribution that lies in them."""
+        if peer not in self._peers:
+            return
+        logger.info("%s, machine %d, is gone: %s", peer.name, peer.machine, str(reason))
+        self._peers.remove(peer)
+        self._loop.remove(peer.channel.fileno())
+        peer.close()
+        self._on_gone(peer)
+
+    def close(self) -> None:
+        self._loop.remove(self._listener.fileno())
+        self._listener.close()
+        for peer in self._peers:
+            self._loop.remove(peer.channel.fileno())
+            peer.close()
+        self._peers.clear()

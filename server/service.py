@@ -1,0 +1,241 @@
+"""The summation service: sockets, engine and control link around the pure rounds.
+
+Owns the process's life: it registers, serves, and says when and how the process ends. One thread, the loop's;
+``stop`` may be called by any other and by a signal handler. What ends a server, so that none outlives its job:
+
+    Stop from the scheduler: the job is over                          0
+    ``stop``: SIGTERM, SIGINT                                         0, after Leave
+    Failure from the scheduler: the job can't go on                   1
+    Refused, or the scheduler lost before the cluster was complete    the error is raised
+    the scheduler lost later, and no worker connected any more        0; until then sums go on
+    (the launcher that started it is gone: the kernel's parent-death signal, set by the launcher)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from byteps_py import machine
+from byteps_py.errors import BytePSError, CommunicationError, ConfigurationError, ProtocolError, from_name
+from byteps_py.log import logger
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.server.arrival import Arrival, Memory, Peer
+from byteps_py.server.local import Local
+from byteps_py.server.network import Network
+from byteps_py.server.partition import Partition
+from byteps_py.server.reducer import Reducer, plan
+from byteps_py.server.rounds import Action, Answer, Reduce, Refuse, Rounds
+from byteps_py.server.traffic import Traffic
+from byteps_py.settings import Settings
+
+_ORPHAN_CHECK_S = 0.5
+_ORPHAN_S = 2.0  # at most: workers reconnect within less
+
+
+class Link(Protocol):
+    """What the service needs of byteps_py.scheduler.client.ControlLink."""
+
+    def send(self, message: pb.MemberMessage) -> None: ...
+    def close(self, reason: str) -> None: ...
+
+
+class Connect(Protocol):
+    """byteps_py.scheduler.client.connect"""
+
+    def __call__(
+        self,
+        settings: Settings,
+        register: pb.Register,
+        loop: EventLoop,
+        on_message: Callable[[pb.SchedulerMessage], None],
+        on_lost: Callable[[BytePSError], None],
+        heartbeat: Callable[[], pb.Heartbeat],
+    ) -> Link: ...
+
+
+class Service:
+    """One summation server of the machine kind ``kind``. ``run`` serves until the job ends."""
+
+    def __init__(self, settings: Settings, kind: pb.MachineKind, connect: Connect) -> None:
+        """Binds its sockets. Raises ConfigurationError or RendezvousError."""
+        if not settings.scheduler_address:
+            raise ConfigurationError(
+                "a summation server finds its workers through the scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
+            )
+        self._settings = settings
+        self._kind = kind
+        self._connect = connect
+        self._rounds: Rounds[Arrival] = Rounds(settings.partition_bytes)
+        self._traffic = Traffic()
+        self._status = 0
+        self._error: BytePSError | None = None
+        self._reason = "the server is done"
+        self._orphaned_since_s = 0.0
+        host = machine.offered_host(settings)
+        self._loop = EventLoop()
+        self._network = Network(host, settings, self._traffic, self._on_arrival, self._on_gone)
+        self._loop.add_reader(self._network.socket, self._network.on_readable)
+        self._loop.add_reader(self._network.monitor, self._network.on_monitor)
+        self._local: Local | None = None
+        if kind == pb.MACHINE_KIND_GPU:
+            # Named after the process, too: machines that are told apart only by their index may share one host.
+            name = f"{settings.local_socket('ss')}-{os.getpid()}"
+            self._local = Local(name, settings, self._loop, self._traffic, self._on_arrival, self._on_gone)
+        # Beside trainers, whose communication service says it too, it would be the same sentence once more.
+        self._bad_news = logging.INFO if self._local is not None else logging.ERROR
+        self._reducer = Reducer(self._loop, settings.server_threads)
+
+    @property
+    def address(self) -> str:
+        """The data plane's endpoint, ``tcp://host:port``."""
+        return self._network.address
+
+    def run(self) -> int:
+        """Serve; the exit status. Raises the typed error that kept the cluster from coming together."""
+        link: Link | None = None
+        try:
+            link = self._connect(
+                self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat
+            )
+            logger.info("summation server at %s", self.address)
+            self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
+            self._loop.run()
+        except Exception as error:
+            if link is not None:
+                text = f"summation server at {self.address} (pid {os.getpid()}) failed: {error!r}"
+                link.send(pb.MemberMessage(report=pb.Report(error=CommunicationError.__name__, message=text)))
+                self._reason = text
+            raise
+        finally:
+            self._close(link)
+        if self._error is not None:
+            raise self._error
+        return self._status
+
+    def stop(self, reason: str) -> None:
+        """Leave the job and let ``run`` return 0. Any thread; also a signal handler."""
+        self._reason = reason
+        self._loop.stop()
+
+    def _close(self, link: Link | None) -> None:
+        if link is not None:
+            link.close(self._reason)
+        self._network.close()
+        if self._local is not None:
+            self._local.close()
+        self._reducer.close()  # before the loop: its threads post there
+        self._loop.close()
+
+    # ---- data plane --------------------------------------------------------------------------------------
+
+    def _on_arrival(self, arrival: Arrival) -> None:
+        self._perform(self._rounds.contribution(arrival, time.monotonic()), None)
+
+    def _on_gone(self, peer: Peer) -> None:
+        self._rounds.gone(peer)
+
+    def _perform(self, actions: list[Action[Arrival]], result: Memory | None) -> None:
+        for action in actions:
+            match action:
+                case Reduce(partition):
+                    self._reduce(partition)
+                case Answer(contributions):
+                    message = result.message() if result is not None else None
+                    for arrival in contributions:
+                        # A local machine has it in its memory by now, and a broadcast's root had it all along.
+                        is_needed = arrival.answer is None and arrival.header.sender != arrival.header.root
+                        arrival.origin.answer(arrival.header, message if is_needed else None)
+                case Refuse(contributions, error, text):
+                    self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)
+                    for arrival in contributions:
+                        arrival.origin.refuse(arrival.header, f"{error.__name__}\n{text}")
+
+    def _reduce(self, partition: Partition[Arrival]) -> None:
+        arrivals = partition.in_order()
+        header = arrivals[0].header
+        todo = plan(header.op, arrivals)
+
+        def done(error: BaseException | None) -> None:
+            self._perform(self._rounds.reduced(partition, error), todo.result)
+
+        self._reducer.start(header.op, header.dtype, header.length, todo, done)
+
+    def _warn_of_stalls(self) -> None:
+        if stalls := self._rounds.stalled(time.monotonic(), self._settings.stall_warn_s):
+            missing = sorted({machine for stall in stalls for machine in stall.missing})
+            logger.warning(
+                "%d partitions wait for machines %s, the longest (key %#018x, round %d) for %.0f s",
+                len(stalls), missing, stalls[0].key, stalls[0].round, stalls[0].age_s,
+            )  # fmt: skip
+        self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
+
+    # ---- control plane -----------------------------------------------------------------------------------
+
+    def _registration(self) -> pb.Register:
+        is_gpu = self._kind == pb.MACHINE_KIND_GPU
+        return pb.Register(  # the link fills in what is the same for all members
+            role=pb.ROLE_SUMMATION,
+            kind=self._kind,
+            machine_index=self._settings.worker_id if is_gpu else -1,
+            address=self._network.address,
+            local_address=self._local.name if self._local is not None else "",
+        )
+
+    def _heartbeat(self) -> pb.Heartbeat:
+        return pb.Heartbeat(statistics=self._traffic.statistics(self._rounds.counters))
+
+    def _on_message(self, message: pb.SchedulerMessage) -> None:
+        match message.WhichOneof("body"):
+            case "membership":
+                self._on_membership(message.membership)
+            case "failure":
+                logger.log(self._bad_news, "the job has failed: %s: %s", message.failure.error, message.failure.message)
+                self._end(1, "the job has failed")
+            case "stop":
+                logger.info("the job is over: %s", message.stop.reason)
+                self._end(0, "the job is over")
+            case "refused":
+                self._error = from_name(message.refused.error, message.refused.message)
+                self._end(1, "refused by the scheduler")
+            case _:  # Welcome, and news for workers
+                pass
+
+    def _on_membership(self, membership: pb.Membership) -> None:
+        if membership.partition_bytes != self._settings.partition_bytes:
+            self._error = ProtocolError(
+                f"the scheduler says partitions of {membership.partition_bytes} bytes; "
+                f"this server was started for {self._settings.partition_bytes}"
+            )
+            self._end(1, "the partition size differs")
+            return
+        logger.info("epoch %d: %d machines", membership.epoch, len(membership.workers))
+        self._perform(self._rounds.membership(membership.epoch, len(membership.workers), time.monotonic()), None)
+
+    def _on_lost(self, error: BytePSError) -> None:
+        if self._rounds.epoch == 0:
+            self._error = error
+            self._end(1, "the scheduler is lost")
+            return
+        logger.log(self._bad_news, "%s; sums go on until the last worker has disconnected", error)
+        self._orphaned_since_s = time.monotonic()
+        self._end_if_orphaned()
+
+    def _end_if_orphaned(self) -> None:
+        """Without a scheduler nobody says Stop. A while without any worker, who may connect again, says it too."""
+        now = time.monotonic()
+        if self._network.connections or (self._local is not None and self._local.connections):
+            self._orphaned_since_s = now
+        elif now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.heartbeat_timeout_s):
+            logger.warning("neither a scheduler nor a worker is left")
+            self._end(0, "nobody is left")
+            return
+        self._loop.call_later(_ORPHAN_CHECK_S, self._end_if_orphaned)
+
+    def _end(self, status: int, reason: str) -> None:
+        self._status, self._reason = status, reason
+        self._loop.stop()

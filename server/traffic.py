@@ -1,0 +1,71 @@
+"""What the server has carried, and what it has turned away. Owned by the loop thread."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from byteps_py.log import logger
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.server.rounds import Counters
+
+
+class Limiter:
+    """Says yes at most ``per_second`` times in a second, and how often it said no in between."""
+
+    def __init__(self, per_second: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second = per_second
+        self._clock = clock
+        self._second_began = clock()
+        self._granted = 0
+        self.denied = 0
+
+    def allow(self) -> bool:
+        now = self._clock()
+        if now - self._second_began >= 1:
+            self._second_began, self._granted = now, 0
+        if self._granted >= self._per_second:
+            self.denied += 1
+            return False
+        self._granted += 1
+        return True
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counters since the start; payload bytes only. ``malformed``: messages that broke the protocol."""
+
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    bytes_local: int = 0
+    malformed: int = 0
+    _log_limiter: Limiter = field(default_factory=lambda: Limiter(per_second=5))
+
+    def turned_away(self, whom: str, reason: object) -> None:
+        """A message was dropped."""
+        self.malformed += 1
+        self.note("dropped a message of", whom, reason)
+
+    def note(self, what: str, whom: object, reason: object) -> None:
+        """Log it, unless a flood of such lines is being logged already."""
+        if self._log_limiter.allow():
+            missed, self._log_limiter.denied = self._log_limiter.denied, 0
+            more = f" ({missed} more were not logged)" if missed else ""
+            logger.warning("%s %s: %s%s", what, whom, str(reason), more)  # the record must not keep an error's frames
+
+    def statistics(self, counters: Counters) -> pb.Statistics:
+        """What a heartbeat tells the scheduler."""
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pb.Statistics(
+            bytes_received=self.bytes_received,
+            bytes_sent=self.bytes_sent,
+            bytes_local=self.bytes_local,
+            rounds=counters.rounds,
+            bytes_summed=counters.bytes_summed,
+            cpu_s=time.process_time(),
+            resident_bytes=resident_pages * resource.getpagesize(),
+            bytes_in_flight=counters.bytes_in_flight,
+        )

@@ -1,0 +1,22 @@
+"""Every test ends clean: no thread, child process, descriptor or shared memory stays behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import `support`
+
+from support.processes import Snapshot
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing() -> Iterator[None]:
+    """Fails a test that leaves something behind. What fixtures of a wider scope hold does not count."""
+    before = Snapshot.take()
+    yield
+    leaks = before.leaks()
+    assert not leaks, "left behind: " + "; ".join(leaks)

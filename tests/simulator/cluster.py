@@ -1,0 +1,200 @@
+"""One run: a cluster, a program for its ranks, perhaps a fault, and what must hold at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from byteps_py.errors import PeerLostError, RendezvousError, StallError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.settings import Settings
+
+from .control import Scheduler
+from .local import Local
+from .memory import Memory
+from .network import Network
+from .program import PARTITION_BYTES, Program
+from .rank import Rank
+from .services import Server, Worker
+from .surroundings import Surroundings
+from .world import InvariantError, Process, World
+
+_CREDITS = (0, PARTITION_BYTES // 2, PARTITION_BYTES, 3 * PARTITION_BYTES, 16 * PARTITION_BYTES)
+_MAX_EVENTS = 200_000
+FAULTS = (
+    "kill a rank", "kill a worker", "kill a server", "a rank leaves", "freeze a machine", "kill the scheduler",
+)  # fmt: skip
+_STALL_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """``shape``: machines' local sizes and number of CPU machines. ``fault``: empty if none."""
+
+    seed: int
+    shape: str
+    fault: str
+    events: int
+    uses: int
+    virtual_s: float
+    violation: str
+    log: str
+
+
+class Cluster:
+    def __init__(self, seed: int) -> None:
+        world = self.world = World(seed)
+        rng = world.random
+        self.machines = rng.choice((1, 2, 2, 3, 3, 4))
+        self.local_sizes = [rng.choice((1, 1, 2, 2, 3)) for _ in range(self.machines)]
+        self.cpu_machines = rng.randint(0, self.machines + 1) if self.machines > 1 else 0
+        self.fault = rng.choice(FAULTS) if rng.random() < 0.3 else ""
+        duplicates = not self.fault and rng.random() < 0.3
+        if self.fault in ("kill a server", "freeze a machine") and self.machines == 1:
+            self.fault = "kill a rank"
+        self.shape = f"{'+'.join(map(str, self.local_sizes))} ranks, {self.cpu_machines} CPU machines"
+        # A third of them while the cluster comes together.
+        self._fault_at_event = int(rng.expovariate(1 / rng.choice((30, 300, 300))))
+        self.memory = Memory()
+        self.local = Local(world)
+        self.network = Network(world, self.memory, duplicates)
+        self.placement = "servers-only" if self.cpu_machines and rng.random() < 0.15 else "optimal"
+        self.config = ClusterConfig.from_settings(self._settings(0))
+        self.scheduler = Scheduler(world, self.config)
+        self.surroundings = Surroundings(world, self.memory, self.local, self.network, self.scheduler)
+        self.program = Program.make(rng, sum(self.local_sizes))
+        self.results = {
+            use.id: use.result(self.local_sizes) for step in self.program.steps for use in step if not use.is_mismatch
+        }
+        self.ranks: list[Rank] = []
+        self.workers: list[Worker] = []
+        self.servers: list[Server] = []
+
+    def _settings(self, machine: int, local_rank: int = 0) -> Settings:
+        settings = Settings(
+            scheduler_host="scheduler",
+            scheduler_port=1,
+            num_workers=self.machines,
+            num_servers=self.cpu_machines,
+            placement=self.placement,
+            worker_id=max(machine, 0),
+            local_size=self.local_sizes[max(machine, 0)],
+            local_rank=local_rank,
+            machine_id=f"machine {machine}",
+            node_host="127.0.0.1",
+            job_id="sim",
+            credit_bytes=self.world.random.choice(_CREDITS),
+            start_timeout_s=10.0,
+            stall_warn_s=4.0,
+            stall_limit_s=_STALL_LIMIT_S,
+            heartbeat_interval_s=0.5,
+            heartbeat_timeout_s=3.0,
+        )
+        object.__setattr__(settings, "partition_bytes", PARTITION_BYTES)  # far below a page: many, and small
+        return settings
+
+    def start(self) -> None:
+        """Under the surroundings."""
+        for machine in range(self.machines):
+            settings = self._settings(machine)
+            worker = self.surroundings.booting = Worker(self.world, self.memory, machine)
+            self.workers.append(worker)
+            worker.start(settings)
+            if self.config.needs_gpu_machine_servers:
+                self._start_server(f"server on machine {machine}", pb.MACHINE_KIND_GPU, settings)
+        for number in range(self.cpu_machines):
+            self._start_server(f"server {number}", pb.MACHINE_KIND_CPU, self._settings(-1 - number))
+        for machine, local_size in enumerate(self.local_sizes):
+            for local_rank in range(local_size):
+                settings = self._settings(machine, local_rank)
+                self.ranks.append(
+                    Rank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, self.results)
+                )
+
+    def _start_server(self, name: str, kind: pb.MachineKind, settings: Settings) -> None:
+        server = self.surroundings.booting = Server(self.world, self.memory, name, kind)
+        self.servers.append(server)
+        server.start(settings, self.surroundings.connect)
+
+    def run(self) -> None:
+        """Raises InvariantError."""
+        world = self.world
+        while self._goes_on():
+            if self.fault and not world.faults and world.events >= self._fault_at_event:
+                self._strike()
+            if not world.step() or world.events > _MAX_EVENTS:
+                raise InvariantError(f"hangs: {self._who_hangs()}")
+        self._check_end()
+
+    def _goes_on(self) -> bool:
+        if any(process.is_alive for process in self.world.processes if process is not self.scheduler):
+            return True
+        # A scheduler waits half a minute for the words of those who froze.
+        return self.scheduler.is_alive and not self.world.faults
+
+    def _strike(self) -> None:
+        """The fault, as soon as there is somebody to be hit."""
+        rng = self.world.random
+        if self.fault == "kill a worker":
+            candidates: list[Process] = [*self.workers]
+        elif self.fault == "kill a server":
+            candidates = [*self.servers]
+        elif self.fault == "kill the scheduler":
+            candidates = [self.scheduler]
+            self.world.hang_s += _STALL_LIMIT_S  # for what needs a scheduler
+        else:
+            candidates = [rank for rank in self.ranks if rank.has_connected]
+        candidates = [process for process in candidates if process.is_alive]
+        if not candidates:
+            return
+        victim = rng.choice(candidates)
+        self.world.faults.append(f"{self.fault}: {victim.name}")
+        self.world.note("world", self.world.faults[-1])
+        if isinstance(victim, Rank) and self.fault == "a rank leaves":
+            victim.leave_early()
+        elif self.fault == "freeze a machine":
+            machine = self.machine_of(victim)
+            for process in self.world.processes:
+                if self.machine_of(process) == machine:
+                    process.freeze()
+        else:
+            victim.die()
+
+    def machine_of(self, process: Process) -> int:
+        """Index of the GPU machine that it runs on; -1 if none."""
+        if isinstance(process, Rank):
+            return process.machine
+        return int(process.name.split()[-1]) if process.name.startswith(("worker ", "server on ")) else -1
+
+    def _who_hangs(self) -> str:
+        ranks = [f"{rank.name} {rank.doing}" for rank in self.ranks if rank.is_alive]
+        others = [p.name for p in self.world.processes if p.is_alive and not isinstance(p, Rank)]
+        return "; ".join([*ranks, *others])
+
+    def _check_end(self) -> None:
+        for rank in self.ranks:
+            allowed = (PeerLostError, RendezvousError, *((StallError,) if self.fault == "kill the scheduler" else ()))
+            if rank.error is not None and not isinstance(rank.error, allowed):
+                raise InvariantError(f"{rank.name} fails with {rank.error!r} after {self.world.faults}")
+        if not self.world.faults:
+            codes = {process.name: process.exit_code for process in self.world.processes if process.exit_code != 0}
+            if codes:
+                raise InvariantError(f"exit codes after an orderly end: {codes}")
+
+
+def run(seed: int) -> Report:
+    cluster = Cluster(seed)
+    violation = ""
+    try:
+        with cluster.surroundings.in_place():
+            cluster.start()
+            cluster.run()
+    except InvariantError as broken:
+        violation = str(broken)
+    except Exception as error:
+        violation = f"{type(error).__name__}: {error}"
+        cluster.world.note("world", violation)
+    world = cluster.world
+    fault = "; ".join(world.faults)
+    uses = sum(len(step) for step in cluster.program.steps)
+    return Report(seed, cluster.shape, fault, world.events, uses, world.now_s, violation, world.log())

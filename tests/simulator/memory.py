@@ -1,0 +1,236 @@
+"""Shared memory of the simulated machines, where every access is checked; and the kernels that access it.
+
+A block that was given back is overwritten and must not be touched: a kernel, a message or a rank that does, or
+memory given back under a running kernel, is a violation. Addresses are real ones of this process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from byteps_py.shm import Block
+from byteps_py.tensors import DType, Op
+
+from .world import InvariantError, Process, World
+
+ARENA_BYTES = 192 << 10
+_LINE = 64
+_POISON = 0xA5
+_KINDS: dict[DType, np.dtype[Any]] = {
+    dtype: np.dtype(dtype.name.lower()) for dtype in DType if dtype is not DType.BFLOAT16
+}
+_COMBINE = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
+Bytes = npt.NDArray[np.uint8]
+
+
+def address_of(data: Bytes) -> int:
+    return int(data.__array_interface__["data"][0])
+
+
+def combine(op: Op, dtype: DType, inputs: Sequence[Bytes], divisor: int = 1) -> Bytes:
+    """What the contract says: left to right in the wide type, rounded once; then divided, and rounded again."""
+    kind = _KINDS[dtype]
+    wide = np.dtype(np.float32) if dtype is DType.FLOAT16 else kind
+    result = inputs[0].view(kind).astype(wide)
+    with np.errstate(all="ignore"):
+        for each in inputs[1:]:
+            result = _COMBINE[op](result, each.view(kind).astype(wide))
+        rounded = result.astype(kind)
+        if divisor > 1 and dtype.is_floating:
+            rounded = (rounded.astype(wide) / wide.type(divisor)).astype(kind)
+        elif divisor > 1:
+            rounded = np.floor_divide(rounded, kind.type(divisor))
+    return rounded.view(np.uint8)
+
+
+class Segment:
+    """What a descriptor stands for. All processes see it at the same address."""
+
+    def __init__(self, fd: int, data: Bytes) -> None:
+        self.fd = fd
+        self.nbytes = len(data)
+        self.view = memoryview(data)  # type: ignore[arg-type]  # numpy's stubs
+        self.address = address_of(data)
+
+    def close(self) -> None:
+        self.fd = -1
+
+
+class Arena:
+    """Stands for byteps_py.shm.Arena; one segment."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._data: Bytes = np.zeros(ARENA_BYTES, np.uint8)
+        self.base = address_of(self._data)
+        self._used = 0
+        self._spare: dict[int, list[Block]] = {}
+        self._starts: list[int] = []  # of blocks in use, sorted
+        self.blocks: dict[int, Block] = {}  # in use, by start
+        self.segments = [Segment(memory.new_descriptor(self._data), self._data)]
+
+    def allocate(self, nbytes: int) -> Block:
+        rounded = max(_LINE, -(-nbytes // _LINE) * _LINE)
+        spare = self._spare.get(rounded)
+        if spare:
+            block = spare.pop()
+        else:
+            block = Block(0, self._used, rounded, self.base + self._used)
+            self._used += rounded
+            if self._used > ARENA_BYTES:
+                raise InvariantError(f"memory leaks: more than {ARENA_BYTES} bytes are in use")
+        self.blocks[block.offset] = block
+        bisect.insort(self._starts, block.offset)
+        return block
+
+    def free(self, block: Block) -> None:
+        if self.blocks.pop(block.offset, None) is not block:
+            raise InvariantError(f"the block at {block.offset} is given back twice")
+        self._starts.remove(block.offset)
+        self._memory.check_idle(block)
+        self._data[block.offset : block.offset + block.nbytes] = _POISON
+        self._spare.setdefault(block.nbytes, []).append(block)
+
+    def find(self, address: int, nbytes: int) -> Bytes:
+        offset = address - self.base
+        at = bisect.bisect_right(self._starts, offset) - 1
+        block = self.blocks[self._starts[at]] if at >= 0 else None
+        if block is None or offset + nbytes > block.offset + block.nbytes:
+            raise InvariantError(f"{nbytes} bytes at {offset} of shared memory are used after they were given back")
+        return self._data[offset : offset + nbytes]
+
+    def close(self) -> None: ...
+
+
+class Frame:
+    """Stands for a received zmq.Frame. Once nobody holds it, its memory must not be touched."""
+
+    def __init__(self, memory: Memory, data: Bytes) -> None:
+        self._memory = memory
+        self.data = data
+        self.address = address_of(data)
+        if len(data):
+            memory.frames[self.address] = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __del__(self) -> None:
+        self._memory.frames.pop(self.address, None)
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self.data)  # type: ignore[arg-type]  # numpy's stubs
+
+    @property
+    def bytes(self) -> bytes:
+        return self.data.tobytes()
+
+
+class Memory:
+    """All of it."""
+
+    def __init__(self) -> None:
+        self.arenas: list[Arena] = []
+        self.frames: dict[int, Bytes] = {}
+        self._by_descriptor: dict[int, Bytes] = {}
+        self._busy: list[tuple[int, int]] = []  # (address, bytes) that running kernels use
+
+    def new_arena(self) -> Arena:
+        self.arenas.append(Arena(self))
+        return self.arenas[-1]
+
+    def new_descriptor(self, data: Bytes) -> int:
+        fd = 1_000_000 + len(self._by_descriptor)
+        self._by_descriptor[fd] = data
+        return fd
+
+    def map_segment(self, fd: int, nbytes: int) -> Segment:
+        """Stands for byteps_py.shm.Segment(fd, nbytes)."""
+        return Segment(fd, self._by_descriptor[fd][:nbytes])
+
+    def at(self, address: int, nbytes: int) -> Bytes:
+        """The bytes there, in use as they must be."""
+        for arena in self.arenas:
+            if arena.base <= address < arena.base + ARENA_BYTES:
+                return arena.find(address, nbytes)
+        for start, data in self.frames.items():
+            if start <= address and address + nbytes <= start + len(data):
+                return data[address - start : address - start + nbytes]
+        raise InvariantError(f"{nbytes} bytes are used of a message that was given back, or never was")
+
+    def hold(self, ranges: list[tuple[int, int]]) -> None:
+        """A kernel begins to use these."""
+        self._busy += ranges
+
+    def let_go(self, ranges: list[tuple[int, int]]) -> None:
+        for each in ranges:
+            self._busy.remove(each)
+
+    def check_idle(self, block: Block) -> None:
+        for address, nbytes in self._busy:
+            if address < block.address + block.nbytes and block.address < address + nbytes:
+                raise InvariantError("memory is given back while a kernel runs on it")
+
+
+class Kernels:
+    """Stands for the module byteps_py.kernels."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def prepare(self, pairs: object) -> None: ...
+
+    def reduce(
+        self, op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], count: int, divisor: int = 1
+    ) -> None:
+        nbytes = count * dtype.itemsize
+        sources = [self._memory.at(address, nbytes) for address in inputs]
+        targets = [self._memory.at(address, nbytes) for address in outputs]
+        result = combine(op, dtype, sources, divisor)
+        for target in targets:
+            target[:] = result
+
+
+class Engine:
+    """Stands for byteps_py.kernels.engine.Engine: work ends after any time, in any order. What a kernel reads
+    must not change before it ends."""
+
+    def __init__(self, world: World, memory: Memory, process: Process) -> None:
+        self._world = world
+        self._memory = memory
+        self._process = process
+
+    def submit(self, priority: int, work: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        ranges, before = self._claim(work)
+
+        def run() -> None:
+            self._memory.let_go(ranges)
+            for (address, nbytes), data in zip(ranges, before, strict=False):
+                if self._memory.at(address, nbytes).tobytes() != data:
+                    raise InvariantError("the memory that a kernel reads was written before it was done")
+            work()
+            done(None)
+
+        # Some take long: until after the end of the tensor that they work for.
+        delay_s = self._world.delay() * self._world.random.choice((1, 1, 1, 10))
+        self._world.after(delay_s, self._process, "kernel", run)
+
+    def _claim(self, work: Callable[[], None]) -> tuple[list[tuple[int, int]], list[bytes]]:
+        """What a kernel uses, inputs first, and what lies in the inputs now."""
+        if not isinstance(work, functools.partial) or len(work.args) < 5:
+            return [], []
+        _, dtype, inputs, outputs, count = work.args[:5]
+        nbytes = count * dtype.itemsize
+        pure_inputs = [address for address in inputs if address not in outputs]
+        ranges = [(address, nbytes) for address in (*pure_inputs, *outputs)]
+        self._memory.hold(ranges)
+        return ranges, [self._memory.at(address, nbytes).tobytes() for address in pure_inputs]
+
+    def close(self) -> None: ...

@@ -1,0 +1,178 @@
+"""The simulated service processes: the real services, with the world in place of their surroundings; and what
+must hold for them after each event and at their end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from byteps_py.errors import RendezvousError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.server.partition import Partition, State
+from byteps_py.server.service import Service as ServerService
+from byteps_py.settings import Settings
+from byteps_py.worker import credit, service
+from byteps_py.worker.actions import Action, Done
+from byteps_py.worker.tensor import Part, Stage, Tensor
+
+from .memory import Memory
+from .world import InvariantError, Process, World
+
+
+class Queue(credit.PushQueue):
+    """The real queue, and a count of its own of what it lets pass. Only what breaks the rules is an error."""
+
+    def __init__(self, credit_bytes: int, world: World) -> None:
+        super().__init__(credit_bytes)
+        self._limit = credit_bytes
+        self._world = world
+        self._quiet_since_s = 0.0
+
+    def give_back(self, part: Part, now: float) -> None:
+        super().give_back(part, now)
+        self._quiet_since_s = now
+
+    def take(self, now: float) -> Part | None:
+        before = self.in_flight_bytes
+        part = super().take(now)
+        if part is not None:
+            quiet_s = now - self._quiet_since_s
+            if self._limit and before and before + part.length > self._limit and quiet_s < credit.STUCK_AFTER_S:
+                raise InvariantError(f"{before + part.length} bytes in flight with a credit of {self._limit}")
+            self._quiet_since_s = now
+        return part
+
+
+class Worker(Process):
+    """A communication service."""
+
+    def __init__(self, world: World, memory: Memory, index: int) -> None:
+        super().__init__(world, f"worker {index}")
+        self._memory = memory
+        self._service: service.Service
+        self._given: dict[Tensor, tuple[int, bytes]] = {}  # where a completed round's contribution lies, and what
+
+    def start(self, settings: Settings) -> None:
+        """Under the world's substitutes."""
+        self._service = service.Service(settings, stay=False)
+        loop = self._service._loop
+        loop.call_later(service._TICK_S, self._service._tick)
+        loop.call_later(credit.STUCK_AFTER_S, self._service._pump)
+
+    def broke(self, error: Exception) -> None:
+        """As ``Service.run`` does; but only a server that is gone from the start excuses it."""
+        if not isinstance(error, RendezvousError) or not self.world.faults:
+            raise error
+        self._service._fail(error)
+        self._finish()
+
+    def check(self) -> None:
+        if not self.is_alive:
+            return
+        if self._service._loop.stopped:  # type: ignore[attr-defined]
+            self._finish()
+            return
+        executor = self._service._executor
+        if executor is not None:
+            if "_carry_out" not in vars(executor):
+                self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
+            in_flight = sum(part.length for part in executor._parts.values() if part.stage is Stage.IN_FLIGHT)
+            if in_flight != self._service._queue.in_flight_bytes:
+                raise InvariantError(
+                    f"{in_flight} bytes are in flight, but {self._service._queue.in_flight_bytes} of credit are taken"
+                )
+
+    def _check_action(self, action: Action) -> None:
+        if isinstance(action, Done) and action.tensor.parts and action.tensor.parts[0].server >= 0:
+            self._check_contribution(action.tensor)
+        self._carry_out(action)
+
+    def _check_contribution(self, tensor: Tensor) -> None:
+        """It outlives its round, until the next one is complete."""
+        if tensor in self._given:
+            address, data = self._given[tensor]
+            if self._memory.at(address, len(data)).tobytes() != data:
+                raise InvariantError(
+                    f"the last contribution to {tensor.name} was overwritten before round {tensor.round}"
+                )
+        if tensor.contributes:
+            blocks = tensor.contributions or (tensor.slots[0].input,) * 2
+            address = blocks[(tensor.round - 1) % 2].address  # the next round is the current one by now
+            self._given[tensor] = (address, self._memory.at(address, tensor.spec.nbytes).tobytes())
+
+    def _finish(self) -> None:
+        if not self.world.faults:
+            self._check_end()
+        self.exit_code = self._service._exit_code
+        self._service._close()
+        self.die()
+
+    def _check_end(self) -> None:
+        """All ranks have got all they wanted: nothing is under way, and only live tensors have memory."""
+        requests, executor = self._service._requests, self._service._executor
+        if requests is None or executor is None:
+            raise InvariantError("it ends before it began")
+        tensors = self._service._agreement.tensors()
+        slots = {slot.id for tensor in tensors for slot in tensor.slots}
+        names = self._service._agreement._names.values()
+        slots |= {slot.id for name in names for failed in name.failed.values() for slot in failed}
+        # A void tensor's last kernel may still run.
+        slots |= {s.id for s in requests.memory.slots.values() if s.tensor and s.tensor.retired and s.tensor.running}
+        if set(requests.memory.slots) != slots:
+            raise InvariantError(f"slots {set(requests.memory.slots) ^ slots} leak, or are gone too soon")
+        parts = [part for tensor in tensors for part in tensor.parts]
+        if set(executor._parts.values()) != set(parts) or any(part.stage is not Stage.WAITING for part in parts):
+            raise InvariantError("partitions are under way, or of no tensor")
+        if set(executor._frames) & set(parts) or any(tensor.running for tensor in tensors):
+            raise InvariantError("answers are kept, or kernels run")
+        if self._service._queue.in_flight_bytes or len(self._service._queue):
+            raise InvariantError("credit is taken, or partitions wait for it")
+
+
+class Server(Process):
+    """A summation service. ``kind``: of its machine."""
+
+    def __init__(self, world: World, memory: Memory, name: str, kind: pb.MachineKind) -> None:
+        super().__init__(world, name)
+        self._memory = memory
+        self._kind = kind
+        self._reduced: set[tuple[int, int, int, int]] = set()
+        self._service: ServerService
+        self._link: Any
+
+    def start(self, settings: Settings, connect: Any) -> None:
+        """Under the world's substitutes. As ``Service.run`` begins."""
+        it = self._service = ServerService(settings, self._kind, connect)
+        self._reduce, it._reduce = it._reduce, self._check_reduce  # type: ignore[method-assign]
+        self._link = connect(settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat)
+        it._loop.call_later(settings.stall_warn_s, it._warn_of_stalls)
+
+    def _check_reduce(self, partition: Partition[Any]) -> None:
+        """Each machine is counted once, in order, and each round is summed once."""
+        machines = [contribution.header.sender for contribution in partition.in_order()]
+        if machines != list(range(self._service._rounds.num_machines)):
+            raise InvariantError(f"round {partition.round} of {partition} is summed over machines {machines}")
+        round_ = (partition.key, partition.generation, partition.index, partition.round)
+        if round_ in self._reduced:
+            raise InvariantError(f"round {partition.round} of {partition} is summed twice")
+        self._reduced.add(round_)
+        self._reduce(partition)
+
+    def check(self) -> None:
+        if not self.is_alive:
+            return
+        if self._service._loop.stopped:  # type: ignore[attr-defined]
+            self._check_end()
+            self.exit_code = 1 if self._service._error is not None else self._service._status
+            self._service._close(self._link)
+            self.die()
+
+    def _check_end(self) -> None:
+        """Contributions are held for rounds under way only. Those that wait for ever are of void tensors."""
+        rounds = self._service._rounds
+        partitions = [p for group in rounds._generations.values() for p in group.values()]
+        held = sum(c.nbytes for p in partitions for c in p.contributions.values())
+        if rounds.counters.bytes_in_flight != held and not self.world.faults:
+            raise InvariantError(f"{rounds.counters.bytes_in_flight} bytes count as held, {held} are")
+        if any(p.contributions for p in partitions if p.state in (State.IDLE, State.BROKEN, State.DROPPED)):
+            raise InvariantError("contributions of no round are held")

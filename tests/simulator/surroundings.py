@@ -1,0 +1,105 @@
+"""What a process takes from its surroundings, replaced by the world's, for as long as a run lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from byteps_py.server import local as server_local
+from byteps_py.server import reducer
+from byteps_py.server import service as server_service
+from byteps_py.session import slots
+from byteps_py.worker import desk, executor, links, memory, network, placing, ranks, requests, service
+
+from .control import ControlLink, Scheduler
+from .local import Listener, Local
+from .memory import Engine, Kernels, Memory
+from .network import Network, ServerNetwork, TcpLink
+from .program import PARTITION_BYTES
+from .services import Queue
+from .world import Process, World
+
+
+class Surroundings:
+    """``booting``: the process whose constructor runs."""
+
+    def __init__(self, world: World, memory_: Memory, local: Local, net: Network, scheduler: Scheduler) -> None:
+        self.booting: Process
+        self._world = world
+        self._memory = memory_
+        self._local = local
+        self._net = net
+        self._scheduler = scheduler
+
+    def connect(self, *args: Any) -> ControlLink:
+        return ControlLink(self._scheduler, *args)
+
+    def _substitutes(self) -> dict[Any, dict[str, Any]]:
+        world, memory_, local, net = self._world, self._memory, self._local, self._net
+        kernels = Kernels(memory_)
+        clock = SimpleNamespace(monotonic=world.monotonic)
+
+        def new_loop() -> Any:
+            return local.new_loop(self.booting)
+
+        def new_engine(threads: int, name: str) -> Engine:
+            return Engine(world, memory_, self.booting)
+
+        def new_listener(name: str) -> Listener:
+            return Listener(world, local, self.booting, name)
+
+        def new_server_network(host: str, settings: Any, traffic: Any, on_arrival: Any, on_gone: Any) -> ServerNetwork:
+            return ServerNetwork(net, self.booting, on_arrival, on_gone)
+
+        # A link, or a rank's connection, is made by its service in one of its events.
+        os_ = SimpleNamespace(
+            pidfd_open=lambda pid: local.open_pidfd(pid, self._active()), close=lambda fd: None, getpid=lambda: 1
+        )
+        # Half of all kernels are small enough for the loop's thread, half are not.
+        small = PARTITION_BYTES * world.random.choice((0, 1, 2, 100))
+        return {
+            service: {
+                "EventLoop": new_loop, "Listener": new_listener, "Engine": new_engine, "connect": self.connect,
+                "time": clock, "PushQueue": lambda credit_bytes: Queue(credit_bytes, world),
+            },
+            executor: {"time": clock, "kernels": kernels, "INLINE_BYTES": small},
+            requests: {"time": clock},
+            desk: {"time": clock},
+            memory: {"Arena": memory_.new_arena},
+            placing: {"LOCAL_PIECE_BYTES": PARTITION_BYTES},
+            network: {
+                "TcpLink": type("SimulatedTcpLink", (TcpLink,), {"network": net}),
+                "zmq": SimpleNamespace(Context=lambda: SimpleNamespace(term=lambda: None)),
+            },
+            links: {"connect_channel": lambda name, timeout_s: local.connect(name, self._active())},
+            ranks: {"os": os_},
+            server_service: {"EventLoop": new_loop, "Network": new_server_network, "time": clock, "os": os_},
+            server_local: {"Listener": new_listener, "Segment": memory_.map_segment, "os": os_},
+            reducer: {"Engine": new_engine, "kernels": kernels, "INLINE_BYTES": small},
+            slots: {"Segment": memory_.map_segment},
+        }  # fmt: skip
+
+    def _active(self) -> Process:
+        active = self._world.active
+        if active is None:
+            raise AssertionError("no process is at work")
+        return active
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        replaced = []
+        disabled = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            for module, names in self._substitutes().items():
+                for name, substitute in names.items():
+                    replaced.append((module, name, getattr(module, name)))
+                    setattr(module, name, substitute)
+            yield
+        finally:
+            for module, name, original in reversed(replaced):
+                setattr(module, name, original)
+            logging.disable(disabled)

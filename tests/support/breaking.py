@@ -1,0 +1,143 @@
+"""Jobs to be broken on purpose: what they say, which processes they have, and that nothing of them is left.
+
+Every process of a job inherits a mark in its environment, whoever starts it and whatever session it makes for
+itself; so all of them can be found, also after the launcher has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from support.clusters import ROOT, clean_environment
+from support.processes import kill, processes, wait_gone
+
+RANK = str(ROOT / "tests" / "programs" / "rank.py")
+_LIMIT_S = 60
+_MARK = "BYTEPS_TEST_MARK"
+
+
+def _environ(pid: int) -> dict[str, str]:
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+        return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+    return {}
+
+
+def _arguments(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    return []
+
+
+class Job:
+    """One process and what it starts. stdout and stderr are one stream, in the order in which they were written."""
+
+    def __init__(self, command: Sequence[str], mark: str, environ: dict[str, str]) -> None:
+        self.said: list[str] = []
+        self._mark = mark
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**environ, _MARK: mark},
+        )
+        self._limit = threading.Timer(_LIMIT_S, self._kill_all)
+        self._limit.start()
+
+    # ---- what it says ----------------------------------------------------------------------------------
+
+    def until(self, *texts: str) -> str:
+        """Read on until each of ``texts`` stands in some line; that of the last to come."""
+        waiting = set(texts)
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line.rstrip("\n"))
+            waiting = {text for text in waiting if text not in line}
+            if not waiting:
+                return self.said[-1]
+        raise AssertionError(f"never said {sorted(waiting)}; it said:\n" + self.text)
+
+    def end(self) -> int:
+        """Its exit status, once it has ended. All it said is in ``text`` then, and nothing of it is left."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.said += [line.rstrip("\n") for line in self.process.stdout]
+        status = self.process.wait()
+        left = [f"{pid}: {' '.join(_arguments(pid))}" for pid in self.pids() if not wait_gone(pid, 0)]
+        assert not left, f"left behind: {left}; it said:\n{self.text}"
+        return status
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.said)
+
+    # ---- its processes ---------------------------------------------------------------------------------
+
+    def pids(self) -> list[int]:
+        return [pid for pid, _, state in processes() if state != "Z" and _environ(pid).get(_MARK) == self._mark]
+
+    def pid(self, word: str, **environ: str) -> int:
+        """The process with ``word`` on its command line and these variables, which must be one."""
+        found = [pid for pid in self.pids() if word in _arguments(pid) and environ.items() <= _environ(pid).items()]
+        assert len(found) == 1, f"{len(found)} processes are {word} with {environ}"
+        return found[0]
+
+    def signal(self, signum: signal.Signals) -> None:
+        """To the process that was started, alone."""
+        self.process.send_signal(signum)
+
+    def _kill_all(self) -> None:
+        self.said.append(f"[killed by the test after {_LIMIT_S} s]")
+        for pid in self.pids():
+            kill(pid)
+
+    def close(self) -> None:
+        self._limit.cancel()
+        self._limit.join()
+        for pid in self.pids():
+            kill(pid)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def _job(command: Sequence[str], environ: dict[str, str]) -> Iterator[Job]:
+    job = Job(command, uuid.uuid4().hex, environ)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def launch(
+    options: str, *words: str, program: str | Path = RANK, **environ: str
+) -> contextlib.AbstractContextManager[Job]:
+    """``bpslaunch OPTIONS python PROGRAM WORDS``; without words, and with the usual program, no command is given."""
+    command = [sys.executable, "-m", "byteps_py.launch", *options.split()]
+    if words or program != RANK:
+        command += [sys.executable, str(program), *words]
+    return _job(command, clean_environment(**environ))
+
+
+def alone(*words: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
+    """One rank without any launcher: ``python rank.py WORDS``."""
+    return _job([sys.executable, RANK, *words], clean_environment(**environ))
+
+
+def service(module: str, *arguments: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
+    """One service process: ``python -m byteps_py.MODULE``."""
+    return _job([sys.executable, "-m", f"byteps_py.{module}", *arguments], clean_environment(**environ))

@@ -1,0 +1,28 @@
+"""Whole clusters for tests, by bpslaunch, run to their end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+_OURS = ("DMLC_", "BYTEPS_", "PS_")
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """This process's environment without our variables, and with ``variables``."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+    return {**kept, "OMP_NUM_THREADS": "1", **variables}
+
+
+def bpslaunch(
+    options: Sequence[str], program: Sequence[str | Path], timeout_s: float = 120, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``bpslaunch OPTIONS python PROGRAM`` to its end."""
+    command = [sys.executable, "-m", "byteps_py.launch", *options, sys.executable, *map(str, program)]
+    return subprocess.run(
+        command, env=clean_environment(**variables), capture_output=True, text=True, timeout=timeout_s, check=False
+    )

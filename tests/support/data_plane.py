@@ -1,0 +1,234 @@
+"""The far end of a summation server: what a communication service says to it, said by hand. One thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+import numpy as np
+import zmq
+
+from byteps_py import auth, channel
+from byteps_py.errors import BytePSError
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.server.service import Service
+from byteps_py.settings import Settings
+from byteps_py.shm import Segment
+from byteps_py.tensors import DType, Op
+from byteps_py.wire import HEADER_BYTES, Header, Kind
+
+WAIT_S = 30.0
+
+
+def header_for(sender: int, data: bytes, kind: Kind = Kind.PUSH, **facts: object) -> Header:
+    """Round 1 of a float32 sum in epoch 1, unless told otherwise."""
+    values = {"epoch": 1, "dtype": DType.FLOAT32, "op": Op.SUM, "key": 7, "generation": 1, "round": 1, **facts}
+    values.setdefault("length", len(data))
+    return Header(kind, sender, **values)  # type: ignore[arg-type]
+
+
+class Machine:
+    """One machine's connection over TCP. With ``shown`` given, that is its proof of membership."""
+
+    def __init__(self, context: zmq.Context, address: str, index: int, settings: Settings, shown: str | None = None):
+        self.index = index
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(address)
+        token = auth.token(settings.secret, "data", settings.job, str(index)) if shown is None else shown
+        self.socket.send_multipart([Header(Kind.HELLO, index).pack(), token.encode()])
+
+    def push(self, data: bytes, **facts: object) -> None:
+        self.socket.send_multipart([header_for(self.index, data, **facts).pack(), data])  # type: ignore[arg-type]
+
+    def pull(self, length: int, **facts: object) -> None:
+        header = header_for(self.index, b"", Kind.PULL, op=Op.BROADCAST, length=length, **facts)
+        self.socket.send_multipart([header.pack(), b""])
+
+    def receive(self) -> tuple[Header, bytes]:
+        assert self.socket.poll(WAIT_S * 1000), "the server did not answer"
+        header, payload = self.socket.recv_multipart()
+        return Header.unpack(header), payload
+
+    def result(self) -> bytes:
+        header, payload = self.receive()
+        assert header.kind is Kind.ANSWER, payload.decode()
+        return payload
+
+    def refusal(self) -> str:
+        header, payload = self.receive()
+        assert header.kind is Kind.REFUSED
+        return payload.decode()
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class LocalMachine:
+    """A machine's connection inside the machine, with one shared segment (number 0)."""
+
+    def __init__(self, name: str, index: int, settings: Settings, nbytes: int = 1 << 20, shown: str | None = None):
+        self.index = index
+        self.segment = Segment.create(nbytes)
+        self.channel = channel.connect(name, WAIT_S)
+        token = auth.token(settings.secret, "data", settings.job, str(index)) if shown is None else shown
+        self.channel.send(Header(Kind.HELLO, index).pack() + token.encode())
+
+    def give_segment(self, **facts: int) -> None:
+        header = Header(Kind.SEGMENT, self.index, **{"length": self.segment.nbytes, **facts})  # type: ignore[arg-type]
+        self.channel.send(header.pack(), (self.segment.fd,))
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.segment.view[offset : offset + len(data)] = data
+
+    def read(self, offset: int, length: int) -> bytes:
+        return bytes(self.segment.view[offset : offset + length])
+
+    def send(self, data: bytes, kind: Kind = Kind.PUSH, **facts: object) -> None:
+        self.channel.send(header_for(self.index, data, kind, **facts).pack())
+
+    def receive(self) -> tuple[Header, str]:
+        message = self.channel.receive(WAIT_S)
+        assert message is not None, "the server did not answer"
+        return Header.unpack(message[0][:HEADER_BYTES]), message[0][HEADER_BYTES:].decode()
+
+    def close(self) -> None:
+        self.channel.close()
+        self.segment.close()
+
+
+class HandLink:
+    """A control link whose other end is the test: what the scheduler would say is said with ``say``."""
+
+    def __init__(self) -> None:
+        self.sent: list[pb.MemberMessage] = []
+        self.closed_because: str | None = None
+
+    def connect(
+        self,
+        settings: Settings,
+        register: pb.Register,
+        loop: EventLoop,
+        on_message: Callable[[pb.SchedulerMessage], None],
+        on_lost: Callable[[BytePSError], None],
+        heartbeat: Callable[[], pb.Heartbeat],
+    ) -> HandLink:
+        self.register, self._loop = register, loop
+        self._on_message, self._on_lost, self._heartbeat = on_message, on_lost, heartbeat
+        return self
+
+    def send(self, message: pb.MemberMessage) -> None:
+        self.sent.append(message)
+
+    def close(self, reason: str) -> None:
+        self.closed_because = reason
+
+    def say(self, **body: object) -> None:
+        self._loop.post(lambda: self._on_message(pb.SchedulerMessage(**body)))  # type: ignore[arg-type]
+
+    def lose(self, error: BytePSError) -> None:
+        self._loop.post(lambda: self._on_lost(error))
+
+    def statistics(self) -> pb.Statistics:
+        """The next heartbeat's, taken in the loop's thread after what the server has received so far."""
+        taken: list[pb.Statistics] = []
+        done = threading.Event()
+
+        def take() -> None:
+            taken.append(self._heartbeat().statistics)
+            done.set()
+
+        self._loop.post(take)
+        assert done.wait(WAIT_S)
+        return taken[0]
+
+
+class Server:
+    """A Service in a thread, with ``num_machines`` as its membership."""
+
+    def __init__(self, settings: Settings, num_machines: int = 2, kind: pb.MachineKind = pb.MACHINE_KIND_GPU) -> None:
+        self.settings = settings
+        self.link = HandLink()
+        self.service = Service(settings, kind, self.link.connect)
+        self.status: int | None = None
+        self.error: BytePSError | None = None
+        self._context = zmq.Context()
+        self._machines: list[Machine | LocalMachine] = []
+        self._thread = threading.Thread(target=self._run, name="server under test")
+        self._thread.start()
+        if num_machines:
+            self.set_members(num_machines)
+
+    def _run(self) -> None:
+        try:
+            self.status = self.service.run()
+        except BytePSError as error:
+            self.error = error
+
+    def set_members(self, num_machines: int, epoch: int = 1) -> None:
+        workers = [pb.Member(machine_index=i) for i in range(num_machines)]
+        nbytes = self.settings.partition_bytes
+        self.link.say(membership=pb.Membership(epoch=epoch, workers=workers, partition_bytes=nbytes))
+
+    def machine(self, index: int, shown: str | None = None) -> Machine:
+        machine = Machine(self._context, self.service.address, index, self.settings, shown)
+        self._machines.append(machine)
+        return machine
+
+    def local_machine(self, index: int, shown: str | None = None) -> LocalMachine:
+        machine = LocalMachine(self.link.register.local_address, index, self.settings, shown=shown)
+        self._machines.append(machine)
+        return machine
+
+    def join(self) -> int | None:
+        """Wait for the end of the service; its exit status, None if it raised ``error``."""
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        return self.status
+
+    def disconnect(self) -> None:
+        """End all connections of machines."""
+        for machine in self._machines:
+            machine.close()
+        self._machines.clear()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.disconnect()
+        self.service.stop("the test is over")
+        self._thread.join(WAIT_S)
+        self._context.term()
+        assert not self._thread.is_alive()
+
+
+def random_values(dtype: DType, count: int, seed: int) -> np.ndarray:
+    """Values of many magnitudes, as the bytes that travel; bfloat16 as the upper half of float32."""
+    generator = np.random.default_rng(seed)
+    floats = (generator.standard_normal(count) * np.exp2(generator.integers(-6, 6, count))).astype(np.float32)
+    if dtype is DType.BFLOAT16:
+        return (floats.view(np.uint32) >> 16).astype(np.uint16)
+    if dtype.is_floating:
+        return floats.astype(dtype.name.lower())
+    kind = np.dtype(dtype.name.lower())
+    limits = np.iinfo(kind)
+    return generator.integers(limits.min, limits.max, count, dtype=kind, endpoint=True)
+
+
+def exact_sum(dtype: DType, parts: list[np.ndarray]) -> np.ndarray:
+    """Left to right in the widened type, rounded once: what the server must answer, bit for bit."""
+    if dtype is DType.BFLOAT16:
+        total = np.zeros(1, np.float32)
+        for i, part in enumerate(parts):
+            wide = (part.astype(np.uint32) << 16).view(np.float32)
+            total = wide if i == 0 else total + wide
+        bits = total.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    wide_type = np.float32 if dtype is DType.FLOAT16 else parts[0].dtype
+    total = parts[0].astype(wide_type)
+    for part in parts[1:]:
+        total = total + part.astype(wide_type)
+    return total.astype(parts[0].dtype)

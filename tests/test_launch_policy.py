@@ -1,0 +1,182 @@
+"""What the launcher decides when processes end, signals come and time passes: tables of events, a hand-moved clock."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from byteps_py.launch.policy import Action, Phase, Policy, Say, Send
+from byteps_py.launch.spec import Kind, ProcessSpec
+
+
+def policy_of(ranks: int = 2, services: tuple[str, ...] = ("cs", "ss")) -> Policy:
+    specs = [ProcessSpec(name, Kind.SERVICE, name, ("x",), {}) for name in services]
+    specs.append(ProcessSpec("scheduler", Kind.SERVICE, "scheduler", ("x",), {}, is_vital=False, retry_status=2))
+    specs += [ProcessSpec(f"rank {r}", Kind.MAIN, str(r), ("x",), {}, False) for r in range(ranks)]
+    return Policy(specs, grace_s=5, own_error_s=10)
+
+
+SERVICES = ("cs", "ss", "scheduler")
+
+
+def sends(actions: Sequence[Action]) -> list[tuple[tuple[str, ...], int]]:
+    return [(a.names, a.signum) for a in actions if isinstance(a, Send)]
+
+
+def words(actions: Sequence[Action]) -> str:
+    return "\n".join(a.text for a in actions if isinstance(a, Say))
+
+
+class TestPolicy:
+    def test_good_run(self) -> None:
+        policy = policy_of()
+        assert policy.exited("rank 1", 0, 1) == []
+        assert policy.exited("cs", 0, 1) == []  # it left in order; a rank may go on without it
+        assert policy.exited("rank 0", 0, 2) == []
+        assert (policy.phase, policy.deadline) == (Phase.DRAINING, 7)
+        assert policy.exited("ss", 0, 3) == policy.exited("scheduler", 0, 3) == []
+        assert policy.finished
+        assert policy.code == 0
+
+    def test_services_that_stay_are_stopped_then_killed(self) -> None:
+        policy = policy_of(ranks=1)
+        policy.exited("rank 0", 0, 0)
+        assert policy.ticked(4.9) == []
+        assert sends(policy.ticked(5)) == [(SERVICES, signal.SIGTERM)]
+        policy.exited("cs", -15, 6)
+        policy.exited("ss", 0, 6)
+        killing = policy.ticked(10)
+        assert sends(killing) == [(("scheduler",), signal.SIGKILL)]
+        assert words(killing) == "scheduler did not end within 5 s; killing"
+        policy.exited("scheduler", -9, 10)
+        assert policy.finished
+        assert policy.code == 0
+
+    @pytest.mark.parametrize(("status", "code"), [(3, 3), (-9, 137), (-11, 139), (-15, 143)])
+    def test_first_failing_rank_decides(self, status: int, code: int) -> None:
+        policy = policy_of(ranks=3)
+        first = policy.exited("rank 1", status, 0)
+        assert sends(first) == [(("rank 0", "rank 2"), signal.SIGTERM)]
+        assert "rank 1 " in words(first)
+        assert "stopping the other 2 ranks" in words(first)
+        assert policy.exited("rank 0", 7, 1) == []
+        late = policy.ticked(5)
+        assert sends(late) == [(("rank 2",), signal.SIGKILL)]
+        assert words(late) == "rank 2 did not end within 5 s; killing"
+        assert sends(policy.exited("rank 2", -9, 6)) == [(SERVICES, signal.SIGTERM)]
+        assert policy.code == code
+
+    def test_words_for_a_status(self) -> None:
+        assert words(policy_of(1).exited("rank 0", 3, 0)) == "rank 0 exited with status 3"
+        assert words(policy_of(1).exited("rank 0", -11, 0)) == "rank 0 was killed by SIGSEGV (signal 11)"
+
+    def test_dead_service_leaves_the_ranks_their_own_error(self) -> None:
+        policy = policy_of()
+        lost = policy.exited("cs", -9, 0)
+        assert sends(lost) == []
+        assert "cs was killed by SIGKILL (signal 9) while ranks needed it" in words(lost)
+        assert sends(policy.exited("rank 0", 1, 1)) == []
+        assert sends(policy.exited("rank 1", 1, 2)) == [(("ss", "scheduler"), signal.SIGTERM)]
+        assert policy.code == 1
+
+    def test_dead_service_and_ranks_that_go_on(self) -> None:
+        policy = policy_of()
+        policy.exited("ss", 4, 0)
+        stop = policy.ticked(10)
+        assert sends(stop) == [(("rank 0", "rank 1"), signal.SIGTERM)]
+        policy.exited("rank 0", 0, 11)  # obeyed, but its training was cut short
+        policy.exited("rank 1", -15, 11)
+        assert policy.code == 4
+
+    def test_dead_scheduler_stops_no_rank(self) -> None:
+        policy = policy_of(ranks=1)
+        dead = policy.exited("scheduler", -9, 0)
+        assert sends(dead) == []
+        assert words(dead) == (
+            "scheduler was killed by SIGKILL (signal 9); agreed tensors are still reduced, new ones and barriers have "
+            "to wait"
+        )
+        assert (policy.phase, policy.deadline) == (Phase.RUNNING, None)
+        assert sends(policy.exited("rank 0", 0, 100)) == [(("cs", "ss"), signal.SIGTERM)]  # nobody else would
+        assert policy.code == 0
+
+    def test_dead_service_and_ranks_that_had_done_all(self) -> None:
+        policy = policy_of(ranks=1)
+        policy.exited("ss", 4, 0)
+        policy.exited("rank 0", 0, 1)
+        assert policy.phase is Phase.DRAINING
+        assert policy.code == 0
+
+    def test_crash_that_is_seen_after_the_ranks_it_broke(self) -> None:
+        policy = policy_of(ranks=1)
+        policy.exited("rank 0", 1, 0)
+        assert words(policy.exited("cs", -11, 0)) == "cs was killed by SIGSEGV (signal 11)"
+        assert words(policy.exited("ss", -15, 0)) == ""
+        assert words(policy.exited("scheduler", 1, 0)) == ""
+        assert policy.ticked(9) == []
+
+    def test_taken_port_means_starting_over(self) -> None:
+        policy = policy_of()
+        actions = policy.exited("scheduler", 2, 0)
+        assert sends(actions) == [(("cs", "ss", "rank 0", "rank 1"), signal.SIGKILL)]
+        for name in ("rank 0", "rank 1", "cs", "ss"):
+            policy.exited(name, -9, 0)
+        assert policy.finished
+        assert policy.retry
+        assert policy.code == 2
+
+    def test_no_starting_over_once_a_rank_has_ended(self) -> None:
+        policy = policy_of()
+        policy.exited("rank 0", 0, 0)
+        policy.exited("scheduler", 2, 1)
+        assert not policy.retry
+
+    @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_signals_are_passed_on(self, signum: signal.Signals) -> None:
+        policy = policy_of()
+        assert sends(policy.signalled(signum, 0)) == [(("rank 0", "rank 1"), signum)]
+        policy.exited("rank 0", -signum, 1)
+        assert sends(policy.ticked(5)) == [(("rank 1",), signal.SIGKILL)]
+        assert sends(policy.exited("rank 1", -9, 5)) == [(SERVICES, signal.SIGTERM)]
+        assert policy.code == 128 + signum
+
+    def test_ranks_that_end_well_on_a_signal(self) -> None:
+        policy = policy_of()
+        policy.signalled(signal.SIGTERM, 0)
+        policy.exited("rank 0", 0, 1)
+        policy.exited("rank 1", 0, 1)
+        assert policy.code == 0
+
+    def test_a_ranks_own_status_after_a_signal(self) -> None:
+        policy = policy_of()
+        policy.signalled(signal.SIGINT, 0)
+        policy.exited("rank 0", 9, 1)
+        assert policy.code == 9
+
+    def test_second_ctrl_c_kills(self) -> None:
+        policy = policy_of()
+        policy.signalled(signal.SIGINT, 0)
+        assert policy.signalled(signal.SIGINT, 0.1) == []  # one key press, forwarded by a wrapper
+        assert policy.signalled(signal.SIGHUP, 1) == []
+        assert sends(policy.signalled(signal.SIGINT, 1)) == [((*SERVICES, "rank 0", "rank 1"), signal.SIGKILL)]
+
+    def test_signal_while_services_leave(self) -> None:
+        policy = policy_of(ranks=1)
+        policy.exited("rank 0", 0, 0)
+        assert sends(policy.signalled(signal.SIGTERM, 1)) == [(SERVICES, signal.SIGTERM)]
+        assert policy.code == 0
+
+    def test_user_signals_change_nothing(self) -> None:
+        policy = policy_of()
+        assert sends(policy.signalled(signal.SIGUSR1, 0)) == [(("rank 0", "rank 1"), signal.SIGUSR1)]
+        assert policy.phase is Phase.RUNNING
+
+    def test_what_survives_sigkill_is_named_and_left(self) -> None:
+        policy = policy_of(ranks=1)
+        policy.signalled(signal.SIGTERM, 0)
+        policy.ticked(5)
+        assert "rank 0 could not be killed" in words(policy.ticked(10))
+        assert policy.finished
+        assert policy.code

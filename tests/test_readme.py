@@ -1,0 +1,91 @@
+"""The README, followed word for word: its program, its commands, their output."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.clusters import ROOT, clean_environment
+
+from byteps_py.cli.__main__ import main as bps
+
+README = (ROOT / "README.md").read_text()
+TIMEOUT_S = 90
+
+
+def blocks_after(marker: str) -> list[str]:
+    """The fenced blocks that follow ``<!-- test: marker -->``, up to the next prose."""
+    _, _, rest = README.partition(f"<!-- test: {marker} -->\n")
+    assert rest, f"README.md has no marker {marker!r}"
+    found = []
+    while match := re.match(r"\s*```\w+\n(.*?)```\n", rest, re.DOTALL):
+        found.append(match[1])
+        rest = rest[match.end() :]
+    assert found
+    return found
+
+
+def commands_of(block: str) -> list[tuple[str, str]]:
+    """(command, the output the README shows for it)"""
+    steps: list[tuple[str, str]] = []
+    for line in block.splitlines(keepends=True):
+        if line.startswith("$ "):
+            steps.append((line[2:], ""))
+        else:
+            steps[-1] = (steps[-1][0], steps[-1][1] + line)
+    return steps
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(blocks_after("file train.py")[0])
+    return tmp_path
+
+
+@contextmanager
+def shell(script: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    environment = clean_environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    process = subprocess.Popen(
+        ["bash", "-e", "-c", script],
+        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def test_its_commands_print_what_it_says(folder: Path) -> None:
+    for command, expected in commands_of(blocks_after("run")[0]):
+        with shell(command, folder) as process:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert (process.returncode, output) == (0, expected), command
+
+
+def test_three_shells_by_hand(folder: Path) -> None:
+    scheduler, server, worker = (commands_of(block) for block in blocks_after("together"))
+    expected = "".join(output for _, output in worker)
+    scripts = ["".join(command for command, _ in steps) for steps in (scheduler, server, worker)]
+    with shell(scripts[0], folder) as one, shell(scripts[1], folder) as two, shell(scripts[2], folder) as three:
+        output, _ = three.communicate(timeout=TIMEOUT_S)
+        assert (three.returncode, output) == (0, expected)
+        for process in (one, two):  # they end by themselves when the workers have left
+            rest, _ = process.communicate(timeout=TIMEOUT_S)
+            assert (process.returncode, rest) == (0, "")
+
+
+def test_every_page_it_names_exists() -> None:
+    for page in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / page).exists(), page
+
+
+def test_the_page_of_variables_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bps(["env", "--markdown"]) == 0
+    assert (ROOT / "docs" / "variables.md").read_text().endswith(capsys.readouterr().out), "run: bps env --markdown"

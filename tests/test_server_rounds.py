@@ -1,0 +1,298 @@
+"""The rounds of a summation server: events in, actions out; each contribution counts exactly once, in order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from byteps_py.server.partition import Contribution, Partition, State
+from byteps_py.server.rounds import HELD_COUNT, Answer, Reduce, Refuse, Rounds
+from byteps_py.tensors import DType, Op
+from byteps_py.wire import Header, Kind
+
+PARTITION_BYTES = 4096
+Actions = list[Reduce[Contribution] | Answer[Contribution] | Refuse[Contribution]]
+ORIGINS = [f"connection of machine {i}" for i in range(8)]
+
+
+def given(sender: int, *, nbytes: int | None = None, origin: object = None, **facts: object) -> Contribution:
+    """A PUSH of a float32 sum of 64 bytes in round 1, epoch 1, unless told otherwise."""
+    values: dict[str, object] = {
+        "epoch": 1, "dtype": DType.FLOAT32, "key": 7, "generation": 1, "round": 1, "length": 64, **facts
+    }  # fmt: skip
+    kind = values.pop("kind", Kind.PUSH)
+    header = Header(kind, sender, **values)  # type: ignore[arg-type]
+    if nbytes is None:
+        nbytes = 0 if kind is Kind.PULL else header.length
+    return Contribution(header, origin or ORIGINS[sender % 8], nbytes)
+
+
+def started(num_machines: int, epoch: int = 1) -> Rounds[Contribution]:
+    rounds: Rounds[Contribution] = Rounds(PARTITION_BYTES)
+    assert rounds.membership(epoch, num_machines, now=0.0) == []
+    return rounds
+
+
+def refusal(actions: Actions) -> tuple[list[int], str]:
+    """(who is refused, why) of the one action there is."""
+    (action,) = actions
+    assert isinstance(action, Refuse)
+    return [c.header.sender for c in action.contributions], action.text
+
+
+def reduction(actions: Actions) -> Partition[Contribution]:
+    (action,) = actions
+    assert isinstance(action, Reduce)
+    return action.partition
+
+
+def answered(actions: Actions) -> list[Contribution]:
+    (action,) = actions
+    assert isinstance(action, Answer)
+    return action.contributions
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_round_is_reduced_once_in_machine_order_whatever_the_order_of_arrival(order: tuple[int, ...]) -> None:
+    rounds = started(3)
+    contributions = [given(i) for i in range(3)]
+    for sender in order[:-1]:
+        assert rounds.contribution(contributions[sender], 0.0) == []
+    partition = reduction(rounds.contribution(contributions[order[-1]], 0.0))
+    assert partition.in_order() == contributions
+    assert rounds.counters.bytes_in_flight == 3 * 64
+    assert answered(rounds.reduced(partition)) == contributions
+    assert (partition.state, partition.last_round, partition.contributions) == (State.IDLE, 1, {})
+    assert (rounds.counters.rounds, rounds.counters.bytes_summed, rounds.counters.bytes_in_flight) == (1, 64, 0)
+
+
+def test_a_broadcast_takes_one_push_and_the_others_pulls() -> None:
+    rounds = started(3)
+    facts = {"op": Op.BROADCAST, "root": 1}
+    assert rounds.contribution(given(0, kind=Kind.PULL, **facts), 0.0) == []
+    assert rounds.contribution(given(1, **facts), 0.0) == []
+    partition = reduction(rounds.contribution(given(2, kind=Kind.PULL, **facts), 0.0))
+    assert [c.nbytes for c in partition.in_order()] == [0, 64, 0]
+    assert len(answered(rounds.reduced(partition))) == 3
+
+
+REFUSED_ALONE = [
+    ({"sender": 2}, "from machine 2: there are 2 machines, from 0"),
+    ({"epoch": 2}, "stale epoch: partition 0 of tensor key 0x0000000000000007 from machine 0 was sent in epoch 2"),
+    ({"length": 0}, "0 bytes; a partition has 1 to 4096"),
+    ({"length": PARTITION_BYTES + 4}, "4100 bytes; a partition has 1 to 4096"),
+    ({"length": 62}, "62 bytes at offset 0 are no whole float32s"),
+    ({"offset": 2}, "64 bytes at offset 2 are no whole float32s"),
+    ({"nbytes": 60}, "its header promises 64 bytes of payload, 60 came"),
+    ({"nbytes": 1 << 40}, "its header promises 64 bytes of payload, 1099511627776 came"),
+    ({"kind": Kind.PULL}, "only a broadcast can be pulled, not a sum"),
+    ({"op": Op.BROADCAST, "root": 2}, "broadcast from machine 2 of 2"),
+    ({"op": Op.BROADCAST, "root": 1}, "machine 1 pushes and the others pull"),
+    ({"op": Op.BROADCAST, "root": 0, "kind": Kind.PULL}, "machine 0 pushes and the others pull"),
+    ({"op": Op.BROADCAST, "root": 1, "kind": Kind.PULL, "nbytes": 4}, "promises 0 bytes of payload, 4 came"),
+]
+
+
+@pytest.mark.parametrize(("facts", "reason"), REFUSED_ALONE)
+def test_what_can_not_be_used_is_refused_and_leaves_no_trace(facts: dict[str, object], reason: str) -> None:
+    rounds = started(2, epoch=3)
+    sender, text = refusal(rounds.contribution(given(**{"sender": 0, "epoch": 3, **facts}), 0.0))  # type: ignore[arg-type]
+    assert reason in text
+    assert sender == [facts.get("sender", 0)]
+    assert rounds.counters.bytes_in_flight == 0
+    assert rounds.stalled(1.0) == []
+
+
+DISAGREEMENTS = [
+    ({"dtype": DType.INT32}, "disagree about dtype: machine 0 gave round 1, sum of float32"),
+    ({"op": Op.MAX}, "disagree about op: "),
+    ({"length": 128}, "disagree about length: "),
+    ({"offset": 64}, "disagree about offset: "),
+    ({"root": 0}, "disagree about root: "),
+    ({"round": 2}, "disagree about round: "),
+    ({"dtype": DType.FLOAT64, "length": 128}, "disagree about dtype and length: "),
+]
+
+
+@pytest.mark.parametrize(("facts", "reason"), DISAGREEMENTS)
+def test_disagreement_is_refused_to_all_and_to_those_who_come_late(facts: dict[str, object], reason: str) -> None:
+    rounds = started(4)
+    rounds.contribution(given(0), 0.0)
+    rounds.contribution(given(2), 0.0)
+    senders, text = refusal(rounds.contribution(given(1, **facts), 0.0))  # type: ignore[arg-type]
+    assert senders == [0, 2, 1]
+    assert text.startswith("partition 0 of tensor key 0x0000000000000007: machines disagree about ")
+    assert reason.split(":")[0] in text
+    assert "machine 1 gave" in text
+    assert refusal(rounds.contribution(given(3), 0.0)) == ([3], text)
+    assert rounds.counters.bytes_in_flight == 0
+    # A newer round of the same tensor starts afresh.
+    for sender in range(3):
+        assert rounds.contribution(given(sender, round=3), 0.0) == []
+    assert answered(rounds.reduced(reduction(rounds.contribution(given(3, round=3), 0.0))))
+
+
+def test_a_repetition_is_counted_and_dropped_while_collecting_and_while_reducing() -> None:
+    rounds = started(2)
+    first = given(0)
+    rounds.contribution(first, 0.0)
+    assert rounds.contribution(given(0), 0.0) == []
+    partition = reduction(rounds.contribution(given(1), 0.0))
+    assert rounds.contribution(given(1), 0.0) == []
+    assert partition.contributions[0] is first
+    assert (rounds.counters.duplicates, rounds.counters.bytes_in_flight) == (2, 128)
+    assert len(answered(rounds.reduced(partition))) == 2
+
+
+def test_a_repetition_on_a_new_connection_takes_the_place_of_the_first() -> None:
+    rounds = started(2)
+    rounds.contribution(given(0), 0.0)
+    again = given(0, origin="a new connection")
+    rounds.contribution(again, 0.0)
+    rounds.gone(ORIGINS[0])  # the old connection's end takes nothing with it
+    partition = reduction(rounds.contribution(given(1), 0.0))
+    assert partition.in_order()[0] is again
+    assert rounds.counters.bytes_in_flight == 128
+
+
+def test_a_completed_round_is_stale_and_an_early_one_is_refused() -> None:
+    rounds = started(2)
+    rounds.contribution(given(0), 0.0)
+    partition = reduction(rounds.contribution(given(1), 0.0))
+    senders, text = refusal(rounds.contribution(given(0, round=2), 0.0))
+    assert senders == [0]
+    assert text.endswith("round 1 is not delivered yet")
+    rounds.reduced(partition)
+    assert refusal(rounds.contribution(given(0), 0.0))[1].endswith("round 1 is complete")
+    assert rounds.contribution(given(0, round=2), 0.0) == []
+
+
+def test_a_newer_generation_drops_the_older_one() -> None:
+    rounds = started(2)
+    rounds.contribution(given(0, index=0), 0.0)
+    rounds.contribution(given(0, index=1), 0.0)
+    being_reduced = reduction(rounds.contribution(given(1, index=1), 0.0))
+    assert rounds.contribution(given(0, generation=2), 0.0) == []
+    assert "was declared again" in refusal(rounds.contribution(given(1, index=0), 0.0))[1]
+    assert "was declared again" in refusal(rounds.contribution(given(1, index=5), 0.0))[1]
+    assert rounds.counters.bytes_in_flight == 3 * 64  # the engine still works in two of them
+    assert rounds.reduced(being_reduced) == []
+    assert rounds.counters.bytes_in_flight == 64
+    assert len(answered(rounds.reduced(reduction(rounds.contribution(given(1, generation=2), 0.0))))) == 2
+
+
+def test_a_failed_reduction_is_refused_to_all() -> None:
+    rounds = started(2)
+    rounds.contribution(given(0), 0.0)
+    partition = reduction(rounds.contribution(given(1), 0.0))
+    senders, text = refusal(rounds.reduced(partition, RuntimeError("no such kernel")))
+    assert senders == [0, 1]
+    assert "could not be reduced: no such kernel" in text
+    assert refusal(rounds.contribution(given(0), 0.0)) == ([0], text)
+
+
+def test_contributions_of_a_newer_epoch_wait_for_its_membership() -> None:
+    rounds: Rounds[Contribution] = Rounds(PARTITION_BYTES)
+    assert rounds.contribution(given(0), 0.0) == []
+    assert rounds.contribution(given(1), 0.0) == []
+    assert rounds.counters.bytes_in_flight == 128
+    partition = reduction(rounds.membership(1, 2, now=0.0))
+    assert rounds.counters.bytes_in_flight == 128
+    assert len(answered(rounds.reduced(partition))) == 2
+    assert rounds.membership(1, 5, now=0.0) == []
+    assert rounds.num_machines == 2
+
+
+def test_what_waits_for_an_epoch_is_bounded() -> None:
+    rounds: Rounds[Contribution] = Rounds(PARTITION_BYTES)
+    for index in range(HELD_COUNT):
+        assert rounds.contribution(given(0, index=index), 0.0) == []
+    assert "too much waits for it" in refusal(rounds.contribution(given(0, index=HELD_COUNT), 0.0))[1]
+    rounds.gone(ORIGINS[0])
+    assert rounds.counters.bytes_in_flight == 0
+    assert "too much waits for it" in refusal(rounds.contribution(given(0, nbytes=1 << 40), 0.0))[1]
+
+
+def test_rounds_outlive_an_epoch_of_the_same_machines_and_no_other() -> None:
+    rounds = started(2)
+    rounds.contribution(given(0), 0.0)
+    assert rounds.membership(2, 2, now=0.0) == []
+    partition = reduction(rounds.contribution(given(1, epoch=2), 0.0))
+    rounds.reduced(partition)
+    rounds.contribution(given(0, epoch=2, round=2), 0.0)
+    assert rounds.membership(3, 3, now=0.0) == []
+    assert (rounds.counters.bytes_in_flight, rounds.stalled(9.0)) == (0, [])
+    assert rounds.contribution(given(0, epoch=3, round=1), 0.0) == []  # new machines, new count
+
+
+def test_a_machine_that_goes_takes_its_part_along() -> None:
+    rounds = started(2)
+    rounds.contribution(given(0), 0.0)
+    rounds.gone(ORIGINS[0])
+    assert (rounds.counters.bytes_in_flight, rounds.stalled(9.0)) == (0, [])
+    rounds.contribution(given(1), 0.0)
+    partition = reduction(rounds.contribution(given(0, origin="back again"), 0.0))
+    rounds.gone(ORIGINS[1])  # too late: the others get their answer
+    assert len(answered(rounds.reduced(partition))) == 2
+
+
+def test_stalled_rounds_name_the_missing_machines() -> None:
+    rounds = started(3)
+    rounds.contribution(given(1, index=4), 10.0)
+    rounds.contribution(given(0), 12.0)
+    rounds.contribution(given(2), 13.0)
+    assert [(s.index, s.age_s, s.missing) for s in rounds.stalled(14.0)] == [(4, 4.0, (0, 2)), (0, 2.0, (1,))]
+    assert [s.index for s in rounds.stalled(14.0, older_than_s=3.0)] == [4]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_schedules_count_every_contribution_exactly_once(seed: int) -> None:
+    """Machines push rounds of several partitions, in any order, repeat themselves and send old rounds again;
+    reductions end late. Every answer is the sum of exactly one contribution per machine, in machine order."""
+    chance = random.Random(seed)
+    machines, partitions, last_round = chance.randint(1, 4), chance.randint(1, 4), 5
+    rounds = started(machines)
+    next_round = {(m, p): 1 for m in range(machines) for p in range(partitions)}  # what each machine sends next
+    waits = dict.fromkeys(next_round, False)
+    being_reduced: list[Partition[Contribution]] = []
+    answers: dict[tuple[int, int], list[int]] = {}
+    stale = repeated = 0
+
+    def handle(actions: Actions) -> None:
+        nonlocal stale
+        for action in actions:
+            if isinstance(action, Reduce):
+                assert action.partition not in being_reduced
+                being_reduced.append(action.partition)
+            elif isinstance(action, Refuse):
+                assert action.text.startswith("stale")
+                stale += 1
+            else:
+                headers = [c.header for c in action.contributions]
+                index, round_ = headers[0].index, headers[0].round
+                assert {(h.index, h.round) for h in headers} == {(index, round_)}
+                assert (index, round_) not in answers
+                answers[index, round_] = [h.sender for h in headers]
+                for machine in range(machines):
+                    assert waits[machine, index]
+                    waits[machine, index] = False
+                    next_round[machine, index] += 1
+
+    expected_stale = 0
+    while len(answers) < partitions * last_round:
+        machine, index = chance.randrange(machines), chance.randrange(partitions)
+        round_ = next_round[machine, index]
+        dice = chance.random()
+        if dice < 0.2 and being_reduced:
+            handle(rounds.reduced(being_reduced.pop(chance.randrange(len(being_reduced)))))
+        elif dice < 0.3 and round_ > 1:
+            expected_stale += 1
+            handle(rounds.contribution(given(machine, index=index, round=chance.randrange(1, round_)), 0.0))
+        elif round_ <= last_round:
+            repeated += waits[machine, index]
+            waits[machine, index] = True
+            handle(rounds.contribution(given(machine, index=index, round=round_), 0.0))
+    assert all(senders == list(range(machines)) for senders in answers.values())
+    assert (stale, rounds.counters.duplicates) == (expected_stale, repeated)
+    assert (rounds.counters.rounds, rounds.counters.bytes_in_flight) == (len(answers), 0)

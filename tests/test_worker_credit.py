@@ -1,0 +1,171 @@
+"""Which partition is pushed next: events in, partitions out."""
+
+from __future__ import annotations
+
+import pytest
+from support import worker_core as core
+
+from byteps_py.worker.credit import STUCK_AFTER_S, PushQueue
+from byteps_py.worker.tensor import Part
+
+
+def parts(*lengths: int) -> list[Part]:
+    tensor = core.tensor([core.slot(0)])
+    return [Part(tensor, i, 0, length, 0) for i, length in enumerate(lengths)]
+
+
+def taken(queue: PushQueue, now: float = 0.0) -> list[int]:
+    """Indices of all that may go now."""
+    found = []
+    while (part := queue.take(now)) is not None:
+        found.append(part.index)
+    return found
+
+
+# (credit, [(length, priority)], what goes at once)
+AT_ONCE = [
+    (0, [], []),
+    (0, [(9, 0), (9, 0)], [0, 1]),  # 0: no limit
+    (10, [(4, 0), (6, 0), (1, 0)], [0, 1]),  # up to the limit, and not beyond
+    (10, [(4, 0), (7, 5), (1, 9)], [2, 1]),  # higher priority first
+    (10, [(4, 1), (4, 1), (4, 1)], [0, 1]),  # first come, first served within one
+    (10, [(11, 0), (1, 0)], [0]),  # larger than the credit: goes alone
+    (10, [(1, 0), (11, 0)], [0]),  # but not beside others
+    (10, [(8, 2), (5, 1), (1, 0)], [0]),  # what is due next is not overtaken by what would fit
+    (10, [(1, -3), (1, 3), (1, 0)], [1, 2, 0]),
+]
+
+
+@pytest.mark.parametrize(("credit_bytes", "queued", "expected"), AT_ONCE)
+def test_what_goes_at_once(credit_bytes: int, queued: list[tuple[int, int]], expected: list[int]) -> None:
+    queue = PushQueue(credit_bytes)
+    for part, (_, priority) in zip(parts(*(length for length, _ in queued)), queued, strict=True):
+        queue.add(part, priority)
+    assert taken(queue) == expected
+    assert queue.in_flight_bytes == sum(queued[i][0] for i in expected)
+    assert len(queue) == len(queued) - len(expected)
+
+
+def test_credit_given_back_lets_the_next_go() -> None:
+    queue = PushQueue(10)
+    first, second, third = parts(6, 4, 5)
+    for part in (first, second, third):
+        queue.add(part, 0)
+    assert taken(queue) == [0, 1]
+    queue.give_back(second, 0.0)
+    assert taken(queue) == []  # 6 + 5 are too many
+    queue.give_back(first, 0.0)
+    assert taken(queue) == [2]
+    queue.give_back(third, 0.0)
+    assert queue.in_flight_bytes == 0
+
+
+def test_when_nothing_moves_one_more_goes_and_only_one() -> None:
+    queue = PushQueue(10)
+    for part in parts(10, 10, 10):
+        queue.add(part, 0)
+    assert taken(queue, 1.0) == [0]
+    assert taken(queue, 1.0 + STUCK_AFTER_S / 2) == []
+    assert taken(queue, 1.0 + STUCK_AFTER_S) == [1]
+    assert taken(queue, 1.0 + STUCK_AFTER_S * 1.5) == []  # that one has to have its time, too
+    assert taken(queue, 1.0 + STUCK_AFTER_S * 2) == [2]
+    assert queue.in_flight_bytes == 30
+
+
+def test_an_answer_is_a_move() -> None:
+    queue = PushQueue(10)
+    first, *others = parts(5, 5, 10, 10)
+    for part in (first, *others):
+        queue.add(part, 0)
+    assert taken(queue, 0.0) == [0, 1]
+    queue.give_back(first, STUCK_AFTER_S - 0.01)
+    assert taken(queue, STUCK_AFTER_S) == []
+    assert taken(queue, STUCK_AFTER_S * 2) == [2]
+
+
+def test_dropped_partitions_are_forgotten_and_the_rest_keeps_its_order() -> None:
+    queue = PushQueue(0)
+    all_parts = parts(1, 1, 1, 1)
+    for part, priority in zip(all_parts, (0, 3, 2, 1), strict=True):
+        queue.add(part, priority)
+    queue.drop({all_parts[2]})
+    assert taken(queue) == [1, 3, 0]
+    queue.drop(set(all_parts))
+    assert taken(queue) == []
+
+
+def test_servers_take_turns_in_proportion_to_their_weights() -> None:
+    queue = PushQueue(0)
+    queue.set_weights({1: 3, 2: 1})
+    tensor = core.tensor([core.slot(0)])
+    for index in range(12):  # all of server 1's first, as one large tensor may well be placed
+        queue.add(Part(tensor, index, 0, 6, 1 if index < 9 else 2), 0)
+    order = []
+    while (part := queue.take(0.0)) is not None:
+        order.append(part.server)
+    assert order == [1, 2, 1, 1] * 3
+
+
+def test_an_idle_server_saves_up_no_turns() -> None:
+    queue = PushQueue(0)
+    tensor = core.tensor([core.slot(0)])
+    for index in range(4):
+        queue.add(Part(tensor, index, 0, 6, 1), 0)
+    assert [queue.take(0.0).server for _ in range(3)] == [1, 1, 1]  # type: ignore[union-attr]
+    for index in range(4, 7):
+        queue.add(Part(tensor, index, 0, 6, 2), 0)
+    assert [queue.take(0.0).server for _ in range(4)] == [2, 1, 2, 2]  # type: ignore[union-attr]
+
+
+# ---- servers take turns ------------------------------------------------------------------------------------------
+
+
+def queued(weights: dict[int, int], lengths: dict[int, list[int]]) -> tuple[PushQueue, list[Part]]:
+    """A queue without a limit, in which each server's partitions wait."""
+    queue = PushQueue(0)
+    queue.set_weights(weights)
+    tensor = core.tensor([core.slot(0)])
+    waiting = [Part(tensor, i, 0, length, server) for server in lengths for i, length in enumerate(lengths[server])]
+    for part in waiting:
+        queue.add(part, 0)
+    return queue, waiting
+
+
+def order(queue: PushQueue, count: int = 100) -> list[int]:
+    """The servers of the next ``count`` partitions."""
+    found = []
+    while len(found) < count and (part := queue.take(0.0)) is not None:
+        found.append(part.server)
+    return found
+
+
+# (weights, each server's partitions' lengths, servers in the order of their turns)
+TURNS = [
+    ({1: 1, 2: 1}, {1: [8] * 3, 2: [8] * 3}, [1, 2, 1, 2, 1, 2]),
+    ({1: 3, 2: 1}, {1: [9] * 6, 2: [9] * 2}, [1, 2, 1, 1, 1, 2, 1, 1]),
+    ({1: 1, 2: 1}, {1: [4] * 4, 2: [8] * 2}, [1, 2, 1, 1, 2, 1]),  # bytes count, not partitions
+    ({}, {1: [8], 2: [8, 8]}, [1, 2, 2]),  # unknown ones count as 1
+]
+
+
+@pytest.mark.parametrize(("weights", "lengths", "expected"), TURNS)
+def test_servers_take_turns_by_weight(
+    weights: dict[int, int], lengths: dict[int, list[int]], expected: list[int]
+) -> None:
+    queue, _ = queued(weights, lengths)
+    assert order(queue) == expected
+
+
+def test_a_server_saves_no_turns_while_it_has_nothing() -> None:
+    queue, waiting = queued({}, {1: [8] * 6})
+    assert order(queue, 3) == [1, 1, 1]
+    for i in range(4):
+        queue.add(Part(waiting[0].tensor, i, 0, 8, 2), 0)
+    assert order(queue) in ([1, 2, 1, 2, 1, 2, 2], [2, 1, 2, 1, 2, 1, 2])
+
+
+def test_a_server_whose_partitions_were_dropped_is_left_out() -> None:
+    queue, waiting = queued({}, {1: [8, 8], 2: [8, 8]})
+    queue.drop({part for part in waiting if part.server == 1})
+    assert len(queue) == 2
+    assert order(queue) == [2, 2]

@@ -1,0 +1,42 @@
+"""``python -m byteps_py.worker``: the communication service of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+
+from byteps_py import log
+from byteps_py.errors import BytePSError, ConfigurationError
+from byteps_py.memory import keep_freed_memory
+from byteps_py.settings import Settings, ignored_variables
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0 after an orderly end, 1 when the job failed, 2 for a configuration error."""
+    parser = argparse.ArgumentParser(prog="python -m byteps_py.worker", description=__doc__)
+    parser.add_argument("--stay", action="store_true", help="go on when all ranks have left: they may come back")
+    arguments = parser.parse_args(argv)
+    try:
+        settings = Settings.from_env()
+        log.configure(settings.log_level, f"worker {settings.worker_id}")
+        for sentence in ignored_variables(os.environ):
+            log.logger.warning("%s", sentence)
+        from byteps_py.worker.service import Service  # numba takes half a second: after the settings' errors
+
+        keep_freed_memory(settings.credit_bytes)
+        service = Service(settings, arguments.stay)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: service.stop())
+        return service.run()
+    except ConfigurationError as error:
+        print(f"byteps_py worker: {error}", file=sys.stderr)
+        return 2
+    except BytePSError as error:
+        print(f"byteps_py worker: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

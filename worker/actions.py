@@ -1,0 +1,68 @@
+"""What the pure core asks the service to do. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from byteps_py.errors import BytePSError
+from byteps_py.tensors import Op, TensorSpec
+from byteps_py.worker.tensor import Part, RankSlot, Tensor
+
+
+@dataclass(slots=True)
+class Compute:
+    """Run a kernel over one partition, then call ``Pipeline.computed``. ``inputs`` and ``outputs``: addresses
+    of the partition in this process. Used to sum the local ranks and to deliver an answer to them."""
+
+    part: Part
+    op: Op
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    divisor: int
+
+
+@dataclass(slots=True)
+class Push:
+    """Send the machine's contribution to the partition's server (only ask for the result, if the tensor is
+    broadcast from elsewhere); its answer goes to ``Pipeline.answered``."""
+
+    part: Part
+    round: int
+
+
+@dataclass(slots=True)
+class Done:
+    """A round is delivered. ``slots``: (local rank, slot id, the rank's own round number)."""
+
+    tensor: Tensor
+    slots: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(slots=True)
+class Fail:
+    """The declarations behind these slots are void: tell their ranks."""
+
+    slots: tuple[RankSlot, ...]
+    error: BytePSError
+
+
+@dataclass(slots=True)
+class SendBallot:
+    """All local ranks have said what a tensor is: tell the scheduler. ``rounds``: how many of the generation
+    before they have got. ``votes``: the distinct specs, and the local ranks that gave each."""
+
+    name: str
+    generation: int
+    rounds: int
+    votes: tuple[tuple[TensorSpec, tuple[int, ...]], ...]
+
+
+@dataclass(slots=True)
+class Release:
+    """Nothing uses this memory any more."""
+
+    slots: tuple[RankSlot, ...]
+    tensor: Tensor | None = None  # also its contributions
+
+
+Action = Compute | Push | Done | Fail | SendBallot | Release

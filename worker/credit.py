@@ -1,0 +1,93 @@
+"""Which partition is pushed next, and whether now. Pure; time is an argument.
+
+Servers take turns in proportion to their weights (start-time fair queueing), so that at every moment all links
+carry what the placement gives them; within a server's turn the highest priority goes first. All machines
+follow the same rule, and so push in nearly the same order.
+
+A machine's credit is taken when a partition is pushed and given back when its answer arrives. An answer needs
+all machines, so two machines that filled their credits with different partitions would wait for each other for
+ever: when nothing has moved for ``STUCK_AFTER_S``, one more partition goes out regardless, until something does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping
+
+from byteps_py.worker.tensor import Part
+
+STUCK_AFTER_S = 0.05
+
+
+class _Turns:
+    """One server's queue. ``start``: the virtual time at which its next partition is due."""
+
+    __slots__ = ("heap", "start", "weight")
+
+    def __init__(self, weight: int) -> None:
+        self.heap: list[tuple[int, int, Part]] = []
+        self.start = 0.0
+        self.weight = weight
+
+
+class PushQueue:
+    """``credit_bytes`` 0: no limit."""
+
+    def __init__(self, credit_bytes: int) -> None:
+        self.in_flight_bytes = 0
+        self._credit_bytes = credit_bytes
+        self._servers: dict[int, _Turns] = {}
+        self._weights: Mapping[int, int] = {}
+        self._length = 0
+        self._virtual_time = 0.0
+        self._order = itertools.count()
+        self._moved_at = 0.0
+
+    def set_weights(self, weights: Mapping[int, int]) -> None:
+        """Each server's part of the keys, relative to the others'; unknown servers count as 1."""
+        self._weights = weights
+        for server, turns in self._servers.items():
+            turns.weight = weights.get(server, 1)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def add(self, part: Part, priority: int) -> None:
+        turns = self._servers.get(part.server)
+        if turns is None:
+            turns = self._servers[part.server] = _Turns(self._weights.get(part.server, 1))
+        if not turns.heap:  # nobody saves up turns by being idle
+            turns.start = max(turns.start, self._virtual_time)
+        heapq.heappush(turns.heap, (-priority, next(self._order), part))
+        self._length += 1
+
+    def give_back(self, part: Part, now: float) -> None:
+        """``part`` was answered, or given up."""
+        self.in_flight_bytes -= part.length
+        self._moved_at = now
+
+    def take(self, now: float) -> Part | None:
+        """The next partition to push, its credit taken; None if none may go now."""
+        if not self._length:
+            return None
+        turns = min((t for t in self._servers.values() if t.heap), key=lambda t: (t.start, t.heap[0]))
+        part = turns.heap[0][2]
+        fits = not self._credit_bytes or self.in_flight_bytes + part.length <= self._credit_bytes
+        stuck = now - self._moved_at >= STUCK_AFTER_S
+        if not (fits or stuck or self.in_flight_bytes == 0):
+            return None
+        heapq.heappop(turns.heap)
+        self._length -= 1
+        self._virtual_time = turns.start
+        turns.start += part.length / turns.weight
+        self.in_flight_bytes += part.length
+        self._moved_at = now
+        return part
+
+    def drop(self, parts: set[Part]) -> None:
+        """Forget queued partitions of a tensor that is void."""
+        for turns in self._servers.values():
+            turns.heap = [entry for entry in turns.heap if entry[2] not in parts]
+            heapq.heapify(turns.heap)
+        self._length = sum(len(turns.heap) for turns in self._servers.values())

@@ -1,0 +1,261 @@
+"""Where local ranks come to: takes their messages, knows who is here, who has left, who died.
+
+Owned by the loop's thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from byteps_py.channel import Channel, Listener
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
+from byteps_py.log import logger
+from byteps_py.loop import EventLoop
+from byteps_py.session import protocol
+from byteps_py.session.protocol import Kind
+from byteps_py.worker.ranks import RankConnection
+from byteps_py.worker.requests import Requests
+
+_DRAIN = 256  # messages taken from a rank before others get their turn
+
+
+class Desk:
+    """``on_death(sentence)``: a rank ended without leaving. ``on_change()``: a rank came or left, or has left and
+    its process has ended by now."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        listener: Listener,
+        local_size: int,
+        on_death: Callable[[str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._listener = listener
+        self._local_size = local_size
+        self._on_death = on_death
+        self._on_change = on_change
+        self._strangers: dict[int, Channel] = {}
+        self._waiting: list[tuple[Channel, int]] = []  # said HELLO before the cluster was complete
+        self._open: Requests | None = None
+        self.failure: BytePSError | None = None
+        self.left: dict[int, float] = {}  # local ranks that were here and have left, and when
+        self.gone: dict[int, float] = {}  # those whose process has ended, too: they can't come back
+        self._may_return: dict[int, RankConnection] = {}  # those whose process has not
+        loop.add_reader(listener.fileno(), self._accept)
+
+    def open(self, requests: Requests) -> None:
+        """The cluster is complete: welcome whoever waits."""
+        self._open = requests
+        waiting, self._waiting = self._waiting, []
+        for channel, local_rank in waiting:
+            if self.failure is not None:  # one of them has died meanwhile
+                self._turn_away(channel, self.failure)
+            else:
+                self._welcome(channel, local_rank)
+
+    @property
+    def ranks_here(self) -> int:
+        return len(self._waiting) + (len(self._open.executor.ranks) if self._open else 0)
+
+    def fail(self, error: BytePSError) -> None:
+        """Nothing works any more: tell every rank, also those that come later."""
+        self.failure = error
+        for channel, _ in self._waiting:
+            self._turn_away(channel, error)
+        self._waiting.clear()
+        if self._open:
+            message = protocol.pack(Kind.FATAL, error=type(error).__name__, message=str(error))
+            for rank in list(self._open.executor.ranks.values()):
+                self._guard(rank, functools.partial(rank.send, message))
+
+    # ---- coming ----------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            channel = self._listener.accept()
+        except BytePSError as error:
+            logger.warning("turned away: %s", error)
+            return
+        self._strangers[channel.fileno()] = channel
+        self._loop.add_reader(channel.fileno(), functools.partial(self._greet, channel))
+
+    def _greet(self, channel: Channel) -> None:
+        """The first message of a connection must be HELLO."""
+        fd = channel.fileno()
+        self._loop.remove(fd)
+        del self._strangers[fd]
+        try:
+            message = channel.receive(0)
+            if message is None or protocol.kind_of(message[0]) is not Kind.HELLO:
+                raise ProtocolError(f"process {channel.peer_pid} did not say who it is")
+            local_rank = self._check_hello(protocol.fields_of(message[0]))
+        except BytePSError as error:
+            logger.warning("turned away process %d: %s", channel.peer_pid, error)
+            self._turn_away(channel, error)
+            return
+        if self.failure is not None:
+            self._turn_away(channel, self.failure)
+        elif self._open is None:
+            self._waiting.append((channel, local_rank))
+            self._on_change()
+        else:
+            self._welcome(channel, local_rank)
+
+    def _check_hello(self, fields: dict[str, Any]) -> int:
+        local_rank, local_size = fields.get("local_rank"), fields.get("local_size")
+        if fields.get("version") != protocol.VERSION:
+            raise ProtocolError("this rank's byteps_py and its communication service's are different versions")
+        if local_size != self._local_size or not isinstance(local_rank, int) or not 0 <= local_rank < local_size:
+            raise UsageError(
+                f"a rank came as local rank {local_rank} of {local_size}, but its communication service was started "
+                f"for {self._local_size} ranks: BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same to both"
+            )
+        taken = any(other == local_rank for _, other in self._waiting)
+        if taken or (self._open and local_rank in self._open.executor.ranks):
+            raise UsageError(f"two processes of this machine both say that they are local rank {local_rank}")
+        return local_rank
+
+    def _turn_away(self, channel: Channel, error: BytePSError) -> None:
+        try:
+            channel.send(protocol.pack(Kind.FATAL, error=type(error).__name__, message=str(error)))
+        except PeerLostError:
+            pass
+        finally:
+            channel.close()
+
+    def _welcome(self, channel: Channel, local_rank: int) -> None:
+        here = self._open
+        if here is None:
+            return
+        arena = here.memory.arena_of(local_rank)
+        try:
+            rank = RankConnection(self._loop, channel, local_rank, arena, here.released)
+        except ProcessLookupError:
+            channel.close()
+            who = here.describe(local_rank, channel.peer_pid)
+            self._on_death(f"{who} died: its process ended while the cluster came together")
+            return
+        here.executor.ranks[local_rank] = rank
+        self.left.pop(local_rank, None)
+        self.gone.pop(local_rank, None)
+        if before := self._may_return.pop(local_rank, None):
+            before.forget()
+        self._loop.add_reader(rank.fd, functools.partial(self._read, rank))
+        self._loop.add_reader(rank.pidfd, functools.partial(self._ended, rank))
+        message = protocol.pack(
+            Kind.WELCOME,
+            rank=here.topology.first_rank + local_rank,
+            size=here.topology.size,
+            machine_index=here.topology.machine_index,
+            num_machines=here.topology.machines,
+        )
+        self._guard(rank, functools.partial(rank.send, message))
+        self._on_change()
+
+    # ---- staying ---------------------------------------------------------------------------------------
+
+    def _guard(self, rank: RankConnection, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except PeerLostError:
+            self._died(rank)
+
+    def _read(self, rank: RankConnection) -> None:
+        self._serve(rank)
+
+    def _serve(self, rank: RankConnection) -> bool:
+        """Take messages of a rank. True if it is still here and may have sent more."""
+        here = self._open
+        if here is None or here.executor.ranks.get(rank.local_rank) is not rank:
+            return False
+        try:
+            for _ in range(_DRAIN):
+                message = rank.receive()
+                if message is None:
+                    return False
+                kind = protocol.kind_of(message)
+                if kind is Kind.READY:
+                    here.executor.run(here.ready(message))
+                elif kind is Kind.DECLARE:
+                    here.executor.run(here.declare(rank, protocol.fields_of(message)))
+                elif kind is Kind.BARRIER:
+                    rank.barriers = rank.barriers_before + int(protocol.fields_of(message)["sequence"])
+                    here.poll_barrier()
+                elif kind is Kind.PING:
+                    rank.send(protocol.pack(Kind.PONG))
+                elif kind is Kind.LEAVE:
+                    self._leave(rank, here, str(protocol.fields_of(message).get("error", "")))
+                    return False
+                else:
+                    raise ProtocolError(f"local rank {rank.local_rank} sent a {kind.name} message")
+            return True
+        except PeerLostError:
+            self._died(rank)
+        except (ProtocolError, KeyError, TypeError) as error:
+            self._on_death(f"{here.describe(rank.local_rank, rank.pid)} broke the protocol: {error}")
+        return False
+
+    def settle(self) -> list[int]:
+        """Hear what the ranks have said so far. Returns the local ranks that are still here."""
+        if self._open is None:
+            return []
+        for rank in list(self._open.executor.ranks.values()):
+            while self._serve(rank):
+                pass
+        return sorted(self._open.executor.ranks)
+
+    # ---- leaving ---------------------------------------------------------------------------------------
+
+    def _ended(self, rank: RankConnection) -> None:
+        """The rank's process is gone. What it said before, LEAVE above all, still counts."""
+        while self._serve(rank):
+            pass
+        self._died(rank)
+
+    def _died(self, rank: RankConnection) -> None:
+        here = self._open
+        if here is None or here.executor.ranks.get(rank.local_rank) is not rank:
+            return
+        self._remove(rank, here)
+        rank.forget()
+        self._on_death(f"{here.describe(rank.local_rank, rank.pid)} died: its process ended without shutdown()")
+
+    def _leave(self, rank: RankConnection, here: Requests, error: str) -> None:
+        self._remove(rank, here)
+        if error:
+            rank.forget()
+            self._on_death(f"{here.describe(rank.local_rank, rank.pid)} was ended by an exception: {error}")
+            return
+        self._may_return[rank.local_rank] = rank
+        self._loop.remove(rank.pidfd)
+        self._loop.add_reader(rank.pidfd, functools.partial(self._is_gone, rank))
+
+    def _is_gone(self, rank: RankConnection) -> None:
+        del self._may_return[rank.local_rank]
+        rank.forget()
+        self.gone[rank.local_rank] = time.monotonic()
+        self._on_change()
+
+    def _remove(self, rank: RankConnection, here: Requests) -> None:
+        del here.executor.ranks[rank.local_rank]
+        self.left[rank.local_rank] = time.monotonic()
+        rank.hang_up()
+        here.forget(rank.local_rank)
+        self._on_change()
+
+    def close(self) -> None:
+        self._loop.remove(self._listener.fileno())
+        self._listener.close()
+        for channel in [*self._strangers.values(), *(channel for channel, _ in self._waiting)]:
+            self._loop.remove(channel.fileno())
+            channel.close()
+        for rank in self._may_return.values():
+            rank.forget()
+        if self._open:
+            for rank in self._open.executor.ranks.values():
+                rank.close()

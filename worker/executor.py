@@ -1,0 +1,217 @@
+"""Does what the pure core asks: kernels, messages, memory. Owned by the loop's thread.
+
+Kernels run on the engine's threads, except small ones, which would spend longer changing threads than
+running.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from byteps_py import kernels
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, from_name
+from byteps_py.kernels.engine import Engine
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.declarations import to_message
+from byteps_py.session import protocol
+from byteps_py.tensors import DType, Op
+from byteps_py.wire import Header, Kind
+from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot
+from byteps_py.worker.memory import Memory
+from byteps_py.worker.network import Network
+from byteps_py.worker.pipeline import Pipeline
+from byteps_py.worker.ranks import RankConnection
+from byteps_py.worker.tensor import Part, Tensor
+
+#: A kernel that reads and writes fewer bytes than this runs on the loop's thread.
+INLINE_BYTES = 256 << 10
+
+#: Kernels that start-up prepares; others are compiled on an engine thread when first met.
+READY_AT_START = frozenset((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16))
+
+
+class Executor:
+    """``fail`` is called with an error that ends the job."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        engine: Engine,
+        memory: Memory,
+        pipeline: Pipeline,
+        first_rank: int,
+        send: Callable[[pb.MemberMessage], None],
+        fail: Callable[[BytePSError], None],
+    ) -> None:
+        self.ranks: dict[int, RankConnection] = {}
+        self.network: Network | None = None  # None: this machine is the only one
+        self.rounds = 0  # partitions delivered
+        self._loop = loop
+        self._engine = engine
+        self._memory = memory
+        self._pipeline = pipeline
+        self._first_rank = first_rank
+        self._send = send
+        self._fail = fail
+        self._at_work = 0  # kernels
+        self._moved_at = 0.0
+        self._due: deque[Action] = deque()
+        self._running = False
+        self._prepared = set(READY_AT_START)
+        self._parts: dict[tuple[int, int, int], Part] = {}  # (key, generation, index)
+        self._frames: dict[Part, zmq.Frame] = {}  # answers that a kernel reads
+        self._ballots: list[pb.Ballot] = []
+
+    def idle_s(self, now: float) -> float:
+        """For how long no kernel has worked and no answer has come."""
+        return 0.0 if self._at_work else now - self._moved_at
+
+    def start(self, tensor: Tensor, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Begin the life of an agreed tensor."""
+        actions = self._pipeline.start(tensor, list(pieces), time.monotonic())
+        for part in tensor.parts:
+            self._parts[tensor.key, tensor.generation, part.index] = part
+        self.run(actions)
+
+    def retire(self, tensor: Tensor) -> None:
+        """End it."""
+        for part in tensor.parts:
+            self._parts.pop((tensor.key, tensor.generation, part.index), None)
+        self.run(self._pipeline.retire(tensor, time.monotonic()))
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Carry out ``actions`` and what follows from them."""
+        self._due.extend(actions)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._due:
+                self._carry_out(self._due.popleft())
+        finally:
+            self._running = False
+        if self._ballots:  # together: what is declared together is placed together
+            ballots, self._ballots = self._ballots, []
+            self._send(pb.MemberMessage(declare=pb.Declare(ballots=ballots)))
+        for rank in self.ranks.values():
+            self._to_rank(rank, rank.send_done)
+
+    def _carry_out(self, action: Action) -> None:
+        if isinstance(action, Compute):
+            self._compute(action)
+        elif isinstance(action, Push):
+            if self.network is not None:
+                self.network.push(action.part, action.round)
+        elif isinstance(action, Done):
+            self.rounds += len(action.tensor.parts)
+            for local_rank, slot_id, round_ in action.slots:
+                if rank := self.ranks.get(local_rank):
+                    rank.add_done(slot_id, round_)
+        elif isinstance(action, Fail):
+            self._tell_failed(action)
+        elif isinstance(action, SendBallot):
+            self._send_ballot(action)
+        elif isinstance(action, Release):
+            self._release(action)
+
+    # ---- kernels ---------------------------------------------------------------------------------------
+
+    def _compute(self, compute: Compute) -> None:
+        part = compute.part
+        self._at_work += 1
+        work = functools.partial(
+            kernels.reduce,
+            compute.op,
+            part.tensor.spec.dtype,
+            compute.inputs,
+            compute.outputs,
+            part.count,
+            compute.divisor,
+        )
+        kernel = (compute.op, part.tensor.spec.dtype)
+        touched = part.length * (len(compute.inputs) + len(compute.outputs))
+        if touched <= INLINE_BYTES and kernel in self._prepared:
+            work()
+            self._computed(part, kernel, None)
+        else:
+            self._engine.submit(
+                part.tensor.spec.priority,
+                work,
+                lambda error: self._loop.post(lambda: self._computed(part, kernel, error)),
+            )
+
+    def _computed(self, part: Part, kernel: tuple[Op, DType], error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+        self._at_work -= 1
+        self._moved_at = time.monotonic()
+        self._prepared.add(kernel)
+        self._frames.pop(part, None)
+        self._memory.take_answer_block(part)
+        self.run(self._pipeline.computed(part, self._moved_at))
+
+    # ---- the network -----------------------------------------------------------------------------------
+
+    def answered(self, header: Header, frame: zmq.Frame | None) -> None:
+        """A summation service has sent a message."""
+        if header.kind not in (Kind.ANSWER, Kind.REFUSED):
+            raise ProtocolError(f"a summation service sent a {header.kind.name} message, which only workers send")
+        part = self._parts.get((header.key, header.generation, header.index))
+        if part is None or not self._pipeline.awaits(part, header.round):
+            return  # of a tensor that is void by now, or a repetition: a kernel may be reading the first answer
+        if header.kind is Kind.REFUSED:
+            error, _, text = (frame.bytes if frame is not None else b"").decode(errors="replace").partition("\n")
+            self._fail(from_name(error, f"tensor {part.tensor.name!r}: {text}"))
+            return
+        source = 0
+        if part.answer is not None:
+            source = part.answer.address
+        elif part.tensor.local_root is None:
+            if frame is None or len(frame) != part.length:
+                raise ProtocolError(
+                    f"tensor {part.tensor.name!r}: an answer of {len(frame or b'')} bytes, {part.length} were due"
+                )
+            self._frames[part] = frame
+            source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
+        self._moved_at = time.monotonic()
+        self.run(self._pipeline.answered(part, header.round, source, self._moved_at))
+
+    # ---- ranks, scheduler, memory ----------------------------------------------------------------------
+
+    def _to_rank(self, rank: RankConnection, send: Callable[[], None]) -> None:
+        """Send to a rank; one that is gone is found out by its own connection."""
+        try:
+            send()
+        except PeerLostError:
+            return
+
+    def _tell_failed(self, action: Fail) -> None:
+        for local_rank, rank in self.ranks.items():
+            slots = [slot.id for slot in action.slots if slot.local_rank == local_rank]
+            if slots:
+                message = protocol.pack(
+                    protocol.Kind.FAILED, slots=slots, error=type(action.error).__name__, message=str(action.error)
+                )
+                self._to_rank(rank, functools.partial(rank.send, message))
+
+    def _send_ballot(self, action: SendBallot) -> None:
+        votes = [
+            pb.Vote(ranks=[self._first_rank + r for r in ranks], spec=to_message(spec)) for spec, ranks in action.votes
+        ]
+        self._ballots.append(
+            pb.Ballot(name=action.name, generation=action.generation, votes=votes, rounds=action.rounds)
+        )
+
+    def _release(self, action: Release) -> None:
+        for slot in action.slots:
+            self._memory.free_slot(slot)
+        if action.tensor is not None:
+            self._memory.free_contributions(action.tensor)
+            # An answer block in flight is not given back: the server of this machine may yet write to it.

@@ -1,0 +1,158 @@
+"""The way to a summation service: over TCP, or through shared memory if it is on this machine.
+
+Owned by the loop's thread. A link sends headers with payloads and hands answers to one callback; it knows
+nothing of tensors or rounds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import zmq
+
+from byteps_py import auth
+from byteps_py.channel import Channel
+from byteps_py.channel import connect as connect_channel
+from byteps_py.errors import PeerLostError, ProtocolError
+from byteps_py.loop import EventLoop
+from byteps_py.settings import Settings
+from byteps_py.shm import Arena, Block
+from byteps_py.wire import HEADER_BYTES, Header, Kind
+
+#: header, payload (None if the answer lies in shared memory)
+OnAnswer = Callable[[Header, zmq.Frame | None], None]
+OnLost = Callable[[str], None]
+
+_DRAIN = 64  # messages taken per wake-up before others get their turn
+_SLACK_BYTES = 64 << 10
+_CONNECT_S = 1.0
+
+
+class ServerLink(ABC):
+    """One summation service."""
+
+    bytes_sent = 0
+    bytes_received = 0
+
+    @abstractmethod
+    def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
+        """Send ``header.length`` bytes at ``offset`` of ``payload``, which stay untouched until the answer."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class TcpLink(ServerLink):
+    """A ZeroMQ DEALER. Payloads are sent from, and answers read in, the memory where they lie."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        loop: EventLoop,
+        address: str,
+        sender: int,
+        settings: Settings,
+        contributions: Callable[[Block, int, int], memoryview],
+        on_answer: OnAnswer,
+    ) -> None:
+        self._loop = loop
+        self._view = contributions
+        self._on_answer = on_answer
+        socket = self._socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, settings.partition_bytes + _SLACK_BYTES)
+        socket.setsockopt(zmq.SNDHWM, 0)  # the credit is the limit
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
+        socket.connect(address)
+        token = auth.token(settings.secret, "data", settings.job, str(sender))
+        socket.send_multipart([Header(Kind.HELLO, sender).pack(), token.encode()])
+        loop.add_reader(socket, self._drain)
+
+    def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
+        self._socket.send(header.pack(), zmq.SNDMORE)
+        if payload is None:
+            self._socket.send(b"")
+        else:
+            self._socket.send(self._view(payload, offset, header.length), copy=False)
+            self.bytes_sent += header.length
+
+    def _drain(self) -> None:
+        for _ in range(_DRAIN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if len(frames) != 2:
+                raise ProtocolError(f"a summation service sent {len(frames)} frames, an answer has 2")
+            header = Header.unpack(frames[0].bytes)
+            self.bytes_received += len(frames[1])
+            self._on_answer(header, frames[1])
+
+    def close(self) -> None:
+        self._loop.remove(self._socket)
+        self._socket.close()
+
+
+class LocalLink(ServerLink):
+    """A channel to the summation service of this machine, which maps ``arena``: it reads contributions and
+    writes answers there."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        name: str,
+        sender: int,
+        settings: Settings,
+        arena: Arena,
+        on_answer: OnAnswer,
+        on_lost: OnLost,
+    ) -> None:
+        self._loop = loop
+        self._arena = arena
+        self._announced = 0
+        self._on_answer = on_answer
+        self._on_lost = on_lost
+        # It listened before it became a member: who is not there now is gone.
+        self._channel: Channel = connect_channel(name, _CONNECT_S)
+        token = auth.token(settings.secret, "data", settings.job, str(sender))
+        self._channel.send(Header(Kind.HELLO, sender).pack() + token.encode())
+        self._fd = self._channel.fileno()
+        loop.add_reader(self._fd, self._drain)
+
+    def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
+        if payload is not None:
+            header.segment, header.segment_offset = payload.segment, payload.offset + offset
+            self.bytes_sent += header.length
+        if answer is not None:
+            header.answer_segment, header.answer_offset = answer.segment, answer.offset
+        try:
+            while self._announced < len(self._arena.segments):
+                segment = self._arena.segments[self._announced]
+                hello = Header(Kind.SEGMENT, header.sender, segment=self._announced, length=segment.nbytes)
+                self._channel.send(hello.pack(), (segment.fd,))
+                self._announced += 1
+            self._channel.send(header.pack())
+        except PeerLostError as lost:
+            self._on_lost(str(lost))
+
+    def _drain(self) -> None:
+        try:
+            for _ in range(_DRAIN):
+                message = self._channel.receive(0)
+                if message is None:
+                    return
+                header = Header.unpack(message[0][:HEADER_BYTES])
+                text = message[0][HEADER_BYTES:]
+                self.bytes_received += header.length
+                self._on_answer(header, zmq.Frame(text) if text else None)
+        except PeerLostError as lost:
+            self._loop.remove(self._fd)
+            self._on_lost(str(lost))
+
+    def close(self) -> None:
+        self._loop.remove(self._fd)
+        self._channel.close()

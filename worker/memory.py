@@ -1,0 +1,79 @@
+"""The shared memory of one communication service: its ranks' slots, its contributions, its answers.
+
+With one rank, the rank's inputs are the contributions; with several, the machine's sums lie in an arena that
+only the summation service of this machine maps as well. Owned by the loop's thread.
+"""
+
+from __future__ import annotations
+
+from byteps_py.shm import Arena, Block
+from byteps_py.tensors import Op, TensorSpec
+from byteps_py.worker.ranks import RankConnection
+from byteps_py.worker.tensor import Part, RankSlot, Tensor
+from byteps_py.worker.topology import Topology
+
+
+class Memory:
+    """``machines``, ``local_size``: as the topology says; they decide what needs memory of its own."""
+
+    def __init__(self, machines: int, local_size: int) -> None:
+        self._machines = machines
+        self._inputs_are_contributions = machines > 1 and local_size == 1
+        self._ranks = [Arena() for _ in range(local_size)]
+        #: What a summation service on this machine maps.
+        self.machine = self._ranks[0] if self._inputs_are_contributions else Arena()
+        self.slots: dict[int, RankSlot] = {}  # by id
+        self._next_slot_id = 1
+
+    def arena_of(self, local_rank: int) -> Arena:
+        return self._ranks[local_rank]
+
+    def new_slot(self, rank: RankConnection, spec: TensorSpec) -> RankSlot:
+        """A rank's memory for a tensor: inputs that must outlive their round have two, used in turn, and a
+        result beside them; else one block is input and result."""
+        slot_id, self._next_slot_id = self._next_slot_id, self._next_slot_id + 1
+        if self._inputs_are_contributions:
+            inputs: tuple[Block, ...] = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
+            result = rank.allocate(spec.nbytes)
+        else:
+            result = rank.allocate(spec.nbytes)
+            inputs = (result,)
+        slot = self.slots[slot_id] = RankSlot(slot_id, rank.local_rank, spec, inputs, result)
+        return slot
+
+    def equip(self, tensor: Tensor, topology: Topology) -> None:
+        """Give an agreed tensor what it needs beside its slots."""
+        if tensor.spec.op is Op.BROADCAST:
+            tensor.local_root = topology.local_rank_of(tensor.spec.root)
+            tensor.root_machine = topology.machine_of(tensor.spec.root)
+        if self._machines > 1 and not self._inputs_are_contributions and tensor.contributes:
+            tensor.contributions = (
+                self.machine.allocate(tensor.spec.nbytes),
+                self.machine.allocate(tensor.spec.nbytes),
+            )
+
+    def give_answer_block(self, part: Part) -> Block:
+        part.answer = self.machine.allocate(part.length)
+        return part.answer
+
+    def take_answer_block(self, part: Part) -> None:
+        """The answer was delivered: its memory is free. Bounded, like the bytes in flight, by the credit."""
+        if part.answer is not None:
+            self.machine.free(part.answer)
+            part.answer = None
+
+    def free_slot(self, slot: RankSlot) -> None:
+        del self.slots[slot.id]
+        arena = self._ranks[slot.local_rank]
+        for block in {*slot.inputs, slot.result}:
+            arena.free(block)
+
+    def free_contributions(self, tensor: Tensor) -> None:
+        for block in tensor.contributions:
+            self.machine.free(block)
+        tensor.contributions = ()
+
+    def view(self, block: Block, offset: int, length: int) -> memoryview:
+        """Bytes of a block of ``machine``."""
+        start = block.offset + offset
+        return self.machine.segments[block.segment].view[start : start + length]

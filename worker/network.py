@@ -1,0 +1,85 @@
+"""The servers of an epoch and the way to each. Owned by the loop's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+
+from byteps_py.errors import ProtocolError
+from byteps_py.loop import EventLoop
+from byteps_py.settings import Settings
+from byteps_py.wire import Header, Kind
+from byteps_py.worker.links import LocalLink, OnAnswer, ServerLink, TcpLink
+from byteps_py.worker.memory import Memory
+from byteps_py.worker.tensor import Part
+from byteps_py.worker.topology import Topology
+
+
+class Network:
+    """``on_lost``: called with a sentence when a server's connection is found broken."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        settings: Settings,
+        topology: Topology,
+        memory: Memory,
+        on_answer: OnAnswer,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._epoch = topology.epoch
+        self._me = topology.machine_index
+        self._memory = memory
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links: dict[int, ServerLink] = {}
+        for server in topology.servers:
+            link: ServerLink
+            if server.machine_id == topology.me.machine_id and server.local_address:
+                link = LocalLink(loop, server.local_address, self._me, settings, memory.machine, on_answer, on_lost)
+            else:
+                link = TcpLink(self._context, loop, server.address, self._me, settings, memory.view, on_answer)
+            self._links[server.member_id] = link
+
+    def push(self, part: Part, round_: int) -> None:
+        """Send the machine's contribution to the partition's server, or ask for a broadcast's result."""
+        tensor = part.tensor
+        link = self._links.get(part.server)
+        if link is None:
+            raise ProtocolError(f"tensor {tensor.name!r} is placed on server {part.server}, which is no member")
+        contributes = tensor.contributes
+        header = Header(
+            Kind.PUSH if contributes else Kind.PULL,
+            self._me,
+            self._epoch,
+            tensor.spec.dtype,
+            tensor.spec.op,
+            tensor.root_machine,
+            tensor.key,
+            tensor.generation,
+            part.index,
+            round_,
+            part.offset,
+            part.length,
+        )
+        answer = None
+        if isinstance(link, LocalLink) and tensor.local_root is None:
+            answer = self._memory.give_answer_block(part)
+        link.push(header, tensor.contribution if contributes else None, part.offset, answer)
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(link.bytes_sent for link in self._links.values() if isinstance(link, TcpLink))
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(link.bytes_received for link in self._links.values() if isinstance(link, TcpLink))
+
+    @property
+    def bytes_local(self) -> int:
+        return sum(link.bytes_sent for link in self._links.values() if isinstance(link, LocalLink))
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._context.term()

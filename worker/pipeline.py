@@ -1,0 +1,166 @@
+"""The rounds of all tensors on one machine: what is due when. Pure; time is an argument.
+
+    ready ─► [sum local ranks] ─► queue ─► push ─► answered ─► [deliver to local ranks] ─► done
+             Compute               PushQueue       the server   Compute
+
+With a single machine the sum goes straight to the local ranks' results and the round is done.
+The first Compute is left out when one rank's input, or another machine's, already is the contribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from byteps_py.errors import ProtocolError
+from byteps_py.tensors import Op
+from byteps_py.worker.actions import Action, Compute, Done, Push, Release
+from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.tensor import Part, RankSlot, Stage, Tensor
+
+
+class Pipeline:
+    """``machines``: number of GPU machines; ``size``: number of ranks (an average's divisor)."""
+
+    def __init__(self, machines: int, size: int, queue: PushQueue) -> None:
+        self._machines = machines
+        self._size = size
+        self._queue = queue
+
+    def start(self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]], now: float) -> list[Action]:
+        """A tensor is agreed. ``pieces``: (offset, length, server) of its partitions, in order of offset."""
+        tensor.parts = [Part(tensor, i, *piece) for i, piece in enumerate(pieces)]
+        return self._advance(tensor, now)
+
+    def ready(self, slot: RankSlot, round_: int, nbytes: int, now: float) -> list[Action]:
+        """A rank has handed over the first ``nbytes`` of its own round number ``round_``.
+
+        Raises ProtocolError if that can't be.
+        """
+        if slot.is_kept or (slot.tensor is not None and slot.tensor.retired):
+            return []  # the news that it is void crosses this message
+        begins = slot.ready_bytes < 0
+        expected = slot.round + 1 if begins else slot.round
+        if round_ != expected or not max(slot.ready_bytes, 0) <= nbytes <= slot.spec.nbytes:
+            raise ProtocolError(
+                f"tensor {slot.spec.name!r}: local rank {slot.local_rank} handed over {nbytes} of "
+                f"{slot.spec.nbytes} bytes of round {round_}, round {expected} is due"
+            )
+        if begins:
+            slot.round, slot.ready_since = round_, now
+        slot.ready_bytes = nbytes
+        return self._advance(slot.tensor, now) if slot.tensor is not None else []
+
+    def _advance(self, tensor: Tensor, now: float) -> list[Action]:
+        ready = tensor.ready_bytes
+        if ready < 0:
+            return []
+        actions: list[Action] = []
+        queued = False
+        while tensor.begun < len(tensor.parts) and tensor.parts[tensor.begun].end <= ready:
+            part = tensor.parts[tensor.begun]
+            tensor.begun += 1
+            compute = self._local_sum(part)
+            if compute is not None:
+                part.stage = Stage.REDUCING
+                tensor.running += 1
+                actions.append(compute)
+            else:
+                self._enqueue(part)
+                queued = True
+        if not tensor.parts and ready == tensor.spec.nbytes:
+            actions.append(self._complete(tensor))
+        if queued:
+            actions += self.pump(now)
+        return actions
+
+    def _local_sum(self, part: Part) -> Compute | None:
+        """What this machine computes before anything is sent; None if there is nothing to compute."""
+        tensor, offset = part.tensor, part.offset
+        spec = tensor.spec
+        if not tensor.contributes:
+            return None
+        alone = self._machines == 1
+        if not alone and not tensor.contributions:
+            return None
+        sources = tensor.slots if tensor.local_root is None else (tensor.slots[tensor.local_root],)
+        inputs = tuple(slot.input.address + offset for slot in sources)
+        if alone:
+            return Compute(part, spec.op, inputs, tensor.results(offset), spec.divisor(self._size))
+        return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
+
+    def _enqueue(self, part: Part) -> None:
+        part.stage = Stage.QUEUED
+        self._queue.add(part, part.tensor.spec.priority)
+
+    def pump(self, now: float) -> list[Action]:
+        """Push what the credit allows. Also called from time to time, see PushQueue."""
+        actions: list[Action] = []
+        while (part := self._queue.take(now)) is not None:
+            part.stage = Stage.IN_FLIGHT
+            actions.append(Push(part, part.tensor.round))
+        return actions
+
+    def computed(self, part: Part, now: float) -> list[Action]:
+        """A Compute has ended."""
+        tensor = part.tensor
+        tensor.running -= 1
+        if tensor.retired:
+            return self._release(tensor)
+        if part.stage is Stage.REDUCING and self._machines > 1:
+            self._enqueue(part)
+            return self.pump(now)
+        return self._finish(part)
+
+    def awaits(self, part: Part, round_: int) -> bool:
+        """True if an answer to, or a refusal of, this round's push still matters; else it is of a void tensor,
+        or says again what an earlier one has said."""
+        return not part.tensor.retired and part.stage is Stage.IN_FLIGHT and round_ == part.tensor.round
+
+    def answered(self, part: Part, round_: int, source: int, now: float) -> list[Action]:
+        """The server's answer to a push lies at address ``source`` (0: none, for the root of a broadcast)."""
+        if not self.awaits(part, round_):
+            return []
+        tensor = part.tensor
+        self._queue.give_back(part, now)
+        actions = self.pump(now)
+        if tensor.local_root is not None:
+            source = tensor.contribution.address + part.offset
+        outputs = tensor.results(part.offset)
+        if not outputs:
+            return actions + self._finish(part)
+        part.stage = Stage.DELIVERING
+        tensor.running += 1
+        divisor = tensor.spec.divisor(self._size)
+        op = Op.SUM if divisor > 1 else Op.BROADCAST  # of one input: a division, or a copy
+        return [*actions, Compute(part, op, (source,), outputs, divisor)]
+
+    def _finish(self, part: Part) -> list[Action]:
+        tensor = part.tensor
+        part.stage = Stage.DONE
+        tensor.finished += 1
+        return [self._complete(tensor)] if tensor.finished == len(tensor.parts) else []
+
+    def _complete(self, tensor: Tensor) -> Done:
+        done = Done(tensor, tuple((slot.local_rank, slot.id, slot.round) for slot in tensor.slots))
+        tensor.round += 1
+        tensor.begun = tensor.finished = 0
+        for slot in tensor.slots:
+            slot.ready_bytes = -1
+        for part in tensor.parts:
+            part.stage = Stage.WAITING
+        return done
+
+    def retire(self, tensor: Tensor, now: float) -> list[Action]:
+        """The tensor is void: forget its rounds, give its credit back, and its memory once no kernel runs."""
+        tensor.retired = True
+        self._queue.drop(set(tensor.parts))
+        for part in tensor.parts:
+            if part.stage is Stage.IN_FLIGHT:
+                self._queue.give_back(part, now)
+        return self._release(tensor) + self.pump(now)
+
+    def _release(self, tensor: Tensor) -> list[Action]:
+        if tensor.running:
+            return []
+        # A slot that lives on in the tensor's next generation stays.
+        return [Release(tuple(s for s in tensor.slots if s.tensor is tensor and not s.is_kept), tensor)]

@@ -1,0 +1,42 @@
+"""Which server adds which partition: this service's copy of the placement table. Pure.
+
+Every communication service applies the scheduler's verdicts in the same order, and so has the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.placement.table import PlacementTable
+from byteps_py.tensors import TensorSpec, key_of, split
+from byteps_py.worker.topology import Topology
+
+#: With one machine nothing is sent; a tensor is cut only so that several threads can sum it.
+LOCAL_PIECE_BYTES = 1 << 20
+NO_SERVER = -1
+
+
+class Placing:
+    """The servers and their weights are those of ``topology``. Raises ProtocolError if these can't be."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._table: PlacementTable | None = None
+        if topology.machines == 1:
+            return
+        try:
+            servers = [(server.member_id, server.weight) for server in topology.servers]
+            self._table = PlacementTable(servers, topology.partition_bytes)
+        except UsageError as error:
+            raise ProtocolError(f"the scheduler's membership can't hold tensors: {error}") from error
+
+    def add(self, batch: Iterable[TensorSpec]) -> None:
+        """Enter the tensors of one message of verdicts."""
+        if self._table is not None:
+            self._table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in batch)
+
+    def pieces(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
+        """(offset, length, server's member id) of a tensor's partitions, by offset."""
+        if self._table is not None:
+            return self._table.partitions(key_of(spec.name))
+        return [(*piece, NO_SERVER) for piece in split(spec.nbytes, LOCAL_PIECE_BYTES, spec.dtype.itemsize)]

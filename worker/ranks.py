@@ -1,0 +1,108 @@
+"""The local ranks' connections: their words in, the service's words out, their shared memory.
+
+Owned by the loop's thread. A rank that reads nothing for a while (it computes) never blocks the service:
+what its socket does not take waits here, DONE records coalescing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+from byteps_py.channel import Channel
+from byteps_py.errors import PeerLostError
+from byteps_py.loop import EventLoop
+from byteps_py.session import protocol
+from byteps_py.session.protocol import Kind
+from byteps_py.shm import Arena, Block
+
+
+class RankConnection:
+    """One rank. ``arena`` holds its slots; it outlives the connection, for kernels may still write there."""
+
+    def __init__(self, loop: EventLoop, channel: Channel, local_rank: int, arena: Arena, barriers: int) -> None:
+        self.local_rank = local_rank
+        self.pid = channel.peer_pid
+        self.arena = arena
+        self.barriers_before = barriers  # passed before this rank came: its own count starts at 0
+        self.barriers = barriers  # how many it has come to
+        self._announced = 0  # segments the rank has been given
+        self._loop = loop
+        self._channel = channel
+        self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._done: list[tuple[int, int, int]] = []
+        self._fd = channel.fileno()
+        # The socket of a dead rank may live on in a process it forked; its pid tells the truth.
+        self._pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    @property
+    def pidfd(self) -> int:
+        """Readable when the rank's process has ended."""
+        return self._pidfd
+
+    def receive(self) -> bytes | None:
+        """The next message, None if there is none now. Raises PeerLostError, ProtocolError."""
+        message = self._channel.receive(0)
+        if message is None:
+            return None
+        for fd in message[1]:  # ranks have no descriptors to give
+            os.close(fd)
+        return message[0]
+
+    def allocate(self, nbytes: int) -> Block:
+        """Memory for this rank, made known to it before the next message that names it."""
+        block = self.arena.allocate(nbytes)
+        self.announce()
+        return block
+
+    def announce(self) -> None:
+        """Hand the rank descriptors of segments it does not know."""
+        while self._announced < len(self.arena.segments):
+            segment = self.arena.segments[self._announced]
+            self.send(protocol.pack(Kind.SEGMENT, id=self._announced, nbytes=segment.nbytes), (segment.fd,))
+            self._announced += 1
+
+    def send(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send now, or as soon as the rank's socket takes it; order is kept. Raises PeerLostError."""
+        if self._backlog or not self._channel.try_send(message, fds):
+            if not self._backlog:
+                self._loop.add_writer(self._fd, self._flush)
+            self._backlog.append((message, fds))
+
+    def add_done(self, slot_id: int, round_: int) -> None:
+        """Note a delivered round; ``send_done`` tells the rank."""
+        self._done.append((slot_id, round_, 0))
+
+    def send_done(self) -> None:
+        """Tell the rank of all rounds noted, unless its socket is full: then with the next chance. Raises
+        PeerLostError."""
+        while self._done and not self._backlog:
+            records, self._done = self._done[: protocol.MAX_RECORDS], self._done[protocol.MAX_RECORDS :]
+            self.send(protocol.pack_records(Kind.DONE, records))
+
+    def _flush(self) -> None:
+        try:
+            while self._backlog and self._channel.try_send(*self._backlog[0]):
+                self._backlog.popleft()
+            if not self._backlog:
+                self._loop.remove_writer(self._fd)
+                self.send_done()
+        except PeerLostError:  # what it said last is still to be read, and says why
+            self._loop.remove_writer(self._fd)
+
+    def hang_up(self) -> None:
+        """The rank has left: no more words. Its process may live on, and the end of that can still be waited for."""
+        self._loop.remove(self._fd)
+        self._channel.close()
+
+    def forget(self) -> None:
+        self._loop.remove(self._pidfd)
+        os.close(self._pidfd)
+
+    def close(self) -> None:
+        self.hang_up()
+        self.forget()

@@ -1,0 +1,107 @@
+"""What a rank can ask of its communication service once the cluster is complete. Owned by the loop's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from byteps_py.errors import PeerLostError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.words import ranks_text
+from byteps_py.session import protocol
+from byteps_py.session.protocol import Kind
+from byteps_py.worker.actions import Action
+from byteps_py.worker.agreement import Agreement
+from byteps_py.worker.executor import Executor
+from byteps_py.worker.memory import Memory
+from byteps_py.worker.pipeline import Pipeline
+from byteps_py.worker.ranks import RankConnection
+from byteps_py.worker.topology import Topology
+
+
+class Requests:
+    """``released``: barriers passed so far."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        memory: Memory,
+        agreement: Agreement,
+        pipeline: Pipeline,
+        executor: Executor,
+        send: Callable[[pb.MemberMessage], None],
+    ) -> None:
+        self.topology = topology
+        self.memory = memory
+        self.executor = executor
+        self.released = 0  # barriers passed
+        self._arrived = 0
+        self._barrier_since: float | None = None
+        self._agreement = agreement
+        self._pipeline = pipeline
+        self._send = send
+
+    def describe(self, local_rank: int, pid: int) -> str:
+        """``rank 3 (process 4711 on node7)``."""
+        return f"rank {self.topology.first_rank + local_rank} (process {pid} on {self.topology.me.host})"
+
+    def declare(self, rank: RankConnection, fields: dict[str, Any]) -> list[Action]:
+        """Give the rank memory for its tensors at once; whether all ranks agree will turn out."""
+        slots = [self.memory.new_slot(rank, protocol.spec_from_json(spec)) for spec in fields["specs"]]
+        places = [
+            {
+                "id": slot.id,
+                "inputs": [[block.segment, block.offset] for block in slot.inputs],
+                "result": [slot.result.segment, slot.result.offset],
+            }
+            for slot in slots
+        ]
+        rank.send(protocol.pack(Kind.DECLARED, request=fields["request"], slots=places))
+        actions: list[Action] = []
+        for slot in slots:
+            actions += self._agreement.declare(slot)
+        return actions
+
+    def ready(self, message: bytes) -> list[Action]:
+        now = time.monotonic()
+        actions: list[Action] = []
+        for slot_id, round_, nbytes in protocol.records_of(message):
+            slot = self.memory.slots.get(slot_id)
+            if slot is not None:  # else its declaration failed while the message was on its way
+                actions += self._pipeline.ready(slot, round_, nbytes, now)
+                actions += self._agreement.came(slot)
+        return actions
+
+    def poll_barrier(self) -> None:
+        """A local rank has come to a barrier: tell the scheduler when all have come to the next one."""
+        self._barrier_since = self._barrier_since or time.monotonic()
+        ranks = self.executor.ranks.values()
+        if len(ranks) == self.topology.local_size and min(rank.barriers for rank in ranks) > self._arrived:
+            self._arrived += 1
+            self._send(pb.MemberMessage(arrive=pb.Arrive(sequence=self._arrived)))
+
+    def release_barrier(self, sequence: int) -> None:
+        self.released = sequence
+        self._barrier_since = None
+        for rank in self.executor.ranks.values():
+            if rank.barriers >= sequence:
+                with contextlib.suppress(PeerLostError):  # it is found out by its own connection
+                    rank.send(protocol.pack(Kind.RELEASED, sequence=sequence - rank.barriers_before))
+
+    def at_barrier(self) -> tuple[list[int], float]:
+        """The local ranks that wait at a barrier, and for how long the first has."""
+        waiting = [rank.local_rank for rank in self.executor.ranks.values() if rank.barriers > self.released]
+        age_s = time.monotonic() - self._barrier_since if waiting and self._barrier_since else 0.0
+        return waiting, age_s
+
+    def forget(self, local_rank: int) -> None:
+        self.executor.run(self._agreement.forget_rank(local_rank))
+
+
+def describe_waiting(waiting: pb.Waiting) -> str:
+    """``tensor 'w': ranks 0-1 wait for other ranks``"""
+    what = f"tensor {waiting.name!r}" if waiting.name else "a barrier"
+    verb = "waits" if len(waiting.ready_ranks) == 1 else "wait"
+    return f"{what}: {ranks_text(waiting.ready_ranks)} {verb} for other ranks"

@@ -1,0 +1,298 @@
+"""One communication service: its life from start to end, and what makes it end.
+
+Owns the loop. It ends well when its ranks have left (unless it is to ``stay`` for ranks that come back, under
+a launcher that ends it), when the scheduler says so, or by SIGTERM; with an error when the job fails.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+
+from byteps_py import kernels
+from byteps_py.channel import Listener
+from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
+from byteps_py.kernels.engine import Engine, default_threads
+from byteps_py.log import logger
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.client import ControlLink, connect
+from byteps_py.scheduler.declarations import to_spec
+from byteps_py.settings import Settings
+from byteps_py.tensors import TensorSpec
+from byteps_py.worker.agreement import Agreement
+from byteps_py.worker.credit import STUCK_AFTER_S, PushQueue
+from byteps_py.worker.desk import Desk
+from byteps_py.worker.executor import READY_AT_START, Executor
+from byteps_py.worker.memory import Memory
+from byteps_py.worker.network import Network
+from byteps_py.worker.pipeline import Pipeline
+from byteps_py.worker.placing import Placing
+from byteps_py.worker.requests import Requests, describe_waiting
+from byteps_py.worker.tensor import RankSlot
+from byteps_py.worker.topology import Topology
+
+#: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
+DEPARTURE_GRACE_S = 1.0
+_TICK_S = 0.25
+_WORD_OF_SCHEDULER_S = 1.0
+_STALLS_KEPT = 20
+
+
+class Service:
+    """``run`` returns the process's exit code."""
+
+    def __init__(self, settings: Settings, stay: bool) -> None:
+        self._settings = settings
+        self._stay = stay
+        self._exit_code = 0
+        self._started = time.monotonic()
+        self._loop = EventLoop()
+        self._listener = Listener(settings.local_socket("cs"))
+        self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
+        self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
+        self._queue = PushQueue(settings.credit_bytes)
+        self._agreement = Agreement(settings.local_size)
+        self._placing: Placing | None = None
+        self._requests: Requests | None = None
+        self._executor: Executor | None = None
+        self._network: Network | None = None
+        self._pipeline: Pipeline | None = None
+        self._departed: tuple[float, BytePSError] | None = None
+        self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
+        self._had_ranks = False
+        self._is_headless = False  # the scheduler is lost
+        self._link: ControlLink = connect(
+            settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat
+        )
+
+    def run(self) -> int:
+        self._engine.submit(0, lambda: kernels.prepare(READY_AT_START), self._kernels_prepared)
+        self._loop.call_later(_TICK_S, self._tick)
+        self._loop.call_later(STUCK_AFTER_S, self._pump)
+        try:
+            self._loop.run()
+        except BytePSError as error:  # a server broke the protocol, say: all must know
+            logger.error("%s", error)
+            self._fail(error)
+        finally:
+            self._close()
+        return self._exit_code
+
+    def stop(self) -> None:
+        """End; in order, unless ranks are still at work. Any thread, also a signal handler."""
+        self._loop.post(self._told_to_end)
+
+    def _told_to_end(self) -> None:
+        staying = self._desk.settle()
+        if staying and self._requests is not None:
+            ranks = self._requests.topology.describe_ranks(staying)
+            self._fail(PeerLostError(f"the communication service of {ranks} was told to end while they needed it"))
+        self._loop.stop()
+
+    def _close(self) -> None:
+        self._link.close("the communication service ends")
+        self._desk.close()
+        self._engine.close()
+        if self._network is not None:
+            self._network.close()
+        self._loop.close()
+
+    # ---- the scheduler ---------------------------------------------------------------------------------
+
+    def _registration(self) -> pb.Register:
+        settings = self._settings
+        return pb.Register(
+            role=pb.ROLE_COMMUNICATION,
+            kind=pb.MACHINE_KIND_GPU,
+            machine_index=settings.worker_id,
+            local_size=settings.local_size,
+        )
+
+    def _on_message(self, message: pb.SchedulerMessage) -> None:
+        body = message.WhichOneof("body")
+        if body == "membership":
+            self._begin(message.membership)
+        elif body == "verdicts":
+            self._decide(message.verdicts)
+        elif body == "reopen" and self._executor is not None:
+            reopen = message.reopen
+            self._executor.run(self._agreement.reopened(reopen.name, reopen.generation, reopen.rounds))
+        elif body == "release" and self._requests is not None:
+            self._requests.release_barrier(message.release.sequence)
+        elif body == "stalled":
+            self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
+            logger.warning("%s", message.stalled.message)
+        elif body in ("refused", "failure"):
+            answer = message.refused if body == "refused" else message.failure
+            error = from_name(answer.error, answer.message)
+            if body == "failure" and message.failure.orderly:
+                self._departed = self._departed or (time.monotonic(), error)
+            else:
+                self._fail(error, report=False)
+        elif body == "stop":
+            logger.info("the scheduler ends the job: %s", message.stop.reason)
+            self._loop.stop()
+
+    def _begin(self, membership: pb.Membership) -> None:
+        """The cluster is complete."""
+        topology = Topology.of(membership, self._settings.worker_id)
+        memory = Memory(topology.machines, topology.local_size)
+        pipeline = Pipeline(topology.machines, topology.size, self._queue)
+        self._placing = Placing(topology)
+        self._pipeline = pipeline
+        self._queue.set_weights({server.member_id: server.weight for server in topology.servers})
+        executor = self._executor = Executor(
+            self._loop, self._engine, memory, pipeline, topology.first_rank, self._link.send, self._fail
+        )
+        if topology.machines > 1:
+            self._network = executor.network = Network(
+                self._loop, self._settings, topology, memory, executor.answered, self._server_lost
+            )
+        self._requests = Requests(topology, memory, self._agreement, pipeline, executor, self._link.send)
+        self._desk.open(self._requests)
+        logger.info("epoch %d: %d machines, %d ranks", topology.epoch, topology.machines, topology.size)
+
+    def _decide(self, verdicts: pb.Verdicts) -> None:
+        """Names become tensors, all together, or void."""
+        executor, placing, requests = self._executor, self._placing, self._requests
+        if executor is None or placing is None or requests is None:
+            return
+        accepted: dict[str, TensorSpec] = {
+            verdict.name: to_spec(verdict.name, verdict.spec) for verdict in verdicts.verdicts if not verdict.error
+        }
+        placing.add(accepted.values())
+        for verdict in verdicts.verdicts:
+            if verdict.error:
+                error = from_name("MismatchError", verdict.error)
+                actions, old = self._agreement.rejected(verdict.name, verdict.generation, error)
+                executor.run(actions)
+            else:
+                spec = accepted[verdict.name]
+                tensor, old = self._agreement.accepted(verdict.name, verdict.generation, spec)
+                if tensor is not None:
+                    requests.memory.equip(tensor, requests.topology)
+                    executor.start(tensor, placing.pieces(spec))
+            if old is not None:
+                executor.retire(old)
+            executor.run(self._agreement.decided(verdict.name))
+
+    def _scheduler_lost(self, error: BytePSError) -> None:
+        if self._requests is None:
+            self._fail(error, report=False)
+        elif self._desk.failure is None:
+            self._is_headless = True
+            # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+            logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
+
+    def _heartbeat(self) -> pb.Heartbeat:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        statistics = pb.Statistics(
+            rounds=self._executor.rounds if self._executor else 0,
+            cpu_s=usage.ru_utime + usage.ru_stime,
+            resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
+            bytes_in_flight=self._queue.in_flight_bytes,
+        )
+        if self._network is not None:
+            statistics.bytes_sent = self._network.bytes_sent
+            statistics.bytes_received = self._network.bytes_received
+            statistics.bytes_local = self._network.bytes_local
+        return pb.Heartbeat(statistics=statistics, waiting=self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
+
+    # ---- waiting too long ------------------------------------------------------------------------------
+
+    def _waiting(self, age_s: float) -> list[pb.Waiting]:
+        """Tensors, and a barrier without a name, that local ranks have waited for longer than ``age_s``."""
+        if self._requests is None:
+            return []
+        first_rank = self._requests.topology.first_rank
+        now = time.monotonic()
+        found = []
+
+        def add(name: str, round_: int, slots: list[RankSlot]) -> None:
+            age = max((now - slot.ready_since for slot in slots), default=0.0)
+            if age > age_s:
+                ready = [first_rank + slot.local_rank for slot in slots]
+                found.append(pb.Waiting(name=name, round=round_, ready_ranks=ready, age_s=age))
+
+        for name, slots in self._agreement.undecided():
+            add(name, 0, slots)
+        for tensor in self._agreement.tensors():
+            add(tensor.name, tensor.round, [slot for slot in tensor.slots if slot.waits])
+        there, waited_s = self._requests.at_barrier()
+        if there and waited_s > age_s:
+            found.append(pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s))
+        return found
+
+    def _tick(self) -> None:
+        self._loop.call_later(_TICK_S, self._tick)
+        now = time.monotonic()
+        self._check_departures(now)
+        limit = self._settings.stall_limit_s
+        if limit and (waiting := self._waiting(limit)):
+            # The scheduler knows whom they wait for: the last that it said about it.
+            name = repr(waiting[0].name) if waiting[0].name else "a barrier"
+            why = next((f": {sentence}" for sentence in self._stalled if name in sentence), "")
+            if self._is_headless:
+                why = "; the scheduler is lost, and new tensors and barriers need it"
+            self._fail(
+                StallError(f"{describe_waiting(waiting[0])} longer than BYTEPS_STALL_LIMIT_S={limit:g} allows{why}")
+            )
+        if not self._stay and not self._had_ranks and now - self._started > self._settings.start_timeout_s:
+            logger.error("no rank came within %g s", self._settings.start_timeout_s)
+            self._exit_code = 1
+            self._loop.stop()
+
+    def _check_departures(self, now: float) -> None:
+        """Fail if ranks wait for others that have shut down, and what these gave before has come to its end."""
+        waiting = self._waiting(DEPARTURE_GRACE_S)
+        if not waiting or self._requests is None or self._requests.executor.idle_s(now) < DEPARTURE_GRACE_S:
+            return
+        left = self._desk.gone if self._stay else self._desk.left
+        if self._departed is not None and now - self._departed[0] > DEPARTURE_GRACE_S:
+            self._fail(PeerLostError(f"{describe_waiting(waiting[0])}, but {self._departed[1]}"), report=False)
+        elif left and now - max(left.values()) > DEPARTURE_GRACE_S:
+            ranks = self._requests.topology.describe_ranks(list(left))
+            self._fail(PeerLostError(f"{describe_waiting(waiting[0])}, but {ranks} shut down"))
+
+    def _pump(self) -> None:
+        if len(self._queue) and self._executor is not None and self._pipeline is not None:
+            self._executor.run(self._pipeline.pump(time.monotonic()))
+        self._loop.call_later(STUCK_AFTER_S, self._pump)
+
+    # ---- failing and ending ----------------------------------------------------------------------------
+
+    def _rank_died(self, sentence: str) -> None:
+        self._fail(PeerLostError(sentence))
+
+    def _server_lost(self, sentence: str) -> None:
+        error = PeerLostError(f"the summation service of this machine is gone: {sentence}")
+        # It may have ended because the job has failed: then the scheduler will say why.
+        self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._fail(error))
+
+    def _kernels_prepared(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._loop.post(lambda: self._fail(RendezvousError(f"summing kernels can't be compiled: {error}")))
+
+    def _fail(self, error: BytePSError, report: bool = True) -> None:
+        """The job can't go on: tell the local ranks and, unless they know, all others."""
+        if self._desk.failure is not None:
+            return
+        self._exit_code = 1
+        logger.info("the job fails: %s", error)
+        if report:
+            self._link.send(pb.MemberMessage(report=pb.Report(error=type(error).__name__, message=str(error))))
+        self._desk.fail(error)
+        self._ranks_changed()
+
+    def _ranks_changed(self) -> None:
+        here = self._desk.ranks_here
+        self._had_ranks = self._had_ranks or here > 0
+        if self._stay and len(self._desk.gone) == self._settings.local_size:
+            self._link.send(pb.MemberMessage(gone=pb.Gone()))
+        all_have_come = self._requests is None or len(self._desk.left) >= self._settings.local_size
+        if here or self._stay:
+            return
+        if self._desk.failure is not None or (self._had_ranks and all_have_come):
+            self._loop.stop()

@@ -1,0 +1,136 @@
+"""One agreed tensor on one machine: its memory, its partitions, where its current round stands. Pure data.
+
+One round of one partition:
+
+    WAITING ─all local ranks ready─► REDUCING ─► QUEUED ─credit─► IN_FLIGHT ─answer─► DELIVERING ─► DONE
+
+A name that is declared anew becomes a new Tensor; the old one is ``retired`` and its memory given back when
+no kernel uses it any more.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from byteps_py.shm import Block
+from byteps_py.tensors import Op, TensorSpec, key_of
+
+
+class Stage(enum.Enum):
+    """Where a partition stands in the current round."""
+
+    WAITING = "waiting for local ranks"
+    REDUCING = "being reduced on this machine"
+    QUEUED = "waiting for credit"
+    IN_FLIGHT = "waiting for its server"
+    DELIVERING = "being delivered to local ranks"
+    DONE = "delivered"
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One partition of a tensor. ``server``: index of the server that adds it; -1 when no other machine
+    takes part. ``answer``: where the server of this machine writes the answer (shared memory)."""
+
+    tensor: Tensor
+    index: int
+    offset: int
+    length: int
+    server: int
+    stage: Stage = Stage.WAITING
+    answer: Block | None = None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.length // self.tensor.spec.dtype.itemsize
+
+
+@dataclass(slots=True, eq=False)
+class RankSlot:
+    """One local rank's memory for a tensor, and how much of the current round's contribution is there.
+    ``is_kept``: it is void, but the rank may not know yet, and write there. ``has_left``: the rank; what it had
+    handed over still counts, but it waits for nothing."""
+
+    id: int
+    local_rank: int
+    spec: TensorSpec
+    inputs: tuple[Block, ...]
+    result: Block
+    round: int = 0  # the rank's own count of rounds it has begun
+    ready_bytes: int = -1  # of the current round; -1: the rank has not come
+    ready_since: float = 0.0
+    tensor: Tensor | None = None  # once all ranks agreed
+    is_kept: bool = False
+    has_left: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Its rank has begun a round, and is there to see its end."""
+        return self.ready_bytes >= 0 and not self.has_left
+
+    @property
+    def input(self) -> Block:
+        """Where the contribution to the current round lies."""
+        return self.inputs[(self.round - 1) % len(self.inputs)]
+
+
+@dataclass(slots=True, eq=False)
+class Tensor:
+    """``slots``: by local rank. ``contributions``: where the machine's sums lie, by parity of the round (a
+    contribution outlives its round, until the next one is complete); empty if a rank's own input serves.
+    ``local_root``: the local rank that a broadcast reads, None if it is on another machine."""
+
+    name: str
+    generation: int
+    spec: TensorSpec
+    slots: tuple[RankSlot, ...]
+    contributions: tuple[Block, ...] = ()
+    local_root: int | None = None
+    root_machine: int = 0xFFFF
+    parts: list[Part] = field(default_factory=list)
+    key: int = 0
+    round: int = 1  # the current one
+    begun: int = 0  # partitions of the current round that have left WAITING
+    finished: int = 0  # partitions of the current round that are DONE
+    running: int = 0  # kernels at work on this tensor's memory
+    retired: bool = False
+
+    def __post_init__(self) -> None:
+        self.key = key_of(self.name)
+
+    @property
+    def is_pending(self) -> bool:
+        """Some local rank has come to the current round."""
+        return any(slot.ready_bytes >= 0 for slot in self.slots)
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes that all local ranks have handed over; -1 before all have come."""
+        return min(slot.ready_bytes for slot in self.slots)
+
+    @property
+    def contribution(self) -> Block:
+        """Where this machine's contribution to the current round lies."""
+        if self.contributions:
+            return self.contributions[self.round % 2]
+        return self.slots[self.local_root or 0].input
+
+    @property
+    def contributes(self) -> bool:
+        """False if the tensor is broadcast from another machine."""
+        return self.spec.op is not Op.BROADCAST or self.local_root is not None
+
+    def results(self, offset: int) -> tuple[int, ...]:
+        """Addresses, at ``offset``, of the local ranks' results that a delivery has to write."""
+        return tuple(
+            slot.result.address + offset
+            for slot in self.slots
+            # the root of a broadcast may already have its result: its own input
+            if not (slot.local_rank == self.local_root and slot.result.address == slot.input.address)
+        )

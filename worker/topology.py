@@ -1,0 +1,63 @@
+"""Who takes part in an epoch, as one communication service sees it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from byteps_py.proto import control_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """``machine_index``: this machine among ``workers``, which are in order of machine index."""
+
+    epoch: int
+    machine_index: int
+    workers: tuple[pb.Member, ...]
+    servers: tuple[pb.Member, ...]
+    partition_bytes: int
+
+    @classmethod
+    def of(cls, membership: pb.Membership, machine_index: int) -> Topology:
+        return cls(
+            membership.epoch,
+            machine_index,
+            tuple(membership.workers),
+            tuple(membership.servers),
+            membership.partition_bytes,
+        )
+
+    @property
+    def machines(self) -> int:
+        return len(self.workers)
+
+    @property
+    def me(self) -> pb.Member:
+        return self.workers[self.machine_index]
+
+    @property
+    def first_rank(self) -> int:
+        return self.me.first_rank
+
+    @property
+    def local_size(self) -> int:
+        return self.me.local_size
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(worker.local_size for worker in self.workers)
+
+    def local_rank_of(self, rank: int) -> int | None:
+        """The local rank of global ``rank`` if it is one of this machine's, else None."""
+        local = rank - self.first_rank
+        return local if 0 <= local < self.local_size else None
+
+    def machine_of(self, rank: int) -> int:
+        """Index of the machine of global ``rank``."""
+        return max(w.machine_index for w in self.workers if w.first_rank <= rank)
+
+    def describe_ranks(self, local_ranks: list[int]) -> str:
+        """``rank 2`` or ``ranks 2, 3``, in global numbers."""
+        ranks = [str(self.first_rank + r) for r in sorted(local_ranks)]
+        return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(ranks)}"
