@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from byteps_py.errors import ConfigurationError
+from byteps_py.tuning import LOOPBACK_MBIT
 
 if TYPE_CHECKING:
     from byteps_py.settings import Settings
@@ -40,6 +41,13 @@ def offered_host(settings: Settings) -> str:
         host = "127.0.0.1"
     require_secret(host, settings)
     return host
+
+
+def link_mbit(settings: Settings) -> float:
+    """Rate of this machine's link each way, Mbit/s; 0: not known, to be measured."""
+    if settings.link_mbit:
+        return settings.link_mbit
+    return LOOPBACK_MBIT if is_loopback(offered_host(settings)) else 0.0
 
 
 def require_secret(host: str, settings: Settings) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from byteps_py.errors import ConfigurationError
+from byteps_py.tuning import MAX_PARTITION_BYTES
 from byteps_py.variables import IGNORED, VARIABLES
 
 
@@ -40,8 +41,9 @@ class Settings:
     secret: str = field(default="", repr=False)
     secret_file: str = ""
     placement: str = "optimal"
-    partition_bytes: int = 4 << 20
-    credit_bytes: int = 64 << 20
+    link_mbit: float = 0.0
+    partition_bytes: int | None = None
+    credit_bytes: int | None = None
     fusion_bytes: int = 1 << 20
     server_threads: int = 0
     worker_threads: int = 0
@@ -73,7 +75,7 @@ class Settings:
                 "BYTEPS_PLACEMENT=servers-only needs servers, but DMLC_NUM_SERVER is 0: without CPU machines GPU "
                 "machines sum"
             )
-        if self.partition_bytes % 4096:
+        if self.partition_bytes is not None and self.partition_bytes % 4096:
             raise ConfigurationError(
                 f"BYTEPS_PARTITION_BYTES={self.partition_bytes} must be a multiple of the page size, 4096"
             )
@@ -111,6 +113,11 @@ class Settings:
     def gpu_machines_sum(self) -> bool:
         """GPU machines hold a share of the sums, and so run a summation service each."""
         return self.num_workers > 1 and self.num_servers < self.num_workers and self.placement == "optimal"
+
+    @property
+    def max_partition_bytes(self) -> int:
+        """No partition of the job is larger."""
+        return self.partition_bytes or MAX_PARTITION_BYTES
 
     @property
     def scheduler_address(self) -> str:

@@ -31,6 +31,7 @@ class Kind(enum.IntEnum):
     ANSWER = 4  # SS → CS: the result of a round
     REFUSED = 5  # SS → CS: the message is not accepted; payload: the reason, as text
     SEGMENT = 6  # CS → SS on one machine: a shared-memory segment, its descriptor beside the message
+    PROBE = 7  # CS → SS, and back as it came: how fast is the way?
 
 
 @dataclass(slots=True)

@@ -82,7 +82,7 @@ class Network:
             zmq.LINGER: 0,
             zmq.IPV6: 0,
             zmq.ROUTER_MANDATORY: 1,  # an answer to nobody is an error, not silence
-            zmq.MAXMSGSIZE: self._settings.partition_bytes + _SLACK_BYTES,
+            zmq.MAXMSGSIZE: self._settings.max_partition_bytes + _SLACK_BYTES,
             zmq.HANDSHAKE_IVL: 10_000,
             zmq.HEARTBEAT_IVL: beat_ms,
             zmq.HEARTBEAT_TIMEOUT: timeout_ms,
@@ -134,6 +134,8 @@ class Network:
             self._hello(identity, header, frames[1].bytes)
         elif peer is None:
             self._refuse_stranger(identity, header, "no HELLO was accepted on this connection")
+        elif header.kind is Kind.PROBE:
+            self.send(identity, frames[0].bytes, frames[1])
         elif header.kind not in (Kind.PUSH, Kind.PULL) or header.sender != peer.machine:
             text = (
                 f"{header.kind.name} in the name of machine {header.sender} is not for machine {peer.machine} to send"

@@ -70,7 +70,7 @@ class Service:
         self._settings = settings
         self._kind = kind
         self._connect = connect
-        self._rounds: Rounds[Arrival] = Rounds(settings.partition_bytes)
+        self._rounds: Rounds[Arrival] = Rounds(settings.max_partition_bytes)
         self._traffic = Traffic()
         self._status = 0
         self._error: BytePSError | None = None
@@ -206,10 +206,10 @@ class Service:
                 pass
 
     def _on_membership(self, membership: pb.Membership) -> None:
-        if membership.partition_bytes != self._settings.partition_bytes:
+        if membership.partition_bytes > self._settings.max_partition_bytes:
             self._error = ProtocolError(
                 f"the scheduler says partitions of {membership.partition_bytes} bytes; "
-                f"this server was started for {self._settings.partition_bytes}"
+                f"this server was started for at most {self._settings.max_partition_bytes}"
             )
             self._end(1, "the partition size differs")
             return

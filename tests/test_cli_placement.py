@@ -130,5 +130,6 @@ def test_env_lists_every_variable(capsys):
         assert all(f"`{name}`" in row and name in plain for name in variable.names)
         assert variable.meaning in row
         assert row.count("|") == 5
-    assert "| `BYTEPS_PARTITION_BYTES` | `4194304` |" in "\n".join(rows)
+    assert "| `BYTEPS_FUSION_BYTES` | `1048576` |" in "\n".join(rows)
+    assert "| `BYTEPS_PARTITION_BYTES` |  |" in "\n".join(rows)  # follows the links
     assert "| `DMLC_PS_ROOT_PORT` |  |" in "\n".join(rows)

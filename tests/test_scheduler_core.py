@@ -32,6 +32,7 @@ def worker(index: int, local_size: int = 2, n: int = 2, k: int = 1, **changes: o
         "num_workers": n,
         "num_servers": k,
         "partition_bytes": PARTITION,
+        "link_mbit": 1000.0,
         "host": f"gpu{index}",
         "pid": 100 + index,
     }

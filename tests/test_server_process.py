@@ -361,9 +361,9 @@ def test_it_says_why_it_was_not_let_in() -> None:
     assert isinstance(server.error, RendezvousError)
 
 
-def test_another_partition_size_ends_it() -> None:
+def test_partitions_larger_than_it_was_told_end_it() -> None:
     with Server(SETTINGS, num_machines=0) as server:
-        server.link.say(membership=pb.Membership(epoch=1, workers=[pb.Member()], partition_bytes=4096))
+        server.link.say(membership=pb.Membership(epoch=1, workers=[pb.Member()], partition_bytes=8 << 20))
         server.join()
     assert isinstance(server.error, ProtocolError)
 

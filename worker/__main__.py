@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from byteps_py import log
+from byteps_py import log, tuning
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.memory import keep_freed_memory
 from byteps_py.settings import Settings, ignored_variables
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
             log.logger.warning("%s", sentence)
         from byteps_py.worker.service import Service  # numba takes half a second: after the settings' errors
 
-        keep_freed_memory(settings.credit_bytes)
+        keep_freed_memory(tuning.USUAL_CREDIT_BYTES if settings.credit_bytes is None else settings.credit_bytes)
         service = Service(settings, arguments.stay)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: service.stop())

@@ -32,11 +32,11 @@ class _Turns:
 
 
 class PushQueue:
-    """``credit_bytes`` 0: no limit."""
+    """``credit_bytes`` 0: no limit; may be set before the first push."""
 
-    def __init__(self, credit_bytes: int) -> None:
+    def __init__(self, credit_bytes: int = 0) -> None:
         self.in_flight_bytes = 0
-        self._credit_bytes = credit_bytes
+        self.credit_bytes = credit_bytes
         self._servers: dict[int, _Turns] = {}
         self._weights: Mapping[int, int] = {}
         self._length = 0
@@ -73,7 +73,7 @@ class PushQueue:
             return None
         turns = min((t for t in self._servers.values() if t.heap), key=lambda t: (t.start, t.heap[0]))
         part = turns.heap[0][2]
-        fits = not self._credit_bytes or self.in_flight_bytes + part.length <= self._credit_bytes
+        fits = not self.credit_bytes or self.in_flight_bytes + part.length <= self.credit_bytes
         stuck = now - self._moved_at >= STUCK_AFTER_S
         if not (fits or stuck or self.in_flight_bytes == 0):
             return None

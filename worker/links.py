@@ -61,7 +61,7 @@ class TcpLink(ServerLink):
         self._on_answer = on_answer
         socket = self._socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, settings.partition_bytes + _SLACK_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, settings.max_partition_bytes + _SLACK_BYTES)
         socket.setsockopt(zmq.SNDHWM, 0)  # the credit is the limit
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)

@@ -10,7 +10,7 @@ import resource
 import time
 from pathlib import Path
 
-from byteps_py import kernels
+from byteps_py import kernels, tuning
 from byteps_py.channel import Listener
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
 from byteps_py.kernels.engine import Engine, default_threads
@@ -29,6 +29,7 @@ from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import Placing
+from byteps_py.worker.probe import Probe
 from byteps_py.worker.requests import Requests, describe_waiting
 from byteps_py.worker.tensor import RankSlot
 from byteps_py.worker.topology import Topology
@@ -52,12 +53,13 @@ class Service:
         self._listener = Listener(settings.local_socket("cs"))
         self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
         self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
-        self._queue = PushQueue(settings.credit_bytes)
+        self._queue = PushQueue()
         self._agreement = Agreement(settings.local_size)
         self._placing: Placing | None = None
         self._requests: Requests | None = None
         self._executor: Executor | None = None
         self._network: Network | None = None
+        self._probe: Probe | None = None
         self._pipeline: Pipeline | None = None
         self._departed: tuple[float, BytePSError] | None = None
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
@@ -95,6 +97,8 @@ class Service:
         self._link.close("the communication service ends")
         self._desk.close()
         self._engine.close()
+        if self._probe is not None:
+            self._probe.close()
         if self._network is not None:
             self._network.close()
         self._loop.close()
@@ -116,6 +120,8 @@ class Service:
             self._begin(message.membership)
         elif body == "verdicts":
             self._decide(message.verdicts)
+        elif body == "measure":
+            self._measure(message.measure)
         elif body == "reopen" and self._executor is not None:
             reopen = message.reopen
             self._executor.run(self._agreement.reopened(reopen.name, reopen.generation, reopen.rounds))
@@ -135,6 +141,12 @@ class Service:
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._loop.stop()
 
+    def _measure(self, measure: pb.Measure) -> None:
+        def done(mbit: float) -> None:
+            self._link.send(pb.MemberMessage(measured=pb.Measured(turn=measure.turn, mbit=mbit)))
+
+        self._probe = Probe(self._loop, self._settings, self._settings.worker_id, measure.address, done)
+
     def _begin(self, membership: pb.Membership) -> None:
         """The cluster is complete."""
         topology = Topology.of(membership, self._settings.worker_id)
@@ -142,6 +154,9 @@ class Service:
         pipeline = Pipeline(topology.machines, topology.size, self._queue)
         self._placing = Placing(topology)
         self._pipeline = pipeline
+        credit = self._settings.credit_bytes
+        servers = len(topology.servers)
+        self._queue.credit_bytes = tuning.credit_bytes(topology.partition_bytes, servers) if credit is None else credit
         self._queue.set_weights({server.member_id: server.weight for server in topology.servers})
         executor = self._executor = Executor(
             self._loop, self._engine, memory, pipeline, topology.first_rank, self._link.send, self._fail
@@ -152,7 +167,11 @@ class Service:
             )
         self._requests = Requests(topology, memory, self._agreement, pipeline, executor, self._link.send)
         self._desk.open(self._requests)
-        logger.info("epoch %d: %d machines, %d ranks", topology.epoch, topology.machines, topology.size)
+        logger.info(
+            "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
+            topology.epoch, topology.machines, topology.size, topology.partition_bytes, self._queue.credit_bytes,
+            ", ".join(f"{member.link_mbit:.0f}" for member in (*topology.servers, *topology.workers)),
+        )  # fmt: skip
 
     def _decide(self, verdicts: pb.Verdicts) -> None:
         """Names become tensors, all together, or void."""

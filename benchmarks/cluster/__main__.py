@@ -99,17 +99,15 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=32, help="size of the one large tensor")
     parser.add_argument("--model", default="one", help="one (large tensor), or a model known to bps placement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--partition-bytes", type=int, default=128 << 10)
-    parser.add_argument("--credit", type=int, default=4 << 20, help="bytes in flight per worker machine")
+    parser.add_argument("--partition-bytes", type=int, help="default: as the product chooses")
+    parser.add_argument("--credit", type=int, help="bytes in flight per worker machine; default: likewise")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     n = arguments.workers
     counts = counts_of(arguments.model, arguments.mb << 20)
     unit_s = sum(counts) * 4 * 8 / (arguments.mbit * 1e6)  # M/B
-    tuning = {
-        "BYTEPS_PARTITION_BYTES": str(arguments.partition_bytes),
-        "BYTEPS_SCHEDULING_CREDIT": str(arguments.credit),
-    }
+    given = {"BYTEPS_PARTITION_BYTES": arguments.partition_bytes, "BYTEPS_SCHEDULING_CREDIT": arguments.credit}
+    tuning = {name: str(value) for name, value in given.items() if value is not None}
     seen: dict[tuple[str, int], list[float]] = defaultdict(list)
     with cluster([arguments.mbit] * (n + max(arguments.servers))) as hosts:
         workers, spare = hosts[:n], hosts[n:]
@@ -124,7 +122,7 @@ def main() -> None:
     gloo = statistics.median(seen["gloo", 0])
     print(
         f"n = {n}, {sum(counts) * 4 / 1e6:.0f} MB in {len(counts)} tensors, {arguments.mbit:g} Mbit/s each way; "
-        f"partitions of {arguments.partition_bytes} bytes, credit {arguments.credit}"
+        + (", ".join(f"{name}={value}" for name, value in tuning.items()) or "default settings")
     )
     print(f"gloo {gloo:.3f} s = {gloo / unit_s:.3f} M/B (ring's optimum {2 * (n - 1) / n:.3f})")
     print(" k   ours s  t·B/M  optimum  ours/optimum  gain over gloo (theory)  servers only s  gain (theory)")

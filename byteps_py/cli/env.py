@@ -41,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _default(variable: Variable, value: object) -> str:
     """The default as one would write it in the environment; empty where there is none."""
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, (int, float)) and variable.low is not None and value < variable.low:

@@ -48,9 +48,9 @@ def _partition_bytes(given: int | None) -> int:
     from byteps_py.settings import Settings
 
     if given is None:
-        return Settings().partition_bytes
+        return Settings().max_partition_bytes
     try:  # the rules for the variable that a real cluster reads
-        return Settings.from_env({"BYTEPS_PARTITION_BYTES": str(given)}).partition_bytes
+        return Settings.from_env({"BYTEPS_PARTITION_BYTES": str(given)}).max_partition_bytes
     except ConfigurationError as error:
         raise ConfigurationError(f"--partition-bytes {given}: {error}") from error
 

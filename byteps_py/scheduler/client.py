@@ -15,9 +15,9 @@ from typing import Protocol
 
 import grpc
 
+from byteps_py import machine
 from byteps_py.errors import BytePSError, CommunicationError, from_name
 from byteps_py.loop import EventLoop
-from byteps_py.machine import machine_id
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
@@ -67,10 +67,11 @@ def complete(register: pb.Register, settings: Settings) -> pb.Register:
     filled.CopyFrom(register)
     filled.protocol = filled.protocol or PROTOCOL_VERSION
     filled.job = filled.job or settings.job
-    filled.machine_id = filled.machine_id or machine_id(settings)
+    filled.machine_id = filled.machine_id or machine.machine_id(settings)
     filled.num_workers = filled.num_workers or settings.num_workers
     filled.num_servers = filled.num_servers or settings.num_servers
-    filled.partition_bytes = filled.partition_bytes or settings.partition_bytes
+    filled.partition_bytes = filled.partition_bytes or settings.partition_bytes or 0
+    filled.link_mbit = filled.link_mbit or machine.link_mbit(settings)
     filled.host = filled.host or socket.gethostname()
     filled.pid = filled.pid or os.getpid()
     return filled

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from byteps_py.placement.shares import Optimum
+from byteps_py.placement.links import LinkOptimum
 from byteps_py.settings import Settings
 
 #: Version of the control protocol; a member that speaks another is refused.
@@ -43,9 +44,9 @@ class ClusterConfig:
         """True when the placement gives GPU machines a share: there is a network, and k < n."""
         return self.num_workers > 1 and self.num_servers < self.num_workers and not self.servers_only
 
-    @property
-    def server_weights(self) -> tuple[int, ...]:
-        """What part of the keys each server gets, relative to the others: CPU machines first, then GPU machines."""
-        if self.servers_only:
-            return (1,) * min(self.num_servers, self.num_workers)
-        return Optimum(self.num_workers, self.num_servers).server_weights
+    def weights(self, cpu_mbit: Sequence[float], gpu_mbit: Sequence[float]) -> tuple[int, ...]:
+        """What part of the keys each machine gets, relative to the others, for links of these rates: CPU machines
+        first, then GPU machines; 0 for none."""
+        if self.num_workers == 1:
+            return (0,) * (len(cpu_mbit) + 1)
+        return LinkOptimum(cpu_mbit, gpu_mbit, self.needs_gpu_machine_servers).weights

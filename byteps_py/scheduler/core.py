@@ -25,6 +25,7 @@ from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
 from byteps_py.scheduler.roster import Refusal, Roster
 from byteps_py.scheduler.silence import Silence
+from byteps_py.scheduler.survey import Survey
 from byteps_py.scheduler.words import count_text
 
 REGISTER_TIMEOUT_S = 10.0  # a connection that has not said by then who it is, is turned away
@@ -46,6 +47,7 @@ class SchedulerCore:
         self._connections: set[int] = set()
         self._first_registration_s: float | None = None
         self._silence = Silence(config.heartbeat_timeout_s)
+        self._survey: Survey | None = None  # all are there, and their links are being measured
         self._over_s: float | None = None
         self._all_left = False  # the workers, in order: they may be on their way into their next job
         self.state: pb.StatusReply.State = FORMING
@@ -93,6 +95,8 @@ class SchedulerCore:
                     return self._leave(member, message.leave.reason, now_s)
                 case "gone":
                     return self._gone(member)
+                case "measured":
+                    return self._measured(member, message.measured, now_s)
                 case "report":
                     return self._report(member, message.report, now_s)
             raise ProtocolError(f"message {kind} makes no sense from a registered member")
@@ -113,7 +117,9 @@ class SchedulerCore:
             for member in self._roster.present():
                 if why := self._silence.too_long(member.last_seen_s, now_s):
                     out += self._lose(member, why, now_s, tell_it_too=True)
-        if self.state == FORMING and self._first_registration_s is not None:
+        if self.state == FORMING and self._survey is not None:
+            out += self._go_on_measuring(self._survey, now_s)
+        elif self.state == FORMING and self._first_registration_s is not None:
             limit_s = self._config.start_timeout_s
             if now_s - self._first_registration_s >= limit_s:
                 text = f"the cluster is not complete after {limit_s:g} s (BYTEPS_START_TIMEOUT_S): {self.reason}"
@@ -139,7 +145,6 @@ class SchedulerCore:
         return finish(self.state != ENDED, now_s - self._over_s, has_connections, late, self.reason)
 
     def status(self, now_s: float) -> pb.StatusReply:
-        partition_bytes = next((m.facts.partition_bytes for m in self._roster.everyone), 0)
         return pb.StatusReply(
             state=self.state,
             reason=self.reason,
@@ -147,7 +152,7 @@ class SchedulerCore:
             members=[m.to_status(now_s) for m in self._roster.everyone],
             tensors=self._declarations.accepted_count,
             tensor_bytes=self._declarations.accepted_bytes,
-            partition_bytes=partition_bytes,
+            partition_bytes=self._roster.partition_bytes,
             num_workers=self._config.num_workers,
             num_servers=self._config.num_servers,
             stalled=stalls.sentences(self._current_stalls(), self._who) if self.state == RUNNING else [],
@@ -167,11 +172,40 @@ class SchedulerCore:
         out = [(connection, welcome)]
         self.reason = self._roster.missing()
         if not self.reason:
-            out += self._complete()
+            out += self._all_are_there(now_s)
         return out
 
-    def _complete(self) -> Outgoing:
-        membership = self._roster.complete()
+    def _all_are_there(self, now_s: float) -> Outgoing:
+        rates = self._roster.link_rates()
+        if self._config.num_workers == 1 or all(rates):
+            return self._complete(rates)
+        n, k = self._config.num_workers, self._config.num_servers
+        self._survey = Survey(n, k, self._config.needs_gpu_machine_servers)
+        return self._go_on_measuring(self._survey, now_s)
+
+    def _go_on_measuring(self, survey: Survey, now_s: float) -> Outgoing:
+        """Begin the next turn once the one before is over; after the last one the job can start."""
+        out: Outgoing = []
+        workers, servers = self._roster.workers(), [*self._roster.cpu_servers(), *self._roster.gpu_servers()]
+        while survey.is_turn_over(now_s):
+            for worker, server in survey.next_turn(now_s):
+                message = pb.Measure(turn=survey.turn, address=servers[server].facts.address)
+                out.append((workers[worker].connection, pb.SchedulerMessage(measure=message)))
+            if survey.is_over:
+                self._survey = None
+                return [*out, *self._complete(survey.settle(self._roster.link_rates()))]
+        self.reason = survey.sentence
+        return out
+
+    def _measured(self, member: MemberRecord, measured: pb.Measured, now_s: float) -> Outgoing:
+        if self._survey is None:
+            return []
+        self._ranks_of(member)
+        self._survey.measured(member.facts.machine_index, measured.turn, measured.mbit)
+        return self._go_on_measuring(self._survey, now_s)
+
+    def _complete(self, link_mbit: list[float]) -> Outgoing:
+        membership = self._roster.complete(link_mbit)
         size = sum(worker.local_size for worker in membership.workers)
         self._declarations = Declarations(self._config.num_workers, size)
         self.state = RUNNING
@@ -221,6 +255,7 @@ class SchedulerCore:
         self._roster.remove(member, Presence.LEFT)
         self._stalls.report(member.id, [])
         if self.state == FORMING:
+            self._survey = None
             self.reason = f"{self._roster.missing()} ({member.describe()} came and left: {reason or 'no reason given'})"
             if not self._roster.present():
                 self._first_registration_s = None

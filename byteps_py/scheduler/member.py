@@ -35,6 +35,7 @@ class MemberRecord:
     last_seen_s: float
     first_rank: int = -1  # CS: set when the cluster is complete
     weight: int = 0  # SS: its part of the keys; set when the cluster is complete
+    link_mbit: float = 0.0  # of its machine's link; set when the cluster is complete
     presence: Presence = Presence.PRESENT
     statistics: pb.Statistics = field(default_factory=pb.Statistics)
 
@@ -86,6 +87,7 @@ class MemberRecord:
             host=facts.host,
             pid=facts.pid,
             weight=self.weight,
+            link_mbit=self.link_mbit,
         )
 
     def to_status(self, now_s: float) -> pb.MemberStatus:

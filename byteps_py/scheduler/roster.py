@@ -5,9 +5,10 @@ Pure. Every decision comes with its sentence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from byteps_py import tuning
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.scheduler.member import MemberRecord, Presence
@@ -31,6 +32,7 @@ class Roster:
         self._by_connection: dict[int, MemberRecord] = {}
         self._next_id = 1
         self.epoch = 0
+        self.partition_bytes = 0  # known once the cluster is complete
         self.everyone: list[MemberRecord] = []
 
     def of_connection(self, connection: int) -> MemberRecord | None:
@@ -93,13 +95,12 @@ class Roster:
         ):
             if theirs != ours:
                 return f"{variable} is {theirs} in this process and {ours} in the scheduler: set it alike everywhere"
-        if not register.partition_bytes:
-            return "BYTEPS_PARTITION_BYTES must be above 0"
         first = self.present()[0] if self.present() else None
         if first is not None and register.partition_bytes != first.facts.partition_bytes:
+            here, there = (facts.partition_bytes or "not set" for facts in (register, first.facts))
             return (
-                f"BYTEPS_PARTITION_BYTES is {register.partition_bytes} in this process and "
-                f"{first.facts.partition_bytes} in {first.describe()}: set it alike everywhere"
+                f"BYTEPS_PARTITION_BYTES is {here} in this process and {there} in {first.describe()}: set it alike "
+                "everywhere"
             )
         return self._impossible_place(register)
 
@@ -170,33 +171,42 @@ class Roster:
             + waiting[-1]
         )
 
-    def complete(self) -> pb.Membership:
-        """Open epoch 1. Callable once, when ``missing`` is empty."""
+    def cpu_servers(self) -> list[MemberRecord]:
+        """In the order in which they get their keys."""
+        return sorted((m for m in self.present() if m.is_cpu_server), key=lambda m: m.facts.address)
+
+    def gpu_servers(self) -> list[MemberRecord]:
+        """By machine index; none where GPU machines don't sum."""
+        return sorted((m for m in self.present() if m.is_gpu_server), key=lambda m: m.facts.machine_index)
+
+    def link_rates(self) -> list[float]:
+        """Mbit/s as configured, CPU machines first, then GPU machines; 0: to be measured."""
+        return [member.facts.link_mbit for member in (*self.cpu_servers(), *self.workers())]
+
+    def complete(self, link_mbit: Sequence[float]) -> pb.Membership:
+        """Open epoch 1, with these rates instead of ``link_rates``. Callable once, when ``missing`` is empty."""
         self.epoch = 1
         first_rank = 0
-        workers = self.workers()
+        workers, cpu, gpu = self.workers(), self.cpu_servers(), self.gpu_servers()
         for worker in workers:
             worker.first_rank = first_rank
             first_rank += worker.facts.local_size
+        k = len(cpu)
+        weights = self._config.weights(link_mbit[:k], link_mbit[k:])
+        for member, weight in zip((*cpu, *gpu), weights, strict=False):  # GPU machines without a service have none
+            member.weight = weight
+        for members in ((*cpu, *workers), (*cpu, *gpu)):
+            for member, rate in zip(members, link_mbit, strict=False):
+                member.link_mbit = rate
         # One machine alone sums in its own communication service.
-        servers = self._key_holders()
-        for server, weight in zip(servers, self._config.server_weights, strict=True):
-            server.weight = weight
+        servers = [member for member in (*cpu, *gpu) if member.weight]
+        self.partition_bytes = workers[0].facts.partition_bytes or tuning.partition_bytes(min(link_mbit))
         return pb.Membership(
             epoch=self.epoch,
             workers=_messages(workers),
             servers=_messages(servers),
-            partition_bytes=workers[0].facts.partition_bytes,
+            partition_bytes=self.partition_bytes,
         )
-
-    def _key_holders(self) -> list[MemberRecord]:
-        n = self._config.num_workers
-        if n == 1:
-            return []
-        cpu = sorted((m for m in self.present() if m.is_cpu_server), key=lambda m: m.facts.address)[:n]
-        if not self._config.needs_gpu_machine_servers:
-            return cpu
-        return cpu + sorted((m for m in self.present() if m.is_gpu_server), key=lambda m: m.facts.machine_index)
 
 
 def _some(ids: list[int]) -> str:

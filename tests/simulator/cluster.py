@@ -19,6 +19,8 @@ from .services import Server, Worker
 from .surroundings import Surroundings
 from .world import InvariantError, Process, World
 
+# Mbit/s; 0: measured.
+_LINK_RATES = ((1000.0,), (1000.0,), (100.0, 400.0), (0.0,), (0.0, 400.0))
 _CREDITS = (0, PARTITION_BYTES // 2, PARTITION_BYTES, 3 * PARTITION_BYTES, 16 * PARTITION_BYTES)
 _MAX_EVENTS = 200_000
 FAULTS = (
@@ -59,6 +61,7 @@ class Cluster:
         self.local = Local(world)
         self.network = Network(world, self.memory, duplicates)
         self.placement = "servers-only" if self.cpu_machines and rng.random() < 0.15 else "optimal"
+        self.link_rates = rng.choice(_LINK_RATES)
         self.config = ClusterConfig.from_settings(self._settings(0))
         self.scheduler = Scheduler(world, self.config)
         self.surroundings = Surroundings(world, self.memory, self.local, self.network, self.scheduler)
@@ -83,6 +86,7 @@ class Cluster:
             machine_id=f"machine {machine}",
             node_host="127.0.0.1",
             job_id="sim",
+            link_mbit=self.world.random.choice(self.link_rates),
             credit_bytes=self.world.random.choice(_CREDITS),
             start_timeout_s=10.0,
             stall_warn_s=4.0,

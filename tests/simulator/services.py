@@ -4,6 +4,7 @@ must hold for them after each event and at their end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from byteps_py.errors import RendezvousError
@@ -19,12 +20,28 @@ from .memory import Memory
 from .world import InvariantError, Process, World
 
 
+class Probe:
+    """Stands for worker/probe.py: after a while it says any rate, or that nobody answered."""
+
+    def __init__(self, world: World, loop: Any, on_result: Callable[[float], None]) -> None:
+        self._is_over = False
+
+        def end() -> None:
+            if not self._is_over:
+                self._is_over = True
+                on_result(world.random.choice((0.0, 99.0, 100.0, 400.0)))
+
+        loop.call_later(world.random.choice((0.01, 0.2, 2.0, 9.0)), end)
+
+    def close(self) -> None:
+        self._is_over = True
+
+
 class Queue(credit.PushQueue):
     """The real queue, and a count of its own of what it lets pass. Only what breaks the rules is an error."""
 
-    def __init__(self, credit_bytes: int, world: World) -> None:
-        super().__init__(credit_bytes)
-        self._limit = credit_bytes
+    def __init__(self, world: World) -> None:
+        super().__init__()
         self._world = world
         self._quiet_since_s = 0.0
 
@@ -37,8 +54,13 @@ class Queue(credit.PushQueue):
         part = super().take(now)
         if part is not None:
             quiet_s = now - self._quiet_since_s
-            if self._limit and before and before + part.length > self._limit and quiet_s < credit.STUCK_AFTER_S:
-                raise InvariantError(f"{before + part.length} bytes in flight with a credit of {self._limit}")
+            if (
+                self.credit_bytes
+                and before
+                and before + part.length > self.credit_bytes
+                and quiet_s < credit.STUCK_AFTER_S
+            ):
+                raise InvariantError(f"{before + part.length} bytes in flight with a credit of {self.credit_bytes}")
             self._quiet_since_s = now
         return part
 

@@ -19,7 +19,7 @@ from .local import Listener, Local
 from .memory import Engine, Kernels, Memory
 from .network import Network, ServerNetwork, TcpLink
 from .program import PARTITION_BYTES
-from .services import Queue
+from .services import Probe, Queue
 from .world import Process, World
 
 
@@ -63,7 +63,8 @@ class Surroundings:
         return {
             service: {
                 "EventLoop": new_loop, "Listener": new_listener, "Engine": new_engine, "connect": self.connect,
-                "time": clock, "PushQueue": lambda credit_bytes: Queue(credit_bytes, world),
+                "time": clock, "PushQueue": lambda: Queue(world),
+                "Probe": lambda loop, *given: Probe(world, loop, given[-1]),
             },
             executor: {"time": clock, "kernels": kernels, "INLINE_BYTES": small},
             requests: {"time": clock},

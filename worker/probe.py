@@ -1,0 +1,103 @@
+"""Measures the way to a summation service: sends to it what it sends back, both directions at once.
+
+Runs on the loop's thread before the cluster is complete, when nothing else is under way. The bytes in flight grow
+with every answer for a while, as TCP's own window does; then what comes back is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import zmq
+
+from byteps_py import auth
+from byteps_py.errors import ProtocolError
+from byteps_py.loop import EventLoop
+from byteps_py.settings import Settings
+from byteps_py.wire import Header, Kind
+
+_CHUNK_BYTES = 64 << 10
+_FIRST_IN_FLIGHT = 4
+_MOST_IN_FLIGHT = 64
+_WARM_UP_S = 0.05
+_MEASURE_S = 0.15
+#: A slow link has few answers in that time; but these should be enough to tell.
+_FEWEST_CHUNKS = 12
+_LIMIT_S = 2.0
+
+
+class Probe:
+    """``on_result(mbit)`` is called once: goodput each way; 0 if the service did not answer in time."""
+
+    def __init__(
+        self, loop: EventLoop, settings: Settings, sender: int, address: str, on_result: Callable[[float], None]
+    ) -> None:
+        self._loop = loop
+        self._on_result = on_result
+        self._header = Header(Kind.PROBE, sender, length=_CHUNK_BYTES).pack()
+        self._chunk = bytes(_CHUNK_BYTES)
+        self._in_flight = 0
+        self._began_s = time.monotonic()
+        self._counting_since_s = 0.0  # when the first answer that does not count arrived
+        self._counted = 0
+        self._rate_mbit = 0.0
+        self._is_sending = True
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * _CHUNK_BYTES)
+        socket.connect(address)
+        token = auth.token(settings.secret, "data", settings.job, str(sender))
+        socket.send_multipart([Header(Kind.HELLO, sender).pack(), token.encode()])
+        loop.add_reader(socket, self._drain)
+        loop.call_later(_LIMIT_S, self.close)
+        self._send(_FIRST_IN_FLIGHT)
+
+    def _send(self, count: int) -> None:
+        for _ in range(count):
+            self._socket.send_multipart([self._header, self._chunk], copy=False)
+        self._in_flight += count
+
+    def _drain(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while not self._socket.closed:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                try:
+                    is_mine = len(frames) == 2 and Header.unpack(frames[0].bytes).kind is Kind.PROBE
+                except ProtocolError:
+                    is_mine = False
+                if not is_mine:  # it refuses; the job's own messages will say why
+                    self.close()
+                    return
+                self._returned(time.monotonic())
+
+    def _returned(self, now_s: float) -> None:
+        self._in_flight -= 1
+        if not self._is_sending:
+            if not self._in_flight:  # the way is free again for the next turn
+                self.close()
+            return
+        if now_s - self._began_s < _WARM_UP_S:
+            self._send(min(2, _MOST_IN_FLIGHT - self._in_flight))
+            return
+        if not self._counting_since_s:
+            self._counting_since_s = now_s
+        else:
+            self._counted += 1
+            took_s = now_s - self._counting_since_s
+            if took_s >= _MEASURE_S and self._counted >= _FEWEST_CHUNKS:
+                self._rate_mbit = self._counted * _CHUNK_BYTES * 8 / took_s / 1e6
+                self._is_sending = False
+                return
+        self._send(1)
+
+    def close(self) -> None:
+        """Give up what is in flight, if anything, and report."""
+        if self._socket.closed:
+            return
+        self._loop.remove(self._socket)
+        self._socket.close()
+        self._context.term()
+        self._on_result(self._rate_mbit)
