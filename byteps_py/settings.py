@@ -7,7 +7,6 @@ and docs/variables.md print that table.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -121,15 +120,6 @@ class Settings:
     def job(self) -> str:
         """What keeps two jobs on one machine apart: the job id, else the scheduler's address."""
         return self.job_id or self.scheduler_address or f"pid-{os.getppid()}"
-
-    def local_socket(self, part: str) -> str:
-        """Name of the local socket of this machine's CS (``part`` = "cs") or SS ("ss") in this job."""
-        if part == "cs" and self.socket_name:
-            return self.socket_name
-        from byteps_py.machine import machine_id
-
-        seed = f"{os.getuid()}/{self.job}/{machine_id(self)}/{self.worker_id if part == 'cs' else ''}"
-        return f"byteps-{hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()}-{part}"
 
     def describe(self) -> str:
         """All settings, one per line, the secret hidden."""

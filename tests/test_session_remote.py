@@ -27,6 +27,7 @@ from byteps_py.errors import (
     StallError,
     UsageError,
 )
+from byteps_py.machine import local_socket
 from byteps_py.session import Slot
 from byteps_py.session.remote import RemoteSession
 from byteps_py.settings import Settings
@@ -61,7 +62,7 @@ class Service:
 
     @property
     def name(self) -> str:
-        return self.settings.local_socket("cs")
+        return local_socket(self.settings, "cs")
 
     def rank(self, local_rank: int, local_size: int = TWO) -> RemoteSession:
         link = channel.connect(self.name, WAIT_S)

@@ -16,6 +16,7 @@ from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallE
 from byteps_py.kernels.engine import Engine, default_threads
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
+from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import ControlLink, connect
 from byteps_py.scheduler.declarations import to_spec
@@ -49,7 +50,7 @@ class Service:
         self._exit_code = 0
         self._started = time.monotonic()
         self._loop = EventLoop()
-        self._listener = Listener(settings.local_socket("cs"))
+        self._listener = Listener(local_socket(settings, "cs"))
         self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
         self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
         self._queue = PushQueue(settings.credit_bytes)

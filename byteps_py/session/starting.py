@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from byteps_py import channel
 from byteps_py.errors import ConfigurationError, RendezvousError
+from byteps_py.machine import local_socket
 from byteps_py.session.base import Session
 from byteps_py.session.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
@@ -40,7 +41,7 @@ def open_session(settings: Settings | None = None) -> Session:
     if not settings.socket_name:
         settings = _complete(settings, os.environ)
         if _opened:
-            settings = dataclasses.replace(settings, socket_name=f"{settings.local_socket('cs')}-{_opened + 1}")
+            settings = dataclasses.replace(settings, socket_name=f"{local_socket(settings, 'cs')}-{_opened + 1}")
         if settings.local_rank == 0:
             services = _start_services(settings)
     try:
@@ -121,7 +122,7 @@ def _start_services(settings: Settings) -> list[subprocess.Popen[bytes]]:
 
 def _connect(settings: Settings, services: list[subprocess.Popen[bytes]]) -> channel.Channel:
     """Connect to the communication service, unless a service that was started here ends first."""
-    name = settings.local_socket("cs")
+    name = local_socket(settings, "cs")
     deadline = time.monotonic() + settings.start_timeout_s
     while True:
         with contextlib.suppress(RendezvousError):
