@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from byteps_py import launchers
 from byteps_py.errors import ConfigurationError
 from byteps_py.variables import IGNORED, VARIABLES
 
@@ -91,9 +92,10 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Read ``environ`` (default: the process's). Raises ConfigurationError naming the bad variable."""
         environ = os.environ if environ is None else environ
+        environ = {**launchers.facts(environ), **{name: text for name, text in environ.items() if text}}
         values: dict[str, object] = {}
         for variable in VARIABLES:
-            found = next(((n, environ[n]) for n in variable.names if environ.get(n, "") != ""), None)
+            found = next(((n, environ[n]) for n in variable.names if n in environ), None)
             if found is not None:
                 values[variable.field] = variable.parse(*found)
         if values.get("secret_file") and not values.get("secret"):
@@ -118,7 +120,7 @@ class Settings:
 
     @property
     def job(self) -> str:
-        """What keeps two jobs on one machine apart: the job id, else the scheduler's address."""
+        """What keeps two jobs on one machine apart: the job id, else the scheduler's address, else the parent."""
         return self.job_id or self.scheduler_address or f"pid-{os.getppid()}"
 
     def describe(self) -> str:

@@ -138,6 +138,11 @@ def alone(*words: str, **environ: str) -> contextlib.AbstractContextManager[Job]
     return _job([sys.executable, RANK, *words], clean_environment(**environ))
 
 
+def command(*words: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
+    """Any command: another launcher's, say."""
+    return _job(words, clean_environment(**environ))
+
+
 def service(module: str, *arguments: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
     """One service process: ``python -m byteps_py.MODULE``."""
     return _job([sys.executable, "-m", f"byteps_py.{module}", *arguments], clean_environment(**environ))
