@@ -37,7 +37,6 @@ from byteps_py.worker.topology import Topology
 #: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
 DEPARTURE_GRACE_S = 1.0
 _TICK_S = 0.25
-_WORD_OF_SCHEDULER_S = 1.0
 _STALLS_KEPT = 20
 
 
@@ -267,10 +266,10 @@ class Service:
     def _rank_died(self, sentence: str) -> None:
         self._fail(PeerLostError(sentence))
 
-    def _server_lost(self, sentence: str) -> None:
-        error = PeerLostError(f"the summation service of this machine is gone: {sentence}")
-        # It may have ended because the job has failed: then the scheduler will say why.
-        self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._fail(error))
+    def _server_lost(self, sentence: str, grace_s: float) -> None:
+        error = PeerLostError(sentence)
+        # It may have died, or ended because the job has failed: then the scheduler will say so.
+        self._loop.call_later(0.0 if self._is_headless else grace_s, lambda: self._fail(error))
 
     def _kernels_prepared(self, error: BaseException | None) -> None:
         if error is not None:

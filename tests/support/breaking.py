@@ -19,6 +19,7 @@ from support.clusters import ROOT, clean_environment
 from support.processes import kill, processes, wait_gone
 
 RANK = str(ROOT / "tests" / "programs" / "rank.py")
+ERROR_STATUS = 3  # of rank.py, for an error of ours
 _LIMIT_S = 60
 _MARK = "BYTEPS_TEST_MARK"
 
