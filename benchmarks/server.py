@@ -22,7 +22,7 @@ from pathlib import Path
 import zmq
 
 from byteps_py.loop import EventLoop
-from byteps_py.memory import keep_freed_memory
+from byteps_py.malloc import keep_freed_memory
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op

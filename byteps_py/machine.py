@@ -1,19 +1,17 @@
-"""Which machine this is, and under which address others reach it."""
+"""Which machine this is, and under which names and addresses others reach its processes."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import struct
 from fcntl import ioctl
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from byteps_py.errors import ConfigurationError
+from byteps_py.settings import Settings
 from byteps_py.tuning import LOOPBACK_MBIT
-
-if TYPE_CHECKING:
-    from byteps_py.settings import Settings
 
 _SIOCGIFADDR = 0x8915
 
@@ -24,6 +22,14 @@ def machine_id(settings: Settings) -> str:
         return settings.machine_id
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def local_socket(settings: Settings, part: str) -> str:
+    """Name of the local socket of this machine's CS (``part`` = "cs") or SS ("ss") in this job."""
+    if part == "cs" and settings.socket_name:
+        return settings.socket_name
+    seed = f"{os.getuid()}/{settings.job}/{machine_id(settings)}/{settings.worker_id if part == 'cs' else ''}"
+    return f"byteps-{hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()}-{part}"
 
 
 def offered_host(settings: Settings) -> str:

@@ -7,12 +7,12 @@ and docs/variables.md print that table.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from byteps_py import launchers
 from byteps_py.errors import ConfigurationError
 from byteps_py.tuning import MAX_PARTITION_BYTES
 from byteps_py.variables import IGNORED, VARIABLES
@@ -94,9 +94,10 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Read ``environ`` (default: the process's). Raises ConfigurationError naming the bad variable."""
         environ = os.environ if environ is None else environ
+        environ = {**launchers.facts(environ), **{name: text for name, text in environ.items() if text}}
         values: dict[str, object] = {}
         for variable in VARIABLES:
-            found = next(((n, environ[n]) for n in variable.names if environ.get(n, "") != ""), None)
+            found = next(((n, environ[n]) for n in variable.names if n in environ), None)
             if found is not None:
                 values[variable.field] = variable.parse(*found)
         if values.get("secret_file") and not values.get("secret"):
@@ -126,17 +127,8 @@ class Settings:
 
     @property
     def job(self) -> str:
-        """What keeps two jobs on one machine apart: the job id, else the scheduler's address."""
+        """What keeps two jobs on one machine apart: the job id, else the scheduler's address, else the parent."""
         return self.job_id or self.scheduler_address or f"pid-{os.getppid()}"
-
-    def local_socket(self, part: str) -> str:
-        """Name of the local socket of this machine's CS (``part`` = "cs") or SS ("ss") in this job."""
-        if part == "cs" and self.socket_name:
-            return self.socket_name
-        from byteps_py.machine import machine_id
-
-        seed = f"{os.getuid()}/{self.job}/{machine_id(self)}/{self.worker_id if part == 'cs' else ''}"
-        return f"byteps-{hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()}-{part}"
 
     def describe(self) -> str:
         """All settings, one per line, the secret hidden."""

@@ -84,7 +84,7 @@ class Service:
         self._local: Local | None = None
         if kind == pb.MACHINE_KIND_GPU:
             # Named after the process, too: machines that are told apart only by their index may share one host.
-            name = f"{settings.local_socket('ss')}-{os.getpid()}"
+            name = f"{machine.local_socket(settings, 'ss')}-{os.getpid()}"
             self._local = Local(name, settings, self._loop, self._traffic, self._on_arrival, self._on_gone)
         # Beside trainers, whose communication service says it too, it would be the same sentence once more.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR

@@ -13,12 +13,12 @@ import re
 import signal
 
 import pytest
+from support.breaking import ERROR_STATUS as ERROR
 from support.breaking import Job, alone, launch, service
 from support.clusters import ROOT
 
 from byteps_py.launch.cluster import free_port
 
-ERROR = 3  # exit status of rank.py for an error of ours
 CLUSTER = "-np 1 --machines 2 --servers 1"  # every kind of process, and few of them
 
 

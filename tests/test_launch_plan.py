@@ -92,10 +92,12 @@ class TestRolePlan:
         assert [s.reads_stdin for s in specs] == [False, False, True, False]
         assert specs[3].name == "local rank 1 of machine 1"
 
-    def test_torchrun_and_slurm_names_count_as_given(self) -> None:
-        environ = {"DMLC_ROLE": "worker", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "DMLC_NUM_SERVER": "2", **ROOT}
-        rank = plan_role({**environ, "SLURM_LOCALID": "5"})[-1]
+    def test_srun_says_which_machine_this_is(self) -> None:
+        step = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
+        environ = {"DMLC_ROLE": "worker", "DMLC_NUM_SERVER": "2", "SLURM_LOCALID": "0", **step, **ROOT}
+        rank = plan_role(environ, gpus=3)[-1]
         assert (rank.env["DMLC_NUM_WORKER"], rank.env["DMLC_WORKER_ID"]) == ("2", "1")
+        assert (rank.env["BYTEPS_LOCAL_SIZE"], rank.env["BYTEPS_LOCAL_RANK"]) == ("3", "2")  # it started bpslaunch only
 
     def test_local_size_defaults_to_the_visible_gpus(self) -> None:
         assert programs(plan_role(by_hand("worker"), gpus=3)) == ["worker", "r", "r", "r"]

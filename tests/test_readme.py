@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.clusters import ROOT, clean_environment
+from support.open_mpi import OPEN_MPI_ANYWHERE, require_open_mpi
 
 from byteps_py.cli.__main__ import main as bps
 
@@ -49,8 +50,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def shell(script: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    environment = clean_environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+def shell(script: str, folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = clean_environment(PATH=path, **variables)
     process = subprocess.Popen(
         ["bash", "-e", "-c", script],
         cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -79,6 +81,18 @@ def test_three_shells_by_hand(folder: Path) -> None:
         for process in (one, two):  # they end by themselves when the workers have left
             rest, _ = process.communicate(timeout=TIMEOUT_S)
             assert (process.returncode, rest) == (0, "")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_the_launchers_it_names_print_what_it_says(folder: Path, launcher: str) -> None:
+    [(command, expected)] = [step for step in commands_of(blocks_after("launchers")[0]) if step[0].startswith(launcher)]
+    if launcher == "mpirun":
+        require_open_mpi()
+    else:  # torch may lie in another folder than this interpreter
+        command = command.replace("torchrun", "python -m torch.distributed.run")
+    with shell(command, folder, **OPEN_MPI_ANYWHERE) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, output) == (0, expected)
 
 
 def test_every_page_it_names_exists() -> None:

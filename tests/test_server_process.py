@@ -1,41 +1,21 @@
-"""A running summation server, over real sockets and shared memory: right to the bit, and not to be stopped."""
+"""A running summation server, over real sockets and shared memory: right to the bit."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import zmq
-from support.data_plane import WAIT_S, HandLink, LocalMachine, Machine, Server, exact_sum, header_for, random_values
+from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_values
+from support.summation import SETTINGS, assert_works
 from zmq.utils import garbage
 
-from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError
-from byteps_py.loop import EventLoop
-from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.client import connect
-from byteps_py.server.service import Service
-from byteps_py.settings import Settings
+from byteps_py.errors import PeerLostError
 from byteps_py.tensors import DType, Op
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
-SETTINGS = Settings(
-    scheduler_host="127.0.0.1",
-    scheduler_port=9999,  # nobody is there: the tests' links have no other end
-    node_host="127.0.0.1",
-    job_id="test",
-    secret="known to members",
-    num_workers=3,
-    partition_bytes=256 << 10,
-    server_threads=2,
-)
 BROADCAST = {"op": Op.BROADCAST}
 
 
@@ -53,7 +33,7 @@ def two_machines() -> Iterator[Server]:
         yield server
 
 
-# ---- over the network ------------------------------------------------------------------------------------
+# ---- over the network --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", list(DType))
@@ -139,7 +119,7 @@ def test_statistics(server: Server) -> None:
     assert found.resident_bytes > 1 << 20
 
 
-# ---- inside the machine ----------------------------------------------------------------------------------
+# ---- inside the machine ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [3, 50_000])
@@ -240,256 +220,3 @@ def test_a_local_machine_that_breaks_the_protocol_is_cut_off_alone(server: Serve
     again = server.local_machine(0)
     again.give_segment()
     assert_works(server, again)
-
-
-# ---- what must not stop it -------------------------------------------------------------------------------
-
-
-def assert_works(server: Server, zero: Machine | LocalMachine) -> None:
-    """A round of machine 0, as given, and a fresh machine 1."""
-    one = server.machine(1)
-    if isinstance(zero, LocalMachine):
-        zero.write(0, b"\0\0\x80?")
-        zero.send(b"\0\0\x80?", key=1234, answer_offset=4096)
-    else:
-        zero.push(b"\0\0\x80?", key=1234)
-    one.push(b"\0\0\0@", key=1234)
-    assert one.result() == b"\0\0@@"
-    assert zero.receive()[0].kind is Kind.ANSWER
-
-
-MALFORMED = [
-    [b""],
-    [b"", b""],
-    [b"no header", b"payload"],
-    [b"\xff" * HEADER_BYTES, b"payload"],
-    [bytes(HEADER_BYTES), bytes(100)],
-    [b"XPS1" + header_for(0, b"").pack()[4:], b"wrong magic"],
-    [header_for(0, b"").pack()[:4] + b"\x09" + header_for(0, b"").pack()[5:], b"another version"],
-    [header_for(0, bytes(4)).pack()],
-    [header_for(0, bytes(4)).pack(), bytes(4), bytes(4)],
-    [header_for(0, bytes(4)).pack(), *[b"part"] * 50],
-]
-REFUSED = [
-    (header_for(0, b"", length=1 << 40), bytes(4), "a partition has 1 to"),
-    (header_for(0, b"", length=8), bytes(4), "its header promises 8 bytes of payload, 4 came"),
-    (header_for(0, b"", length=4), bytes(8), "its header promises 4 bytes of payload, 8 came"),
-    (header_for(1, bytes(4)), bytes(4), "PUSH in the name of machine 1 is not for machine 0 to send"),
-    (Header(Kind.SEGMENT, 0, length=4), bytes(4), "SEGMENT in the name of machine 0 is not for"),
-    (Header(Kind.ANSWER, 0, length=4), bytes(4), "ANSWER in the name of machine 0 is not for"),
-    (header_for(0, bytes(4), epoch=0), bytes(4), "stale epoch"),
-]
-
-
-def test_malformed_messages_are_dropped_and_nothing_else_happens(server: Server) -> None:
-    machine = server.machine(0)
-    for frames in MALFORMED:
-        machine.socket.send_multipart(frames)
-    assert_works(server, machine)
-
-
-@pytest.mark.parametrize(("header", "payload", "reason"), REFUSED)
-def test_wrong_headers_are_refused(server: Server, header: Header, payload: bytes, reason: str) -> None:
-    machine = server.machine(0)
-    machine.socket.send_multipart([header.pack(), payload])
-    assert reason in machine.refusal()
-    assert_works(server, machine)
-
-
-def test_a_machine_number_that_does_not_exist_is_refused(server: Server) -> None:
-    machine = server.machine(65_000)
-    machine.push(bytes(4))
-    assert "there are 2 machines, from 0" in machine.refusal()
-
-
-def test_strangers_are_refused(server: Server) -> None:
-    stranger = server.machine(0, shown="guessed")
-    assert "its proof of membership is wrong" in stranger.refusal()
-    stranger.push(bytes(4))
-    assert "no HELLO was accepted" in stranger.refusal()
-    assert_works(server, server.machine(0))
-
-
-def test_local_strangers_are_refused(server: Server) -> None:
-    stranger = server.local_machine(0, shown="guessed")
-    assert "its proof of membership is wrong" in stranger.receive()[1]
-    with pytest.raises(PeerLostError):
-        stranger.channel.receive(WAIT_S)
-
-
-def test_bytes_that_are_no_zeromq_and_messages_beyond_all_bounds(server: Server) -> None:
-    machine = server.machine(0)
-    host, port = server.service.address.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port))) as raw:
-        raw.sendall(os.urandom(4096))
-    giant = server.machine(1)
-    giant.push(bytes(SETTINGS.partition_bytes + 8192))  # libzmq ends the connection before it allocates
-    assert_works(server, machine)
-
-
-def test_a_local_machine_that_goes_takes_its_contribution_along(server: Server) -> None:
-    local = server.local_machine(0)
-    local.give_segment()
-    local.send(bytes(64), answer_offset=4096)
-    local.send(bytes(64), answer_offset=0, segment=5)  # refused: what was sent before it has arrived
-    local.receive()
-    assert server.link.statistics().bytes_in_flight == 64
-    server.disconnect()
-    again = server.local_machine(0)
-    again.give_segment()
-    assert_works(server, again)
-    assert server.link.statistics().bytes_in_flight == 0
-
-
-# ---- its life --------------------------------------------------------------------------------------------
-
-
-def test_it_ends_with_the_job(server: Server) -> None:
-    server.link.say(stop=pb.Stop(reason="all workers have left"))
-    assert (server.join(), server.link.closed_because) == (0, "the job is over")
-
-
-def test_it_ends_with_a_failure_of_the_job(server: Server) -> None:
-    server.link.say(failure=pb.Failure(error="PeerLostError", message="rank 3 is gone"))
-    assert server.join() == 1
-
-
-def test_it_says_why_it_was_not_let_in() -> None:
-    with Server(SETTINGS, num_machines=0) as server:
-        server.link.say(refused=pb.Refused(error="RendezvousError", message="the job is full"))
-        server.join()
-    assert isinstance(server.error, RendezvousError)
-
-
-def test_partitions_larger_than_it_was_told_end_it() -> None:
-    with Server(SETTINGS, num_machines=0) as server:
-        server.link.say(membership=pb.Membership(epoch=1, workers=[pb.Member()], partition_bytes=8 << 20))
-        server.join()
-    assert isinstance(server.error, ProtocolError)
-
-
-def test_a_scheduler_lost_early_ends_it() -> None:
-    with Server(SETTINGS, num_machines=0) as server:
-        server.link.lose(PeerLostError("the scheduler is gone"))
-        server.join()
-    assert isinstance(server.error, PeerLostError)
-
-
-def test_a_scheduler_lost_late_stops_no_reduction_and_the_last_worker_ends_it() -> None:
-    with Server(replace(SETTINGS, heartbeat_timeout_s=1.0)) as server:
-        machine = server.machine(0)
-        assert_works(server, machine)
-        server.link.lose(PeerLostError("the scheduler is gone"))
-        machine.push(bytes(4), key=99)
-        server.machine(1).push(bytes(4), key=99)
-        assert machine.result() == bytes(4)
-        server.disconnect()
-        assert server.join() == 0
-
-
-def test_it_leaves_when_told(server: Server) -> None:
-    server.service.stop("SIGTERM")
-    assert (server.join(), server.link.closed_because) == (0, "SIGTERM")
-
-
-def test_it_needs_a_scheduler() -> None:
-    with pytest.raises(ConfigurationError, match="DMLC_PS_ROOT_URI"):
-        Service(Settings(), pb.MACHINE_KIND_CPU, HandLink().connect)
-
-
-def run_program(module: str, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(command, env={"PATH": os.environ["PATH"], **environment}, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize(
-    ("environment", "status", "line"),
-    [
-        ({}, 2, "byteps_py server: ConfigurationError: a summation server finds its workers through the scheduler"),
-        ({"DMLC_NUM_WORKER": "many"}, 2, "byteps_py server: ConfigurationError: DMLC_NUM_WORKER='many'"),
-        (
-            {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9", "BYTEPS_START_TIMEOUT_S": "0.3"},
-            1,
-            "byteps_py server: RendezvousError: ",
-        ),
-    ],
-)
-def test_the_program_says_in_one_line_why_it_can_not_start(environment: dict[str, str], status: int, line: str) -> None:
-    with run_program("byteps_py.server", environment) as process:
-        _, said = process.communicate(timeout=WAIT_S)
-    assert process.returncode == status
-    assert said.startswith(line)
-    assert len(said.splitlines()) == 1
-
-
-def test_the_program_leaves_on_sigterm_and_never_imports_torch() -> None:
-    environment = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9", "BYTEPS_LOG_LEVEL": "DEBUG"}
-    with run_program("byteps_py.server", environment) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "summation server at tcp://" in line:
-                break
-        with open(f"/proc/{process.pid}/maps") as maps:
-            assert "/torch/" not in maps.read()
-        process.send_signal(signal.SIGTERM)
-        process.stderr.read()
-    assert process.returncode == 0
-
-
-@pytest.fixture(name="control")
-def event_loop() -> Iterator[EventLoop]:
-    loop = EventLoop()
-    yield loop
-    loop.close()
-
-
-def test_a_whole_job_through_the_scheduler(control: EventLoop) -> None:
-    """Scheduler and servers as programs. The workers' links and connections are real, their ranks are not:
-    machine 0 is on the first server's machine, machine 1 reaches it over the network."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    environment = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_NUM_WORKER": "2"}
-    environment |= {"BYTEPS_SECRET": "known to members", "BYTEPS_JOB_ID": f"test-{port}"}
-    on_machine = [{**environment, "DMLC_WORKER_ID": str(i)} for i in range(2)]
-    settings = [Settings.from_env(variables) for variables in on_machine]
-    epoch = pb.Membership()
-
-    def on_message(message: pb.SchedulerMessage) -> None:
-        if message.HasField("membership"):
-            epoch.CopyFrom(message.membership)
-            control.stop()
-
-    with contextlib.ExitStack() as ending:
-        programs = [ending.enter_context(run_program("byteps_py.scheduler", environment))]
-        programs += [ending.enter_context(run_program("byteps_py.server", v, "--gpu-machine")) for v in on_machine]
-        for program in programs:
-            ending.callback(program.kill)  # matters only if the test fails: in the end they have ended
-        links = []
-        control.call_later(WAIT_S, control.stop)
-        for i in range(2):
-            member = pb.Register(
-                role=pb.ROLE_COMMUNICATION, kind=pb.MACHINE_KIND_GPU, machine_index=i, local_size=1
-            )  # fmt: skip
-            links.append(connect(settings[i], member, control, on_message, lambda _: control.stop(), pb.Heartbeat))
-            ending.callback(links[i].close)
-        control.run()
-        assert [m.machine_index for m in epoch.servers] == [0, 1]
-        first, second = epoch.servers
-        assert first.local_address != second.local_address  # though both run on this host
-        context = ending.enter_context(zmq.Context())
-        local = ending.enter_context(contextlib.closing(LocalMachine(first.local_address, 0, settings[0])))
-        remote = ending.enter_context(contextlib.closing(Machine(context, first.address, 1, settings[1])))
-        parts = [random_values(DType.BFLOAT16, 100_000, seed) for seed in range(2)]
-        local.give_segment()
-        local.write(0, parts[0].tobytes())
-        local.send(parts[0].tobytes(), dtype=DType.BFLOAT16, answer_offset=512 << 10)
-        remote.push(parts[1].tobytes(), dtype=DType.BFLOAT16)
-        expected = exact_sum(DType.BFLOAT16, parts).tobytes()
-        assert remote.result() == expected
-        assert local.receive()[0].kind is Kind.ANSWER
-        assert local.read(512 << 10, len(expected)) == expected
-        assert [program.poll() for program in programs] == [None] * 3
-        for link in links:
-            link.close("the test is over")
-        said = [program.communicate(timeout=WAIT_S)[1] for program in programs]
-    assert [program.returncode for program in programs] == [0, 0, 0], said

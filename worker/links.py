@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from byteps_py import auth
 from byteps_py.channel import Channel
@@ -22,11 +23,13 @@ from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 #: header, payload (None if the answer lies in shared memory)
 OnAnswer = Callable[[Header, zmq.Frame | None], None]
-OnLost = Callable[[str], None]
+#: A server can't be used any more: why, and for how many seconds the scheduler may know a better reason.
+OnLost = Callable[[str, float], None]
 
 _DRAIN = 64  # messages taken per wake-up before others get their turn
 _SLACK_BYTES = 64 << 10
 _CONNECT_S = 1.0
+_WORD_OF_SCHEDULER_S = 1.0
 
 
 class ServerLink(ABC):
@@ -44,7 +47,12 @@ class ServerLink(ABC):
 
 
 class TcpLink(ServerLink):
-    """A ZeroMQ DEALER. Payloads are sent from, and answers read in, the memory where they lie."""
+    """A ZeroMQ DEALER. Payloads are sent from, and answers read in, the memory where they lie.
+
+    ZeroMQ connects again by itself when a connection breaks, but what was on its way is lost, or is not: nobody
+    knows. If nothing was, this link only says HELLO again. Else the round can't be saved, because the server keeps
+    no result that it has sent; that is an error as soon as the server is known to live, or to be silent for long.
+    """
 
     def __init__(
         self,
@@ -55,10 +63,16 @@ class TcpLink(ServerLink):
         settings: Settings,
         contributions: Callable[[Block, int, int], memoryview],
         on_answer: OnAnswer,
+        on_lost: OnLost,
     ) -> None:
         self._loop = loop
+        self._address = address
+        self._silence_s = settings.heartbeat_timeout_s
         self._view = contributions
         self._on_answer = on_answer
+        self._on_lost = on_lost
+        self._unanswered = 0
+        self._loss = ""  # why the job can't go on; empty while it can
         socket = self._socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, settings.max_partition_bytes + _SLACK_BYTES)
@@ -66,13 +80,17 @@ class TcpLink(ServerLink):
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(20_000, int(1000 * self._silence_s)))
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         socket.connect(address)
         token = auth.token(settings.secret, "data", settings.job, str(sender))
-        socket.send_multipart([Header(Kind.HELLO, sender).pack(), token.encode()])
+        self._hello = [Header(Kind.HELLO, sender).pack(), token.encode()]
+        socket.send_multipart(self._hello)
+        loop.add_reader(self._monitor, self._watch)
         loop.add_reader(socket, self._drain)
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
+        self._unanswered += 1
         self._socket.send(header.pack(), zmq.SNDMORE)
         if payload is None:
             self._socket.send(b"")
@@ -82,18 +100,50 @@ class TcpLink(ServerLink):
 
     def _drain(self) -> None:
         for _ in range(_DRAIN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not self._take_answer():
                 return
-            if len(frames) != 2:
-                raise ProtocolError(f"a summation service sent {len(frames)} frames, an answer has 2")
-            header = Header.unpack(frames[0].bytes)
-            self.bytes_received += len(frames[1])
-            self._on_answer(header, frames[1])
+
+    def _take_answer(self) -> bool:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        if len(frames) != 2:
+            raise ProtocolError(f"a summation service sent {len(frames)} frames, an answer has 2")
+        header = Header.unpack(frames[0].bytes)
+        if header.kind is Kind.REFUSED:
+            self._watch()  # if it is because the connection is a new one, that is the reason to give
+        self.bytes_received += len(frames[1])
+        self._unanswered -= 1
+        self._on_answer(header, frames[1])
+        return True
+
+    def _watch(self) -> None:
+        """The connection was made, or broke."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                self._broke()
+            elif self._loss:
+                self._on_lost(f"{self._loss}; it lives and is connected again", 0.0)
+
+    def _broke(self) -> None:
+        while self._take_answer():
+            pass  # what came before is no less true
+        if not self._unanswered:
+            self._socket.send_multipart(self._hello)  # the first message of the next connection
+        elif not self._loss:
+            self._loss = (
+                f"the connection to the summation service at {self._address} broke while {self._unanswered} of this "
+                "machine's contributions waited for their answers, which may be lost"
+            )
+            self._on_lost(self._loss, self._silence_s + _WORD_OF_SCHEDULER_S)
 
     def close(self) -> None:
+        self._loop.remove(self._monitor)
         self._loop.remove(self._socket)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
 
 
@@ -137,7 +187,7 @@ class LocalLink(ServerLink):
                 self._announced += 1
             self._channel.send(header.pack())
         except PeerLostError as lost:
-            self._on_lost(str(lost))
+            self._lost(lost)
 
     def _drain(self) -> None:
         try:
@@ -151,7 +201,10 @@ class LocalLink(ServerLink):
                 self._on_answer(header, zmq.Frame(text) if text else None)
         except PeerLostError as lost:
             self._loop.remove(self._fd)
-            self._on_lost(str(lost))
+            self._lost(lost)
+
+    def _lost(self, lost: PeerLostError) -> None:
+        self._on_lost(f"the summation service of this machine is gone: {lost}", _WORD_OF_SCHEDULER_S)
 
     def close(self) -> None:
         self._loop.remove(self._fd)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import zmq
 
 from byteps_py.errors import ProtocolError
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.links import LocalLink, OnAnswer, ServerLink, TcpLink
+from byteps_py.worker.links import LocalLink, OnAnswer, OnLost, ServerLink, TcpLink
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.tensor import Part
 from byteps_py.worker.topology import Topology
 
 
 class Network:
-    """``on_lost``: called with a sentence when a server's connection is found broken."""
+    """``on_lost``: called when a server's connection is found broken."""
 
     def __init__(
         self,
@@ -26,7 +24,7 @@ class Network:
         topology: Topology,
         memory: Memory,
         on_answer: OnAnswer,
-        on_lost: Callable[[str], None],
+        on_lost: OnLost,
     ) -> None:
         self._epoch = topology.epoch
         self._me = topology.machine_index
@@ -38,7 +36,7 @@ class Network:
             if server.machine_id == topology.me.machine_id and server.local_address:
                 link = LocalLink(loop, server.local_address, self._me, settings, memory.machine, on_answer, on_lost)
             else:
-                link = TcpLink(self._context, loop, server.address, self._me, settings, memory.view, on_answer)
+                link = TcpLink(self._context, loop, server.address, self._me, settings, memory.view, on_answer, on_lost)
             self._links[server.member_id] = link
 
     def push(self, part: Part, round_: int) -> None:

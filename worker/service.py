@@ -16,6 +16,7 @@ from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallE
 from byteps_py.kernels.engine import Engine, default_threads
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
+from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import ControlLink, connect
 from byteps_py.scheduler.declarations import to_spec
@@ -37,7 +38,6 @@ from byteps_py.worker.topology import Topology
 #: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
 DEPARTURE_GRACE_S = 1.0
 _TICK_S = 0.25
-_WORD_OF_SCHEDULER_S = 1.0
 _STALLS_KEPT = 20
 
 
@@ -50,7 +50,7 @@ class Service:
         self._exit_code = 0
         self._started = time.monotonic()
         self._loop = EventLoop()
-        self._listener = Listener(settings.local_socket("cs"))
+        self._listener = Listener(local_socket(settings, "cs"))
         self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
         self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
         self._queue = PushQueue()
@@ -285,10 +285,10 @@ class Service:
     def _rank_died(self, sentence: str) -> None:
         self._fail(PeerLostError(sentence))
 
-    def _server_lost(self, sentence: str) -> None:
-        error = PeerLostError(f"the summation service of this machine is gone: {sentence}")
-        # It may have ended because the job has failed: then the scheduler will say why.
-        self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._fail(error))
+    def _server_lost(self, sentence: str, grace_s: float) -> None:
+        error = PeerLostError(sentence)
+        # It may have died, or ended because the job has failed: then the scheduler will say so.
+        self._loop.call_later(0.0 if self._is_headless else grace_s, lambda: self._fail(error))
 
     def _kernels_prepared(self, error: BaseException | None) -> None:
         if error is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from byteps_py import launchers
 from byteps_py.errors import ConfigurationError
 from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
@@ -31,6 +32,10 @@ def role_plan(
     ``token`` is a random word that names this machine's local socket. Raises ConfigurationError naming every
     missing variable, or the one that is malformed.
     """
+    # Of the machine; who asks bpslaunch for a machine's ranks has left their number to it.
+    machine = {"DMLC_NUM_WORKER", "DMLC_WORKER_ID"}
+    told = {name: text for name, text in launchers.facts(environ).items() if name in machine}
+    environ = {**told, **{name: text for name, text in environ.items() if text}}
     require(environ, "role")
     role = str(_BY_FIELD["role"].parse("DMLC_ROLE", environ["DMLC_ROLE"]))
     if role == "scheduler":

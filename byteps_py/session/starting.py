@@ -14,8 +14,9 @@ import sys
 import time
 from collections.abc import Mapping
 
-from byteps_py import channel
+from byteps_py import channel, launchers
 from byteps_py.errors import ConfigurationError, RendezvousError
+from byteps_py.machine import local_socket
 from byteps_py.session.base import Session
 from byteps_py.session.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
@@ -38,11 +39,12 @@ def open_session(settings: Settings | None = None) -> Session:
         return SoloSession()
     services: list[subprocess.Popen[bytes]] = []
     if not settings.socket_name:
+        is_given = bool(settings.scheduler_host)
         settings = _complete(settings, os.environ)
         if _opened:
-            settings = dataclasses.replace(settings, socket_name=f"{settings.local_socket('cs')}-{_opened + 1}")
+            settings = dataclasses.replace(settings, socket_name=f"{local_socket(settings, 'cs')}-{_opened + 1}")
         if settings.local_rank == 0:
-            services = _start_services(settings)
+            services = _start_services(settings, scheduler_too=not is_given and settings.worker_id == 0)
     try:
         link = _connect(settings, services)
         try:
@@ -78,25 +80,24 @@ class _Owner(RemoteSession):
 
 
 def _complete(settings: Settings, environ: Mapping[str, str]) -> Settings:
-    """Fill in the job's name and the scheduler's address from the variables of torchrun and its like."""
-    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if host and port.isdigit():
-        if not settings.job_id:
-            settings = dataclasses.replace(settings, job_id=f"{host}:{port}")
-        if not settings.scheduler_host and settings.num_workers > 1:
-            beside = int(port) + 1 if int(port) < 65535 else int(port) - 1
-            settings = dataclasses.replace(settings, scheduler_host=host, scheduler_port=beside)
-    if (settings.num_workers > 1 or settings.num_servers) and not settings.scheduler_host:
+    """Fill in the scheduler's address or, where there is none, the job's name as the launcher gives it.
+
+    With a scheduler its address is the job's name, so that servers, which no launcher starts, are of the same job.
+    """
+    if settings.scheduler_host:
+        return settings
+    if settings.num_workers == 1 and not settings.num_servers:
+        return dataclasses.replace(settings, job_id=settings.job_id or launchers.job(environ))
+    if (address := launchers.scheduler(environ)) is None:
         raise ConfigurationError(
             f"{settings.num_workers} GPU machines and {settings.num_servers} servers need a scheduler: set "
             "DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or MASTER_ADDR and MASTER_PORT as torchrun does"
         )
-    return settings
+    return dataclasses.replace(settings, scheduler_host=address[0], scheduler_port=address[1])
 
 
-def _start_services(settings: Settings) -> list[subprocess.Popen[bytes]]:
-    own_scheduler = "DMLC_PS_ROOT_URI" not in os.environ and settings.scheduler_host and settings.worker_id == 0
-    modules = [["byteps_py.scheduler"]] if own_scheduler else []
+def _start_services(settings: Settings, scheduler_too: bool) -> list[subprocess.Popen[bytes]]:
+    modules = [["byteps_py.scheduler"]] if scheduler_too and settings.scheduler_host else []
     modules.append(["byteps_py.worker"])
     if settings.gpu_machines_sum:
         modules.append(["byteps_py.server", "--gpu-machine"])
@@ -121,7 +122,7 @@ def _start_services(settings: Settings) -> list[subprocess.Popen[bytes]]:
 
 def _connect(settings: Settings, services: list[subprocess.Popen[bytes]]) -> channel.Channel:
     """Connect to the communication service, unless a service that was started here ends first."""
-    name = settings.local_socket("cs")
+    name = local_socket(settings, "cs")
     deadline = time.monotonic() + settings.start_timeout_s
     while True:
         with contextlib.suppress(RendezvousError):

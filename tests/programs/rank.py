@@ -145,6 +145,17 @@ def dies(rank: Rank) -> None:
     rank.reduce("big", 1 << 20)
 
 
+def dies_once(rank: Rank) -> None:
+    """The odd rank is killed, unless torchrun has started it again."""
+    rank.open()
+    rank.reduce()
+    if rank.is_odd and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    rank.reduce()
+    rank.say("reduced")
+    rank.session.close()
+
+
 def leaves(rank: Rank) -> None:
     """The odd rank is done earlier than the others."""
     rank.open()
@@ -189,7 +200,7 @@ def repeat(rank: Rank) -> None:
 
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     scenario.__name__: scenario
-    for scenario in (train, stubborn, told, short, disagree, dies, leaves, skips, absent, repeat)
+    for scenario in (train, stubborn, told, short, disagree, dies, dies_once, leaves, skips, absent, repeat)
 }
 
 

@@ -59,6 +59,7 @@ class TcpLink(ServerLink):
         settings: object,
         contributions: object,
         on_answer: Callable[[Header, Any], None],
+        on_lost: object,
     ) -> None:
         self.process = loop.process
         self.on_answer = on_answer

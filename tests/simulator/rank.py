@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from byteps_py.errors import BytePSError, MismatchError
+from byteps_py.machine import local_socket
 from byteps_py.session import Slot, protocol
 from byteps_py.session.protocol import Kind
 from byteps_py.session.remote import RemoteSession
@@ -102,7 +103,7 @@ class Rank(Process):
     # ---- the program -------------------------------------------------------------------------------------
 
     def _live(self) -> Life:
-        channel = self._channel = self._local.connect(self._settings.local_socket("cs"), self)
+        channel = self._channel = self._local.connect(local_socket(self._settings, "cs"), self)
         channel.on_arrival = self._on_arrival
         self.has_connected = True
         local_rank, local_size = self._settings.local_rank, self._settings.local_size

@@ -19,6 +19,7 @@ from support.clusters import ROOT, clean_environment
 from support.processes import kill, processes, wait_gone
 
 RANK = str(ROOT / "tests" / "programs" / "rank.py")
+ERROR_STATUS = 3  # of rank.py, for an error of ours
 _LIMIT_S = 60
 _MARK = "BYTEPS_TEST_MARK"
 
@@ -136,6 +137,11 @@ def launch(
 def alone(*words: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
     """One rank without any launcher: ``python rank.py WORDS``."""
     return _job([sys.executable, RANK, *words], clean_environment(**environ))
+
+
+def command(*words: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
+    """Any command: another launcher's, say."""
+    return _job(words, clean_environment(**environ))
 
 
 def service(module: str, *arguments: str, **environ: str) -> contextlib.AbstractContextManager[Job]:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-_OURS = ("DMLC_", "BYTEPS_", "PS_")
+OURS = ("DMLC_", "BYTEPS_", "PS_")
+LAUNCHERS = ("MASTER_", "GROUP_", "LOCAL_", "TORCHELASTIC_", "OMPI_COMM_", "PMIX_", "SLURM_")
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
-    """This process's environment without our variables, and with ``variables``."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+    """This process's environment without our variables and any launcher's, and with ``variables``."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS + LAUNCHERS)}
     return {**kept, "OMP_NUM_THREADS": "1", **variables}
 
 

@@ -11,9 +11,10 @@ import threading
 from collections.abc import Iterator
 
 from support import supervise
+from support.clusters import LAUNCHERS, OURS
 
 _LIMIT_S = 60
-_OWN = ("DMLC_", "BYTEPS_", "OMP_", "SLURM_", "GROUP_", "LOCAL_")
+_OWN = ("OMP_", *OURS, *LAUNCHERS)
 
 
 class Running:

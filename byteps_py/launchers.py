@@ -1,0 +1,125 @@
+"""What torchrun, Open MPI's mpirun and SLURM's srun tell the processes that they start. Pure; any thread.
+
+Each launcher has its own variables for the same facts: how many machines, which is this one, how many ranks has
+it, which is this one. Launchers may be nested (torchrun in a step of srun), and the inner one's variables stand
+beside the outer one's; so one launcher is listened to as a whole, the innermost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from byteps_py.errors import ConfigurationError
+
+Facts = dict[str, str]
+Environ = Mapping[str, str]
+
+
+def facts(environ: Environ) -> Facts:
+    """What the launcher says of a rank, under our own variables' names; those that are set already win.
+
+    Raises ConfigurationError if what it says does not tell which machine this is.
+    """
+    if environ.get("DMLC_ROLE", "").strip().lower() in ("server", "scheduler"):
+        return {}  # of these the launcher knows nothing: it counts them among the ranks
+    for is_there, read in _LAUNCHERS:
+        if environ.get(is_there):
+            return read(environ)
+    return {}
+
+
+def job(environ: Environ) -> str:
+    """What the ranks of one launch have in common and no other launch on this machine has; empty if unknown.
+
+    Processes of one launch that torchrun has started again are a launch of their own.
+    """
+    return "/".join(environ[name] for name in _JOB if environ.get(name))
+
+
+def scheduler(environ: Environ) -> tuple[str, int] | None:
+    """Where the first machine's scheduler is to listen, next to the port on which torch.distributed meets."""
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        return None
+    return host, int(port) + 1 if int(port) < 65535 else int(port) - 1
+
+
+def _torchrun(environ: Environ) -> Facts:
+    return _renamed(
+        environ,
+        DMLC_NUM_WORKER="GROUP_WORLD_SIZE",
+        DMLC_WORKER_ID="GROUP_RANK",
+        BYTEPS_LOCAL_SIZE="LOCAL_WORLD_SIZE",
+        BYTEPS_LOCAL_RANK="LOCAL_RANK",
+    )
+
+
+def _open_mpi(environ: Environ) -> Facts:
+    """It does not count machines: that follows from the ranks, if every machine has equally many, in order."""
+    found = _renamed(
+        environ, BYTEPS_LOCAL_SIZE="OMPI_COMM_WORLD_LOCAL_SIZE", BYTEPS_LOCAL_RANK="OMPI_COMM_WORLD_LOCAL_RANK"
+    )
+    if environ.get("DMLC_NUM_WORKER") and environ.get("DMLC_WORKER_ID"):
+        return found
+    size, rank, local_size, local_rank = (
+        int(environ.get(f"OMPI_COMM_WORLD_{name}", default))
+        for name, default in (("SIZE", "1"), ("RANK", "0"), ("LOCAL_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
+    machines, worker_id = size // local_size, rank // local_size
+    if size != machines * local_size or rank != worker_id * local_size + local_rank:
+        raise ConfigurationError(
+            f"mpirun started {size} ranks, {local_size} of them on this machine, where rank {rank} has the local rank "
+            f"{local_rank}; that does not say which machine this is. Start equally many ranks on every machine, in "
+            "order (mpirun --map-by slot --rank-by slot), or set DMLC_NUM_WORKER everywhere and each machine's "
+            "DMLC_WORKER_ID"
+        )
+    return {**found, "DMLC_NUM_WORKER": str(machines), "DMLC_WORKER_ID": str(worker_id)}
+
+
+def _srun(environ: Environ) -> Facts:
+    """Of the step's own variables, which a batch script does not have: there, the allocation's say nothing about
+    the processes that the script starts."""
+    found = _renamed(
+        environ,
+        DMLC_NUM_WORKER="SLURM_STEP_NUM_NODES",
+        DMLC_WORKER_ID="SLURM_NODEID",
+        BYTEPS_LOCAL_RANK="SLURM_LOCALID",
+    )
+    sizes = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    node = environ.get("SLURM_NODEID", "0")
+    if node.isdigit() and int(node) < len(sizes):
+        found["BYTEPS_LOCAL_SIZE"] = sizes[int(node)]
+    return found
+
+
+def _tasks_per_node(text: str) -> list[str]:
+    """``2(x3),1`` is ``2, 2, 2, 1``; empty if it is something else."""
+    sizes: list[str] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
+            return []
+        sizes += [match[1]] * int(match[2] or 1)
+    return sizes
+
+
+def _renamed(environ: Environ, **names: str) -> Facts:
+    return {ours: environ[theirs] for ours, theirs in names.items() if environ.get(theirs)}
+
+
+#: A variable that only this launcher sets, the innermost launcher first.
+_LAUNCHERS: tuple[tuple[str, Callable[[Environ], Facts]], ...] = (
+    ("GROUP_WORLD_SIZE", _torchrun),
+    ("OMPI_COMM_WORLD_SIZE", _open_mpi),
+    ("SLURM_STEP_TASKS_PER_NODE", _srun),
+)
+_JOB = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)

@@ -1,0 +1,70 @@
+"""A TCP proxy that a test can cut: a network between two processes that both live. Two threads per connection."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+
+
+class Proxy:
+    """Stands before ``target`` (host, port). ``on_accept``: called, in a thread, with how many have connected."""
+
+    def __init__(self, target: tuple[str, int], on_accept: Callable[[int], None] = lambda count: None) -> None:
+        self._target = target
+        self._on_accept = on_accept
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._withheld: bytes | None = None
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._start(self._accept)
+
+    def cut(self) -> None:
+        """End every connection."""
+        for end in self._sockets:
+            with contextlib.suppress(OSError):  # it has ended already
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut_at(self, word: bytes) -> None:
+        """From now on lose what the target says, and cut when a client says ``word``: it gets no answer."""
+        self._withheld = word
+
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, name="proxy", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        for count in range(1, 1000):
+            try:
+                client, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            server = socket.create_connection(self._target)
+            self._sockets += [client, server]
+            self._start(self._carry, client, server, True)
+            self._start(self._carry, server, client, False)
+            self._on_accept(count)
+
+    def _carry(self, source: socket.socket, sink: socket.socket, is_client: bool) -> None:
+        with contextlib.suppress(OSError):  # one of both ends was cut
+            while data := source.recv(1 << 16):
+                if self._withheld is None or is_client:
+                    sink.sendall(data)
+                if is_client and self._withheld is not None and self._withheld in data:
+                    self._withheld = None
+                    self.cut()
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        for end in (self._listener, *self._sockets):
+            end.close()

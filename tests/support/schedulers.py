@@ -1,0 +1,141 @@
+"""A scheduler as a process, and members of its cluster as programs use their links."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+from byteps_py import errors
+from byteps_py.launch.cluster import free_port
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler import client
+from byteps_py.settings import Settings
+
+TIMEOUT_S = 20.0
+
+Factory = Callable[..., "Scheduler"]
+
+
+class Scheduler:
+    """A scheduler process on a free loopback port, and the settings to reach it."""
+
+    def __init__(self, **changes: object) -> None:
+        self.settings = Settings(
+            scheduler_host="127.0.0.1",
+            scheduler_port=free_port(),
+            log_level="INFO",
+            **changes,  # type: ignore[arg-type]
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "byteps_py.scheduler"],
+            env=environment(self.settings), stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.log: list[str] = []
+
+    def wait_listening(self) -> Scheduler:
+        pipe = self.process.stderr
+        assert pipe is not None
+        while not any("listening on" in line for line in self.log):
+            assert select.select([pipe], [], [], TIMEOUT_S)[0], "the scheduler says nothing"
+            line = pipe.readline()
+            assert line, f"the scheduler ended with {self.process.wait(TIMEOUT_S)}: {self.log}"
+            self.log.append(line)
+        return self
+
+    def ended(self) -> tuple[int, str]:
+        """Wait for its end; exit status and log."""
+        rest = self.process.communicate(timeout=TIMEOUT_S)[1]
+        return self.process.returncode, "".join(self.log) + rest
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        with self.process:
+            pass
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    values = {
+        "DMLC_PS_ROOT_URI": settings.scheduler_host,
+        "DMLC_PS_ROOT_PORT": str(settings.scheduler_port),
+        "DMLC_NUM_WORKER": str(settings.num_workers),
+        "DMLC_NUM_SERVER": str(settings.num_servers),
+        "BYTEPS_START_TIMEOUT_S": str(settings.start_timeout_s),
+        "PS_HEARTBEAT_TIMEOUT": str(settings.heartbeat_timeout_s),
+        "PS_HEARTBEAT_INTERVAL": str(settings.heartbeat_interval_s),
+        "BYTEPS_LOG_LEVEL": settings.log_level,
+        "BYTEPS_SECRET": settings.secret,
+    }
+    return {**os.environ, **values}
+
+
+class Member:
+    """One end of a control link with an event loop of its own, and what came to it."""
+
+    def __init__(self, settings: Settings, register: pb.Register) -> None:
+        self.summed = 300 if register.role == pb.ROLE_SUMMATION else 0
+        self.messages: queue.Queue[pb.SchedulerMessage] = queue.Queue()
+        self.lost: queue.Queue[errors.BytePSError] = queue.Queue()
+        self.beats = threading.Semaphore(0)
+        self.callback_threads: set[threading.Thread] = set()
+        self.loop = EventLoop()
+        self.thread = threading.Thread(target=self.loop.run, name="member-loop")
+        self.thread.start()
+        self.link = client.connect(settings, register, self.loop, self._message, self._lost, self._heartbeat)
+
+    def _message(self, message: pb.SchedulerMessage) -> None:
+        self.callback_threads.add(threading.current_thread())
+        self.messages.put(message)
+
+    def _lost(self, error: errors.BytePSError) -> None:
+        self.callback_threads.add(threading.current_thread())
+        self.lost.put(error)
+
+    def _heartbeat(self) -> pb.Heartbeat:
+        self.callback_threads.add(threading.current_thread())
+        self.beats.release()
+        return pb.Heartbeat(statistics=pb.Statistics(bytes_summed=self.summed, cpu_s=1.5))
+
+    def leave(self) -> None:
+        """Close the link where a service does: in the loop's thread."""
+        left = threading.Event()
+        self.loop.post(lambda: self.link.close("done"))
+        self.loop.post(left.set)
+        assert left.wait(TIMEOUT_S)
+
+    def wait(self, body: str) -> pb.SchedulerMessage:
+        """The next message of this kind; others before it are dropped."""
+        while True:
+            message = self.messages.get(timeout=TIMEOUT_S)
+            if message.HasField(body):
+                return message
+
+    def close(self) -> None:
+        self.link.close("the test is over")
+        self.loop.stop()
+        self.thread.join(TIMEOUT_S)
+        self.loop.close()
+
+
+Attend = Callable[..., Member]
+
+
+def as_worker(index: int = 0) -> pb.Register:
+    return pb.Register(role=pb.ROLE_COMMUNICATION, kind=pb.MACHINE_KIND_GPU, machine_index=index, local_size=1)
+
+
+def as_server(index: int = -1) -> pb.Register:
+    kind = pb.MACHINE_KIND_CPU if index < 0 else pb.MACHINE_KIND_GPU
+    return pb.Register(role=pb.ROLE_SUMMATION, kind=kind, machine_index=index, address=f"tcp://127.0.0.1:{100 + index}")
+
+
+def ballot(rank: int) -> pb.MemberMessage:
+    spec = pb.Spec(dtype=1, shape=[2], op=1, root=-1)
+    one = pb.Ballot(name="w", generation=1, votes=[pb.Vote(ranks=[rank], spec=spec)])
+    return pb.MemberMessage(declare=pb.Declare(ballots=[one]))

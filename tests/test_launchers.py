@@ -1,0 +1,121 @@
+"""What other launchers' variables mean: real sets of them, in short, and the settings they lead to."""
+
+from __future__ import annotations
+
+import pytest
+
+from byteps_py import launchers
+from byteps_py.errors import ConfigurationError
+from byteps_py.settings import Settings
+
+
+def torchrun(machines: int, machine: int, size: int, rank: int, **more: str) -> dict[str, str]:
+    names = ("GROUP_WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+    return {**dict(zip(names, map(str, (machines, machine, size, rank)), strict=True)), **more}
+
+
+def mpirun(size: int, rank: int, local_size: int, local_rank: int, **more: str) -> dict[str, str]:
+    facts = {"SIZE": size, "RANK": rank, "LOCAL_SIZE": local_size, "LOCAL_RANK": local_rank}
+    return {**{f"OMPI_COMM_WORLD_{name}": str(value) for name, value in facts.items()}, **more}
+
+
+def srun(tasks_per_node: str, nodes: int, node: int, rank: int, **more: str) -> dict[str, str]:
+    return {
+        "SLURM_STEP_TASKS_PER_NODE": tasks_per_node,
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(rank),
+        # Of the allocation, and so of other steps, too:
+        "SLURM_NNODES": "7",
+        "SLURM_NTASKS_PER_NODE": "7",
+        **more,
+    }
+
+
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "3", "SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "machines", "machine", "size", "rank"),
+    [
+        (torchrun(1, 0, 2, 1), 1, 0, 2, 1),
+        (torchrun(3, 2, 4, 3), 3, 2, 4, 3),
+        (mpirun(2, 1, 2, 1), 1, 0, 2, 1),
+        (mpirun(6, 4, 2, 0), 3, 2, 2, 0),
+        (mpirun(3, 2, 1, 0), 3, 2, 1, 0),
+        (mpirun(5, 3, 2, 0, DMLC_NUM_WORKER="2", DMLC_WORKER_ID="1"), 2, 1, 2, 0),  # 3 + 2
+        (srun("2", 1, 0, 1), 1, 0, 2, 1),
+        (srun("2(x3),1", 4, 2, 1), 4, 2, 2, 1),
+        (srun("2(x3),1", 4, 3, 0), 4, 3, 1, 0),
+        (srun("3,2", 2, 1, 1), 2, 1, 2, 1),
+        (BATCH_SCRIPT, 1, 0, 1, 0),  # a program that a batch script starts itself is alone
+        ({**srun("1(x2)", 2, 1, 0), **torchrun(2, 1, 4, 3)}, 2, 1, 4, 3),  # nested: the inner one counts
+        ({**srun("1(x2)", 2, 1, 0), **mpirun(4, 1, 4, 1)}, 1, 0, 4, 1),
+        (torchrun(3, 2, 4, 3, DMLC_NUM_WORKER="5", BYTEPS_LOCAL_SIZE="8"), 5, 2, 8, 3),  # our own words win
+        (torchrun(3, 2, 4, 3, DMLC_NUM_WORKER=""), 3, 2, 4, 3),
+        (mpirun(5, 4, 1, 0, DMLC_ROLE="server", DMLC_NUM_WORKER="2"), 2, 0, 1, 0),  # counted as a rank; it is none
+    ],
+)
+def test_facts(environ: dict[str, str], machines: int, machine: int, size: int, rank: int) -> None:
+    settings = Settings.from_env(environ)
+    found = (settings.num_workers, settings.worker_id, settings.local_size, settings.local_rank)
+    assert found == (machines, machine, size, rank)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        mpirun(3, 1, 2, 1),  # 2 + 1
+        mpirun(4, 1, 2, 0),  # by turns: machine 0 has the ranks 0 and 2
+        mpirun(5, 3, 2, 0, DMLC_NUM_WORKER="2"),  # which of the two?
+    ],
+)
+def test_ranks_that_do_not_say_their_machine(environ: dict[str, str]) -> None:
+    size, rank = environ["OMPI_COMM_WORLD_SIZE"], environ["OMPI_COMM_WORLD_RANK"]
+    text = rf"mpirun started {size} ranks, 2 of them .* rank {rank} .* Start equally many"
+    with pytest.raises(ConfigurationError, match=text):
+        Settings.from_env(environ)
+
+
+def test_sizes_that_nobody_can_read_are_left_to_the_user() -> None:
+    assert Settings.from_env(srun("two", 1, 0, 0)).local_size == 1
+    assert Settings.from_env(srun("two", 1, 0, 1, BYTEPS_LOCAL_SIZE="2")).local_rank == 1
+
+
+HERE = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+JOBS = [
+    torchrun(1, 0, 2, 0, **HERE, TORCHELASTIC_RUN_ID="a"),
+    torchrun(1, 0, 2, 0, **{**HERE, "MASTER_PORT": "29501"}, TORCHELASTIC_RUN_ID="a"),
+    torchrun(1, 0, 2, 0, **HERE, TORCHELASTIC_RUN_ID="b"),
+    torchrun(1, 0, 2, 0, **HERE, TORCHELASTIC_RUN_ID="a", TORCHELASTIC_RESTART_COUNT="1"),
+    mpirun(2, 0, 2, 0, PMIX_NAMESPACE="1234108417"),
+    mpirun(2, 0, 2, 0, PMIX_NAMESPACE="1234108417", **HERE),
+    mpirun(2, 0, 2, 0, PMIX_NAMESPACE="1202978817", **HERE),
+    srun("2", 1, 0, 0, SLURM_JOB_ID="3", SLURM_STEP_ID="0"),
+    srun("2", 1, 0, 0, SLURM_JOB_ID="3", SLURM_STEP_ID="1"),
+]
+
+
+def test_launches_are_told_apart_and_their_ranks_are_not() -> None:
+    assert len({launchers.job(environ) for environ in JOBS}) == len(JOBS)
+    for environ in JOBS:
+        ranks = {"LOCAL_RANK": "1", "RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "SLURM_PROCID": "1"}
+        assert launchers.job({**environ, **ranks}) == launchers.job(environ)
+    assert launchers.job({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "address"),
+    [
+        ({"MASTER_ADDR": "gpu0", "MASTER_PORT": "29500"}, ("gpu0", 29501)),
+        ({"MASTER_ADDR": "gpu0", "MASTER_PORT": "65535"}, ("gpu0", 65534)),
+        ({"MASTER_ADDR": "gpu0"}, None),
+        ({"MASTER_ADDR": "gpu0", "MASTER_PORT": "any"}, None),
+        ({}, None),
+    ],
+)
+def test_scheduler(environ: dict[str, str], address: tuple[str, int] | None) -> None:
+    assert launchers.scheduler(environ) == address

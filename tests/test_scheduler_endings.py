@@ -1,0 +1,170 @@
+"""The scheduler's state machine: how members leave and die, and how a job ends."""
+
+from __future__ import annotations
+
+import pytest
+from support.scheduler_core import running, worker
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler import core as states
+from byteps_py.scheduler.ending import END_LINGER_S, FAILED_LINGER_S
+
+
+def test_a_job_ends_when_its_workers_leave_one_after_another() -> None:
+    cluster, (a, b), servers = running(k=1)
+    out = cluster.say(a, leave=pb.Leave(reason=""))
+    assert [(connection, m.failure.error, m.failure.orderly) for connection, m in out] == [(b, "PeerLostError", True)]
+    assert out[0][1].failure.message == "worker 0 (ranks 0-1, host gpu0, pid 100) has shut down"
+    assert cluster.core.state == states.RUNNING
+    cluster.drop(a)
+    out = cluster.say(b, leave=pb.Leave(reason=""))
+    assert [(connection, m.WhichOneof("body")) for connection, m in out] == [(s, "stop") for s in servers]
+    assert cluster.core.state == states.ENDED
+    cluster.drop(b)
+    assert cluster.core.finished(cluster.now) is None
+    for s in servers:
+        assert cluster.say(s, leave=pb.Leave(reason="told so")) == []
+        assert cluster.drop(s) == []
+    finish = cluster.core.finished(cluster.now)
+    assert finish is not None
+    assert (finish.exit_status, finish.reason) == (0, "all workers have left")
+
+
+def test_ranks_that_have_ended_while_their_service_stays_are_told_of_like_a_worker_that_left() -> None:
+    cluster, (a, b), (s, _) = running()
+    out = cluster.say(a, gone=pb.Gone())
+    assert [(connection, m.failure.orderly) for connection, m in out] == [(b, True)]
+    text = "worker 0 (ranks 0-1, host gpu0, pid 100) has shut down: its ranks have ended"
+    assert cluster.last(b).failure.message == text
+    assert cluster.core.state == states.RUNNING
+    cluster.say(s, gone=pb.Gone())
+    assert "only communication services" in cluster.last(s).refused.message
+
+
+def test_who_comes_back_before_the_others_have_left_is_to_try_again() -> None:
+    cluster, (a, b), servers = running()
+    cluster.say(a, leave=pb.Leave())
+    early = cluster.join(worker(0, k=0))
+    assert cluster.last(early).refused.later
+    stranger = cluster.join(worker(1, k=0))  # the first worker 1 is still here
+    assert not cluster.last(stranger).refused.later
+    cluster.say(b, leave=pb.Leave())
+    assert cluster.last(cluster.join(worker(1, k=0))).refused.later
+    for connection in (a, b, early, stranger, *servers):
+        cluster.drop(connection)
+
+
+def test_who_comes_to_a_job_that_was_stopped_or_has_failed_need_not_try_again() -> None:
+    stopped, _, _ = running()
+    stopped.take(stopped.core.stop("enough", stopped.now))
+    failed, (a, _), _ = running()
+    failed.drop(a)
+    for cluster in (stopped, failed):
+        refused = cluster.last(cluster.join(worker(0, k=0))).refused
+        assert "this job is over" in refused.message
+        assert not refused.later
+
+
+def test_a_frozen_member_holds_up_nobodys_end() -> None:
+    cluster, (_, b), servers = running(heartbeat_timeout_s=5.0)
+    cluster.tick(5.5, (b, *servers))  # nothing was heard of a, whose connection stands
+    assert cluster.core.state == states.FAILED
+    for connection in (b, *servers):
+        cluster.say(connection, leave=pb.Leave())
+        assert cluster.core.finished(cluster.now) is None
+        cluster.drop(connection)
+    finish = cluster.core.finished(cluster.now)
+    assert finish is not None
+    assert finish.exit_status == 1
+
+
+def test_a_server_that_ignores_the_end_is_not_waited_for_forever() -> None:
+    cluster, (a,), (s,) = running(n=1, k=1)
+    cluster.say(a, leave=pb.Leave())
+    cluster.drop(a)
+    cluster.tick(END_LINGER_S - 0.5, (s,))
+    assert cluster.core.finished(cluster.now) is None
+    cluster.tick(0.5, (s,))
+    finish = cluster.core.finished(cluster.now)
+    assert finish is not None
+    assert finish.exit_status == 0
+    assert "still there: server tcp://cpu0:1 (host h0, pid 200)" in finish.reason
+
+
+def test_a_dead_worker_fails_the_job_for_everyone_else_once() -> None:
+    cluster, (a, b), servers = running(k=1)
+    out = cluster.drop(b)
+    assert sorted(connection for connection, _ in out) == sorted([a, *servers])
+    for _, message in out:
+        assert (message.failure.error, message.failure.orderly) == ("PeerLostError", False)
+        assert message.failure.message.startswith("lost worker 1 (ranks 2-3, host gpu1, pid 101): its connection ended")
+    status = cluster.core.status(cluster.now)
+    assert status.state == states.FAILED
+    assert status.reason == out[0][1].failure.message
+    assert [m.alive for m in status.members] == [True, False, *(True for _ in servers)]
+    # the last worker to go takes the servers with it, and the first failure stays the reason
+    out = cluster.drop(a)
+    assert [(connection, m.WhichOneof("body")) for connection, m in out] == [(s, "stop") for s in servers]
+    for s in servers:
+        cluster.drop(s)
+    finish = cluster.core.finished(cluster.now)
+    assert finish is not None
+    assert (finish.exit_status, finish.reason) == (1, status.reason)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_server_with_keys_is_missed_and_an_idle_one_is_not(in_order: bool) -> None:
+    cluster, (a, _, _), servers = running(n=3, k=4)
+    for s, is_idle in [(servers[3], True), (servers[1], False)]:
+        if in_order:
+            cluster.say(s, leave=pb.Leave(reason="SIGTERM"))
+        cluster.drop(s)
+        assert cluster.core.state == (states.RUNNING if is_idle else states.FAILED)
+    text = cluster.last(a).failure.message
+    assert "server tcp://cpu1:1 (host h1, pid 201)" in text
+    assert ("has shut down: SIGTERM" if in_order else "its connection ended") in text
+
+
+def test_silence_is_death_and_a_late_scheduler_proves_nothing() -> None:
+    cluster, (a, b), servers = running(heartbeat_timeout_s=10.0)
+    assert cluster.tick(9.5, (a, *servers)) == []
+    cluster.now += 60.0  # the scheduler itself was suspended
+    assert cluster.take(cluster.core.on_tick(cluster.now)) == []
+    assert cluster.tick(9.5, (a, *servers)) == []
+    cluster.tick(0.5, (a, *servers))
+    assert "lost worker 1 (ranks 2-3, host gpu1, pid 101): nothing was heard of it for 10.0 s" in (
+        cluster.last(a).failure.message
+    )
+    assert cluster.last(b).failure == cluster.last(a).failure  # should it wake up, it knows
+
+
+def test_a_report_fails_the_others_with_its_own_type() -> None:
+    cluster, (a, b), servers = running()
+    out = cluster.say(a, report=pb.Report(error="StallError", message="rank 1 gave up"))
+    assert sorted(connection for connection, _ in out) == sorted([b, *servers])
+    assert cluster.last(b).failure.error == "StallError"
+    assert cluster.last(b).failure.message.startswith("rank 1 gave up (reported by worker 0")
+    assert cluster.say(b, report=pb.Report(error="SystemExit", message="and I")) == []
+    assert cluster.core.reason.startswith("rank 1 gave up")
+
+
+def test_a_failed_job_lets_go_after_a_while() -> None:
+    cluster, (a, _), _ = running()
+    cluster.drop(a)
+    cluster.tick(FAILED_LINGER_S - 0.5)
+    assert cluster.core.finished(cluster.now) is None
+    cluster.tick(0.5)
+    finish = cluster.core.finished(cluster.now)
+    assert finish is not None
+    assert finish.exit_status == 1
+
+
+def test_stop_tells_everyone_to_leave_and_is_no_failure() -> None:
+    cluster, workers, servers = running()
+    cluster.take(cluster.core.stop("enough", cluster.now))
+    for connection in (*workers, *servers):
+        assert cluster.last(connection).stop.reason == "stopped: enough"
+        cluster.drop(connection)
+    finish = cluster.core.finished(cluster.now)
+    assert finish is not None
+    assert (finish.exit_status, finish.reason) == (0, "stopped: enough")

@@ -1,0 +1,73 @@
+"""The scheduler's state machine: who keeps others waiting, and what the status says."""
+
+from __future__ import annotations
+
+from support.scheduler_core import ballot, declare, running
+
+from byteps_py.proto import control_pb2 as pb
+
+
+def wait_for(name: str, ready: list[int], age_s: float, round_: int = 0) -> dict[str, pb.Heartbeat]:
+    return {"heartbeat": pb.Heartbeat(waiting=[pb.Waiting(name=name, round=round_, ready_ranks=ready, age_s=age_s)])}
+
+
+def test_a_stall_names_the_missing_ranks_and_is_repeated_only_after_a_while() -> None:
+    cluster, (a, b, c), _ = running(n=3, stall_warn_s=5.0)
+    for first, connection in ((0, a), (2, b), (4, c)):
+        cluster.say(connection, **declare(ballot([first, first + 1])))
+    assert cluster.say(a, **wait_for("w", [0, 1], 1.0)) == []  # not long enough
+    assert cluster.say(b, **wait_for("w", [3], 0.5)) == []
+    out = cluster.say(a, **wait_for("w", [0, 1], 5.0))
+    assert {m.stalled.message for _, m in out} == {
+        "tensor 'w' has waited 5 s for ranks 2, 4-5, which have not handed it over "
+        "(worker 1 (ranks 2-3, host gpu1, pid 101); worker 2 (ranks 4-5, host gpu2, pid 102)): "
+        "slow, stuck, or on another path of the program"
+    }
+    assert len(out) == len(cluster.told)
+    assert list(cluster.core.status(cluster.now).stalled) == [out[0][1].stalled.message]
+    cluster.now += 4.5
+    assert cluster.say(a, **wait_for("w", [0, 1], 9.5)) == []
+    cluster.now += 0.5
+    assert cluster.say(a, **wait_for("w", [0, 1], 10.0)) != []
+    cluster.say(a, heartbeat=pb.Heartbeat())
+    cluster.say(b, heartbeat=pb.Heartbeat())
+    assert list(cluster.core.status(cluster.now).stalled) == []
+
+
+def test_tensors_that_wait_for_the_same_ranks_share_a_sentence() -> None:
+    cluster, (a, _), _ = running(stall_warn_s=5.0)
+    cluster.say(a, **declare(*(ballot([0, 1], name=f"t{i}") for i in range(6))))
+    waiting = [pb.Waiting(name=f"t{i}", ready_ranks=[0, 1], age_s=5 + i) for i in range(6)]
+    out = cluster.say(a, heartbeat=pb.Heartbeat(waiting=waiting))
+    (text,) = {m.stalled.message for _, m in out}
+    assert text.startswith("tensors 't0', 't1', 't2', 't3' and 2 more have waited 10 s for ranks 2-3, which have not ")
+    assert "not declared them" in text
+
+
+def test_a_barrier_that_waits_is_told_of_apart_from_tensors() -> None:
+    cluster, (a, _), _ = running(stall_warn_s=5.0)
+    waiting = [pb.Waiting(name="w", ready_ranks=[0, 1], age_s=6), pb.Waiting(ready_ranks=[0, 1], age_s=6.25)]
+    out = cluster.say(a, heartbeat=pb.Heartbeat(waiting=waiting))
+    texts = {m.stalled.message for _, m in out}
+    why = "(worker 1 (ranks 2-3, host gpu1, pid 101)): slow, stuck, or on another path of the program"
+    assert texts == {
+        f"tensor 'w' has waited 6 s for ranks 2-3, which have not handed it over {why}",
+        f"a barrier has waited 6.2 s for ranks 2-3, which have not come to it {why}",
+    }
+
+
+def test_when_all_ranks_have_given_nobody_is_accused() -> None:
+    cluster, (a, b), _ = running(stall_warn_s=5.0)
+    cluster.say(a, **wait_for("w", [0, 1], 4.0, round_=8))
+    out = cluster.say(b, **wait_for("w", [2, 3], 5.0, round_=7))
+    assert "although all ranks have given their part" in out[0][1].stalled.message
+
+
+def test_status_carries_the_counters() -> None:
+    cluster, (a, *_), (s, *_) = running()
+    counters = pb.Statistics(bytes_received=1, bytes_sent=2, bytes_summed=3, cpu_s=0.5, resident_bytes=4)
+    cluster.say(s, heartbeat=pb.Heartbeat(statistics=counters))
+    cluster.now += 2.0
+    members = {m.member.member_id: m for m in cluster.core.status(cluster.now).members}
+    assert members[s].statistics == counters
+    assert (members[a].heartbeat_age_s, members[a].member.host, members[a].alive) == (2.0, "gpu0", True)

@@ -1,0 +1,113 @@
+"""A running summation server, and what must not stop it: malformed, wrong and strange messages."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from support.data_plane import WAIT_S, Server, header_for
+from support.summation import SETTINGS, assert_works
+from zmq.utils import garbage
+
+from byteps_py.errors import PeerLostError
+from byteps_py.wire import HEADER_BYTES, Header, Kind
+
+
+@pytest.fixture(scope="module", autouse=True)
+def zeromq_collector() -> Iterator[None]:
+    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
+    zmq.Frame(bytearray(1 << 20))
+    yield
+    garbage.gc.stop()
+
+
+@pytest.fixture(name="server")
+def two_machines() -> Iterator[Server]:
+    with Server(SETTINGS) as server:
+        yield server
+
+
+MALFORMED = [
+    [b""],
+    [b"", b""],
+    [b"no header", b"payload"],
+    [b"\xff" * HEADER_BYTES, b"payload"],
+    [bytes(HEADER_BYTES), bytes(100)],
+    [b"XPS1" + header_for(0, b"").pack()[4:], b"wrong magic"],
+    [header_for(0, b"").pack()[:4] + b"\x09" + header_for(0, b"").pack()[5:], b"another version"],
+    [header_for(0, bytes(4)).pack()],
+    [header_for(0, bytes(4)).pack(), bytes(4), bytes(4)],
+    [header_for(0, bytes(4)).pack(), *[b"part"] * 50],
+]
+REFUSED = [
+    (header_for(0, b"", length=1 << 40), bytes(4), "a partition has 1 to"),
+    (header_for(0, b"", length=8), bytes(4), "its header promises 8 bytes of payload, 4 came"),
+    (header_for(0, b"", length=4), bytes(8), "its header promises 4 bytes of payload, 8 came"),
+    (header_for(1, bytes(4)), bytes(4), "PUSH in the name of machine 1 is not for machine 0 to send"),
+    (Header(Kind.SEGMENT, 0, length=4), bytes(4), "SEGMENT in the name of machine 0 is not for"),
+    (Header(Kind.ANSWER, 0, length=4), bytes(4), "ANSWER in the name of machine 0 is not for"),
+    (header_for(0, bytes(4), epoch=0), bytes(4), "stale epoch"),
+]
+
+
+def test_malformed_messages_are_dropped_and_nothing_else_happens(server: Server) -> None:
+    machine = server.machine(0)
+    for frames in MALFORMED:
+        machine.socket.send_multipart(frames)
+    assert_works(server, machine)
+
+
+@pytest.mark.parametrize(("header", "payload", "reason"), REFUSED)
+def test_wrong_headers_are_refused(server: Server, header: Header, payload: bytes, reason: str) -> None:
+    machine = server.machine(0)
+    machine.socket.send_multipart([header.pack(), payload])
+    assert reason in machine.refusal()
+    assert_works(server, machine)
+
+
+def test_a_machine_number_that_does_not_exist_is_refused(server: Server) -> None:
+    machine = server.machine(65_000)
+    machine.push(bytes(4))
+    assert "there are 2 machines, from 0" in machine.refusal()
+
+
+def test_strangers_are_refused(server: Server) -> None:
+    stranger = server.machine(0, shown="guessed")
+    assert "its proof of membership is wrong" in stranger.refusal()
+    stranger.push(bytes(4))
+    assert "no HELLO was accepted" in stranger.refusal()
+    assert_works(server, server.machine(0))
+
+
+def test_local_strangers_are_refused(server: Server) -> None:
+    stranger = server.local_machine(0, shown="guessed")
+    assert "its proof of membership is wrong" in stranger.receive()[1]
+    with pytest.raises(PeerLostError):
+        stranger.channel.receive(WAIT_S)
+
+
+def test_bytes_that_are_no_zeromq_and_messages_beyond_all_bounds(server: Server) -> None:
+    machine = server.machine(0)
+    host, port = server.service.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(os.urandom(4096))
+    giant = server.machine(1)
+    giant.push(bytes(SETTINGS.partition_bytes + 8192))  # libzmq ends the connection before it allocates
+    assert_works(server, machine)
+
+
+def test_a_local_machine_that_goes_takes_its_contribution_along(server: Server) -> None:
+    local = server.local_machine(0)
+    local.give_segment()
+    local.send(bytes(64), answer_offset=4096)
+    local.send(bytes(64), answer_offset=0, segment=5)  # refused: what was sent before it has arrived
+    local.receive()
+    assert server.link.statistics().bytes_in_flight == 64
+    server.disconnect()
+    again = server.local_machine(0)
+    again.give_segment()
+    assert_works(server, again)
+    assert server.link.statistics().bytes_in_flight == 0

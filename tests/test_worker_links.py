@@ -1,0 +1,140 @@
+"""The worker's link to a server over TCP, when the network between them breaks and both live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import zmq
+from support.data_plane import Server, exact_sum, header_for, random_values
+from support.proxy import Proxy
+from zmq.utils import garbage
+
+from byteps_py.loop import EventLoop
+from byteps_py.settings import Settings
+from byteps_py.shm import Block
+from byteps_py.tensors import DType
+from byteps_py.wire import Header, Kind
+from byteps_py.worker.links import TcpLink
+
+SETTINGS = Settings(
+    scheduler_host="127.0.0.1",
+    scheduler_port=9999,  # nobody is there: the server's scheduler is the test
+    node_host="127.0.0.1",
+    job_id="test",
+    num_workers=2,
+    heartbeat_timeout_s=50.0,
+)
+COUNT = 50_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def zeromq_collector() -> Iterator[None]:
+    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
+    zmq.Frame(bytearray(1 << 20))
+    yield
+    garbage.gc.stop()
+
+
+class Worker:
+    """Machine 0: a link in a loop that the test's thread runs. Machine 1 is the far end's, said by hand."""
+
+    def __init__(self) -> None:
+        self.server = Server(SETTINGS)
+        self.loop = EventLoop()
+        target = urlsplit(self.server.service.address)
+        self.proxy = Proxy((str(target.hostname), int(target.port or 0)), self._connected)
+        self.other = self.server.machine(1)
+        self.connections = 0
+        self.answers: list[tuple[Header, bytes]] = []
+        self.losses: list[tuple[str, float]] = []
+        self.data = bytearray()
+        self.context = zmq.Context()
+        self.link = TcpLink(
+            self.context, self.loop, self.proxy.address, 0, SETTINGS,
+            lambda block, offset, length: memoryview(self.data)[offset : offset + length],
+            self._answered, self._lost,
+        )  # fmt: skip
+
+    def _answered(self, header: Header, frame: zmq.Frame | None) -> None:
+        assert frame is not None
+        self.answers.append((header, frame.bytes))
+        self.loop.stop()
+
+    def _lost(self, sentence: str, grace_s: float) -> None:
+        self.losses.append((sentence, grace_s))
+        self.loop.stop()
+
+    def _connected(self, count: int) -> None:
+        def wake() -> None:
+            self.connections = count
+            self.loop.stop()
+
+        # Twice: what the link's monitor said before is heard in between.
+        self.loop.post(lambda: self.loop.post(wake))
+
+    def run(self) -> None:
+        """Until the next thing happens."""
+        self.loop._stopped = False
+        self.loop.run()
+
+    def push(self, values: np.ndarray, round_: int) -> None:
+        self.data = bytearray(values.tobytes())
+        header = header_for(0, self.data, round=round_)
+        self.link.push(header, Block(0, 0, len(self.data), 0), 0, None)
+
+    def check_round(self, round_: int) -> None:
+        """One round of both machines: its sum is exact."""
+        both = [random_values(DType.FLOAT32, COUNT, seed=2 * round_ + machine) for machine in range(2)]
+        self.push(both[0], round_)
+        self.other.push(both[1].tobytes(), round=round_)
+        expected = exact_sum(DType.FLOAT32, both).tobytes()
+        while not self.answers:
+            self.run()
+        header, answer = self.answers.pop()
+        assert (header.kind, header.round, answer == expected) == (Kind.ANSWER, round_, True)
+        assert self.other.result() == expected
+        assert self.losses == []
+
+    def close(self) -> None:
+        self.link.close()
+        self.context.term()
+        self.server.__exit__(None, None, None)
+        self.proxy.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def test_a_connection_that_breaks_between_rounds_is_made_again(worker: Worker) -> None:
+    for turn in range(1, 4):
+        worker.check_round(2 * turn - 1)
+        worker.check_round(2 * turn)
+        worker.proxy.cut()
+        while worker.connections <= turn:
+            worker.run()
+    worker.check_round(7)
+    assert worker.server.link.statistics().rounds == 7
+
+
+def test_a_connection_that_breaks_in_a_round_is_an_error_that_says_so(worker: Worker) -> None:
+    worker.check_round(1)
+    worker.proxy.cut_at(b"BPS1")  # the magic of a header
+    worker.push(random_values(DType.FLOAT32, COUNT, seed=1), 2)
+    while len(worker.losses) < 2:
+        worker.run()
+    text = (
+        f"the connection to the summation service at {worker.proxy.address} broke while 1 of this machine's "
+        "contributions waited for their answers, which may be lost"
+    )
+    # At first the server may be dead, and the scheduler about to say so; then it is known to live.
+    assert worker.losses == [(text, 51.0), (f"{text}; it lives and is connected again", 0.0)]
