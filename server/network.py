@@ -24,6 +24,8 @@ from byteps_py.wire import Header, Kind
 _BATCH = 64
 # A message may be this much longer than a partition. What is longer never reaches this process's memory.
 _SLACK_BYTES = 4096
+# A machine sends few probes before the first comes back, and one machine at a time.
+_HELD_PROBES = 64
 # Refusals to strangers per second: enough to tell a cluster what it configured wrongly, too few to be abused.
 _STRANGER_REFUSALS_PER_S = 100
 
@@ -59,6 +61,8 @@ class Network:
         self._on_arrival = on_arrival
         self._on_gone = on_gone
         self._peers: dict[bytes, RemotePeer] = {}
+        # Probes wait until this process has loaded its kernels: else they would measure the processor.
+        self._held_probes: list[list[zmq.Frame]] | None = []
         self._strangers = Limiter(_STRANGER_REFUSALS_PER_S)
         self._context = zmq.Context(io_threads=2)
         self.socket = self._context.socket(zmq.ROUTER)
@@ -135,7 +139,7 @@ class Network:
         elif peer is None:
             self._refuse_stranger(identity, header, "no HELLO was accepted on this connection")
         elif header.kind is Kind.PROBE:
-            self.send(identity, frames[0].bytes, frames[1])
+            self._probed([zmq.Frame(identity), *frames])
         elif header.kind not in (Kind.PUSH, Kind.PULL) or header.sender != peer.machine:
             text = (
                 f"{header.kind.name} in the name of machine {header.sender} is not for machine {peer.machine} to send"
@@ -159,6 +163,18 @@ class Network:
         self._traffic.turned_away(f"a stranger (machine {header.sender}, it says)", reason)
         if self._strangers.allow():
             RemotePeer(self, identity, header.sender).refuse(header, f"{ProtocolError.__name__}\n{reason}")
+
+    def _probed(self, message: list[zmq.Frame]) -> None:
+        if self._held_probes is None:
+            self.send(message[0].bytes, message[1].bytes, message[2])
+        elif len(self._held_probes) < _HELD_PROBES:
+            self._held_probes.append(message)
+
+    def open_echo(self) -> None:
+        """From now on probes are sent back at once."""
+        held, self._held_probes = self._held_probes or [], None
+        for message in held:
+            self._probed(message)
 
     def send(self, identity: bytes, header: bytes, payload: zmq.Frame) -> None:
         """Send without waiting. A peer that is gone is forgotten, and ``on_gone`` is told."""

@@ -47,21 +47,26 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> Plan:
 
 
 class Reducer:
-    """The kernels and their threads."""
+    """The kernels and their threads. ``on_prepared``: called once, when the likely kernels are loaded or compiled."""
 
-    def __init__(self, loop: EventLoop, threads: int) -> None:
+    def __init__(self, loop: EventLoop, threads: int, on_prepared: Callable[[], None]) -> None:
         self._loop = loop
+        self._on_prepared = on_prepared
+        self._preparing = len(_LIKELY)
         self._engine = Engine(default_threads(threads), "sum")
         self._ready: set[tuple[Op, DType]] = set()  # compiled: a call takes no longer than its memory does
         for pair in _LIKELY:
             self._engine.submit(-1, lambda pair=pair: kernels.prepare([pair]), self._prepared(pair))  # type: ignore[misc]
 
     def _prepared(self, pair: tuple[Op, DType]) -> Done:
-        def done(error: BaseException | None) -> None:
+        def finish(error: BaseException | None) -> None:
             if error is None:  # else the first sum will meet it again, and its machines be told
-                self._loop.post(lambda: self._ready.add(pair))
+                self._ready.add(pair)
+            self._preparing -= 1
+            if not self._preparing:
+                self._on_prepared()
 
-        return done
+        return lambda error: self._loop.post(lambda: finish(error))
 
     def start(self, op: Op, dtype: DType, nbytes: int, plan: Plan, done: Done) -> None:
         """Carry out ``plan`` over ``nbytes`` per input, then call ``done``: at once, or later from the loop."""

@@ -88,7 +88,7 @@ class Service:
             self._local = Local(name, settings, self._loop, self._traffic, self._on_arrival, self._on_gone)
         # Beside trainers, whose communication service says it too, it would be the same sentence once more.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
-        self._reducer = Reducer(self._loop, settings.server_threads)
+        self._reducer = Reducer(self._loop, settings.server_threads, self._network.open_echo)
 
     @property
     def address(self) -> str:

@@ -22,10 +22,10 @@ _CHUNK_BYTES = 64 << 10
 _FIRST_IN_FLIGHT = 4
 _MOST_IN_FLIGHT = 64
 _WARM_UP_S = 0.05
-_MEASURE_S = 0.15
+_MEASURE_S = 0.2
 #: A slow link has few answers in that time; but these should be enough to tell.
 _FEWEST_CHUNKS = 12
-_LIMIT_S = 2.0
+_LIMIT_S = 4.0
 
 
 class Probe:
@@ -39,7 +39,7 @@ class Probe:
         self._header = Header(Kind.PROBE, sender, length=_CHUNK_BYTES).pack()
         self._chunk = bytes(_CHUNK_BYTES)
         self._in_flight = 0
-        self._began_s = time.monotonic()
+        self._first_answer_s = 0.0
         self._counting_since_s = 0.0  # when the first answer that does not count arrived
         self._counted = 0
         self._rate_mbit = 0.0
@@ -75,11 +75,12 @@ class Probe:
 
     def _returned(self, now_s: float) -> None:
         self._in_flight -= 1
+        self._first_answer_s = self._first_answer_s or now_s
         if not self._is_sending:
             if not self._in_flight:  # the way is free again for the next turn
                 self.close()
             return
-        if now_s - self._began_s < _WARM_UP_S:
+        if now_s - self._first_answer_s < _WARM_UP_S:
             self._send(min(2, _MOST_IN_FLIGHT - self._in_flight))
             return
         if not self._counting_since_s:

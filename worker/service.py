@@ -60,6 +60,8 @@ class Service:
         self._executor: Executor | None = None
         self._network: Network | None = None
         self._probe: Probe | None = None
+        self._to_measure: pb.Measure | None = None
+        self._is_prepared = False  # kernels are loaded
         self._pipeline: Pipeline | None = None
         self._departed: tuple[float, BytePSError] | None = None
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
@@ -121,7 +123,8 @@ class Service:
         elif body == "verdicts":
             self._decide(message.verdicts)
         elif body == "measure":
-            self._measure(message.measure)
+            self._to_measure = message.measure
+            self._measure()
         elif body == "reopen" and self._executor is not None:
             reopen = message.reopen
             self._executor.run(self._agreement.reopened(reopen.name, reopen.generation, reopen.rounds))
@@ -141,7 +144,13 @@ class Service:
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._loop.stop()
 
-    def _measure(self, measure: pb.Measure) -> None:
+    def _measure(self) -> None:
+        """Find out about a link as the scheduler asked, once nothing else keeps this process busy."""
+        measure = self._to_measure
+        if measure is None or not self._is_prepared:
+            return
+        self._to_measure = None
+
         def done(mbit: float) -> None:
             self._link.send(pb.MemberMessage(measured=pb.Measured(turn=measure.turn, mbit=mbit)))
 
@@ -291,8 +300,13 @@ class Service:
         self._loop.call_later(0.0 if self._is_headless else grace_s, lambda: self._fail(error))
 
     def _kernels_prepared(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._loop.post(lambda: self._fail(RendezvousError(f"summing kernels can't be compiled: {error}")))
+        def finish() -> None:
+            if error is not None:
+                self._fail(RendezvousError(f"summing kernels can't be compiled: {error}"))
+            self._is_prepared = True
+            self._measure()
+
+        self._loop.post(finish)
 
     def _fail(self, error: BytePSError, report: bool = True) -> None:
         """The job can't go on: tell the local ranks and, unless they know, all others."""

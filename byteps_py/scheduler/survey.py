@@ -15,26 +15,36 @@ from byteps_py.tuning import LOOPBACK_MBIT
 #: (index of the GPU machine that sends, position of the other: CPU machines 0..k−1, then GPU machines k..k+n−1)
 Pair = tuple[int, int]
 
-TURNS = 3
+TURNS = 4
 #: A turn lasts a fraction of a second; what has not been reported by then is not waited for.
 TURN_LIMIT_S = 5.0
 
 
 def pairs_of(turn: int, n: int, k: int, gpu_machines_sum: bool) -> list[Pair]:
-    """The pairs of one turn; every turn has others, as far as there are others.
+    """The pairs of one turn; every turn has others, as far as there are others. In every second turn GPU machines
+    are among themselves: a single slow CPU machine must not be the only partner they have.
 
-    >>> pairs_of(0, 4, 2, True), pairs_of(1, 4, 2, True)
-    ([(0, 0), (1, 1), (2, 5)], [(1, 0), (2, 1), (0, 5)])
+    >>> [pairs_of(turn, 4, 2, True) for turn in range(3)]
+    [[(0, 0), (1, 1), (2, 5)], [(0, 3), (2, 5)], [(1, 0), (2, 1), (0, 5)]]
     """
-    count = min(n, k)
-    pairs = [((turn + place) % n, (turn * count + place) % k) for place in range(count)]
+    count = 0 if gpu_machines_sum and turn % 2 else min(n, k)
+    shift = turn // 2 if gpu_machines_sum else turn
+    pairs = [((shift + place) % n, (shift * count + place) % k) for place in range(count)]
     busy = {worker for worker, _ in pairs}
     free = [worker for worker in range(n) if worker not in busy]
-    if gpu_machines_sum and len(free) > 1:  # a round of a tournament: the first stays, the others go on by one place
-        rest = free[1:]
-        ring = [free[0], *rest[turn % len(rest) :], *rest[: turn % len(rest)]]
-        pairs += [(ring[place], k + ring[-1 - place]) for place in range(len(ring) // 2)]
+    if gpu_machines_sum:
+        pairs += [(one, k + other) for one, other in _tournament(free, turn)]
     return pairs
+
+
+def _tournament(players: Sequence[int], turn: int) -> list[tuple[int, int]]:
+    """A round in which each plays at most once: the first stays where it is, the others go on by one place."""
+    rest: list[int | None] = [*players[1:]]
+    if len(players) % 2:
+        rest.append(None)  # whoever meets it has a break
+    ring = [*players[:1], *rest[turn % len(rest) :], *rest[: turn % len(rest)]] if rest else []
+    met = [(ring[place], ring[-1 - place]) for place in range(len(ring) // 2)]
+    return [(one, other) for one, other in met if one is not None and other is not None]
 
 
 class Survey:

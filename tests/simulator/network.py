@@ -151,6 +151,8 @@ class ServerNetwork:
 
     def on_monitor(self) -> None: ...
 
+    def open_echo(self) -> None: ...
+
     def receive(self, peer: TcpPeer, header: Header, frame: Frame | None) -> None:
         if (frame is None) != (header.kind is Kind.PULL and header.op is Op.BROADCAST):
             raise InvariantError(f"a message has a payload that it should not, or lacks one: {describe(header)}")
