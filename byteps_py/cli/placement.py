@@ -7,6 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
+    from byteps_py.placement.links import LinkOptimum
     from byteps_py.placement.plan import Plan
 
 
@@ -20,8 +23,12 @@ def add_parser(subparsers: Any) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="NAME", help="a well-known model: resnet50, vgg16, bert-large, gpt2")
     source.add_argument("--shapes", metavar="FILE", help='your own: a JSON file of rows ["name", [shape]]')
-    parser.add_argument("-n", type=int, required=True, help="GPU machines (they train)")
+    parser.add_argument("-n", type=int, help="GPU machines (they train)")
     parser.add_argument("-k", type=int, default=0, help="CPU machines (they only sum); default 0")
+    parser.add_argument(
+        "--gpu-mbit", type=_rates, metavar="R,R,…", help="instead of -n: the rate of every GPU machine's link, Mbit/s"
+    )
+    parser.add_argument("--cpu-mbit", type=_rates, default=[], metavar="R,R,…", help="instead of -k: CPU machines'")
     parser.add_argument("--partition-bytes", type=int, metavar="B", help="largest partition; default 4 MB")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=run)
@@ -29,18 +36,30 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigurationError or UsageError for arguments that make no cluster or no model."""
+    from byteps_py.errors import UsageError
+    from byteps_py.placement.links import LinkOptimum
     from byteps_py.placement.models import entries, load_model, read_shapes
     from byteps_py.placement.plan import plan
 
+    if (arguments.n is None) == (arguments.gpu_mbit is None):
+        raise UsageError("say either -n (and -k), for equal links, or --gpu-mbit (and --cpu-mbit)")
+    n, k, links = arguments.n, arguments.k, None
+    if arguments.gpu_mbit is not None:
+        n, k = len(arguments.gpu_mbit), len(arguments.cpu_mbit)
+        links = LinkOptimum(arguments.cpu_mbit, arguments.gpu_mbit)
     shapes = load_model(arguments.model) if arguments.model is not None else read_shapes(arguments.shapes)
     tensors = entries(shapes)
-    worked_out = plan(tensors, arguments.n, arguments.k, _partition_bytes(arguments.partition_bytes))
+    worked_out = plan(tensors, n, k, _partition_bytes(arguments.partition_bytes), links)
     if arguments.json:
         print(json.dumps(_as_json(worked_out)))
     else:
         model = arguments.model if arguments.model is not None else arguments.shapes
         print(_as_text(worked_out, model, len(tensors), sum(tensor.nbytes for tensor in tensors)))
     return 0
+
+
+def _rates(text: str) -> list[float]:
+    return [float(rate) for rate in text.split(",")]
 
 
 def _partition_bytes(given: int | None) -> int:
@@ -57,7 +76,7 @@ def _partition_bytes(given: int | None) -> int:
 
 def _as_json(plan: Plan) -> dict[str, Any]:
     optimum = plan.optimum
-    rows = zip(_kinds(plan), plan.held, plan.shares, optimum.shares, strict=True)
+    rows = zip(_kinds(plan), plan.held, plan.shares, plan.best_shares, strict=True)
     return {
         "n": optimum.n,
         "k": optimum.k,
@@ -74,6 +93,8 @@ def _as_text(plan: Plan, model: str, tensors: int, nbytes: int) -> str:
     lines = [
         f"{model}: {nbytes:,} bytes in {tensors} tensors, n = {optimum.n} GPU machines, k = {optimum.k} CPU machines"
     ]
+    if plan.links is not None and optimum.n > 1:
+        return "\n".join([*lines, *_explain_links(plan, plan.links, nbytes)])
     if optimum.n == 1:
         return "\n".join([*lines, "One GPU machine needs no network: nothing is sent and no server holds anything."])
     lines += ["", f"{'server':>6}  {'kind':4}  {'bytes':>15}  {'share':>8}  {'formula':>8}  {'ratio':>6}"]
@@ -95,6 +116,41 @@ def _as_text(plan: Plan, model: str, tensors: int, nbytes: int) -> str:
     if not optimum.gpu_weight:
         lines.append("GPU machines hold nothing: with k ≥ n the CPU machines take it all.")
     return "\n".join(lines)
+
+
+def _explain_links(plan: Plan, links: LinkOptimum, nbytes: int) -> list[str]:
+    """The table for links of different rates: what each machine would carry, for how long, and who is the limit."""
+    from byteps_py.placement.shares import carried
+
+    seconds = 8 * nbytes / 1e6  # for one Mbit/s
+    rates = (*links.cpu, *links.gpu)
+    busy = [float(load / rate) for load, rate in zip(carried(len(links.gpu), *_split(plan)), rates, strict=True)]
+    lines = ["", f"server  kind  {'Mbit/s':>8}  {'bytes':>15}  {'share':>8}  {'optimal':>8}  link busy s"]
+    rows = zip(_kinds(plan), rates, plan.held, plan.shares, links.shares, busy, strict=True)
+    for number, (kind, rate, held, share, best, time) in enumerate(rows):
+        lines.append(
+            f"{number:>6}  {kind:4}  {float(rate):>8g}  {held:>15,}  {float(share):>8.4%}  {float(best):>8.4%}  "
+            f"{time * seconds:>11.3f}"
+        )
+    slowest = min(links.gpu)
+    lines += [
+        "",
+        f"partitions              {plan.partitions}",
+        f"optimum time            {float(links.time) * seconds:.3f} s",
+        f"formula's shares        {float(links.time_of(plan.optimum.shares)) * seconds:.3f} s  (they take all links to "
+        "be equal)",
+        f"time over optimum       {float(plan.time_over_optimum):.4f}",
+    ]
+    if links.time == 1 / slowest:
+        limit = f"{float(slowest):g} Mbit/s"
+        lines.append(f"The limit is a GPU machine's link of {limit}: it takes that long for the model alone.")
+    else:
+        lines.append("All links of servers are busy all the time: no other shares are faster.")
+    return lines
+
+
+def _split(plan: Plan) -> tuple[tuple[Fraction, ...], tuple[Fraction, ...]]:
+    return plan.shares[: plan.optimum.k], plan.shares[plan.optimum.k :]
 
 
 def _gain(gain: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from byteps_py.placement.links import LinkOptimum
 from byteps_py.placement.packing import Intervals
 from byteps_py.placement.shares import Optimum, time_over_optimum
 from byteps_py.placement.table import Entry, PlacementTable
@@ -20,12 +21,14 @@ from byteps_py.tensors import split
 class Plan:
     """``held``: bytes of every machine's server, CPU machines first, 0 for a machine that holds nothing.
 
-    ``partitions``: into how many pieces the model is cut; with one machine it is not.
+    ``partitions``: into how many pieces the model is cut; with one machine it is not. ``links``: where they are
+    not equal, and the optimum is theirs.
     """
 
     optimum: Optimum
     held: tuple[int, ...]
     partitions: int
+    links: LinkOptimum | None = None
 
     @property
     def cpu(self) -> tuple[int, ...]:
@@ -41,26 +44,35 @@ class Plan:
         return tuple(Fraction(held, sum(self.held) or 1) for held in self.held)
 
     @property
+    def best_shares(self) -> tuple[Fraction, ...]:
+        """What the machines should hold: by the formula, or by the linear program where links are not equal."""
+        return self.links.shares if self.links is not None else self.optimum.shares
+
+    @property
     def fullest(self) -> Fraction:
-        """The largest of all servers' loads, each relative to the share that the formula gives it."""
-        pairs = zip(self.shares, self.optimum.shares, strict=True)
+        """The largest of all servers' loads, each relative to the share that it should have."""
+        pairs = zip(self.shares, self.best_shares, strict=True)
         return max((share / best for share, best in pairs if best), default=Fraction(1))
 
     @property
     def time_over_optimum(self) -> Fraction:
-        """How many times longer a reduction takes than with the formula's shares; see shares.py."""
+        """How many times longer a reduction takes than with the best shares; see shares.py and links.py."""
+        if self.links is not None:
+            return self.links.time_of(self.shares) / self.links.time
         return time_over_optimum(self.optimum.n, self.cpu, self.gpu)
 
 
-def plan(tensors: Sequence[Entry], n: int, k: int, partition_bytes: int) -> Plan:
+def plan(tensors: Sequence[Entry], n: int, k: int, partition_bytes: int, links: LinkOptimum | None = None) -> Plan:
     """The placement that n GPU machines and k CPU machines would use. Raises UsageError for n < 1 or k < 0."""
     optimum = Optimum(n, k)
-    if not optimum.server_weights:
-        return Plan(optimum, (0,) * (k + n), 0)
-    table = PlacementTable(enumerate(optimum.server_weights), partition_bytes)
+    weights = links.weights if links is not None else optimum.weights
+    servers = [(position, weight) for position, weight in enumerate(weights) if weight]
+    if not servers:
+        return Plan(optimum, (0,) * (k + n), 0, links)
+    table = PlacementTable(servers, partition_bytes)
     table.add(tensors)
-    loads = [table.load(position) for position in range(len(optimum.server_weights))]
-    return Plan(optimum, _every_machine(optimum, loads), sum(len(table.partitions(t.key)) for t in tensors))
+    loads = tuple(table.load(position) if weight else 0 for position, weight in enumerate(weights))
+    return Plan(optimum, loads, sum(len(table.partitions(t.key)) for t in tensors), links)
 
 
 def plain_hash_plan(tensors: Sequence[Entry], n: int, k: int, partition_bytes: int) -> Plan:
