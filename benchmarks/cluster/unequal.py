@@ -1,6 +1,6 @@
 """Unequal links: shares by the linear program beside the formula's, which takes all links to be equal, and gloo.
 
-    python -m benchmarks.cluster.unequal [--workers 400 400 400 200] [--servers 400 100] [--mb 64] [--rounds 3] [--json F]
+    python -m benchmarks.cluster.unequal [--workers 400 400 400 200] [--servers 400 100] [--mb 64] [--json FILE]
 
 By default one worker has half, and one CPU machine a quarter of the others' rate. "ours, measured" finds that out
 by itself; "ours, told equal" is told that every link has the first one's rate, and so uses the fixed formula.
@@ -42,7 +42,7 @@ def main() -> None:
     seen: dict[str, list[float]] = defaultdict(list)
     with cluster([*arguments.workers, *arguments.servers]) as hosts:
         workers, servers = hosts[:n], hosts[n:]
-        equal = {host: arguments.workers[0] for host in hosts}
+        equal = dict.fromkeys(hosts, arguments.workers[0])
         for _ in range(arguments.rounds):
             seen["ours, measured"] += run_ours(workers, servers, counts, {})
             seen["ours, told equal"] += run_ours(workers, servers, counts, {}, equal)
