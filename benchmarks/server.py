@@ -1,22 +1,26 @@
-"""A summation server under two workers over loopback TCP, beside a bare pyzmq echo of the same traffic.
+"""A summation server under its workers over loopback TCP, beside a bare pyzmq echo of the same traffic and gloo.
 
-    python benchmarks/server.py [--runs 5] [--gigabytes 2] [--in-flight 8] [--untuned]
+    python benchmarks/server.py [--workers 2] [--runs 5] [--gigabytes 2] [--in-flight 8] [--untuned] [--json FILE]
 
-Two client processes push float32 partitions and wait for their sums, several in flight. The echo sends every message
-straight back: what the sockets alone would allow. Both servers stay up; runs alternate between them. Printed: goodput
-in each direction per worker, and CPU seconds and page faults of the server per GB that it received.
+Client processes push float32 partitions and wait for their sums, several in flight. The echo sends every message
+straight back: what the sockets alone would allow. Both servers stay up; runs alternate between them, and with an
+all-reduce by gloo between as many processes (which with two of them sends and receives as much). Printed: goodput in
+each direction per worker; CPU seconds, page faults and context switches of the server per GB that it received (4 MB
+partitions: 250 of them); and what the server used while idle for a second.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -28,8 +32,12 @@ from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.wire import Header, Kind
 
-WORKERS = 2
-SETTINGS = Settings(scheduler_host="127.0.0.1", scheduler_port=1, job_id="benchmark", num_workers=WORKERS)
+GLOO_REPEATS = 16
+IDLE_S = 1.0
+
+
+def settings(workers: int) -> Settings:
+    return Settings(scheduler_host="127.0.0.1", scheduler_port=1, job_id="benchmark", num_workers=workers)
 
 
 # ---- the two servers: each prints its address, and ends when its standard input does -----------------------------
@@ -38,9 +46,9 @@ SETTINGS = Settings(scheduler_host="127.0.0.1", scheduler_port=1, job_id="benchm
 class FixedMembership:
     """Stands where the scheduler's link would: the members are there from the start."""
 
-    def __init__(self, loop: EventLoop, on_message: Callable[[pb.SchedulerMessage], None]) -> None:
-        members = [pb.Member(machine_index=i) for i in range(WORKERS)]
-        membership = pb.Membership(epoch=1, workers=members, partition_bytes=SETTINGS.partition_bytes)
+    def __init__(self, workers: int, loop: EventLoop, on_message: Callable[[pb.SchedulerMessage], None]) -> None:
+        members = [pb.Member(machine_index=i) for i in range(workers)]
+        membership = pb.Membership(epoch=1, workers=members, partition_bytes=settings(workers).max_partition_bytes)
         loop.post(lambda: on_message(pb.SchedulerMessage(membership=membership)))
 
     def send(self, message: pb.MemberMessage) -> None: ...
@@ -48,13 +56,13 @@ class FixedMembership:
     def close(self, reason: str) -> None: ...
 
 
-def serve_sums() -> None:
+def serve_sums(workers: int) -> None:
     from byteps_py.server.service import Service
 
     service = Service(
-        SETTINGS,
+        settings(workers),
         pb.MACHINE_KIND_CPU,
-        lambda settings, register, loop, on_message, on_lost, heartbeat: FixedMembership(loop, on_message),
+        lambda settings, register, loop, on_message, on_lost, heartbeat: FixedMembership(workers, loop, on_message),
     )
     print(service.address, flush=True)
     threading.Thread(target=lambda: (sys.stdin.read(), service.stop("done")), daemon=True).start()
@@ -120,6 +128,23 @@ def work(address: str, index: int, nbytes: int, in_flight: int, count: int) -> N
     context.term()
 
 
+def reduce_with_gloo(index: int, workers: int, nbytes: int, count: int, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=workers)
+    tensor = torch.ones(nbytes // 4)
+    dist.all_reduce(tensor)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    began = time.monotonic()
+    for _ in range(count):
+        dist.all_reduce(tensor)
+    print(time.monotonic() - began, flush=True)
+    dist.destroy_process_group()
+
+
 # ---- the comparison -----------------------------------------------------------------------------------------------
 
 
@@ -136,32 +161,49 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return line
 
 
-def used(pid: int) -> tuple[float, int]:
-    """(CPU seconds, page faults) of a process so far."""
+def used(pid: int) -> tuple[float, int, int]:
+    """(CPU seconds, page faults, context switches) of a process so far, all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[7])
+    switches = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        switches += sum(int(line.split()[1]) for line in status.read_text().splitlines() if "ctxt_switches" in line)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[7]), switches
 
 
-def measure(server: subprocess.Popen[str], address: str, options: argparse.Namespace, run: int) -> tuple[float, ...]:
-    """(Gbit/s each way per worker, CPU seconds per GB received, page faults per GB)."""
-    count = int(options.gigabytes * 1e9 / WORKERS / options.partition_bytes)
+def race(processes: list[subprocess.Popen[str]]) -> float:
+    """Seconds that the slowest of them took, once all are ready."""
+    for process in processes:
+        line_of(process)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    elapsed = max(float(line_of(process)) for process in processes)
+    for process in processes:
+        process.communicate()
+    return elapsed
+
+
+def measure(server: subprocess.Popen[str], address: str, options: argparse.Namespace, run: int) -> list[float]:
+    """Gbit/s each way per worker; per GB received: CPU seconds, page faults, context switches."""
+    count = int(options.gigabytes * 1e9 / options.workers / options.partition_bytes)
     base = run * (count + 1)
     shape = (options.partition_bytes, options.in_flight, count)
-    workers = [start("--work", address, i, *shape, base) for i in range(WORKERS)]
-    for worker in workers:
-        line_of(worker)
-    cpu_before, faults_before = used(server.pid)
-    for worker in workers:
-        assert worker.stdin is not None
-        worker.stdin.write("go\n")
-        worker.stdin.flush()
-    elapsed = max(float(line_of(worker)) for worker in workers)
-    cpu, faults = used(server.pid)
-    for worker in workers:
-        worker.communicate()
-    gigabytes = WORKERS * count * options.partition_bytes / 1e9
-    rate = gigabytes / WORKERS * 8 / elapsed
-    return rate, (cpu - cpu_before) / gigabytes, (faults - faults_before) / gigabytes
+    before = used(server.pid)
+    elapsed = race([start("--work", address, i, *shape, base) for i in range(options.workers)])
+    gigabytes = options.workers * count * options.partition_bytes / 1e9
+    rate = gigabytes / options.workers * 8 / elapsed
+    return [rate, *((now - then) / gigabytes for now, then in zip(used(server.pid), before, strict=True))]
+
+
+def measure_gloo(options: argparse.Namespace) -> float:
+    """Gbit/s each way per process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    n = options.workers
+    shape = (options.partition_bytes, GLOO_REPEATS, port)
+    elapsed = race([start("--gloo", i, n, *shape) for i in range(n)])
+    return 2 * (n - 1) / n * GLOO_REPEATS * options.partition_bytes * 8 / 1e9 / elapsed
 
 
 def main() -> None:
@@ -169,41 +211,62 @@ def main() -> None:
         address, *numbers = sys.argv[2:]
         index, nbytes, in_flight, count, _ = map(int, numbers)
         return work(address, index, nbytes, in_flight, count)
+    if sys.argv[1:2] == ["--gloo"]:
+        return reduce_with_gloo(*map(int, sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="pushed in each run, by both workers together")
-    parser.add_argument("--partition-bytes", type=int, default=SETTINGS.partition_bytes)
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="pushed in each run, by all workers together")
+    parser.add_argument("--partition-bytes", type=int, default=settings(2).max_partition_bytes)
     parser.add_argument("--in-flight", type=int, default=8)
     parser.add_argument("--untuned", action="store_true", help="leave the servers' allocator as it is")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", choices=("sums", "echo"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         if not options.untuned:
             keep_freed_memory(1 << 30)
-        return serve_sums() if options.serve == "sums" else serve_echo()
+        return serve_sums(options.workers) if options.serve == "sums" else serve_echo()
+    return compare(options)
+
+
+def compare(options: argparse.Namespace) -> None:
     untuned = ["--untuned"] if options.untuned else []
-    servers = {kind: start("--serve", kind, *untuned) for kind in ("echo", "sums")}
+    servers = {kind: start("--serve", kind, "--workers", options.workers, *untuned) for kind in ("echo", "sums")}
     addresses = {kind: line_of(server) for kind, server in servers.items()}
-    found: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in servers}
+    found: dict[str, list[list[float]]] = {kind: [] for kind in servers}
+    gloo = []
     for run in range(options.runs + 1):
         for kind, server in servers.items():
             result = measure(server, addresses[kind], options, run)
             if run:  # the first warms up
                 found[kind].append(result)
+        if run:
+            gloo.append(measure_gloo(options))
+    before = used(servers["sums"].pid)
+    time.sleep(IDLE_S)
+    idle_s = used(servers["sums"].pid)[0] - before[0]
     for server in servers.values():
         server.communicate()
-    print(f"{WORKERS} workers, {options.partition_bytes} bytes, {options.in_flight} in flight, median (min to max)")
+    sizes = f"{options.partition_bytes} bytes, {options.in_flight} in flight"
+    print(f"{options.workers} workers, {sizes}; median (min to max)")
     for kind, results in found.items():
-        columns = [
-            f"{statistics.median(c):8.{d}f} ({min(c):.{d}f} to {max(c):.{d}f}) {unit}"
-            for c, d, unit in zip(
-                zip(*results, strict=True), (2, 3, 0), ("Gbit/s", "CPU s/GB", "faults/GB"), strict=True
-            )
-        ]
-        print(f"{kind:5}", *columns, sep="  ")
-    ratios = [s[0] / e[0] for s, e in zip(found["sums"], found["echo"], strict=True)]
-    print(f"sums / echo, run by run: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    return None
+        columns = zip(
+            zip(*results, strict=True), (2, 3, 0, 0), ("Gbit/s", "CPU s/GB", "faults/GB", "switches/GB"), strict=True
+        )
+        print(f"{kind:5}", *(spread(c, d) + f" {unit}" for c, d, unit in columns), sep="  ")
+    print(f"gloo   {spread(gloo, 2)} Gbit/s")
+    rates = [row[0] for row in found["sums"]]
+    for kind, others in (("echo", [row[0] for row in found["echo"]]), ("gloo", gloo)):
+        ratios = [ours / theirs for ours, theirs in zip(rates, others, strict=True)]
+        print(f"sums / {kind}, run by run: {spread(ratios, 2)}")
+    print(f"idle for {IDLE_S:g} s: {idle_s:.2f} CPU s")
+    if options.json:
+        options.json.write_text(json.dumps({**found, "gloo": gloo, "idle_cpu_s": idle_s}, indent=1))
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    return f"{statistics.median(values):8.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 if __name__ == "__main__":

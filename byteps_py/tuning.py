@@ -1,9 +1,10 @@
 """Sizes that follow the rate of the links: the largest partition, and the bytes a machine has in flight.
 
-A partition should take a few milliseconds on the wire: shorter ones cost processor time for each message,
-longer ones fill the pipeline (push, sum, answer) too slowly. What is in flight has to cover that pipeline, and no
-more: the rest only waits in queues, ahead of more urgent tensors and of the acknowledgements of what comes the
-other way. docs/performance.md has the measurements. Pure; any thread.
+With n machines a server's link brings in n contributions to a partition of p bytes, one after the other, and takes
+out n answers: 2·n·p/B from the first byte pushed to the last one answered. That pipeline has to be filled, so 2·n·p
+bytes in flight is the least; and it has to run empty at the end, so all that is more is lost there, and waits in
+queues ahead of more urgent tensors. Small partitions make it short, but cost processor time for every message.
+docs/performance.md has the measurements. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ LOOPBACK_MBIT = 40_000.0
 MAX_PARTITION_BYTES = 4 << 20  # larger messages are slower per byte in ZeroMQ
 MIN_PARTITION_BYTES = 32 << 10
 
-_PARTITION_S = 0.0033
-_PARTITIONS_IN_FLIGHT = 16
-_PARTITIONS_PER_SERVER = 2
-#: What a machine with a fast link has in flight, unless told otherwise.
-USUAL_CREDIT_BYTES = MAX_PARTITION_BYTES * _PARTITIONS_IN_FLIGHT
+_PIPELINE_S = 0.02  # what the pipeline may take
+_MESSAGE_S = 0.0002  # what a message may take on the wire at least: so many can be handled in time
+_IN_FLIGHT_OVER_LEAST = 2.0
+#: What a machine with a fast link has in flight at most, unless told otherwise.
+USUAL_CREDIT_BYTES = 64 << 20
 
 
-def partition_bytes(link_mbit: float) -> int:
-    """The largest partition for links of this rate each way: a power of two.
+def partition_bytes(link_mbit: float, machines: int) -> int:
+    """The largest partition for links of this rate each way between so many GPU machines: a power of two.
 
-    >>> [partition_bytes(rate) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
-    [32, 128, 256, 2048, 4096]
+    >>> [partition_bytes(rate, 4) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
+    [32, 64, 256, 2048, 4096]
     """
-    wire_bytes = int(link_mbit * 1e6 / 8 * _PARTITION_S)
+    rate = link_mbit * 1e6 / 8
+    wire_bytes = int(rate * max(_PIPELINE_S / (2 * machines), _MESSAGE_S))
     power = 1 << max(0, wire_bytes.bit_length() - 1)
     return min(max(power, MIN_PARTITION_BYTES), MAX_PARTITION_BYTES)
 
 
-def credit_bytes(partition: int, servers: int) -> int:
-    """How much a machine has in flight, for partitions of this size and so many servers."""
-    return partition * max(_PARTITIONS_IN_FLIGHT, _PARTITIONS_PER_SERVER * servers)
+def credit_bytes(partition: int, machines: int) -> int:
+    """How much a machine has in flight, for partitions of this size."""
+    return round(_IN_FLIGHT_OVER_LEAST * 2 * machines * partition)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -133,3 +134,25 @@ def test_env_lists_every_variable(capsys):
     assert "| `BYTEPS_FUSION_BYTES` | `1048576` |" in "\n".join(rows)
     assert "| `BYTEPS_PARTITION_BYTES` |  |" in "\n".join(rows)  # follows the links
     assert "| `DMLC_PS_ROOT_PORT` |  |" in "\n".join(rows)
+
+
+def test_placement_behind_unequal_links_is_explained(capsys):
+    links = ["--gpu-mbit", "400,400,400,200", "--cpu-mbit", "400,100"]
+    assert main(["placement", "--model", "resnet50", *links]) == 0
+    text = capsys.readouterr().out
+    assert "The limit is a GPU machine's link of 200 Mbit/s" in text
+    assert re.search(r"formula's shares +9\.814 s", text)
+    assert re.search(r"^ +5  gpu +200 +0  +0\.0000%", text, re.MULTILINE)
+    assert main(["placement", "--model", "resnet50", *links, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [server["formula_share"] for server in answer["servers"]] == pytest.approx(
+        [10 / 29, 5 / 58, *[11 / 58] * 3, 0]
+    )
+    assert answer["time_over_optimum"] == pytest.approx(1, abs=0.001)
+    assert main(["placement", "--model", "resnet50", "--gpu-mbit", "400,300,300"]) == 0
+    assert "no other shares are faster" in capsys.readouterr().out
+
+
+def test_equal_and_unequal_links_do_not_mix(capsys):
+    assert main(["placement", "--model", "vgg16", "-n", "4", "--cpu-mbit", "400"]) != 0
+    assert "--gpu-mbit with --cpu-mbit" in capsys.readouterr().err

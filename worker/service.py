@@ -164,8 +164,8 @@ class Service:
         self._placing = Placing(topology)
         self._pipeline = pipeline
         credit = self._settings.credit_bytes
-        servers = len(topology.servers)
-        self._queue.credit_bytes = tuning.credit_bytes(topology.partition_bytes, servers) if credit is None else credit
+        usual = tuning.credit_bytes(topology.partition_bytes, topology.machines)
+        self._queue.credit_bytes = usual if credit is None else credit
         self._queue.set_weights({server.member_id: server.weight for server in topology.servers})
         executor = self._executor = Executor(
             self._loop, self._engine, memory, pipeline, topology.first_rank, self._link.send, self._fail

@@ -23,12 +23,13 @@ def add_parser(subparsers: Any) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="NAME", help="a well-known model: resnet50, vgg16, bert-large, gpt2")
     source.add_argument("--shapes", metavar="FILE", help='your own: a JSON file of rows ["name", [shape]]')
-    parser.add_argument("-n", type=int, help="GPU machines (they train)")
-    parser.add_argument("-k", type=int, default=0, help="CPU machines (they only sum); default 0")
-    parser.add_argument(
-        "--gpu-mbit", type=_rates, metavar="R,R,…", help="instead of -n: the rate of every GPU machine's link, Mbit/s"
+    machines = parser.add_mutually_exclusive_group(required=True)
+    machines.add_argument("-n", type=int, help="GPU machines (they train); their links, and CPU machines', are equal")
+    machines.add_argument(
+        "--gpu-mbit", type=_rates, metavar="R,R,…", help="the rate of every GPU machine's link instead, in Mbit/s"
     )
-    parser.add_argument("--cpu-mbit", type=_rates, default=[], metavar="R,R,…", help="instead of -k: CPU machines'")
+    parser.add_argument("-k", type=int, default=0, help="CPU machines (they only sum); default 0")
+    parser.add_argument("--cpu-mbit", type=_rates, default=[], metavar="R,R,…", help="with --gpu-mbit: CPU machines'")
     parser.add_argument("--partition-bytes", type=int, metavar="B", help="largest partition; default 4 MB")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=run)
@@ -41,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     from byteps_py.placement.models import entries, load_model, read_shapes
     from byteps_py.placement.plan import plan
 
-    if (arguments.n is None) == (arguments.gpu_mbit is None):
-        raise UsageError("say either -n (and -k), for equal links, or --gpu-mbit (and --cpu-mbit)")
+    if (arguments.cpu_mbit and arguments.gpu_mbit is None) or (arguments.k and arguments.gpu_mbit is not None):
+        raise UsageError("-n goes with -k (equal links), --gpu-mbit with --cpu-mbit (a rate for each)")
     n, k, links = arguments.n, arguments.k, None
     if arguments.gpu_mbit is not None:
         n, k = len(arguments.gpu_mbit), len(arguments.cpu_mbit)

@@ -200,7 +200,7 @@ class Roster:
                 member.link_mbit = rate
         # One machine alone sums in its own communication service.
         servers = [member for member in (*cpu, *gpu) if member.weight]
-        self.partition_bytes = workers[0].facts.partition_bytes or tuning.partition_bytes(min(link_mbit))
+        self.partition_bytes = workers[0].facts.partition_bytes or tuning.partition_bytes(min(link_mbit), len(workers))
         return pb.Membership(
             epoch=self.epoch,
             workers=_messages(workers),
