@@ -128,8 +128,9 @@ def test_a_connection_that_breaks_between_rounds_is_made_again(worker: Worker) -
 
 def test_a_connection_that_breaks_in_a_round_is_an_error_that_says_so(worker: Worker) -> None:
     worker.check_round(1)
-    worker.proxy.cut_at(b"BPS1")  # the magic of a header
+    worker.proxy.cut_at(b"BPS1")  # the magic of a header: the answer's
     worker.push(random_values(DType.FLOAT32, COUNT, seed=1), 2)
+    worker.other.push(random_values(DType.FLOAT32, COUNT, seed=2).tobytes(), round=2)
     while len(worker.losses) < 2:
         worker.run()
     text = (
