@@ -68,6 +68,7 @@ class Executor:
         self._parts: dict[tuple[int, int, int], Part] = {}  # (key, generation, index)
         self._frames: dict[Part, zmq.Frame] = {}  # answers that a kernel reads
         self._ballots: list[pb.Ballot] = []
+        self._owed: set[RankConnection] = set()  # have rounds that they were not told of
 
     def idle_s(self, now: float) -> float:
         """For how long no kernel has worked and no answer has come."""
@@ -100,8 +101,10 @@ class Executor:
         if self._ballots:  # together: what is declared together is placed together
             ballots, self._ballots = self._ballots, []
             self._send(pb.MemberMessage(declare=pb.Declare(ballots=ballots)))
-        for rank in self.ranks.values():
-            self._to_rank(rank, rank.send_done)
+        if self._owed:
+            owed, self._owed = self._owed, set()
+            for rank in owed:
+                self._to_rank(rank, rank.send_done)
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, Compute):
@@ -114,6 +117,7 @@ class Executor:
             for local_rank, slot_id, round_ in action.slots:
                 if rank := self.ranks.get(local_rank):
                     rank.add_done(slot_id, round_)
+                    self._owed.add(rank)
         elif isinstance(action, Fail):
             self._tell_failed(action)
         elif isinstance(action, SendBallot):
@@ -126,15 +130,17 @@ class Executor:
     def _compute(self, compute: Compute) -> None:
         part = compute.part
         self._at_work += 1
-        work = functools.partial(
-            kernels.reduce,
-            compute.op,
-            part.tensor.spec.dtype,
-            compute.inputs,
-            compute.outputs,
-            part.count,
-            compute.divisor,
-        )
+        work = compute.work
+        if work is None:
+            work = compute.work = functools.partial(
+                kernels.reduce,
+                compute.op,
+                part.tensor.spec.dtype,
+                compute.inputs,
+                compute.outputs,
+                part.count,
+                compute.divisor,
+            )
         kernel = (compute.op, part.tensor.spec.dtype)
         touched = part.length * (len(compute.inputs) + len(compute.outputs))
         if touched <= INLINE_BYTES and kernel in self._prepared:
