@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from byteps_py import kernels, tuning
@@ -52,6 +53,7 @@ class Service:
         self._loop = EventLoop()
         self._listener = Listener(local_socket(settings, "cs"))
         self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
+        self._prefaulter = Engine(1, "byteps-prefault")
         self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
         self._queue = PushQueue()
         self._agreement = Agreement(settings.local_size)
@@ -99,6 +101,7 @@ class Service:
         self._link.close("the communication service ends")
         self._desk.close()
         self._engine.close()
+        self._prefaulter.close()
         if self._probe is not None:
             self._probe.close()
         if self._network is not None:
@@ -159,7 +162,7 @@ class Service:
     def _begin(self, membership: pb.Membership) -> None:
         """The cluster is complete."""
         topology = Topology.of(membership, self._settings.worker_id)
-        memory = Memory(topology.machines, topology.local_size)
+        memory = Memory(topology.machines, topology.local_size, self._prefault)
         pipeline = Pipeline(topology.machines, topology.size, self._queue)
         self._placing = Placing(topology)
         self._pipeline = pipeline
@@ -298,6 +301,14 @@ class Service:
         error = PeerLostError(sentence)
         # It may have died, or ended because the job has failed: then the scheduler will say so.
         self._loop.call_later(0.0 if self._is_headless else grace_s, lambda: self._fail(error))
+
+    def _prefault(self, work: Callable[[], None]) -> None:
+        # Not on the loop's thread, which has heartbeats to send, nor before kernels, for which answers wait in memory.
+        self._prefaulter.submit(0, work, self._prefaulted)
+
+    def _prefaulted(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, BytePSError):  # a BytePSError: the engine was closed first
+            self._loop.post(lambda: self._fail(BytePSError(f"shared memory can't be had: {error}")))
 
     def _kernels_prepared(self, error: BaseException | None) -> None:
         def finish() -> None:
