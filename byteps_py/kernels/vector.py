@@ -55,9 +55,12 @@ def prefetch(builder: ir.IRBuilder, dtype: DType, width: int, address: ir.Value)
 
 def load(builder: ir.IRBuilder, dtype: DType, width: int, address: ir.Value) -> ir.Value:
     """``width`` elements from an address of any alignment, widened."""
-    return _widen(
-        builder, dtype, builder.load(builder.inttoptr(address, stored_type(dtype, width).as_pointer()), align=1)
-    )
+    return _widen(builder, dtype, load_stored(builder, dtype, width, address))
+
+
+def load_stored(builder: ir.IRBuilder, dtype: DType, width: int, address: ir.Value) -> ir.Value:
+    """``width`` elements from an address of any alignment, as they lie in memory."""
+    return builder.load(builder.inttoptr(address, stored_type(dtype, width).as_pointer()), align=1)
 
 
 def store(builder: ir.IRBuilder, address: ir.Value, stored: ir.Value) -> None:
