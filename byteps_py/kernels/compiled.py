@@ -17,7 +17,7 @@ from numba.core import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from byteps_py.kernels import checks, halves, loops, vector
+from byteps_py.kernels import checks, halves, intrinsics, loops, vector
 from byteps_py.log import logger
 from byteps_py.tensors import Checks, DType, Op
 
@@ -76,6 +76,6 @@ def _unique_name(op: Op, dtype: DType, wanted: Checks) -> str:
     one number, and one would later load a product for a sum. It looks for changes in this source file only.
     """
     processor = repr(cpu_target.target_context.codegen().magic_tuple())
-    sources = "".join(map(inspect.getsource, (loops, vector, halves, checks)))
+    sources = "".join(map(inspect.getsource, (loops, checks, vector, halves, intrinsics)))
     version = hashlib.blake2b((sources + processor).encode(), digest_size=6).hexdigest()
     return f"{op.name}_{dtype.name}_{wanted:d}_{version}".lower()

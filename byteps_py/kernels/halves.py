@@ -8,6 +8,8 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core.registry import cpu_target
 
+from byteps_py.kernels.intrinsics import call
+
 _BITS = ir.IntType(32)
 
 
@@ -38,9 +40,11 @@ def round_bfloat16(builder: ir.IRBuilder, wide: ir.Value) -> ir.Value:
         kept = builder.or_(builder.lshr(even, _all(even, 16)), builder.and_(odd, high))
         rest = builder.or_(builder.and_(even, low), builder.shl(odd, _all(odd, 16)))
         kept, rest = (builder.bitcast(each, _like(wide, ir.IntType(16))) for each in (kept, rest))
-    # Up if the rest is above a half, or a half and what is kept odd. The carry runs up the exponent, into infinity.
-    bound = builder.sub(_all(kept, 0x8000), builder.and_(kept, _all(kept, 1)))
-    return builder.add(kept, builder.zext(builder.icmp_unsigned(">", rest, bound), kept.type))
+    # Up if the rest is above a half, or is a half and the kept part odd. The carry runs up the exponent, at the end
+    # into infinity.
+    rest = builder.or_(rest, builder.and_(kept, _all(kept, 1)))
+    above = call(builder, "usub.sat", rest, _all(rest, 0x8000))
+    return builder.add(kept, call(builder, "umin", above, _all(rest, 1)))
 
 
 def widen_float16(builder: ir.IRBuilder, stored: ir.Value) -> ir.Value:

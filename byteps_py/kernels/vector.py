@@ -15,6 +15,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from byteps_py.kernels import halves
+from byteps_py.kernels.intrinsics import call
 from byteps_py.tensors import DType, Op
 
 _LINE_BYTES = 64
@@ -113,7 +114,7 @@ def _floor_divide(builder: ir.IRBuilder, dtype: DType, value: ir.Value, divisor:
     real = ir.DoubleType() if dtype is DType.INT32 else ir.FloatType()
     reals = ir.VectorType(real, count)
     dividend = builder.uitofp(value, reals) if unsigned else builder.sitofp(value, reals)
-    floor = _call(builder, "floor", builder.fdiv(dividend, _splat(builder, builder.sitofp(divisor, real), count)))
+    floor = call(builder, "floor", builder.fdiv(dividend, _splat(builder, builder.sitofp(divisor, real), count)))
     return builder.fptoui(floor, value.type) if unsigned else builder.fptosi(floor, value.type)
 
 
@@ -128,12 +129,12 @@ def _product(builder: ir.IRBuilder, dtype: DType, a: ir.Value, b: ir.Value) -> i
 def _minimum(builder: ir.IRBuilder, dtype: DType, a: ir.Value, b: ir.Value) -> ir.Value:
     # IEEE 754-2019 minimum: NaN if either is, and -0.0 below 0.0, so the order of contributions is of no matter.
     name = "minimum" if dtype.is_floating else "umin" if dtype is DType.UINT8 else "smin"
-    return _call(builder, name, a, b)
+    return call(builder, name, a, b)
 
 
 def _maximum(builder: ir.IRBuilder, dtype: DType, a: ir.Value, b: ir.Value) -> ir.Value:
     name = "maximum" if dtype.is_floating else "umax" if dtype is DType.UINT8 else "smax"
-    return _call(builder, name, a, b)
+    return call(builder, name, a, b)
 
 
 _COMBINE: dict[Op, Callable[[ir.IRBuilder, DType, ir.Value, ir.Value], ir.Value]] = {
@@ -142,17 +143,6 @@ _COMBINE: dict[Op, Callable[[ir.IRBuilder, DType, ir.Value, ir.Value], ir.Value]
     Op.MIN: _minimum,
     Op.MAX: _maximum,
 }
-
-
-def _call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
-    """LLVM's own function ``name`` for this vector type."""
-    vector = args[0].type
-    element = {"float": "f32", "double": "f64"}.get(str(vector.element), str(vector.element))
-    full_name = f"llvm.{name}.v{vector.count}{element}"
-    function = builder.module.globals.get(full_name)
-    if function is None:
-        function = ir.Function(builder.module, ir.FunctionType(vector, [vector] * len(args)), full_name)
-    return builder.call(function, args)
 
 
 def _splat(builder: ir.IRBuilder, scalar: ir.Value, width: int) -> ir.Value:
