@@ -82,7 +82,9 @@ class Lane:
 
         copies = [(buffers[(2 * i + 1) % len(buffers)], buffers[2 * i % len(buffers)]) for i in range(len(buffers))]
         memmove = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-        self.contenders = {"memcpy": Contender([(memmove, (*copy, nbytes)) for copy in copies], 2 * nbytes * len(copies))}
+        self.contenders = {
+            "memcpy": Contender([(memmove, (*copy, nbytes)) for copy in copies], 2 * nbytes * len(copies))
+        }
         plain = ctypes.cast(getattr(library, f"{dtype.name.lower()}_{inputs}"), ctypes.c_void_p).value or 0
         self.contenders["C"] = Contender([(plain, (table, target, nbytes // dtype.itemsize))], moved)
         for name, checks in {"reduce": Checks.NONE, **CHECKED}.items():
@@ -233,7 +235,9 @@ def main() -> None:
             print(f"prepare, {what}: {value * 1000:.0f} ms")
         for what, value in calls.items():
             print(f"one call of {what}: {value:.2f} µs")
-        print("\n                                                memcpy |     speed relative to memcpy                 |")
+        print(
+            "\n                                                memcpy |     speed relative to memcpy                 |"
+        )
         heads = "".join(f"{head:>11}" for head in ("C", "reduce", *CHECKED))
         print(f"{'dtype':9} {'KB':>8} {'inputs':>6} {'threads':>7} {'output':>8}    GB/s{heads}  reduce / C")
         for dtype in options.dtypes:

@@ -16,8 +16,8 @@ _EXPONENT = {DType.FLOAT32: 0x7F800000, DType.FLOAT64: 0x7FF << 52, DType.FLOAT1
 
 #: Odd, so that a product with it loses nothing; the golden ratio's bits.
 MULTIPLIER = 0x9E3779B97F4A7C15
-#: Carries what multiplication has moved up down again. Odd: bits 64 steps apart meet, others don't.
-ROTATION = 29
+#: Half a word: carries the upper bits, which multiplication only moves further up, down to the lower ones.
+SHIFT = 32
 
 
 class Finite:
@@ -40,7 +40,8 @@ class Finite:
 
 
 class Checksum:
-    """Every lane takes its word of each chunk: ``lane = (rotate(lane) + word) · MULTIPLIER``, modulo 2**64.
+    """Every lane takes its word of each chunk: ``lane = ((lane ^ lane >> SHIFT) + word) · MULTIPLIER``, modulo
+    2**64.
 
     A step loses nothing of the lane nor of the word, so a change that is confined to one word always changes the
     checksum, above all any flipped bit. Elements after the last whole chunk go through one more lane, one by one;
@@ -70,7 +71,7 @@ class Checksum:
         lanes = builder.load(self._wide)
         for i in range(self._lanes.count):
             total = self._step(total, builder.extract_element(lanes, ir.IntType(32)(i)))
-        return builder.xor(total, builder.lshr(total, _I64(32)))
+        return builder.xor(total, builder.lshr(total, _I64(SHIFT)))
 
     def _step(self, lane: ir.Value, word: ir.Value) -> ir.Value:
         builder, kind = self._builder, lane.type
@@ -79,9 +80,8 @@ class Checksum:
         def constant(value: int) -> ir.Constant:
             return ir.Constant(kind, [value] * kind.count if is_vector else value)
 
-        low = builder.lshr(lane, constant(64 - ROTATION))
-        rotated = builder.or_(builder.shl(lane, constant(ROTATION)), low)
-        return builder.mul(builder.add(rotated, word), constant(MULTIPLIER))
+        mixed = builder.xor(lane, builder.lshr(lane, constant(SHIFT)))
+        return builder.mul(builder.add(mixed, word), constant(MULTIPLIER))
 
 
 def _bits(element: ir.Type) -> int:

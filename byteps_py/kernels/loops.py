@@ -18,12 +18,9 @@ from byteps_py.kernels import checks, vector
 from byteps_py.tensors import Checks, DType, Op
 
 _I64 = ir.IntType(64)
-# Enough to hide the latency of an addition; little enough to stay in 16 registers of 256 bits.
+# Enough to hide the latency of an addition; little enough to stay in 16 registers of 256 bits. No hints to the
+# processor of what is read next: with them sums of all of 2 to 8 inputs, in caches and from memory, were slower.
 _CHUNK_BYTES = 256
-# Processors lose track of several inputs read in turns: without a hint, four inputs of float16 come from memory at
-# half the speed. 2 KiB ahead was best, or near it, for 3 to 8 inputs. One or two they follow themselves, and better.
-_AHEAD_BYTES = 2048
-_HINTED_FROM = 3
 
 
 def chunk_width(dtype: DType) -> int:
@@ -61,51 +58,67 @@ class Loops:
         two = builder.icmp_signed("==", self._inputs, _I64(2))
         with builder.if_else(two) as (then, otherwise):
             with then, cgutils.for_range_slice(builder, _I64(0), wide_end, _I64(width * size)) as (offset, _):
-                self._fold(offset, width, _I64(2), hinted=False)
+                self._fold(offset, width, _I64(2))
             with otherwise, cgutils.for_range_slice(builder, _I64(0), wide_end, _I64(width * size)) as (offset, _):
-                self._fold(offset, width, self._inputs, hinted=True)
+                self._fold(offset, width, self._inputs)
         with cgutils.for_range_slice(builder, wide_end, self._end, _I64(size)) as (offset, _):
-            self._fold(offset, 1, self._inputs, hinted=False)
+            self._fold(offset, 1, self._inputs)
         if self._sum is not None:
             self._set(builder.add(self._outputs_end, builder.add(self._inputs, _I64(1))), self._sum.value(self._end))
 
-    def _fold(self, offset: ir.Value, width: int, inputs: ir.Value, hinted: bool) -> None:
-        """Reduce the ``width`` elements that lie ``offset`` bytes into every input."""
-        builder, dtype = self._builder, self._dtype
+    def _fold(self, offset: ir.Value, width: int, inputs: ir.Value) -> None:
+        """Reduce the ``width`` elements that lie ``offset`` bytes into every input, in pieces."""
+        builder, op, dtype = self._builder, self._op, self._dtype
+        piece = vector.piece_width(dtype, width)
+        starts = range(0, width * dtype.itemsize, piece * dtype.itemsize)
 
-        def load(index: ir.Value) -> ir.Value:
+        def load(index: ir.Value) -> list[ir.Value]:
             start = self._address(index, offset)
-            if hinted:
-                vector.prefetch(builder, dtype, width, builder.add(start, _I64(_AHEAD_BYTES)))
-            return vector.load(builder, dtype, width, start)
+            return [vector.load(builder, dtype, piece, builder.add(start, _I64(at))) for at in starts]
 
-        with builder.goto_entry_block():  # LLVM turns both into registers
-            total = builder.alloca(vector.widened_type(dtype, width))
-            result = builder.alloca(vector.stored_type(dtype, width))
+        def add(index: ir.Value) -> None:
+            for total, value in zip(totals, load(index), strict=True):
+                builder.store(vector.combine(builder, op, dtype, builder.load(total), value), total)
 
-        if self._op is Op.BROADCAST:
-            builder.store(vector.load_stored(builder, dtype, width, self._address(_I64(0), offset)), result)
+        with builder.goto_entry_block():  # LLVM turns them into registers
+            totals = [builder.alloca(vector.widened_type(dtype, piece)) for _ in starts]
+            results = [builder.alloca(vector.stored_type(dtype, piece)) for _ in starts]
+
+        if op is Op.BROADCAST:
+            source = self._address(_I64(0), offset)
+            for at, result in zip(starts, results, strict=True):
+                stored = vector.load_stored(builder, dtype, piece, builder.add(source, _I64(at)))
+                builder.store(stored, result)
         else:
-            builder.store(load(_I64(0)), total)
+            for total, value in zip(totals, load(_I64(0)), strict=True):
+                builder.store(value, total)
             if isinstance(inputs, ir.Constant):
                 for i in range(1, inputs.constant):
-                    value = load(_I64(i))
-                    builder.store(vector.combine(builder, self._op, dtype, builder.load(total), value), total)
+                    add(_I64(i))
             else:
                 with cgutils.for_range_slice(builder, _I64(1), inputs, _I64(1)) as (index, _):
-                    value = load(index)
-                    builder.store(vector.combine(builder, self._op, dtype, builder.load(total), value), total)
-            builder.store(vector.rounded(builder, dtype, builder.load(total)), result)
+                    add(index)
+            for total, result in zip(totals, results, strict=True):
+                builder.store(vector.rounded(builder, dtype, builder.load(total)), result)
             with builder.if_then(builder.icmp_signed(">", self._divisor, _I64(1)), likely=False):
-                builder.store(vector.divided(builder, dtype, builder.load(result), self._divisor), result)
-        if self._finite is not None:
-            self._look_for_poison(self._finite, builder.load(result), offset, width)
-        if self._sum is not None:
-            self._sum.add(builder.load(result))
-        vector.store(builder, self._address(self._inputs, offset), builder.load(result))
+                for result in results:
+                    builder.store(vector.divided(builder, dtype, builder.load(result), self._divisor), result)
+        if self._finite is not None or self._sum is not None:
+            whole = vector.joined(builder, [builder.load(result) for result in results])
+            if self._finite is not None:
+                self._look_for_poison(self._finite, whole, offset, width)
+            if self._sum is not None:
+                self._sum.add(whole)
+
+        def write(index: ir.Value) -> None:
+            start = self._address(index, offset)
+            for at, result in zip(starts, results, strict=True):
+                vector.store(builder, builder.add(start, _I64(at)), builder.load(result))
+
+        write(self._inputs)
         second = builder.add(self._inputs, _I64(1))
         with cgutils.for_range_slice(builder, second, self._outputs_end, _I64(1)) as (index, _):
-            vector.store(builder, self._address(index, offset), builder.load(result))
+            write(index)
 
     def _look_for_poison(self, finite: checks.Finite, result: ir.Value, offset: ir.Value, width: int) -> None:
         """Where a result is NaN or infinite, which inputs were? They are asked before an output overwrites one."""

@@ -44,7 +44,7 @@ def reduce(op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], 
     Elementwise and strictly first to last: float16, bfloat16 and float32 in float32, float64 in float64, integers
     in their own type, wrapping around. The result is rounded once to ``dtype``. If ``divisor`` is above 1 the
     rounded value is then divided by it: floats truly (float32, or float64 for float64) and rounded again, integers
-    to the floor. MIN and MAX give NaN where any input has one, and take -0.0 for less than 0.0.
+    to the floor, by less than 2**40. MIN and MAX give NaN where any input has one, and take -0.0 for less than 0.0.
 
     BROADCAST copies its one input, bit for bit, and has no divisor. An output may be exactly one of the inputs;
     otherwise outputs overlap nothing. Addresses need no alignment. The first use of a pair (op, dtype) compiles its
