@@ -10,21 +10,21 @@ import resource
 import time
 from pathlib import Path
 
-from byteps_py import kernels
 from byteps_py.channel import Listener
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
 from byteps_py.kernels.engine import Engine, default_threads
+from byteps_py.kernels.readiness import Readiness
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import ControlLink, connect
 from byteps_py.scheduler.declarations import to_spec
 from byteps_py.settings import Settings
-from byteps_py.tensors import TensorSpec
+from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import STUCK_AFTER_S, PushQueue
 from byteps_py.worker.desk import Desk
-from byteps_py.worker.executor import READY_AT_START, Executor
+from byteps_py.worker.executor import Executor
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
 from byteps_py.worker.pipeline import Pipeline
@@ -38,6 +38,8 @@ DEPARTURE_GRACE_S = 1.0
 _TICK_S = 0.25
 _WORD_OF_SCHEDULER_S = 1.0
 _STALLS_KEPT = 20
+#: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
+_LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
 
 
 class Service:
@@ -51,6 +53,7 @@ class Service:
         self._loop = EventLoop()
         self._listener = Listener(settings.local_socket("cs"))
         self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
+        self._ready = Readiness(self._engine, self._loop, self._kernel_failed)
         self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
         self._queue = PushQueue(settings.credit_bytes)
         self._agreement = Agreement(settings.local_size)
@@ -68,7 +71,7 @@ class Service:
         )
 
     def run(self) -> int:
-        self._engine.submit(0, lambda: kernels.prepare(READY_AT_START), self._kernels_prepared)
+        self._ready.expect(_LIKELY)
         self._loop.call_later(_TICK_S, self._tick)
         self._loop.call_later(STUCK_AFTER_S, self._pump)
         try:
@@ -144,7 +147,7 @@ class Service:
         self._pipeline = pipeline
         self._queue.set_weights({server.member_id: server.weight for server in topology.servers})
         executor = self._executor = Executor(
-            self._loop, self._engine, memory, pipeline, topology.first_rank, self._link.send, self._fail
+            self._loop, self._ready, memory, pipeline, topology.first_rank, self._link.send, self._fail
         )
         if topology.machines > 1:
             self._network = executor.network = Network(
@@ -271,9 +274,8 @@ class Service:
         # It may have ended because the job has failed: then the scheduler will say why.
         self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._fail(error))
 
-    def _kernels_prepared(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._loop.post(lambda: self._fail(RendezvousError(f"summing kernels can't be compiled: {error}")))
+    def _kernel_failed(self, error: BaseException) -> None:
+        self._fail(RendezvousError(f"a summing kernel can't be compiled: {error!r}"))
 
     def _fail(self, error: BytePSError, report: bool = True) -> None:
         """The job can't go on: tell the local ranks and, unless they know, all others."""
