@@ -63,6 +63,17 @@ class Op(enum.IntEnum):
     BROADCAST = 5
 
 
+class Checks(enum.IntFlag):
+    """What a reduction finds out about its result in the same pass.
+
+    FINITE: whether it is NaN or infinite anywhere, and through which contribution. CHECKSUM: 64 bits of its bytes.
+    """
+
+    NONE = 0
+    FINITE = 1
+    CHECKSUM = 2
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """What all ranks must agree on before a name is reduced for the first time.

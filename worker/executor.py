@@ -16,12 +16,11 @@ import zmq
 
 from byteps_py import kernels
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, from_name
-from byteps_py.kernels.engine import Engine
+from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.declarations import to_message
 from byteps_py.session import protocol
-from byteps_py.tensors import DType, Op
 from byteps_py.wire import Header, Kind
 from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot
 from byteps_py.worker.memory import Memory
@@ -36,9 +35,6 @@ INLINE_BYTES = 1 << 20
 #: The same for the last piece of a tensor (1 MB: 115 µs, was 200), up to 4 ranks' 1 MB.
 LAST_INLINE_BYTES = 8 << 20
 
-#: Kernels that start-up prepares; others are compiled on an engine thread when first met.
-READY_AT_START = frozenset((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16))
-
 
 class Executor:
     """``fail`` is called with an error that ends the job."""
@@ -46,7 +42,7 @@ class Executor:
     def __init__(
         self,
         loop: EventLoop,
-        engine: Engine,
+        ready: Readiness,
         memory: Memory,
         pipeline: Pipeline,
         first_rank: int,
@@ -57,7 +53,7 @@ class Executor:
         self.network: Network | None = None  # None: this machine is the only one
         self.rounds = 0  # partitions delivered
         self._loop = loop
-        self._engine = engine
+        self._ready = ready
         self._memory = memory
         self._pipeline = pipeline
         self._first_rank = first_rank
@@ -67,7 +63,6 @@ class Executor:
         self._moved_at = 0.0
         self._due: deque[Action] = deque()
         self._running = False
-        self._prepared = set(READY_AT_START)
         self._parts: dict[tuple[int, int, int], Part] = {}  # (key, generation, index)
         self._frames: dict[Part, zmq.Frame] = {}  # answers that a kernel reads
         self._ballots: list[pb.Ballot] = []
@@ -76,6 +71,10 @@ class Executor:
     def idle_s(self, now: float) -> float:
         """For how long no kernel has worked and no answer has come."""
         return 0.0 if self._at_work else now - self._moved_at
+
+    def expect(self, pairs: Iterable[Pair]) -> None:
+        """Tensors with these operations and dtypes are being declared: their kernels will be needed."""
+        self._ready.expect(pairs)
 
     def start(self, tensor: Tensor, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Begin the life of an agreed tensor."""
@@ -144,25 +143,25 @@ class Executor:
                 part.count,
                 compute.divisor,
             )
-        kernel = (compute.op, part.tensor.spec.dtype)
+        pair = (compute.op, part.tensor.spec.dtype)
         touched = part.length * (len(compute.inputs) + len(compute.outputs))
         is_last = self.network is None and part is part.tensor.parts[-1]
-        if touched <= (LAST_INLINE_BYTES if is_last else INLINE_BYTES) and kernel in self._prepared:
+        if touched <= (LAST_INLINE_BYTES if is_last else INLINE_BYTES) and pair in self._ready:
             work()
-            self._computed(part, kernel, None)
+            self._computed(part, None)
         else:
-            self._engine.submit(
+            self._ready.submit(
+                pair,
                 part.tensor.spec.priority,
                 work,
-                lambda error: self._loop.post(lambda: self._computed(part, kernel, error)),
+                lambda error: self._loop.post(lambda: self._computed(part, error)),
             )
 
-    def _computed(self, part: Part, kernel: tuple[Op, DType], error: BaseException | None) -> None:
+    def _computed(self, part: Part, error: BaseException | None) -> None:
         if error is not None:
             raise error
         self._at_work -= 1
         self._moved_at = time.monotonic()
-        self._prepared.add(kernel)
         self._frames.pop(part, None)
         self._memory.take_answer_block(part)
         self.run(self._pipeline.computed(part, self._moved_at))

@@ -78,7 +78,6 @@ class Worker(Process):
         """Under the world's substitutes."""
         self._service = service.Service(settings, stay=False)
         loop = self._service._loop
-        self._service._kernels_prepared(None)
         loop.call_later(service._TICK_S, self._service._tick)
         loop.call_later(credit.STUCK_AFTER_S, self._service._pump)
 
