@@ -65,7 +65,9 @@ class Surroundings:
                 "EventLoop": new_loop, "Listener": new_listener, "Engine": new_engine, "connect": self.connect,
                 "time": clock, "PushQueue": lambda credit_bytes: Queue(credit_bytes, world),
             },
-            executor: {"time": clock, "kernels": kernels, "INLINE_BYTES": small},
+            executor: {
+                "time": clock, "kernels": kernels, "INLINE_BYTES": small, "LAST_INLINE_BYTES": small,
+            },
             requests: {"time": clock},
             desk: {"time": clock},
             memory: {"Arena": memory_.new_arena},
