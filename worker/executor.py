@@ -66,7 +66,7 @@ class Executor:
         self._parts: dict[tuple[int, int, int], Part] = {}  # (key, generation, index)
         self._frames: dict[Part, zmq.Frame] = {}  # answers that a kernel reads
         self._ballots: list[pb.Ballot] = []
-        self._owed: set[RankConnection] = set()  # have rounds that they were not told of
+        self._owed: dict[int, RankConnection] = {}  # by local rank: have rounds that they were not told of
 
     def idle_s(self, now: float) -> float:
         """For how long no kernel has worked and no answer has come."""
@@ -104,8 +104,8 @@ class Executor:
             ballots, self._ballots = self._ballots, []
             self._send(pb.MemberMessage(declare=pb.Declare(ballots=ballots)))
         if self._owed:
-            owed, self._owed = self._owed, set()
-            for rank in owed:
+            owed, self._owed = self._owed, {}
+            for rank in owed.values():
                 self._to_rank(rank, rank.send_done)
 
     def _carry_out(self, action: Action) -> None:
@@ -119,7 +119,7 @@ class Executor:
             for local_rank, slot_id, round_ in action.slots:
                 if rank := self.ranks.get(local_rank):
                     rank.add_done(slot_id, round_)
-                    self._owed.add(rank)
+                    self._owed[local_rank] = rank
         elif isinstance(action, Fail):
             self._tell_failed(action)
         elif isinstance(action, SendBallot):
