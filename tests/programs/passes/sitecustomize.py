@@ -19,6 +19,7 @@ LEAST = 1 << 16  # smaller ones are no gradients
 
 _counts: Counter[str] = Counter()
 _lock = threading.Lock()
+_here = threading.local()  # .reducing: what the kernel itself copies with is counted already
 _reduce, _memmove = kernels.reduce, ctypes.memmove
 
 
@@ -31,15 +32,16 @@ def _count(read: int, written: int) -> None:
 def _counting_reduce(op: Any, dtype: Any, inputs: Any, outputs: Any, count: int, divisor: int = 1) -> None:
     nbytes = count * dtype.itemsize
     _count(len(inputs) * nbytes, len(outputs) * nbytes)
-    ctypes.memmove = _memmove  # what the kernel itself copies with is counted already
+    _here.reducing = True
     try:
         _reduce(op, dtype, inputs, outputs, count, divisor)
     finally:
-        ctypes.memmove = _counting_memmove
+        _here.reducing = False
 
 
 def _counting_memmove(to: Any, source: Any, nbytes: int) -> Any:
-    _count(nbytes, nbytes)
+    if not getattr(_here, "reducing", False):
+        _count(nbytes, nbytes)
     return _memmove(to, source, nbytes)
 
 
