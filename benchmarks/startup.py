@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -63,14 +64,14 @@ print(json.dumps({"kernel": time.perf_counter() - start}))
 """
 
 
-def ranks(program: str, ranks: int, environ: dict[str, str]) -> dict[str, float]:
+def ranks(program: str, count: int, environ: dict[str, str]) -> dict[str, float]:
     """The largest of what the ranks have measured."""
-    launcher = [sys.executable, "-m", "byteps_py.launch", "-np", str(ranks)] if ranks > 1 else []
+    launcher = [sys.executable, "-m", "byteps_py.launch", "-np", str(count)] if count > 1 else []
     command = [*launcher, sys.executable, "-c", program]
     done = subprocess.run(command, env=environ, check=True, timeout=LIMIT_S, stdout=subprocess.PIPE, text=True)
-    found = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if "{" in line]
-    if len(found) != ranks:
-        raise SystemExit(f"{len(found)} of {ranks} ranks have answered:\n{done.stdout}")
+    found = [json.loads(each) for each in re.findall(r"{.*?}", done.stdout)]  # ranks share lines now and then
+    if len(found) != count:
+        raise SystemExit(f"{len(found)} of {count} ranks have answered:\n{done.stdout}")
     return {name: max(each[name] for each in found) for name in found[0]}
 
 
