@@ -15,7 +15,7 @@ import torch
 
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch import context as contexts
-from byteps_py.torch.buckets import GradientReducer
+from byteps_py.torch.buckets import Bucket, GradientReducer
 from byteps_py.torch.compression import Compression, Compressor
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -64,6 +64,13 @@ class _Passes:
     def finish(self) -> None:
         try:
             self.reducer.finish()
+        finally:
+            self._done.clear()
+
+    def depart(self) -> list[Bucket]:
+        """The first half of ``finish``, see GradientReducer."""
+        try:
+            return self.reducer.depart()
         finally:
             self._done.clear()
 
