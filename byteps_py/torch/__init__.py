@@ -5,6 +5,7 @@ Start with api.py (what a script calls) and optimizer.py (what most scripts use)
     api, functions ─ ops ─ handles ┐
     optimizer ┐                    ├─ context ─ exchange ─ Session (byteps_py.session)
     parallel  ┴ buckets ─ layout ──┘            └ cuda
+    cross_barrier ─ pending ─ optimizer
 """
 
 from byteps_py.errors import (
@@ -48,6 +49,7 @@ from byteps_py.torch.api import (
     synchronize,
 )
 from byteps_py.torch.compression import Compression
+from byteps_py.torch.cross_barrier import CrossBarrier
 from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum
 from byteps_py.torch.optimizer import DistributedOptimizer
@@ -59,6 +61,7 @@ __all__ = [
     "CommunicationError",
     "Compression",
     "ConfigurationError",
+    "CrossBarrier",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "GradientOrderError",

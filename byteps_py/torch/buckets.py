@@ -10,6 +10,7 @@ device, hence the lock), the training thread calls ``finish``.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ class Bucket:
         self.seen = [False] * len(self.params)
         self.missing = -1  # counted when the first one comes: requires_grad may change between rounds
         self.sent = False
+        self.takes_part = [False] * len(self.params)  # known once sent: requires_grad may change after that, too
         self.snapshot: list[tuple[torch.Tensor, int] | None] = [None] * len(self.params)  # final gradient, version
 
     def mark(self, position: int) -> bool:
@@ -66,9 +68,10 @@ class Bucket:
 
     def gradients(self) -> list[torch.Tensor | None]:
         """What to hand over: None (zeros) for unused parameters without a gradient, and for frozen ones."""
+        self.takes_part = [seen or param.requires_grad for param, seen in zip(self.params, self.seen, strict=True)]
         found: list[torch.Tensor | None] = []
-        for param, seen, name in zip(self.params, self.seen, self.names, strict=True):
-            grad = param.grad if seen or param.requires_grad else None
+        for param, takes_part, name in zip(self.params, self.takes_part, self.names, strict=True):
+            grad = param.grad if takes_part else None
             if grad is not None and (grad.layout is not torch.strided or grad.is_meta):
                 check_dense(grad, name)  # raises
             found.append(grad)
@@ -164,9 +167,7 @@ class GradientReducer:
         """
         errors: list[Exception] = []
         with self._lock:
-            for bucket in self._buckets:
-                if not bucket.sent and bucket.wanted:
-                    _attempt(errors, self._send, bucket)
+            self._send_rest(errors)
             for bucket in self._buckets:  # all of them, failures or not: none may stay pending
                 if bucket.sent:
                     _attempt(errors, _receive, bucket)
@@ -174,6 +175,38 @@ class GradientReducer:
                 bucket.reset()
         if errors:
             raise errors[0]
+
+    def depart(self) -> list[Bucket]:
+        """The first half of ``finish``: hand over what is left. Returns the buckets on their way, in forward order.
+
+        Each must go through ``arrive`` before its next round. Raises as ``finish`` does; then none is on its way.
+        """
+        errors: list[Exception] = []
+        with self._lock:
+            self._send_rest(errors)
+            departed = [bucket for bucket in self._buckets if bucket.sent]
+            for bucket in departed:
+                _attempt(errors, _check_untouched, bucket)
+        if errors:
+            with contextlib.suppress(Exception):  # the first one is raised below
+                self.finish()
+            raise errors[0]
+        return sorted(departed, key=lambda bucket: -bucket.request.spec.priority)
+
+    def arrive(self, bucket: Bucket) -> None:
+        """The second half of ``finish``, for one bucket: its averages into ``param.grad``. Raises its error."""
+        try:
+            if bucket.exchange is not None:
+                bucket.exchange.wait()
+                _deliver(bucket, bucket.exchange)
+        finally:
+            with self._lock:
+                bucket.reset()
+
+    def _send_rest(self, errors: list[Exception]) -> None:
+        for bucket in self._buckets:
+            if not bucket.sent and bucket.wanted:
+                _attempt(errors, self._send, bucket)
 
     def _send(self, bucket: Bucket) -> None:
         gradients = bucket.gradients()
@@ -218,6 +251,12 @@ def _receive(bucket: Bucket) -> None:
     exchange = bucket.exchange
     if exchange is not None:
         exchange.wait()
+    _check_untouched(bucket)
+    if exchange is not None:
+        _deliver(bucket, exchange)
+
+
+def _check_untouched(bucket: Bucket) -> None:
     touched = bucket.changed
     if touched is not None:
         raise GradientOrderError(
@@ -225,15 +264,13 @@ def _receive(bucket: Bucket) -> None:
             "be lost. Call optimizer.synchronize() first, then clip or unscale, then step() inside "
             "optimizer.skip_synchronize()"
         )
-    if exchange is not None:
-        _deliver(bucket, exchange)
 
 
 def _deliver(bucket: Bucket, exchange: Exchange) -> None:
     copied: list[int] = []
     outputs: list[torch.Tensor] = []
-    for position, (param, seen) in enumerate(zip(bucket.params, bucket.seen, strict=True)):
-        if not seen and not param.requires_grad:
+    for position, (param, takes_part) in enumerate(zip(bucket.params, bucket.takes_part, strict=True)):
+        if not takes_part:
             continue  # frozen: must stay without a gradient
         view = exchange.results[position]
         if view.dtype == param.dtype and view.device == param.device:

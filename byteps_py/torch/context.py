@@ -10,14 +10,16 @@ import atexit
 import contextlib
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from byteps_py.errors import NotInitializedError, UsageError
-from byteps_py.session import Session, open_session
+from byteps_py.session import Session, open_session, words
 from byteps_py.settings import Settings
 from byteps_py.tensors import TensorSpec
 from byteps_py.torch.exchange import Exchange, HostMover, Mover
@@ -43,6 +45,13 @@ class Request:
     device: torch.device
 
 
+class Unfinished(Protocol):
+    """Something that still needs the session."""
+
+    def finish(self) -> None:
+        """Complete it: the session is about to be closed."""
+
+
 class Context:
     """One rank's state. Any thread."""
 
@@ -56,6 +65,7 @@ class Context:
         self._claimed: dict[str, int] = {}
         self.names = NameSource()
         self.handles = Handles()
+        self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
 
     # ---- life ------------------------------------------------------------------------------------------
 
@@ -67,7 +77,15 @@ class Context:
                 self._session = self._opener(self._settings)
 
     def close(self) -> None:
-        """Leave the job; a no-op if not joined."""
+        """Leave the job; a no-op if not joined. Raises what its unfinished work raises, having left all the same."""
+        try:
+            if self._session is not None and not words.uncaught():
+                for work in list(self.unfinished):
+                    work.finish()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         with self.lock:
             session, self._session = self._session, None
             movers, self._movers = self._movers, {}

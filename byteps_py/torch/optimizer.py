@@ -16,7 +16,7 @@ import torch
 
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch import context as contexts
-from byteps_py.torch.buckets import GradientReducer, Place
+from byteps_py.torch.buckets import Bucket, GradientReducer, Place
 from byteps_py.torch.compression import Compression, Compressor
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -78,9 +78,19 @@ class _Passes:
         try:
             self.reducer.finish()
         finally:
-            for watched in self._begun:
-                watched.passes = 0
-            self._begun.clear()
+            self._forget()
+
+    def depart(self) -> list[Bucket]:
+        """The first half of ``finish``, see GradientReducer."""
+        try:
+            return self.reducer.depart()
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        for watched in self._begun:
+            watched.passes = 0
+        self._begun.clear()
 
 
 class _Distributed:

@@ -1,0 +1,239 @@
+"""CrossBarrier: step() hands over and returns; each layer's next forward pass waits for its own gradients only.
+
+Without it a step ends with a barrier: no layer computes before the last gradient has arrived. With it the gradients
+of the back layers travel while the front layers already compute the next forward pass, so that a step takes the
+longer of computation and communication, not their sum. BytePS's name and idea (ByteScheduler's, before).
+
+    step t:      backward ───────────────────► step() returns at once
+                 gradients leave, back first
+    step t + 1:  layer 1 waits for its own, updates, computes; layer 2 waits for its own, ...
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from byteps_py.errors import GradientOrderError, UsageError
+from byteps_py.torch import context as contexts
+from byteps_py.torch.optimizer import _Distributed
+from byteps_py.torch.pending import Hyperparameters, PendingUpdates
+
+#: These use their children's parameters without calling the children.
+_WHOLE = (torch.nn.MultiheadAttention,)
+
+
+class _CrossBarrier(_Distributed):
+    """What CrossBarrier puts before the DistributedOptimizer's class."""
+
+    _pending: PendingUpdates
+    _model: torch.nn.Module
+    _whole: tuple[torch.nn.Module, ...]
+    _covered: dict[torch.nn.Module, list[torch.nn.Parameter]]
+    _guarded: set[torch.nn.Parameter]
+
+    def finish_updates(self) -> None:
+        """Complete what step() left to the next forward pass. Call it before reading weights or changing them in
+        another way than through a forward pass, state_dict() or load_state_dict()."""
+        self._pending.finish()
+
+    def synchronize(self) -> None:
+        """As in DistributedOptimizer; step() then updates at once."""
+        self._pending.finish()
+        super().synchronize()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Hand over what is left of the gradients and return. From here to the next forward pass of a layer, its
+        weights are the old ones and its gradients NaN.
+
+        With gradients that were averaged before (synchronize()), and if the optimizer has step hooks, which need
+        the new weights, it waits and updates as DistributedOptimizer does. Raises UsageError for a closure.
+        """
+        if closure is not None:
+            raise UsageError(
+                "CrossBarrier can't step with a closure: it would evaluate the model before the update. Use the "
+                "DistributedOptimizer without CrossBarrier"
+            )
+        self._pending.finish()  # of layers that the last forward pass left out
+        averaged = self._synchronized and not self._passes.begun
+        if averaged or not self._should_synchronize or _has_step_hooks(self):
+            return super().step()
+        self._synchronized = False
+        departed = self._passes.depart()
+        self._passes.hook(p for group in self.param_groups for p in group["params"])  # unfrozen meanwhile
+        hyperparameters = [_snapshot(group) for group in self.param_groups]  # a scheduler may change them next
+        for bucket in departed:
+            self._pending.add(bucket, hyperparameters)
+        params = [param for group in self.param_groups for param in group["params"]]
+        pending = [param for param in params if param in self._pending]
+        # What took no part in the exchange is frozen; if it has a gradient, the optimizer uses it all the same.
+        self._update(hyperparameters, [p for p in params if p not in self._pending and p.grad is not None])
+        covered = set(itertools.chain.from_iterable(self._covered.values()))
+        for param in pending:
+            if param in covered:
+                self._guard(param)
+        self._pending.wait_for(param for param in pending if param not in covered)
+        return None
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See torch.optim.Optimizer."""
+        self._pending.finish()
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer."""
+        self._pending.finish()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer."""
+        self._pending.finish()
+        super().add_param_group(param_group)
+        self._cover()
+
+    def _update(self, hyperparameters: Hyperparameters, params: list[torch.nn.Parameter]) -> None:
+        """Let the wrapped optimizer step with ``params`` alone."""
+        chosen = set(params)
+        all_groups = self.param_groups
+        numbered = [
+            (number, {**values, "params": [p for p in group["params"] if p in chosen]})
+            for number, (values, group) in enumerate(zip(hyperparameters, all_groups, strict=True))
+        ]
+        numbered = [(number, group) for number, group in numbered if group["params"]]
+        if not numbered:
+            return
+        self.param_groups = [group for _, group in numbered]
+        try:
+            # The wrapped optimizer's.
+            super(_Distributed, self).step()  # type: ignore[misc]
+        finally:
+            self.param_groups = all_groups
+        for number, group in numbered:  # some optimizers count in their groups
+            was = hyperparameters[number]
+            changed = {k: v for k, v in group.items() if k != "params" and (k not in was or v is not was[k])}
+            all_groups[number].update(changed)
+
+    def _cover(self) -> None:
+        """Make every module that uses parameters wait for them; those that do it already are left alone."""
+        for module in self._model.modules():
+            if module in self._covered:
+                continue
+            has_forward = type(module).forward is not torch.nn.Module.forward
+            whole = isinstance(module, _WHOLE) or module in self._whole
+            params = list(module.parameters() if whole else _used_by(module)) if has_forward else []
+            self._covered[module] = params
+            if params:
+                # First of all: older hooks may compute weights from parameters (torch.nn.utils.weight_norm).
+                module.register_forward_pre_hook(_waiting(self._pending, params), prepend=True)
+            module.register_state_dict_pre_hook(_finishing(self._pending))
+            module.register_load_state_dict_pre_hook(_finishing(self._pending))
+
+    def _guard(self, param: torch.nn.Parameter) -> None:
+        """Notice a gradient that was computed with a weight that is not up to date."""
+        if param in self._guarded or not param.requires_grad:
+            return
+        self._guarded.add(param)
+        pending, name = self._pending, self._named[param]
+
+        def check(_: torch.Tensor) -> None:
+            if param in pending:
+                raise GradientOrderError(
+                    f"the parameter {name!r} was used while its update was pending: the forward pass did not call "
+                    "the module that owns it. Name the module that uses it: CrossBarrier(model, optimizer, "
+                    "whole=[module])"
+                )
+
+        param.register_hook(check)
+
+
+def CrossBarrier(  # noqa: N802  BytePS's name
+    model: torch.nn.Module,
+    optimizer: Any,
+    num_steps: int | None = None,
+    *,
+    whole: Iterable[torch.nn.Module] = (),
+) -> Any:
+    """``optimizer`` (a DistributedOptimizer for ``model``), whose communication also overlaps the next forward pass.
+
+    The weights are bit for bit those that ``optimizer`` gives; use the result in its place. step() returns at once;
+    a layer is updated when the next forward pass calls it. state_dict(), shutdown() and what else needs all weights
+    waits for them; before you read weights yourself, call finish_updates().
+
+    whole: modules that use parameters of their children without calling them: they wait for all of these (known by
+    itself for torch.nn.MultiheadAttention). num_steps: BytePS's, without effect.
+    Raises UsageError for another optimizer.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> model = torch.nn.Linear(2, 1)
+    >>> opt = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    >>> opt = bps.CrossBarrier(model, opt)
+    >>> for _ in range(3):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    ...     opt.step()
+    ...     opt.zero_grad()
+    >>> bps.shutdown()
+    """
+    if not isinstance(optimizer, _Distributed):
+        raise UsageError("CrossBarrier needs a DistributedOptimizer: wrap the optimizer in one first")
+    if isinstance(optimizer, _CrossBarrier):
+        raise UsageError("the optimizer is a CrossBarrier already")
+    base = type(optimizer)
+    crossing: Any = object.__new__(type(base.__name__, (_CrossBarrier, base), {"__doc__": base.__doc__}))
+    crossing.__dict__.update(optimizer.__dict__)
+    crossing.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, which would step around us
+    crossing._pending = PendingUpdates(crossing._passes.reducer, crossing._update)
+    contexts.current().unfinished.add(crossing._pending)
+    crossing._model = model
+    crossing._whole = tuple(whole)
+    crossing._covered = {}
+    crossing._guarded = set()
+    crossing._cover()
+    return crossing
+
+
+def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Its own parameters, and those of children that can't be called (ParameterList, ParameterDict)."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if type(child).forward is torch.nn.Module.forward:
+            yield from _used_by(child)
+
+
+def _waiting(pending: PendingUpdates, params: list[torch.nn.Parameter]) -> Callable[..., None]:
+    def wait(*_: Any) -> None:
+        pending.wait_for(params)
+
+    return wait
+
+
+def _finishing(pending: PendingUpdates) -> Callable[..., None]:
+    def finish(*_: Any) -> None:
+        pending.finish()
+
+    return finish
+
+
+def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """The group's hyperparameters as they are. A learning rate that is a tensor is changed in place later."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _has_step_hooks(optimizer: Any) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
