@@ -120,7 +120,7 @@ def _floor_divide(builder: ir.IRBuilder, dtype: DType, value: ir.Value, divisor:
 
 
 def _floor_divide_long(builder: ir.IRBuilder, value: ir.Value, divisor: ir.Value) -> ir.Value:
-    """In two steps, on a Zen 4 3.9 times as fast as by integer division: an estimate, and what is left. Exact for divisors
+    """In two steps, an estimate and what is left: 3.9 times as fast as integer division on a Zen 4. Exact for divisors
     below 2**40: the estimate is off by less than 2**11 / divisor + 1, so what is left is exact as a float."""
     reals = ir.VectorType(ir.DoubleType(), value.type.count)
     by = _splat(builder, divisor, value.type.count)
