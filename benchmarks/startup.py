@@ -7,9 +7,10 @@
     init, no torch     the same without importing torch: from the ranks' first line until both are in the session
     first round        the first sum of 1000 float32 right after it, the later of the two
     server ready       a server from exec until the scheduler knows it
-    server's first     from then until its kernels for float32 sums are in memory: what compiles goes on meanwhile
 
-Every figure is of fresh processes. Cold: an empty cache of kernels. Warm: what the cold round has left behind.
+Every figure is of fresh processes. Cold: an empty cache of kernels, in which the first server and the first ranks
+leave theirs. Warm: what the cold round has left behind. A server is ready, and init() returns, without waiting for
+kernels; what loading or compiling one costs is measured by benchmarks/kernels.py.
 """
 
 from __future__ import annotations
@@ -53,14 +54,6 @@ from byteps_py.session import open_session
 session = open_session()
 print(json.dumps({"init": time.perf_counter() - start}), flush=True)
 session.close()
-"""
-PREPARE = """
-import json, time
-start = time.perf_counter()
-from byteps_py.kernels import prepare
-from byteps_py.tensors import DType, Op
-prepare([(Op.SUM, DType.FLOAT32)])
-print(json.dumps({"kernel": time.perf_counter() - start}))
 """
 
 
@@ -125,7 +118,6 @@ def one_round(cache: str) -> dict[str, float]:
     together = ranks(WITH_TORCH, 2, environ)
     found["init, 2 ranks"], found["first round"] = together["init"], together["first round"]
     found["init, no torch"] = ranks(WITHOUT_TORCH, 2, environ)["init"]
-    found["server's first"] = ranks(PREPARE, 1, environ)["kernel"]
     return found
 
 
