@@ -1,10 +1,12 @@
-"""How fast reduce() adds, against memcpy, numpy and a C loop, and what a call and a compilation cost.
+"""How fast kernels add, against memcpy and a plain C loop on the same buffers, with and without checks.
 
-    python benchmarks/kernels.py [--quick] [--json FILE]
+    python benchmarks/kernels.py [--quick] [--sizes KB …] [--dtypes NAME …] [--inputs N …] [--json FILE]
 
-Speed is bytes read and written, in GB/s: summing n inputs of S bytes moves (n + 1)·S, however often a contender
-really touches memory. With several threads each has memory of its own, and the speeds are added. Contenders take
-turns, so that a busy machine disturbs all alike; a row shows the median and the range of their rounds.
+Speed is bytes read and written, in GB/s: summing n inputs of S bytes moves (n + 1)·S. memcpy copies from buffer to
+buffer through the same n + 1 of them, so that both have the same memory at work. With several threads each has
+memory of its own, and the speeds are added. All contenders are called from C, in turns, so that a busy machine
+disturbs all alike; a figure is the median over the rounds of the ratio to the same round's memcpy. Needs gcc.
+What one call costs from Python, and how long kernels take to become ready, stands in the first lines.
 """
 
 from __future__ import annotations
@@ -14,157 +16,172 @@ import ctypes
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from byteps_py.kernels import prepare, reduce
-from byteps_py.tensors import DType, Op
+from byteps_py.kernels import compiled, prepare, reduce, reduce_checked
+from byteps_py.tensors import Checks, DType, Op
 
-SIZES = {"256 KB": 256 << 10, "4 MB": 4 << 20, "64 MB": 64 << 20}
-DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16, DType.INT32, DType.INT64, DType.UINT8)
-NUMPY = {d: np.dtype(d.name.lower()) for d in DTYPES if d not in (DType.FLOAT16, DType.BFLOAT16)}
-Call = Callable[[], object]
-Add = Callable[[int, int, int], None]  # (address to add to, address of what is added, count)
-SAMPLE_BYTES = 128 << 20  # moved in one timed sample, at least
+SIZES_KB = (64, 256, 1024, 65536)
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int32")
+C_SOURCE = Path(__file__).with_suffix(".c")
+ARGUMENTS = 7
+CHECKED = {"+finite": Checks.FINITE, "+checksum": Checks.CHECKSUM, "+both": Checks.FINITE | Checks.CHECKSUM}
 
-C_SOURCE = """
-void add(float *restrict to, const float *restrict from, long count) {
-    for (long i = 0; i < count; i++) to[i] += from[i];
-}
-"""
+
+class Call(ctypes.Structure):
+    _fields_ = (("function", ctypes.c_void_p), ("arguments", ctypes.c_int64 * ARGUMENTS))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result; speeds in GB/s."""
+    """One contender in one setting."""
 
     dtype: str
-    size: str
+    size_kb: int
     inputs: int
     threads: int
     contender: str
-    median: float
-    lowest: float
-    highest: float
+    gb_per_s: float
+    to_memcpy: float
+    to_c: float | None
 
 
-class Buffers:
-    """One thread's memory: ``inputs`` arrays and one more for a separate output. All pages touched."""
+class Contender:
+    """Calls to make one after the other, and the bytes that they move together."""
 
-    def __init__(self, inputs: int, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.arrays = [np.full(nbytes, 0, np.uint8) for _ in range(inputs + 1)]
-        self.addresses = [array.ctypes.data for array in self.arrays]
-        self.inputs = self.addresses[:-1]
-
-
-def contenders(dtype: DType, buffers: Buffers, c_add: Add | None) -> dict[str, Call]:
-    """By name, each one way to add all inputs once. All but one write the sum over the first input."""
-    count = buffers.nbytes // dtype.itemsize
-    inputs, first, extra = buffers.inputs, buffers.inputs[:1], buffers.addresses[-1:]
-    found: dict[str, Call] = {
-        "reduce, in place": lambda: reduce(Op.SUM, dtype, inputs, first, count),
-        "reduce, new output": lambda: reduce(Op.SUM, dtype, inputs, extra, count),
-    }
-    if dtype in NUMPY:
-        target, *others = (array.view(NUMPY[dtype]) for array in buffers.arrays[:-1])
-
-        def with_numpy() -> None:
-            for other in others:
-                np.add(target, other, out=target)
-
-        found["numpy, pairwise"] = with_numpy
-    if c_add and dtype is DType.FLOAT32:
-
-        def with_c() -> None:
-            for other in inputs[1:]:
-                c_add(inputs[0], other, count)
-
-        found["C, pairwise"] = with_c
-    return found
+    def __init__(self, calls: list[tuple[int, tuple[int, ...]]], moved: int) -> None:
+        padded = [Call(address, (*arguments, *[0] * (ARGUMENTS - len(arguments)))) for address, arguments in calls]
+        self.calls = (Call * len(calls))(*padded)
+        self.moved = moved
 
 
-def timed(work: list[Call], repeats: int) -> float:
-    """Seconds that ``repeats`` calls of each element of ``work`` take, one thread for each."""
-    if len(work) == 1:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            work[0]()
-        return time.perf_counter() - start
-    ready = threading.Barrier(len(work) + 1)
+class Lane:
+    """One thread's memory and what the contenders do with it. All pages are touched."""
 
-    def run(call: Call) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: DType, nbytes: int, inputs: int, in_place: bool) -> None:
+        self._arrays = [np.zeros(nbytes + 4096, np.uint8) for _ in range(inputs + 1)]
+        for array in self._arrays:
+            array.fill(0)
+        buffers = [-(-array.ctypes.data // 4096) * 4096 for array in self._arrays]
+        if in_place:
+            buffers = buffers[:-1]
+        sources, target = buffers[:inputs], buffers[0 if in_place else -1]
+        self._table = (ctypes.c_uint64 * (2 * inputs + 3))(*sources, target)
+        self._status = (ctypes.c_uint64 * 8)()
+        table, status = ctypes.addressof(self._table), ctypes.addressof(self._status)
+        moved = (inputs + 1) * nbytes
+
+        copies = [(buffers[(2 * i + 1) % len(buffers)], buffers[2 * i % len(buffers)]) for i in range(len(buffers))]
+        memmove = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+        self.contenders = {
+            "memcpy": Contender([(memmove, (*copy, nbytes)) for copy in copies], 2 * nbytes * len(copies))
+        }
+        plain = ctypes.cast(getattr(library, f"{dtype.name.lower()}_{inputs}"), ctypes.c_void_p).value or 0
+        self.contenders["C"] = Contender([(plain, (table, target, nbytes // dtype.itemsize))], moved)
+        for name, checks in {"reduce": Checks.NONE, **CHECKED}.items():
+            arguments = (status, status + 8, table, inputs, 1, nbytes, 1)
+            self.contenders[name] = Contender([(machine_code(dtype, checks), arguments)], moved)
+
+
+def machine_code(dtype: DType, checks: Checks) -> int:
+    """The kernel's address: a C function of (room for a result, room for an error, the kernel's arguments)."""
+    (compiled_,) = compiled.build(Op.SUM, dtype, checks).overloads.values()  # type: ignore[attr-defined]
+    return int(compiled_.library.get_pointer_to_function(compiled_.fndesc.llvm_func_name))
+
+
+def seconds(library: ctypes.CDLL, contenders: list[Contender], repeats: int) -> list[float]:
+    """What ``repeats`` rounds of each take, one thread for each."""
+    ready = threading.Barrier(len(contenders))
+    taken = [0.0] * len(contenders)
+
+    def run(index: int) -> None:
+        calls = contenders[index].calls
         ready.wait()
-        for _ in range(repeats):
-            call()
+        start = time.perf_counter()
+        library.repeat(calls, len(calls), repeats)
+        taken[index] = time.perf_counter() - start
 
-    threads = [threading.Thread(target=run, args=(call,)) for call in work]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(1, len(contenders))]
     for thread in threads:
         thread.start()
-    ready.wait()
-    start = time.perf_counter()
+    run(0)
     for thread in threads:
         thread.join()
-    return time.perf_counter() - start
+    return taken
 
 
-def measure(dtype: DType, size: str, inputs: int, threads: int, rounds: int, c_add: Add | None) -> list[Row]:
-    nbytes = SIZES[size]
-    memories = [Buffers(inputs, nbytes) for _ in range(threads)]
-    lanes = [contenders(dtype, memory, c_add) for memory in memories]
-    # (the calls, one for each thread; bytes that one of them moves)
-    work = {name: ([lane[name] for lane in lanes], (inputs + 1) * nbytes) for name in lanes[0]}
-    copies: list[Call] = [partial(ctypes.memmove, m.addresses[1], m.addresses[0], nbytes) for m in memories]
-    work["memcpy"] = (copies, 2 * nbytes)
-    speeds: dict[str, list[float]] = {name: [] for name in work}
-    for number in range(rounds + 1):
-        for name, (calls, moved) in work.items():
-            repeats = max(1, SAMPLE_BYTES // moved)
-            speed = threads * repeats * moved / timed(calls, repeats) / 1e9
+def measure(
+    library: ctypes.CDLL, dtype: DType, size_kb: int, inputs: int, threads: int, in_place: bool, budget: Budget
+) -> list[Row]:
+    lanes = [Lane(library, dtype, size_kb << 10, inputs, in_place) for _ in range(threads)]
+    speeds: dict[str, list[float]] = {name: [] for name in lanes[0].contenders}
+    for number in range(budget.rounds + 1):
+        for name, found in speeds.items():
+            contenders = [lane.contenders[name] for lane in lanes]
+            repeats = max(1, budget.sample_bytes // contenders[0].moved)
+            taken = seconds(library, contenders, repeats)
             if number:  # the first round warms up
-                speeds[name].append(speed)
-    return [
-        Row(dtype.name.lower(), size, inputs, threads, name, statistics.median(found), min(found), max(found))
-        for name, found in speeds.items()
-    ]
+                found.append(sum(repeats * contenders[0].moved / each for each in taken) / 1e9)
+
+    def ratio(name: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(speeds[name], speeds[other], strict=True))
+
+    rows = []
+    for name, found in speeds.items():
+        title = name + (", in place" if in_place else "")
+        rows.append(
+            Row(
+                dtype.name.lower(), size_kb, inputs, threads, title,
+                statistics.median(found), ratio(name, "memcpy"), ratio(name, "C"),
+            )
+        )  # fmt: skip
+    return rows
 
 
-def compile_c(folder: str) -> Add | None:
-    """The C loop, or None without a compiler."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        return None
-    source, library = Path(folder, "add.c"), Path(folder, "add.so")
-    source.write_text(C_SOURCE)
-    subprocess.run(
-        [compiler, "-O3", "-march=native", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60
-    )
-    add = ctypes.CDLL(str(library)).add
-    add.argtypes, add.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long), None
-    return add
+@dataclass(frozen=True)
+class Budget:
+    rounds: int
+    sample_bytes: int
 
 
-def call_us() -> float:
-    """Microseconds of one reduce() of 16 float32, two inputs: what Python costs."""
-    memory = Buffers(2, 64)
-    samples = []
-    for _ in range(7):
-        start = time.perf_counter()
-        for _ in range(20_000):
-            reduce(Op.SUM, DType.FLOAT32, memory.inputs, memory.inputs[:1], 16)
-        samples.append((time.perf_counter() - start) / 20_000 * 1e6)
-    return statistics.median(samples)
+def compile_c(folder: str) -> ctypes.CDLL:
+    library = Path(folder, "kernels.so")
+    command = ["gcc", "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), str(C_SOURCE)]
+    subprocess.run(command, check=True, timeout=60)
+    loaded = ctypes.CDLL(str(library))
+    loaded.repeat.argtypes, loaded.repeat.restype = (ctypes.c_void_p, ctypes.c_long, ctypes.c_long), None
+    return loaded
+
+
+def call_us() -> dict[str, float]:
+    """Microseconds of one call on 16 float32, two inputs: what Python costs."""
+    arrays = [np.zeros(16, np.float32) for _ in range(2)]
+    inputs = tuple(array.ctypes.data for array in arrays)
+    both = Checks.FINITE | Checks.CHECKSUM
+    calls = {
+        "reduce()": lambda: reduce(Op.SUM, DType.FLOAT32, inputs, inputs[:1], 16),
+        "reduce_checked()": lambda: reduce_checked(both, Op.SUM, DType.FLOAT32, inputs, inputs[:1], 16),
+    }
+    found = {}
+    for name, call in calls.items():
+        call()
+        samples = []
+        for _ in range(7):
+            start = time.perf_counter()
+            for _ in range(5_000):
+                call()
+            samples.append((time.perf_counter() - start) / 5_000 * 1e6)
+        found[name] = statistics.median(samples)
+    return found
 
 
 def prepare_s(folder: str) -> dict[str, float]:
@@ -186,47 +203,58 @@ def prepare_s(folder: str) -> dict[str, float]:
     return found
 
 
+def show(rows: list[Row]) -> None:
+    """One line for each setting: GB/s of memcpy, ratios of the others to it, and of reduce to C."""
+    first = rows[0]
+    place = "in place" if first.contender.endswith("in place") else "new"
+    ratios = "".join(f"{row.to_memcpy:11.2f}" for row in rows[1:])
+    print(
+        f"{first.dtype:9} {first.size_kb:8} {first.inputs:6} {first.threads:7} {place:>8} {first.gb_per_s:7.1f}"
+        f"{ratios}{rows[2].to_c:13.2f}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="float32 and float16, 2 and 4 inputs, fewer rounds")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_KB, metavar="KB", help="of one buffer")
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=(*DTYPES, "int64"), metavar="NAME")
+    parser.add_argument("--inputs", type=int, nargs="+", default=(2, 4, 8), choices=(2, 4, 8), metavar="N")
+    parser.add_argument("--threads", type=int, nargs="+", default=(1, 2) if (os.cpu_count() or 1) > 1 else (1,))
+    parser.add_argument("--quick", action="store_true", help="few rounds of small samples")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     options = parser.parse_args()
-    dtypes = (DType.FLOAT32, DType.FLOAT16) if options.quick else DTYPES
-    input_counts, rounds = ((2, 4), 3) if options.quick else ((2, 4, 8), 7)
-    thread_counts = (1, 2) if (os.cpu_count() or 1) > 1 else (1,)
+    budget = Budget(3, 1 << 20) if options.quick else Budget(15, 128 << 20)
 
-    prepare((Op.SUM, dtype) for dtype in dtypes)
+    prepare((Op.SUM, DType[name.upper()]) for name in options.dtypes)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        c_add = compile_c(folder)
-        seconds = prepare_s(folder)
-        overhead_us = call_us()
-        for what, value in seconds.items():
+        library = compile_c(folder)
+        ready, calls = prepare_s(folder), call_us()
+        for what, value in ready.items():
             print(f"prepare, {what}: {value * 1000:.0f} ms")
-        print(f"one call of reduce(): {overhead_us:.2f} µs\n")
+        for what, value in calls.items():
+            print(f"one call of {what}: {value:.2f} µs")
         print(
-            f"{'dtype':9} {'size':>7} {'inputs':>6} {'threads':>7}  {'contender':20} {'GB/s':>6}  {'range':>13} /memcpy"
+            "\n                                                memcpy |     speed relative to memcpy                 |"
         )
-        for dtype in dtypes:
-            for size in SIZES:
-                for inputs in input_counts:
-                    for threads in thread_counts:
-                        found = measure(dtype, size, inputs, threads, rounds, c_add)
-                        rows += found
-                        copy = found[-1].median
-                        for row in found:
-                            print(
-                                f"{row.dtype:9} {row.size:>7} {row.inputs:6} {row.threads:7}  {row.contender:20} "
-                                f"{row.median:6.1f}  {row.lowest:5.1f} – {row.highest:5.1f} {row.median / copy:7.2f}",
-                                flush=True,
-                            )
+        heads = "".join(f"{head:>11}" for head in ("C", "reduce", *CHECKED))
+        print(f"{'dtype':9} {'KB':>8} {'inputs':>6} {'threads':>7} {'output':>8}    GB/s{heads}  reduce / C")
+        for dtype in options.dtypes:
+            for size_kb in options.sizes:
+                for inputs in options.inputs:
+                    for threads in options.threads:
+                        for in_place in (True, False):
+                            found = measure(library, DType[dtype.upper()], size_kb, inputs, threads, in_place, budget)
+                            show(found)
+                            rows += found
     if options.json:
         about = {
             "machine": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "numpy": np.__version__,
         }
-        result = {"about": about, "prepare_s": seconds, "call_us": overhead_us, "rows": [asdict(row) for row in rows]}
+        result = {"about": about, "prepare_s": ready, "call_us": calls, "rows": [asdict(row) for row in rows]}
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
 
 

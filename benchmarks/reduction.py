@@ -3,8 +3,9 @@
     python benchmarks/reduction.py [--ranks 2 4] [--rounds 3] [--quick] [--json FILE]
 
 The contenders take turns, round after round, each in fresh processes; a figure is the median over the rounds of
-the median call. Open MPI takes part if mpirun and mpi4py are there. A last table shows CPU seconds per GB in each of
-this project's processes, on one machine and on two.
+the median call. Open MPI takes part if mpirun and mpi4py are there. Beside the smallest size stands what two wake-ups
+cost here (wakeups.py), measured in the same rounds. A last table shows CPU seconds per GB in each of this project's
+processes, on one machine and on two.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+from wakeups import floors
 
 RANK = Path(__file__).with_name("reduction_rank.py")
 SIZES = [4, 1 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
@@ -65,13 +68,17 @@ def compare(ranks: int, sizes: list[int], rounds: int, seconds: float) -> list[d
     """One row per size: seconds of each contender, median and spread (largest over smallest round)."""
     contenders = ["arena", "tensor", "gloo", *(["mpi"] if has_open_mpi() else [])]
     seen: dict[tuple[str, int], list[float]] = defaultdict(list)
+    waking: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
+        for title, seconds_ in floors().items():
+            waking[title].append(seconds_)
         for contender in contenders:
             for line in run(contender, ranks, sizes, seconds, []):
                 seen[contender, line["bytes"]].append(line["median_s"])
     rows = []
     for nbytes in sizes:
         row: dict[str, Any] = {"ranks": ranks, "bytes": nbytes}
+        row["floors_s"] = {title: statistics.median(times) for title, times in waking.items()}
         for contender in contenders:
             times = seen[contender, nbytes]
             row[contender] = {"median_s": statistics.median(times), "spread": max(times) / min(times)}
@@ -89,6 +96,9 @@ def show(rows: list[dict[str, Any]]) -> None:
             seconds, spread = row[name]["median_s"], row[name]["spread"]
             cells.append(f"{seconds * 1e6:12.0f} µs (×{spread:4.2f}) {row['bytes'] / seconds / 1e9:5.2f}")
         print(f"{row['bytes']:10d}" + "".join(f"{cell:>30}" for cell in cells))
+    smallest = rows[0]["arena"]["median_s"]
+    for title, seconds in rows[0]["floors_s"].items():
+        print(f"a bare round trip, {title}: {seconds * 1e6:.1f} µs; ours is {smallest / seconds:.1f} times that")
 
 
 def cpu_per_gb(seconds: float) -> list[dict[str, Any]]:

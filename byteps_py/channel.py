@@ -93,6 +93,8 @@ class Channel:
             return None
         except OSError as error:
             raise PeerLostError(f"process {self.peer_pid} closed its local connection ({error})") from error
+        if not ancillary and nbytes and not flags & _TRUNCATED:  # nearly all messages
+            return self._buffer[:nbytes].tobytes(), []
         fds: list[int] = []
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from byteps_py.errors import ProtocolError
@@ -19,7 +21,9 @@ from byteps_py.errors import ProtocolError
 PAGE = 4096
 LINE = 64
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_libc = ctypes.CDLL(None)  # its calls release the GIL, which mmap.madvise holds
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL and fault page by page instead
+_AT_ONCE_BYTES = 1 << 20
 
 
 def _check(fd: int, nbytes: int) -> None:
@@ -59,10 +63,11 @@ class Segment:
         return cls(fd, nbytes)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Fault pages in now, so that the first use does not (a fresh page costs 20 times a warm one)."""
+        """Fault pages in now, so that the first use does not (a fresh page costs 20 times a warm one). Any thread; the
+        GIL is free meanwhile. What can't be had now is faulted in later."""
         start = offset // PAGE * PAGE
-        with contextlib.suppress(OSError):
-            self._map.madvise(_MADV_POPULATE_WRITE, start, offset + nbytes - start)
+        address = ctypes.c_void_p(self.address + start)
+        _libc.madvise(address, ctypes.c_size_t(offset + nbytes - start), _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Give the descriptor back. The memory itself goes when its last view does."""
@@ -85,9 +90,13 @@ class Block:
 
 
 class Arena:
-    """Blocks out of segments that grow as needed. Freed blocks are used again for the same size class."""
+    """Blocks out of segments that grow as needed. Freed blocks are used again for the same size class. ``elsewhere``
+    runs what takes long (a gigabyte's pages take seconds) on another thread; by default it is done at once."""
 
-    def __init__(self, segment_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self, segment_bytes: int = 64 << 20, elsewhere: Callable[[Callable[[], None]], None] | None = None
+    ) -> None:
+        self._elsewhere = elsewhere
         self.segments: list[Segment] = []
         self._segment_bytes = segment_bytes
         self._used = 0  # in the last segment
@@ -106,7 +115,10 @@ class Arena:
             start = 0
         self._used = start + rounded
         segment = self.segments[-1]
-        segment.populate(start, rounded)
+        if self._elsewhere is None or rounded <= _AT_ONCE_BYTES:
+            segment.populate(start, rounded)
+        else:
+            self._elsewhere(functools.partial(segment.populate, start, rounded))
         return Block(len(self.segments) - 1, start, rounded, segment.address + start)
 
     def free(self, block: Block) -> None:

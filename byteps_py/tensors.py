@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from byteps_py.errors import UsageError
 
@@ -63,6 +63,17 @@ class Op(enum.IntEnum):
     BROADCAST = 5
 
 
+class Checks(enum.IntFlag):
+    """What a reduction finds out about its result in the same pass.
+
+    FINITE: whether it is NaN or infinite anywhere, and through which contribution. CHECKSUM: 64 bits of its bytes.
+    """
+
+    NONE = 0
+    FINITE = 1
+    CHECKSUM = 2
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """What all ranks must agree on before a name is reduced for the first time.
@@ -79,6 +90,8 @@ class TensorSpec:
     average: bool = False
     root: int = -1
     priority: int = 0
+    count: int = field(init=False, compare=False, repr=False)  # of elements
+    nbytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name.encode()) > MAX_NAME_BYTES:
@@ -89,15 +102,9 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: a broadcast, and nothing else, names a root rank")
         if self.average and self.op is not Op.SUM:
             raise UsageError(f"tensor {self.name!r}: only a sum can be averaged, not {self.op.name.lower()}")
-
-    @property
-    def count(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
+        # Once: rounds ask for them again and again.
+        object.__setattr__(self, "count", math.prod(self.shape))
+        object.__setattr__(self, "nbytes", self.count * self.dtype.itemsize)
 
     def divisor(self, size: int) -> int:
         """What a result is divided by at delivery, with ``size`` ranks."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from byteps_py import kernels
 from byteps_py.kernels.engine import Engine, default_threads
+from byteps_py.kernels.readiness import Readiness
+from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.server.arrival import Arrival, FrameMemory, Memory
 from byteps_py.tensors import DType, Op
@@ -20,7 +22,9 @@ Done = Callable[[BaseException | None], None]
 
 #: Up to this size a sum takes less time than handing it to another thread and back.
 INLINE_BYTES = 64 << 10
-_LIKELY = [(Op.SUM, DType.FLOAT32), (Op.SUM, DType.FLOAT16), (Op.SUM, DType.BFLOAT16)]
+# Nobody tells a server what is declared, so it gets ready for sums, the likely ones first. What else comes is
+# prepared when first seen: in milliseconds where a communication service has left it on the same disk.
+_LIKELY = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.INT32, DType.INT64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +55,13 @@ class Reducer:
 
     def __init__(self, loop: EventLoop, threads: int, on_prepared: Callable[[], None]) -> None:
         self._loop = loop
-        self._on_prepared = on_prepared
-        self._preparing = len(_LIKELY)
         self._engine = Engine(default_threads(threads), "sum")
-        self._ready: set[tuple[Op, DType]] = set()  # compiled: a call takes no longer than its memory does
-        for pair in _LIKELY:
-            self._engine.submit(-1, lambda pair=pair: kernels.prepare([pair]), self._prepared(pair))  # type: ignore[misc]
+        self._ready = Readiness(self._engine, loop, self._failed)
+        self._ready.expect((Op.SUM, dtype) for dtype in _LIKELY)
+        self._ready.when_done(on_prepared)
 
-    def _prepared(self, pair: tuple[Op, DType]) -> Done:
-        def finish(error: BaseException | None) -> None:
-            if error is None:  # else the first sum will meet it again, and its machines be told
-                self._ready.add(pair)
-            self._preparing -= 1
-            if not self._preparing:
-                self._on_prepared()
-
-        return lambda error: self._loop.post(lambda: finish(error))
+    def _failed(self, error: BaseException) -> None:
+        logger.warning("a summing kernel can't be compiled, rounds that need it will fail: %r", error)
 
     def start(self, op: Op, dtype: DType, nbytes: int, plan: Plan, done: Done) -> None:
         """Carry out ``plan`` over ``nbytes`` per input, then call ``done``: at once, or later from the loop."""
@@ -77,20 +72,15 @@ class Reducer:
         def work() -> None:
             kernels.reduce(op, dtype, plan.inputs, plan.outputs, nbytes // dtype.itemsize)
 
-        if nbytes <= INLINE_BYTES and (op is Op.BROADCAST or (op, dtype) in self._ready):
+        if nbytes <= INLINE_BYTES and (op, dtype) in self._ready:
             work()
             done(None)
             return
 
         def finished(error: BaseException | None) -> None:  # on an engine thread
-            self._loop.post(lambda: self._finish((op, dtype), done, error))
+            self._loop.post(lambda: done(error))
 
-        self._engine.submit(0, work, finished)
-
-    def _finish(self, pair: tuple[Op, DType], done: Done, error: BaseException | None) -> None:
-        if error is None:
-            self._ready.add(pair)
-        done(error)
+        self._ready.submit((op, dtype), 0, work, finished)
 
     def close(self) -> None:
         """Waits for the sum in hand, at most one partition per thread."""

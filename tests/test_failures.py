@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 
 import pytest
 from support.breaking import ERROR_STATUS as ERROR
@@ -37,6 +38,15 @@ def machine(index: int, port: int, word: str = "short", **variables: str) -> con
     """What a user starts on GPU machine ``index``."""
     own = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(index), "BYTEPS_MACHINE_ID": f"m{index}"}
     return launch("", word, **addressed(port, **{**own, **variables}))
+
+
+def wait_for_knocks(port: int, count: int) -> None:
+    """Until so many processes have tried to reach the scheduler, which is not there yet; they go on trying."""
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        door.settimeout(60)
+        for _ in range(count):
+            stack.enter_context(door.accept()[0])  # held open: the next is another process's
 
 
 # ---- variables -------------------------------------------------------------------------------------------------------
@@ -114,11 +124,11 @@ def test_machines_that_contradict_the_cluster_are_told_how_and_it_comes_together
 def test_without_a_scheduler_nobody_waits_for_ever() -> None:
     port = free_port()
     with (
-        launch("", **addressed(port, DMLC_ROLE="server", BYTEPS_START_TIMEOUT_S="1")) as server,
-        machine(0, port, BYTEPS_START_TIMEOUT_S="1") as worker,
+        launch("", **addressed(port, DMLC_ROLE="server", BYTEPS_START_TIMEOUT_S="6")) as server,
+        machine(0, port, BYTEPS_START_TIMEOUT_S="6") as worker,
     ):
         assert (server.end(), worker.end()) == (1, ERROR)
-    error = f"RendezvousError: no scheduler answers at 127.0.0.1:{port} after 1 s: start it (DMLC_ROLE=scheduler bpsla"
+    error = f"RendezvousError: no scheduler answers at 127.0.0.1:{port} after 6 s: start it (DMLC_ROLE=scheduler bpsla"
     assert f"byteps_py server: {error}" in server.text
     assert f"0.0: {error}" in worker.text
     assert "(Connection refused)" in worker.text
@@ -126,14 +136,17 @@ def test_without_a_scheduler_nobody_waits_for_ever() -> None:
 
 def test_a_server_that_never_comes_is_named_on_every_rank() -> None:
     port = free_port()
-    limit = {"BYTEPS_START_TIMEOUT_S": "4"}
     with contextlib.ExitStack() as stack:
-        jobs = [stack.enter_context(launch("", **addressed(port, DMLC_ROLE="scheduler", **limit)))]
-        for index, size in enumerate(("2", "1")):
-            jobs.append(stack.enter_context(machine(index, port, "stubborn", BYTEPS_LOCAL_SIZE=size, **limit)))
+        jobs = [
+            stack.enter_context(machine(index, port, "stubborn", BYTEPS_LOCAL_SIZE=size))
+            for index, size in enumerate(("2", "1"))
+        ]
+        wait_for_knocks(port, len(jobs))  # so that only the scheduler's own start takes of its time
+        limit = {"BYTEPS_START_TIMEOUT_S": "6"}
+        jobs.insert(0, stack.enter_context(launch("", **addressed(port, DMLC_ROLE="scheduler", **limit))))
         assert [job.end() for job in jobs] == [1, ERROR, ERROR]
     error = (
-        "RendezvousError: the cluster is not complete after 4 s (BYTEPS_START_TIMEOUT_S): 2 of 2 workers, 0 of 1 "
+        "RendezvousError: the cluster is not complete after 6 s (BYTEPS_START_TIMEOUT_S): 2 of 2 workers, 0 of 1 "
         "server: waiting for 1 server (DMLC_ROLE=server)"
     )
     assert {f"0.0: {error}", f"0.1: {error}"} <= set(jobs[1].said)
@@ -304,7 +317,7 @@ def test_a_rank_that_is_done_early_is_named(options: str, word: str, text: str) 
 
 
 GONE = r"the communication service of this machine is gone \(process PID\)"
-FROZEN = r"the communication service of this machine \(process PID\) has not answered for 3 s: it is frozen or starved"
+FROZEN = r"the communication service of this machine \(process PID\) has not answered for 6 s: it is frozen or starved"
 SILENT = r"nothing was heard of it for \S+ s \(PS_HEARTBEAT_TIMEOUT\)"
 SUMMING = r"lost the summation service of GPU machine 1 \(host .*, pid PID, tcp://.*\)"
 SERVER = r"lost server tcp://\S+ \(host .*, pid PID\)"
@@ -323,7 +336,8 @@ VICTIMS = [  # options, whom, how → what rank 0 and rank 1 say
 def test_a_service_that_dies_or_freezes_is_named_on_every_rank(
     options: str, word: str, environ: dict[str, str], signum: signal.Signals, text_0: str, text_1: str
 ) -> None:
-    with launch(f"{options} --grace-period 1", "stubborn", PS_HEARTBEAT_TIMEOUT="3") as job:
+    patience = {"PS_HEARTBEAT_TIMEOUT": "6"} if signum == signal.SIGSTOP else {}
+    with launch(f"{options} --grace-period 1", "stubborn", **patience) as job:
         job.until("0: training", "1: training")
         pid = job.pid(word, **environ)
         os.kill(pid, signum)
@@ -369,13 +383,13 @@ def test_a_signal_ends_everything(signum: signal.Signals, word: str, moment: tup
 
 @pytest.mark.parametrize(("options", "done"), [("-np 2", "handed it over"), (CLUSTER, "declared it")])
 def test_a_rank_that_never_comes_is_warned_about_then_an_error(options: str, done: str) -> None:
-    with launch(options, "absent", "0", BYTEPS_STALL_WARN_S="1", BYTEPS_STALL_LIMIT_S="4") as job:
+    with launch(options, "absent", "0", BYTEPS_STALL_WARN_S="1", BYTEPS_STALL_LIMIT_S="8") as job:
         job.until("0: reduced", "1: reduced")
         job.until("WARNING: tensor 'late' has waited", "1: StallError: ")
         assert job.end() == ERROR
     who = rf"for rank 0, which has not {done} \(worker 0 \(ranks? 0.*\)\): slow, stuck, or on another path"
     assert re.search(rf"WARNING: tensor 'late' has waited \S+ s {who}", job.text)
-    limit = "rank 1 waits for other ranks longer than BYTEPS_STALL_LIMIT_S=4 allows"
+    limit = "rank 1 waits for other ranks longer than BYTEPS_STALL_LIMIT_S=8 allows"
     assert re.search(rf"^1: StallError: tensor 'late': {limit}: .*{who}", job.text, re.MULTILINE)
 
 

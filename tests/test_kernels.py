@@ -43,7 +43,7 @@ def test_integers_divide_like_python(data):
     limits = np.iinfo(NUMPY[dtype])
     number = st.integers(int(limits.min), int(limits.max))
     values = data.draw(st.lists(number, min_size=1, max_size=70))
-    divisor = data.draw(st.integers(2, 2**31))
+    divisor = data.draw(st.one_of(st.integers(2, 9), st.integers(2, 2**31)))
     got = run(Op.SUM, dtype, [np.array(values, NUMPY[dtype])], divisor)
     assert got.tolist() == [value // divisor for value in values]
 
@@ -88,6 +88,14 @@ def test_the_rounded_sum_is_what_is_divided():
     # 65504 + 65504 is infinite in float16, though half of it is not.
     arrays = [np.array([65504], np.float16)] * 2
     assert run(Op.SUM, DType.FLOAT16, arrays, divisor=2).tolist() == [np.inf]
+
+
+def test_the_ends_of_int64_divide_exactly():
+    near = [base + step for base in (-(2**63), -(2**62), -(2**53), 0, 2**53, 2**62, 2**63) for step in range(-70, 71)]
+    for divisor in (2, 3, 7, 64, 1000, 2**31 - 1, 2**40 - 1):
+        dividends = [n for each in near for n in (each, each - each % divisor) if -(2**63) <= n < 2**63]
+        got = run(Op.SUM, DType.INT64, [np.array(dividends, np.int64)], divisor)
+        assert got.tolist() == [value // divisor for value in dividends]
 
 
 def test_integers_wrap_around():

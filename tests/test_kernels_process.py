@@ -75,7 +75,7 @@ prepare([(Op[name.split(".")[0]], DType[name.split(".")[1]]) for name in sys.arg
 print(*(sum(kernel.stats.cache_hits.values()) for kernel in reduction._kernels.values()))
 assert threading.active_count() == 1
 import numpy as np
-for op, dtype in reduction._kernels:
+for op, dtype, _ in reduction._kernels:
     a, b, out = (np.full(200, value, dtype.name.lower()) for value in (6, 3, 0))
     reduction.reduce(op, dtype, [a.ctypes.data, b.ctypes.data], [out.ctypes.data], 199)
     assert out.tolist() == [{Op.SUM: 9, Op.PRODUCT: 18}[op]] * 199 + [0], (op, dtype, out)
@@ -105,7 +105,7 @@ def test_kernels_work_where_nothing_can_be_written(monkeypatch, caplog):
     assert "NUMBA_CACHE_DIR" in caplog.text
     values = np.array([5, 6], np.int16)
     table = np.array([values.ctypes.data] * 3, np.uint64)
-    kernel(table.ctypes.data, 2, 1, 2, 1)
+    kernel(table.ctypes.data, 2, 1, values.nbytes, 1)
     assert values.tolist() == [10, 12]
 
 
@@ -114,12 +114,12 @@ def test_float16_without_the_processor_s_help(monkeypatch, op):
     """The conversions by integer arithmetic, which processors without F16C use, give the same bits."""
     monkeypatch.setattr(halves, "_has_float16", lambda: False)
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])  # the cache must not hold what this test compiles
-    monkeypatch.setattr(compiled, "_unique_name", lambda op, dtype: f"test_{op.name}_{dtype.name}")
+    monkeypatch.setattr(compiled, "_unique_name", lambda op, dtype, _: f"test_{op.name}_{dtype.name}")
     kernel = compiled.build(op, DType.FLOAT16)
     everything = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     for step, divisor in ((1, 1), (5003, 1), (20011, 7), (33333, 4096)):
         arrays = [everything, np.roll(everything, step)]
         out = np.zeros_like(everything)
         table = np.array([array.ctypes.data for array in (*arrays, out)], np.uint64)
-        kernel(table.ctypes.data, 2, 1, len(out), divisor)
+        kernel(table.ctypes.data, 2, 1, out.nbytes, divisor)
         assert_same(DType.FLOAT16, out, reference(op, DType.FLOAT16, arrays, divisor))

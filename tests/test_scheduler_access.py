@@ -78,7 +78,7 @@ def test_a_refusal_comes_as_its_typed_error(start: Factory, attend: Attend) -> N
 def test_without_the_secret_nobody_gets_in(start: Factory, attend: Attend, secret: str) -> None:
     scheduler = start(num_workers=1, secret="right").wait_listening()
     # Without a secret nothing says why the other end hangs up: the process tries until it is late, then names it.
-    settings = dataclasses.replace(scheduler.settings, secret=secret, start_timeout_s=2.0)
+    settings = dataclasses.replace(scheduler.settings, secret=secret, start_timeout_s=5.0)
     error = attend(settings, as_worker()).lost.get(timeout=TIMEOUT_S)
     assert isinstance(error, errors.RendezvousError)
     assert "BYTEPS_SECRET" in str(error)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import zmq
@@ -18,6 +16,7 @@ from support.summation import SETTINGS, assert_works
 from zmq.utils import garbage
 
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError
+from byteps_py.launch.cluster import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import connect
@@ -73,7 +72,7 @@ def test_a_scheduler_lost_early_ends_it() -> None:
 
 
 def test_a_scheduler_lost_late_stops_no_reduction_and_the_last_worker_ends_it() -> None:
-    with Server(replace(SETTINGS, heartbeat_timeout_s=1.0)) as server:
+    with Server(SETTINGS) as server:
         machine = server.machine(0)
         assert_works(server, machine)
         server.link.lose(PeerLostError("the scheduler is gone"))
@@ -143,8 +142,7 @@ def event_loop() -> Iterator[EventLoop]:
 def test_a_whole_job_through_the_scheduler(control: EventLoop) -> None:
     """Scheduler and servers as programs. The workers' links and connections are real, their ranks are not:
     machine 0 is on the first server's machine, machine 1 reaches it over the network."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_NUM_WORKER": "2"}
     environment |= {"BYTEPS_SECRET": "known to members", "BYTEPS_JOB_ID": f"test-{port}"}
     on_machine = [{**environment, "DMLC_WORKER_ID": str(i)} for i in range(2)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 import zmq
-from support.data_plane import Server, exact_sum, header_for, random_values
+from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_values
 from support.proxy import Proxy
 from zmq.utils import garbage
 
@@ -48,6 +49,7 @@ class Worker:
         self.proxy = Proxy((str(target.hostname), int(target.port or 0)), self._connected)
         self.other = self.server.machine(1)
         self.connections = 0
+        self.accepted = threading.Semaphore(0)
         self.answers: list[tuple[Header, bytes]] = []
         self.losses: list[tuple[str, float]] = []
         self.data = bytearray()
@@ -72,6 +74,7 @@ class Worker:
             self.connections = count
             self.loop.stop()
 
+        self.accepted.release()
         # Twice: what the link's monitor said before is heard in between.
         self.loop.post(lambda: self.loop.post(wake))
 
@@ -128,8 +131,9 @@ def test_a_connection_that_breaks_between_rounds_is_made_again(worker: Worker) -
 
 def test_a_connection_that_breaks_in_a_round_is_an_error_that_says_so(worker: Worker) -> None:
     worker.check_round(1)
-    worker.proxy.cut_at(b"BPS1")  # the magic of a header
+    worker.proxy.cut_at(b"BPS1")  # the magic of a header: the answer's
     worker.push(random_values(DType.FLOAT32, COUNT, seed=1), 2)
+    worker.other.push(random_values(DType.FLOAT32, COUNT, seed=2).tobytes(), round=2)
     while len(worker.losses) < 2:
         worker.run()
     text = (
@@ -138,3 +142,16 @@ def test_a_connection_that_breaks_in_a_round_is_an_error_that_says_so(worker: Wo
     )
     # At first the server may be dead, and the scheduler about to say so; then it is known to live.
     assert worker.losses == [(text, 51.0), (f"{text}; it lives and is connected again", 0.0)]
+
+
+def test_what_is_pushed_before_the_break_is_noticed_is_no_strangers_message(worker: Worker) -> None:
+    """It comes without a HELLO, and the server refuses it; but that is not what is wrong."""
+    worker.check_round(1)
+    assert worker.accepted.acquire(timeout=WAIT_S)
+    worker.proxy.cut()
+    assert worker.accepted.acquire(timeout=WAIT_S)  # connected again, and the link has not looked
+    worker.push(random_values(DType.FLOAT32, COUNT, seed=1), 2)
+    assert worker.link._socket.poll(WAIT_S * 1000)  # the refusal
+    worker.link._drain()
+    assert [grace_s for _, grace_s in worker.losses] == [51.0, 0.0]
+    assert worker.answers == []

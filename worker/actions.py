@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from byteps_py.errors import BytePSError
@@ -12,13 +13,15 @@ from byteps_py.worker.tensor import Part, RankSlot, Tensor
 @dataclass(slots=True)
 class Compute:
     """Run a kernel over one partition, then call ``Pipeline.computed``. ``inputs`` and ``outputs``: addresses
-    of the partition in this process. Used to sum the local ranks and to deliver an answer to them."""
+    of the partition in this process. Used to sum the local ranks and to deliver an answer to them. ``work``: the
+    call as the executor has bound it, kept where the same Compute comes again each round."""
 
     part: Part
     op: Op
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     divisor: int
+    work: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from byteps_py.session.protocol import Kind
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests
 
+_READY = int(Kind.READY)  # a plain integer: by far the most frequent
 _DRAIN = 256  # messages taken from a rank before others get their turn
 
 
@@ -178,10 +179,11 @@ class Desk:
                 message = rank.receive()
                 if message is None:
                     return False
-                kind = protocol.kind_of(message)
-                if kind is Kind.READY:
+                if message[0] == _READY:
                     here.executor.run(here.ready(message))
-                elif kind is Kind.DECLARE:
+                    continue
+                kind = protocol.kind_of(message)
+                if kind is Kind.DECLARE:
                     here.executor.run(here.declare(rank, protocol.fields_of(message)))
                 elif kind is Kind.BARRIER:
                     rank.barriers = rank.barriers_before + int(protocol.fields_of(message)["sequence"])

@@ -112,7 +112,9 @@ class TcpLink(ServerLink):
             raise ProtocolError(f"a summation service sent {len(frames)} frames, an answer has 2")
         header = Header.unpack(frames[0].bytes)
         if header.kind is Kind.REFUSED:
-            self._watch()  # if it is because the connection is a new one, that is the reason to give
+            self._watch()
+            if self._loss:  # sent on a new connection before the break was noticed: that is the reason to give
+                return True
         self.bytes_received += len(frames[1])
         self._unanswered -= 1
         self._on_answer(header, frames[1])

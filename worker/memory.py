@@ -6,6 +6,8 @@ only the summation service of this machine maps as well. Owned by the loop's thr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from byteps_py.shm import Arena, Block
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.worker.ranks import RankConnection
@@ -14,14 +16,17 @@ from byteps_py.worker.topology import Topology
 
 
 class Memory:
-    """``machines``, ``local_size``: as the topology says; they decide what needs memory of its own."""
+    """``machines``, ``local_size``: as the topology says; they decide what needs memory of its own. ``elsewhere``:
+    see Arena."""
 
-    def __init__(self, machines: int, local_size: int) -> None:
+    def __init__(
+        self, machines: int, local_size: int, elsewhere: Callable[[Callable[[], None]], None] | None = None
+    ) -> None:
         self._machines = machines
         self._inputs_are_contributions = machines > 1 and local_size == 1
-        self._ranks = [Arena() for _ in range(local_size)]
+        self._ranks = [Arena(elsewhere=elsewhere) for _ in range(local_size)]
         #: What a summation service on this machine maps.
-        self.machine = self._ranks[0] if self._inputs_are_contributions else Arena()
+        self.machine = self._ranks[0] if self._inputs_are_contributions else Arena(elsewhere=elsewhere)
         self.slots: dict[int, RankSlot] = {}  # by id
         self._next_slot_id = 1
 

@@ -77,6 +77,8 @@ class Pipeline:
         """What this machine computes before anything is sent; None if there is nothing to compute."""
         tensor, offset = part.tensor, part.offset
         spec = tensor.spec
+        if part.local_sum is not None:
+            return part.local_sum
         if not tensor.contributes:
             return None
         alone = self._machines == 1
@@ -84,8 +86,9 @@ class Pipeline:
             return None
         sources = tensor.slots if tensor.local_root is None else (tensor.slots[tensor.local_root],)
         inputs = tuple(slot.input.address + offset for slot in sources)
-        if alone:
-            return Compute(part, spec.op, inputs, tensor.results(offset), spec.divisor(self._size))
+        if alone:  # each rank's one block is input and result: the addresses never change
+            part.local_sum = Compute(part, spec.op, inputs, tensor.results(offset), spec.divisor(self._size))
+            return part.local_sum
         return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
 
     def _enqueue(self, part: Part) -> None:
@@ -121,7 +124,7 @@ class Pipeline:
         if not self.awaits(part, round_):
             return []
         tensor = part.tensor
-        self._queue.give_back(part, now)
+        self._queue.give_back(part)
         actions = self.pump(now)
         if tensor.local_root is not None:
             source = tensor.contribution.address + part.offset
@@ -156,7 +159,7 @@ class Pipeline:
         self._queue.drop(set(tensor.parts))
         for part in tensor.parts:
             if part.stage is Stage.IN_FLIGHT:
-                self._queue.give_back(part, now)
+                self._queue.give_back(part)
         return self._release(tensor) + self.pump(now)
 
     def _release(self, tensor: Tensor) -> list[Action]:

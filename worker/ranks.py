@@ -49,9 +49,10 @@ class RankConnection:
         message = self._channel.receive(0)
         if message is None:
             return None
-        for fd in message[1]:  # ranks have no descriptors to give
+        data, fds = message
+        for fd in fds:  # ranks have no descriptors to give
             os.close(fd)
-        return message[0]
+        return data
 
     def allocate(self, nbytes: int) -> Block:
         """Memory for this rank, made known to it before the next message that names it."""
@@ -80,6 +81,10 @@ class RankConnection:
     def send_done(self) -> None:
         """Tell the rank of all rounds noted, unless its socket is full: then with the next chance. Raises
         PeerLostError."""
+        if len(self._done) == 1 and not self._backlog:
+            (record,) = self._done
+            self._done.clear()
+            self.send(protocol.pack_record(Kind.DONE, *record))
         while self._done and not self._backlog:
             records, self._done = self._done[: protocol.MAX_RECORDS], self._done[protocol.MAX_RECORDS :]
             self.send(protocol.pack_records(Kind.DONE, records))

@@ -59,6 +59,7 @@ class Requests:
             for slot in slots
         ]
         rank.send(protocol.pack(Kind.DECLARED, request=fields["request"], slots=places))
+        self.executor.expect((slot.spec.op, slot.spec.dtype) for slot in slots)
         actions: list[Action] = []
         for slot in slots:
             actions += self._agreement.declare(slot)

@@ -6,14 +6,17 @@ a launcher that ends it), when the scheduler says so, or by SIGTERM; with an err
 
 from __future__ import annotations
 
+import functools
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from byteps_py import kernels, tuning
+from byteps_py import tuning
 from byteps_py.channel import Listener
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
 from byteps_py.kernels.engine import Engine, default_threads
+from byteps_py.kernels.readiness import Readiness
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.machine import local_socket
@@ -21,11 +24,11 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import ControlLink, connect
 from byteps_py.scheduler.declarations import to_spec
 from byteps_py.settings import Settings
-from byteps_py.tensors import TensorSpec
+from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.credit import STUCK_AFTER_S, PushQueue
+from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.desk import Desk
-from byteps_py.worker.executor import READY_AT_START, Executor
+from byteps_py.worker.executor import Executor
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
 from byteps_py.worker.pipeline import Pipeline
@@ -39,6 +42,8 @@ from byteps_py.worker.topology import Topology
 DEPARTURE_GRACE_S = 1.0
 _TICK_S = 0.25
 _STALLS_KEPT = 20
+#: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
+_LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
 
 
 class Service:
@@ -52,6 +57,8 @@ class Service:
         self._loop = EventLoop()
         self._listener = Listener(local_socket(settings, "cs"))
         self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
+        self._prefaulter = Engine(1, "byteps-prefault")
+        self._ready = Readiness(self._engine, self._loop, self._kernel_failed)
         self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
         self._queue = PushQueue()
         self._agreement = Agreement(settings.local_size)
@@ -60,8 +67,6 @@ class Service:
         self._executor: Executor | None = None
         self._network: Network | None = None
         self._probe: Probe | None = None
-        self._to_measure: pb.Measure | None = None
-        self._is_prepared = False  # kernels are loaded
         self._pipeline: Pipeline | None = None
         self._departed: tuple[float, BytePSError] | None = None
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
@@ -72,9 +77,9 @@ class Service:
         )
 
     def run(self) -> int:
-        self._engine.submit(0, lambda: kernels.prepare(READY_AT_START), self._kernels_prepared)
+        self._ready.expect(_LIKELY)
         self._loop.call_later(_TICK_S, self._tick)
-        self._loop.call_later(STUCK_AFTER_S, self._pump)
+        self._loop.call_later(PATIENCE_S, self._pump)
         try:
             self._loop.run()
         except BytePSError as error:  # a server broke the protocol, say: all must know
@@ -99,6 +104,7 @@ class Service:
         self._link.close("the communication service ends")
         self._desk.close()
         self._engine.close()
+        self._prefaulter.close()
         if self._probe is not None:
             self._probe.close()
         if self._network is not None:
@@ -123,8 +129,8 @@ class Service:
         elif body == "verdicts":
             self._decide(message.verdicts)
         elif body == "measure":
-            self._to_measure = message.measure
-            self._measure()
+            # Not while kernels keep the processor busy.
+            self._ready.when_done(functools.partial(self._measure, message.measure))
         elif body == "reopen" and self._executor is not None:
             reopen = message.reopen
             self._executor.run(self._agreement.reopened(reopen.name, reopen.generation, reopen.rounds))
@@ -144,12 +150,8 @@ class Service:
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._loop.stop()
 
-    def _measure(self) -> None:
-        """Find out about a link as the scheduler asked, once nothing else keeps this process busy."""
-        measure = self._to_measure
-        if measure is None or not self._is_prepared:
-            return
-        self._to_measure = None
+    def _measure(self, measure: pb.Measure) -> None:
+        """Find out about a link, as the scheduler asked."""
 
         def done(mbit: float) -> None:
             self._link.send(pb.MemberMessage(measured=pb.Measured(turn=measure.turn, mbit=mbit)))
@@ -159,16 +161,18 @@ class Service:
     def _begin(self, membership: pb.Membership) -> None:
         """The cluster is complete."""
         topology = Topology.of(membership, self._settings.worker_id)
-        memory = Memory(topology.machines, topology.local_size)
+        memory = Memory(topology.machines, topology.local_size, self._prefault)
         pipeline = Pipeline(topology.machines, topology.size, self._queue)
         self._placing = Placing(topology)
         self._pipeline = pipeline
         credit = self._settings.credit_bytes
         usual = tuning.credit_bytes(topology.partition_bytes, topology.machines)
         self._queue.credit_bytes = usual if credit is None else credit
+        slowest_mbit = min(member.link_mbit for member in (*topology.servers, *topology.workers))
+        self._queue.patience_s = max(PATIENCE_S, tuning.answer_s(self._queue.credit_bytes, slowest_mbit))
         self._queue.set_weights({server.member_id: server.weight for server in topology.servers})
         executor = self._executor = Executor(
-            self._loop, self._engine, memory, pipeline, topology.first_rank, self._link.send, self._fail
+            self._loop, self._ready, memory, pipeline, topology.first_rank, self._link.send, self._fail
         )
         if topology.machines > 1:
             self._network = executor.network = Network(
@@ -287,7 +291,7 @@ class Service:
     def _pump(self) -> None:
         if len(self._queue) and self._executor is not None and self._pipeline is not None:
             self._executor.run(self._pipeline.pump(time.monotonic()))
-        self._loop.call_later(STUCK_AFTER_S, self._pump)
+        self._loop.call_later(PATIENCE_S / 5 if len(self._queue) else PATIENCE_S, self._pump)
 
     # ---- failing and ending ----------------------------------------------------------------------------
 
@@ -299,14 +303,16 @@ class Service:
         # It may have died, or ended because the job has failed: then the scheduler will say so.
         self._loop.call_later(0.0 if self._is_headless else grace_s, lambda: self._fail(error))
 
-    def _kernels_prepared(self, error: BaseException | None) -> None:
-        def finish() -> None:
-            if error is not None:
-                self._fail(RendezvousError(f"summing kernels can't be compiled: {error}"))
-            self._is_prepared = True
-            self._measure()
+    def _prefault(self, work: Callable[[], None]) -> None:
+        # Not on the loop's thread, which has heartbeats to send, nor before kernels, for which answers wait in memory.
+        self._prefaulter.submit(0, work, self._prefaulted)
 
-        self._loop.post(finish)
+    def _prefaulted(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, BytePSError):  # a BytePSError: the engine was closed first
+            self._loop.post(lambda: self._fail(BytePSError(f"shared memory can't be had: {error}")))
+
+    def _kernel_failed(self, error: BaseException) -> None:
+        self._fail(RendezvousError(f"a summing kernel can't be compiled: {error!r}"))
 
     def _fail(self, error: BytePSError, report: bool = True) -> None:
         """The job can't go on: tell the local ranks and, unless they know, all others."""

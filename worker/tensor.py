@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from byteps_py.shm import Block
 from byteps_py.tensors import Op, TensorSpec, key_of
+
+if TYPE_CHECKING:
+    from byteps_py.worker.actions import Compute
 
 
 class Stage(enum.Enum):
@@ -40,6 +44,7 @@ class Part:
     server: int
     stage: Stage = Stage.WAITING
     answer: Block | None = None
+    local_sum: Compute | None = None  # the same every round, where one machine is all
 
     @property
     def end(self) -> int:

@@ -123,7 +123,6 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         ends.append(time.perf_counter())
-        import sys; print(rank, "step", len(ends), round(time.monotonic(),2), file=sys.stderr, flush=True)
     check(model, size, WARM_UP + arguments.steps)
     if rank == 0:
         times = [end - begin for begin, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]

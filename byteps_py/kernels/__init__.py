@@ -1,5 +1,5 @@
 """Arithmetic on memory: ``reduce`` sums contributions in one pass, ``engine.Engine`` runs such work in threads."""
 
-from byteps_py.kernels.reduction import prepare, reduce
+from byteps_py.kernels.reduction import Report, prepare, reduce, reduce_checked
 
-__all__ = ["prepare", "reduce"]
+__all__ = ["Report", "prepare", "reduce", "reduce_checked"]

@@ -8,24 +8,43 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core.registry import cpu_target
 
+from byteps_py.kernels.intrinsics import call
+
 _BITS = ir.IntType(32)
 
 
 def widen_bfloat16(builder: ir.IRBuilder, stored: ir.Value) -> ir.Value:
-    """i16 to float: a bfloat16 is the upper half of a float32."""
-    bits = builder.zext(stored, _like(stored, _BITS))
-    return builder.bitcast(builder.shl(bits, _all(bits, 16)), _like(stored, ir.FloatType()))
+    """i16 to float: a bfloat16 is the upper half of a float32.
+
+    Several come out in an order of their own, first those at even places, then those at odd ones: so each takes one
+    instruction. ``round_bfloat16`` puts them back.
+    """
+    if stored.type.count == 1:
+        bits = builder.zext(stored, _like(stored, _BITS))
+        return builder.bitcast(builder.shl(bits, _all(bits, 16)), _like(stored, ir.FloatType()))
+    pairs = builder.bitcast(stored, ir.VectorType(_BITS, stored.type.count // 2))
+    even, odd = builder.shl(pairs, _all(pairs, 16)), builder.and_(pairs, _all(pairs, 0xFFFF0000))
+    return builder.bitcast(_take(builder, even, odd, 0, stored.type.count), _like(stored, ir.FloatType()))
 
 
 def round_bfloat16(builder: ir.IRBuilder, wide: ir.Value) -> ir.Value:
+    """float to i16. A NaN's lower half must be zero, as in any that an operation on bfloat16s gives."""
     bits = builder.bitcast(wide, _like(wide, _BITS))
-    high = builder.lshr(bits, _all(bits, 16))
-    # Half a unit, less a bit where the kept part is even. A carry runs up the exponent, at the end into infinity.
-    bias = builder.add(builder.and_(high, _all(bits, 1)), _all(bits, 0x7FFF))
-    nearest = builder.lshr(builder.add(bits, bias), _all(bits, 16))
-    # The same addition would make an infinity, or a zero, of some NaNs.
-    nan = builder.fcmp_unordered("uno", wide, wide)
-    return builder.trunc(builder.select(nan, _all(bits, 0x7FC0), nearest), _like(wide, ir.IntType(16)))
+    if wide.type.count == 1:
+        kept = builder.trunc(builder.lshr(bits, _all(bits, 16)), _like(wide, ir.IntType(16)))
+        rest = builder.trunc(bits, _like(wide, ir.IntType(16)))
+    else:
+        half = wide.type.count // 2
+        even, odd = _take(builder, bits, bits, 0, half), _take(builder, bits, bits, half, half)
+        low, high = _all(even, 0xFFFF), _all(even, 0xFFFF0000)
+        kept = builder.or_(builder.lshr(even, _all(even, 16)), builder.and_(odd, high))
+        rest = builder.or_(builder.and_(even, low), builder.shl(odd, _all(odd, 16)))
+        kept, rest = (builder.bitcast(each, _like(wide, ir.IntType(16))) for each in (kept, rest))
+    # Up if the rest is above a half, or is a half and the kept part odd. The carry runs up the exponent, at the end
+    # into infinity.
+    rest = builder.or_(rest, builder.and_(kept, _all(kept, 1)))
+    above = call(builder, "usub.sat", rest, _all(rest, 0x8000))
+    return builder.add(kept, call(builder, "umin", above, _all(rest, 1)))
 
 
 def widen_float16(builder: ir.IRBuilder, stored: ir.Value) -> ir.Value:
@@ -73,6 +92,11 @@ def _has_float16() -> bool:
     """
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()
     return not triple.startswith(("x86_64", "i686")) or "+f16c" in features.split(",")
+
+
+def _take(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, start: int, count: int) -> ir.Value:
+    """``count`` elements of ``a`` and ``b``, one after the other, from ``start`` on."""
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_BITS, count), list(range(start, start + count))))
 
 
 def _like(vector: ir.Value, element: ir.Type) -> ir.VectorType:

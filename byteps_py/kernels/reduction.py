@@ -10,16 +10,32 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from byteps_py.errors import UsageError
-from byteps_py.tensors import DType, Op
+from byteps_py.tensors import Checks, DType, Op
 
 if TYPE_CHECKING:
     from byteps_py.kernels.compiled import Kernel
 
-_kernels: dict[tuple[Op, DType], Kernel] = {}
+_kernels: dict[tuple[Op, DType, Checks], Kernel] = {}
 _build_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a reduction with checks has found. ``poisoned``: which of the inputs hold NaN or infinity where the result
+    does, so for sums and products all that hold any. ``overflowed``: the result does somewhere although no input does
+    there. ``checksum``: of the result's bytes. What was not asked for is empty, False, 0."""
+
+    poisoned: tuple[int, ...]
+    overflowed: bool
+    checksum: int
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.poisoned and not self.overflowed
 
 
 def reduce(op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], count: int, divisor: int = 1) -> None:
@@ -28,46 +44,74 @@ def reduce(op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], 
     Elementwise and strictly first to last: float16, bfloat16 and float32 in float32, float64 in float64, integers
     in their own type, wrapping around. The result is rounded once to ``dtype``. If ``divisor`` is above 1 the
     rounded value is then divided by it: floats truly (float32, or float64 for float64) and rounded again, integers
-    to the floor. MIN and MAX give NaN where any input has one, and take -0.0 for less than 0.0.
+    to the floor, by less than 2**40. MIN and MAX give NaN where any input has one, and take -0.0 for less than 0.0.
 
     BROADCAST copies its one input, bit for bit, and has no divisor. An output may be exactly one of the inputs;
     otherwise outputs overlap nothing. Addresses need no alignment. The first use of a pair (op, dtype) compiles its
     kernel or loads it from disk: see ``prepare``.
 
-    Raises ``UsageError`` if there is no input, or if a BROADCAST has several or a divisor.
+    Raises ``UsageError`` if there is no input or no output, or if a BROADCAST has several inputs or a divisor.
     """
     if len(inputs) == 1 and divisor <= 1:
         _copy(inputs[0], outputs, count * dtype.itemsize)
         return
-    if not inputs or op is Op.BROADCAST:
-        raise UsageError(
-            f"can't {op.name.lower()} {len(inputs)} contributions with divisor {divisor}: "
-            "a reduction needs at least one, a broadcast exactly one and no divisor"
-        )
-    kernel = _kernels.get((op, dtype)) or _build(op, dtype)
+    _refuse_contradictions(op, inputs, outputs, divisor)
+    kernel = _kernels.get((op, dtype, Checks.NONE)) or _build(op, dtype, Checks.NONE)
     table = array("Q", (*inputs, *outputs))  # alive until the kernel returns
-    kernel(table.buffer_info()[0], len(inputs), len(outputs), count, divisor)
+    kernel(table.buffer_info()[0], len(inputs), len(outputs), count * dtype.itemsize, divisor)
 
 
-def prepare(pairs: Iterable[tuple[Op, DType]]) -> None:
+def reduce_checked(
+    checks: Checks,
+    op: Op,
+    dtype: DType,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    count: int,
+    divisor: int = 1,
+) -> Report:
+    """``reduce``, and in the same pass ``checks`` of the result: the same bits are written, and reported on.
+
+    A kernel with checks is another kernel than the one without.
+    """
+    _refuse_contradictions(op, inputs, outputs, divisor)
+    kernel = _kernels.get((op, dtype, checks)) or _build(op, dtype, checks)
+    # Behind the addresses, room for: which inputs are poisoned, is it an overflow, the checksum.
+    found = len(inputs) + len(outputs)
+    table = array("Q", (*inputs, *outputs, *[0] * (len(inputs) + 2)))
+    kernel(table.buffer_info()[0], len(inputs), len(outputs), count * dtype.itemsize, divisor)
+    *flags, overflowed, checksum = table[found:]
+    return Report(tuple(i for i, flag in enumerate(flags) if flag), bool(overflowed), checksum)
+
+
+def prepare(pairs: Iterable[tuple[Op, DType]], checks: Checks = Checks.NONE) -> None:
     """Make the kernels of these (op, dtype) ready, so that no reduction waits for a compiler. Any thread.
 
     About 0.2 s for each that no process on this machine has compiled yet, else milliseconds, and half a second for
     loading the compiler itself.
     """
     for op, dtype in pairs:
-        if op is not Op.BROADCAST and (op, dtype) not in _kernels:
-            _build(op, dtype)
+        # Without checks a broadcast is a plain copy.
+        if (op is not Op.BROADCAST or checks) and (op, dtype, checks) not in _kernels:
+            _build(op, dtype, checks)
 
 
-def _build(op: Op, dtype: DType) -> Kernel:
+def _refuse_contradictions(op: Op, inputs: Sequence[int], outputs: Sequence[int], divisor: int) -> None:
+    if not inputs or not outputs or (op is Op.BROADCAST and (len(inputs) > 1 or divisor > 1)):
+        raise UsageError(
+            f"can't {op.name.lower()} {len(inputs)} contributions into {len(outputs)} places with divisor {divisor}: "
+            "a reduction needs at least one of each, a broadcast exactly one contribution and no divisor"
+        )
+
+
+def _build(op: Op, dtype: DType, checks: Checks) -> Kernel:
     # Here, not above: whoever only imports this package should not pay for a compiler.
     from byteps_py.kernels import compiled
 
     with _build_lock:
-        kernel = _kernels.get((op, dtype))
+        kernel = _kernels.get((op, dtype, checks))
         if kernel is None:
-            kernel = _kernels[op, dtype] = compiled.build(op, dtype)
+            kernel = _kernels[op, dtype, checks] = compiled.build(op, dtype, checks)
         return kernel
 
 

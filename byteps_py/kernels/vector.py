@@ -15,9 +15,11 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from byteps_py.kernels import halves
+from byteps_py.kernels.intrinsics import call
 from byteps_py.tensors import DType, Op
 
-_LINE_BYTES = 64
+# A conversion of 8 takes less than half of one of 16: in caches sums are faster by a third.
+_HALVES_AT_ONCE = 8
 _INT = ir.IntType(32)
 _STORED: dict[DType, ir.Type] = {
     DType.FLOAT32: ir.FloatType(),
@@ -43,21 +45,27 @@ def widened_type(dtype: DType, width: int) -> ir.VectorType:
     return ir.VectorType(ir.FloatType(), width) if halved else stored_type(dtype, width)
 
 
-def prefetch(builder: ir.IRBuilder, dtype: DType, width: int, address: ir.Value) -> None:
-    """Ask for the cache lines of ``width`` elements. The address may lie behind the end of memory."""
-    pointer = ir.IntType(8).as_pointer()
-    function_type = ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
-    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], function_type)
-    for start in range(0, dtype.itemsize * width, _LINE_BYTES):
-        line = builder.inttoptr(builder.add(address, address.type(start)), pointer)
-        builder.call(function, [line, _INT(0), _INT(3), _INT(1)])  # 0: to read, 3: into every cache, 1: data
+def piece_width(dtype: DType, width: int) -> int:
+    """How many of ``width`` elements are best treated as one value."""
+    return min(width, _HALVES_AT_ONCE) if dtype is DType.FLOAT16 else width
+
+
+def joined(builder: ir.IRBuilder, pieces: list[ir.Value]) -> ir.Value:
+    """One value of all ``pieces``, whose number is a power of two."""
+    while len(pieces) > 1:
+        order = ir.Constant(ir.VectorType(_INT, 2 * pieces[0].type.count), list(range(2 * pieces[0].type.count)))
+        pieces = [builder.shuffle_vector(a, b, order) for a, b in zip(pieces[::2], pieces[1::2], strict=True)]
+    return pieces[0]
 
 
 def load(builder: ir.IRBuilder, dtype: DType, width: int, address: ir.Value) -> ir.Value:
     """``width`` elements from an address of any alignment, widened."""
-    return _widen(
-        builder, dtype, builder.load(builder.inttoptr(address, stored_type(dtype, width).as_pointer()), align=1)
-    )
+    return _widen(builder, dtype, load_stored(builder, dtype, width, address))
+
+
+def load_stored(builder: ir.IRBuilder, dtype: DType, width: int, address: ir.Value) -> ir.Value:
+    """``width`` elements from an address of any alignment, as they lie in memory."""
+    return builder.load(builder.inttoptr(address, stored_type(dtype, width).as_pointer()), align=1)
 
 
 def store(builder: ir.IRBuilder, address: ir.Value, stored: ir.Value) -> None:
@@ -99,19 +107,30 @@ def _widen(builder: ir.IRBuilder, dtype: DType, stored: ir.Value) -> ir.Value:
 def _floor_divide(builder: ir.IRBuilder, dtype: DType, value: ir.Value, divisor: ir.Value) -> ir.Value:
     count = value.type.count
     if dtype is DType.INT64:
-        by = _splat(builder, divisor, count)
-        quotient = builder.sdiv(value, by)
-        rest = builder.sub(value, builder.mul(quotient, by))
-        below = builder.icmp_signed("<", rest, ir.Constant(value.type, [0] * count))
-        return builder.add(quotient, builder.sext(below, value.type))
+        return _floor_divide_long(builder, value, divisor)
     # Processors divide vectors of floats, not of integers. It is exact: a quotient that is no integer is at least
     # 1/divisor away from one, and the rounding error is below that with 24 bits for 8 or 16, and 53 for 32.
     unsigned = dtype is DType.UINT8
     real = ir.DoubleType() if dtype is DType.INT32 else ir.FloatType()
     reals = ir.VectorType(real, count)
     dividend = builder.uitofp(value, reals) if unsigned else builder.sitofp(value, reals)
-    floor = _call(builder, "floor", builder.fdiv(dividend, _splat(builder, builder.sitofp(divisor, real), count)))
+    floor = call(builder, "floor", builder.fdiv(dividend, _splat(builder, builder.sitofp(divisor, real), count)))
     return builder.fptoui(floor, value.type) if unsigned else builder.fptosi(floor, value.type)
+
+
+def _floor_divide_long(builder: ir.IRBuilder, value: ir.Value, divisor: ir.Value) -> ir.Value:
+    """In two steps, several times as fast as division of integers: an estimate, and what is left. Exact for divisors
+    below 2**40: the estimate is off by less than 2**11 / divisor + 1, so what is left is exact as a float."""
+    reals = ir.VectorType(ir.DoubleType(), value.type.count)
+    by = _splat(builder, divisor, value.type.count)
+    real_by = builder.sitofp(by, reals)
+
+    def floor(dividend: ir.Value) -> ir.Value:
+        quotient = call(builder, "floor", builder.fdiv(builder.sitofp(dividend, reals), real_by))
+        return builder.fptosi(quotient, value.type)
+
+    estimate = floor(value)
+    return builder.add(estimate, floor(builder.sub(value, builder.mul(estimate, by))))
 
 
 def _sum(builder: ir.IRBuilder, dtype: DType, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -125,12 +144,12 @@ def _product(builder: ir.IRBuilder, dtype: DType, a: ir.Value, b: ir.Value) -> i
 def _minimum(builder: ir.IRBuilder, dtype: DType, a: ir.Value, b: ir.Value) -> ir.Value:
     # IEEE 754-2019 minimum: NaN if either is, and -0.0 below 0.0, so the order of contributions is of no matter.
     name = "minimum" if dtype.is_floating else "umin" if dtype is DType.UINT8 else "smin"
-    return _call(builder, name, a, b)
+    return call(builder, name, a, b)
 
 
 def _maximum(builder: ir.IRBuilder, dtype: DType, a: ir.Value, b: ir.Value) -> ir.Value:
     name = "maximum" if dtype.is_floating else "umax" if dtype is DType.UINT8 else "smax"
-    return _call(builder, name, a, b)
+    return call(builder, name, a, b)
 
 
 _COMBINE: dict[Op, Callable[[ir.IRBuilder, DType, ir.Value, ir.Value], ir.Value]] = {
@@ -139,17 +158,6 @@ _COMBINE: dict[Op, Callable[[ir.IRBuilder, DType, ir.Value, ir.Value], ir.Value]
     Op.MIN: _minimum,
     Op.MAX: _maximum,
 }
-
-
-def _call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
-    """LLVM's own function ``name`` for this vector type."""
-    vector = args[0].type
-    element = {"float": "f32", "double": "f64"}.get(str(vector.element), str(vector.element))
-    full_name = f"llvm.{name}.v{vector.count}{element}"
-    function = builder.module.globals.get(full_name)
-    if function is None:
-        function = ir.Function(builder.module, ir.FunctionType(vector, [vector] * len(args)), full_name)
-    return builder.call(function, args)
 
 
 def _splat(builder: ir.IRBuilder, scalar: ir.Value, width: int) -> ir.Value:

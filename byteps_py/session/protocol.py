@@ -42,6 +42,7 @@ class Kind(enum.IntEnum):
 
 _KINDS = {int(k): k for k in Kind}
 _RECORD = struct.Struct("<IIQ")
+_ONE_RECORD = struct.Struct("<BIIQ")  # a whole message, with the kind: most have one record
 #: More records than this are spread over several messages.
 MAX_RECORDS = 4096
 #: Specs per DECLARE message: with names at their longest it stays below the channel's limit.
@@ -50,6 +51,10 @@ MAX_SPECS = 100
 
 def pack(kind: Kind, **fields: Any) -> bytes:
     return bytes([kind]) + json.dumps(fields, separators=(",", ":")).encode()
+
+
+def pack_record(kind: Kind, slot_id: int, round_: int, nbytes: int) -> bytes:
+    return _ONE_RECORD.pack(kind, slot_id, round_, nbytes)
 
 
 def pack_records(kind: Kind, records: Iterable[tuple[int, int, int]]) -> bytes:

@@ -31,6 +31,17 @@ from byteps_py.tensors import TensorSpec
 #: The service itself reports what stalls; this much later the session no longer believes in the service.
 _PATIENCE_S = 30.0
 
+_forks = 0  # in this process's ancestry since this module was loaded; asking the kernel for the pid costs more
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+_DONE = int(Kind.DONE)  # a plain integer: by far the most frequent
+
 
 class RemoteSession(Session):
     """See Session. ``channel`` is connected to the machine's communication service.
@@ -50,6 +61,7 @@ class RemoteSession(Session):
     ) -> None:
         self._channel = channel
         self._pid = os.getpid()
+        self._forks = _forks
         self._stall_limit_s = stall_limit_s
         self._silence_s = silence_s
         self._is_asked = False  # whether the service is alive
@@ -137,15 +149,15 @@ class RemoteSession(Session):
             raise UsageError(
                 f"tensor {slot.spec.name!r}: {nbytes} bytes handed over, after {slot.begun_bytes} of {whole} bytes"
             )
-        record = (slot.id, slot.round + 1, nbytes)
+        message = protocol.pack_record(Kind.READY, slot.id, slot.round + 1, nbytes)
         slot.begun_bytes = nbytes % whole if whole else 0
         if nbytes == whole:
             slot.round += 1  # before the message: its answer must find it
         if slot.error is None:
-            self._send(protocol.pack_records(Kind.READY, [record]))
+            self._send(message)
 
     def is_done(self, slot: Slot) -> bool:
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._forks != _forks:
             return True  # ``wait`` raises
         if slot.pending and self._fatal is None:
             with self._state:
@@ -212,7 +224,7 @@ class RemoteSession(Session):
             raise type(self._fatal)(*self._fatal.args)
         if self._closed:
             raise NotInitializedError("the session is closed; call byteps_py.init() first")
-        if os.getpid() != self._pid:
+        if self._forks != _forks:
             raise words.forked(getattr(self, "rank", "?"))
 
     def _wait_until(
@@ -272,10 +284,10 @@ class RemoteSession(Session):
             self._state.notify_all()
 
     def _handle(self, message: bytes, fds: list[int]) -> None:
-        kind = protocol.kind_of(message)
-        if kind is Kind.DONE:
+        if message[0] == _DONE:
             self._slots.done(protocol.records_of(message))
             return
+        kind = protocol.kind_of(message)
         fields = protocol.fields_of(message)
         if kind is Kind.SEGMENT:
             self._slots.add_segment(fields["id"], fds[0], fields["nbytes"])

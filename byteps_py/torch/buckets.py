@@ -4,7 +4,7 @@ Owns which gradients of a round were handed over. Must not know optimizers, hook
 in optimizer.py and parallel.py, which share this. Autograd's threads call ``ready`` (one at a time per
 device, hence the lock), the training thread calls ``finish``.
 
-    hook → ready(p) ─ last of its bucket → copy into the slot, hand over ─┐
+    hook → ready(place) ─ last of its bucket → copy into the slot, hand over ─┐
     step → finish()  ─ the rest of the buckets, zeros for unused ─────────┴→ wait → p.grad = view of the result
 """
 
@@ -25,6 +25,16 @@ from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import check_dense, wire_dtype
 from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.layout import plan_buckets
+
+
+class Place:
+    """Where a parameter's gradient travels. Looked up once: a parameter is slow to hash."""
+
+    __slots__ = ("bucket", "position")
+
+    def __init__(self, bucket: Bucket, position: int) -> None:
+        self.bucket = bucket
+        self.position = position
 
 
 class Bucket:
@@ -62,8 +72,8 @@ class Bucket:
         found: list[torch.Tensor | None] = []
         for param, takes_part, name in zip(self.params, self.takes_part, self.names, strict=True):
             grad = param.grad if takes_part else None
-            if grad is not None:
-                check_dense(grad, name)
+            if grad is not None and (grad.layout is not torch.strided or grad.is_meta):
+                check_dense(grad, name)  # raises
             found.append(grad)
         return found
 
@@ -99,14 +109,14 @@ class GradientReducer:
         self._compression = compression
         self._prefix = prefix
         self._buckets: list[Bucket] = []
-        self._where: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
+        self._places: dict[torch.nn.Parameter, Place] = {}
         self._session: Session | None = None  # the one whose slots the buckets use
         self._lock = threading.Lock()
         self.add(named)
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         """Take more parameters in. They come behind the earlier ones."""
-        behind = len(self._where)
+        behind = len(self._places)
         dtypes = [self._compression.wire_dtype(param.dtype) for _, param in named]
         sizes = [param.numel() * dtype.itemsize for (_, param), dtype in zip(named, dtypes, strict=True)]
         kinds = [(dtype, p.device, p.requires_grad) for (_, p), dtype in zip(named, dtypes, strict=True)]
@@ -125,21 +135,21 @@ class GradientReducer:
             )
             bucket = Bucket(Request(spec, dtypes[indices[0]], shapes, params[0].device), names, params)
             self._buckets.append(bucket)
-            self._where.update((param, (bucket, position)) for position, param in enumerate(params))
+            self._places.update((param, Place(bucket, position)) for position, param in enumerate(params))
 
     @property
     def begun(self) -> bool:
         """True from the first ``ready`` of a round to its ``finish``."""
         return any(bucket.sent or bucket.missing >= 0 for bucket in self._buckets)
 
-    def is_ready(self, param: torch.nn.Parameter) -> bool:
-        """True if ``param`` was given to ``ready`` in this round."""
-        bucket, position = self._where[param]
-        return bucket.seen[position]
+    def place(self, param: torch.nn.Parameter) -> Place:
+        """What to call ``ready`` with."""
+        return self._places[param]
 
-    def ready(self, param: torch.nn.Parameter) -> None:
-        """``param.grad`` is final for this round: it must not change before ``finish``. Never blocks for others."""
-        bucket, position = self._where[param]
+    def ready(self, place: Place) -> None:
+        """The gradient that travels there is final for this round: it must not change before ``finish``. Never blocks
+        for others."""
+        bucket, position = place.bucket, place.position
         with self._lock:
             if bucket.seen[position] or bucket.sent:
                 raise GradientOrderError(

@@ -7,18 +7,29 @@ GradientReducer's. Hooks run on autograd's threads, everything else on the train
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch import context as contexts
-from byteps_py.torch.buckets import Bucket, GradientReducer
+from byteps_py.torch.buckets import Bucket, GradientReducer, Place
 from byteps_py.torch.compression import Compression, Compressor
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+class _Watched:
+    """A parameter with a hook. ``passes``: backward passes since the last synchronization."""
+
+    __slots__ = ("passes", "place")
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.passes = 0
 
 
 class _Passes:
@@ -27,52 +38,59 @@ class _Passes:
     def __init__(self, reducer: GradientReducer, passes: int) -> None:
         self.reducer = reducer
         self.per_step = passes
-        self._done: dict[torch.nn.Parameter, int] = {}
-        self._hooked: set[torch.nn.Parameter] = set()
+        self._hooked: dict[torch.nn.Parameter, _Watched] = {}
+        self._begun: list[_Watched] = []  # has had a pass since the last synchronization
 
     @property
     def begun(self) -> bool:
         """True if a gradient was computed since the last synchronization."""
-        return bool(self._done)
+        return bool(self._begun)
 
     def hook(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Watch those that require gradients and are not watched yet."""
         # Weak: the parameters outlive this optimizer, and the next one has hooks of its own.
         me = weakref.ref(self)
 
-        def computed(param: torch.Tensor) -> None:
+        def computed(watched: _Watched, _: torch.Tensor) -> None:
             passes = me()
             if passes is not None:
-                passes._computed(cast(torch.nn.Parameter, param))
+                passes._computed(watched)
 
         for param in params:
             if param.requires_grad and param not in self._hooked:
-                self._hooked.add(param)
-                param.register_post_accumulate_grad_hook(computed)
+                watched = self._hooked[param] = _Watched(self.reducer.place(param))
+                param.register_post_accumulate_grad_hook(functools.partial(computed, watched))
 
-    def _computed(self, param: torch.nn.Parameter) -> None:
-        done = self._done.get(param, 0) + 1
+    def _computed(self, watched: _Watched) -> None:
+        done = watched.passes + 1
         if done > self.per_step:
             raise GradientOrderError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
             )
-        self._done[param] = done
+        if done == 1:
+            self._begun.append(watched)
+        watched.passes = done
         if done == self.per_step:
-            self.reducer.ready(param)
+            self.reducer.ready(watched.place)
 
     def finish(self) -> None:
         try:
             self.reducer.finish()
         finally:
-            self._done.clear()
+            self._over()
 
     def depart(self) -> list[Bucket]:
         """The first half of ``finish``, see GradientReducer."""
         try:
             return self.reducer.depart()
         finally:
-            self._done.clear()
+            self._over()
+
+    def _over(self) -> None:
+        for watched in self._begun:
+            watched.passes = 0
+        self._begun.clear()
 
 
 class _Distributed:

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch import context as contexts
-from byteps_py.torch.buckets import GradientReducer
+from byteps_py.torch.buckets import GradientReducer, Place
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import bits_of, wire_dtype
@@ -106,16 +107,17 @@ class _Backward:
         self._queued = False  # a backward pass that raised did not come to its end
         me = weakref.ref(self)  # the module may outlive its wrapper, and be wrapped again
 
-        def computed(param: torch.Tensor) -> None:
+        def computed(place: Place, _: torch.Tensor) -> None:
             backward = me()
             if backward is not None and backward._expected:
                 backward._begin()
-                backward._reducer.ready(cast(torch.nn.Parameter, param))
+                backward._reducer.ready(place)
 
         for param in params:
             if param.requires_grad and param not in self._hooked:
                 self._hooked.add(param)
-                param.register_post_accumulate_grad_hook(computed)
+                place = self._reducer.place(param)
+                param.register_post_accumulate_grad_hook(functools.partial(computed, place))
 
     def watch(self, outputs: Any) -> None:
         """See the backward pass of ``outputs`` begin.

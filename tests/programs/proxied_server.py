@@ -26,7 +26,7 @@ def main() -> None:
 
     def cut() -> None:
         sys.stdin.read()
-        proxy.cut_at(b"BPS1")  # the magic of a header: with a round's contribution
+        proxy.cut_at(b"BPS1")  # the magic of a header: the next answer's
 
     threading.Thread(target=cut, daemon=True).start()
     try:

@@ -142,7 +142,8 @@ class Memory:
         self._by_descriptor: dict[int, Bytes] = {}
         self._busy: list[tuple[int, int]] = []  # (address, bytes) that running kernels use
 
-    def new_arena(self) -> Arena:
+    def new_arena(self, elsewhere: object = None) -> Arena:
+        """Its pages are there at once, so ``elsewhere`` has nothing to do."""
         self.arenas.append(Arena(self))
         return self.arenas[-1]
 

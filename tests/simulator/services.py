@@ -43,25 +43,19 @@ class Queue(credit.PushQueue):
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-        self._quiet_since_s = 0.0
+        self._pushed: dict[Part, float] = {}
 
-    def give_back(self, part: Part, now: float) -> None:
-        super().give_back(part, now)
-        self._quiet_since_s = now
+    def give_back(self, part: Part) -> None:
+        super().give_back(part)
+        self._pushed.pop(part, None)
 
     def take(self, now: float) -> Part | None:
-        before = self.in_flight_bytes
         part = super().take(now)
         if part is not None:
-            quiet_s = now - self._quiet_since_s
-            if (
-                self.credit_bytes
-                and before
-                and before + part.length > self.credit_bytes
-                and quiet_s < credit.STUCK_AFTER_S
-            ):
-                raise InvariantError(f"{before + part.length} bytes in flight with a credit of {self.credit_bytes}")
-            self._quiet_since_s = now
+            on_wire = sum(other.length for other, at in self._pushed.items() if now - at < self.patience_s)
+            if self.credit_bytes and on_wire and on_wire + part.length > self.credit_bytes:
+                raise InvariantError(f"{on_wire + part.length} bytes on the wire with a credit of {self.credit_bytes}")
+            self._pushed[part] = now
         return part
 
 
@@ -78,9 +72,8 @@ class Worker(Process):
         """Under the world's substitutes."""
         self._service = service.Service(settings, stay=False)
         loop = self._service._loop
-        self._service._kernels_prepared(None)
         loop.call_later(service._TICK_S, self._service._tick)
-        loop.call_later(credit.STUCK_AFTER_S, self._service._pump)
+        loop.call_later(credit.PATIENCE_S, self._service._pump)
 
     def broke(self, error: Exception) -> None:
         """As ``Service.run`` does; but only a server that is gone from the start excuses it."""

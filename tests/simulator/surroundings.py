@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from byteps_py.kernels import readiness
 from byteps_py.server import local as server_local
 from byteps_py.server import reducer
 from byteps_py.server import service as server_service
@@ -66,7 +67,9 @@ class Surroundings:
                 "time": clock, "PushQueue": lambda: Queue(world),
                 "Probe": lambda loop, *given: Probe(world, loop, given[-1]),
             },
-            executor: {"time": clock, "kernels": kernels, "INLINE_BYTES": small},
+            executor: {
+                "time": clock, "kernels": kernels, "INLINE_BYTES": small, "LAST_INLINE_BYTES": small,
+            },
             requests: {"time": clock},
             desk: {"time": clock},
             memory: {"Arena": memory_.new_arena},
@@ -79,6 +82,7 @@ class Surroundings:
             ranks: {"os": os_},
             server_service: {"EventLoop": new_loop, "Network": new_server_network, "time": clock, "os": os_},
             server_local: {"Listener": new_listener, "Segment": memory_.map_segment, "os": os_},
+            readiness: {"prepare": kernels.prepare},
             reducer: {"Engine": new_engine, "kernels": kernels, "INLINE_BYTES": small},
             slots: {"Segment": memory_.map_segment},
         }  # fmt: skip

@@ -11,11 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 OURS = ("DMLC_", "BYTEPS_", "PS_")
 LAUNCHERS = ("MASTER_", "GROUP_", "LOCAL_", "TORCHELASTIC_", "OMPI_COMM_", "PMIX_", "SLURM_")
+#: With it a line and its end are written one after the other, and another process's may come between.
+UNBUFFERED = ("PYTHONUNBUFFERED",)
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
     """This process's environment without our variables and any launcher's, and with ``variables``."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS + LAUNCHERS)}
+    dropped = OURS + LAUNCHERS + UNBUFFERED
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return {**kept, "OMP_NUM_THREADS": "1", **variables}
 
 

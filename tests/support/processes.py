@@ -56,7 +56,7 @@ def command_line(pid: int) -> str:
     return ""
 
 
-def wait_gone(pid: int, timeout_s: float = 10.0) -> bool:
+def wait_gone(pid: int, timeout_s: float = 30.0) -> bool:
     """True once process ``pid`` has ended (a zombie has), False if it is still there after ``timeout_s``."""
     try:
         pidfd = os.pidfd_open(pid)
@@ -119,7 +119,7 @@ class Snapshot:
             frozenset(_shared_memory()),
         )
 
-    def leaks(self, limit_s: float = 5.0) -> list[str]:
+    def leaks(self, limit_s: float = 20.0) -> list[str]:
         """What has come since and is still there, in words, after up to ``limit_s`` for what is just ending.
 
         Leaked children are killed, so that a later test is not blamed for them.

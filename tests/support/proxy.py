@@ -16,7 +16,7 @@ class Proxy:
         self._on_accept = on_accept
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
-        self._withheld: bytes | None = None
+        self._cut_at: bytes | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
@@ -28,8 +28,8 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
     def cut_at(self, word: bytes) -> None:
-        """From now on lose what the target says, and cut when a client says ``word``: it gets no answer."""
-        self._withheld = word
+        """End every connection when the target next says ``word``, which is lost."""
+        self._cut_at = word
 
     def _start(self, work: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=work, args=arguments, name="proxy", daemon=True)
@@ -51,11 +51,11 @@ class Proxy:
     def _carry(self, source: socket.socket, sink: socket.socket, is_client: bool) -> None:
         with contextlib.suppress(OSError):  # one of both ends was cut
             while data := source.recv(1 << 16):
-                if self._withheld is None or is_client:
-                    sink.sendall(data)
-                if is_client and self._withheld is not None and self._withheld in data:
-                    self._withheld = None
+                if not is_client and self._cut_at is not None and self._cut_at in data:
+                    self._cut_at = None
                     self.cut()
+                    break
+                sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

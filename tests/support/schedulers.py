@@ -17,7 +17,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import client
 from byteps_py.settings import Settings
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 Factory = Callable[..., "Scheduler"]
 

@@ -26,7 +26,7 @@ from byteps_py.torch.dtypes import WIRE
 
 T = TypeVar("T")
 TORCH = {wire: dtype for dtype, wire in WIRE.items()}
-WAIT_S = 20.0
+WAIT_S = 40.0
 
 
 def one_thread() -> None:

@@ -1,0 +1,166 @@
+"""Resident memory of each process while 1 GB of gradients goes through, on one machine and across two with a server.
+
+    python benchmarks/memory.py [--gigabytes 1] [--rounds 6] [--json FILE]
+
+All gradients are on their way at once, in tensors of 16 MB. Every process of the job is read from /proc (smaps_rollup:
+a page that several processes map is shared out between them), once when the cluster stands and then until the end; a
+figure is the largest that was seen. Held against two limits: what a machine shares must not exceed one result per
+rank and two contributions per tensor plus the credit, and what is a service's own must not grow by more than the
+partitions in flight. The peer is arithmetic: gloo reduces in place and needs none of it, and stores no round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+TENSOR_BYTES = 16 << 20
+FIELDS = ("Rss", "Pss", "Pss_Anon", "Pss_Shmem")
+LAYOUTS = {
+    "1 machine, 2 ranks": (1, 2, ["-np", "2"]),
+    "2 machines, 1 rank each, 1 server": (2, 1, ["-np", "1", "--machines", "2", "--servers", "1"]),
+    "2 machines, 2 ranks each, 1 server": (2, 2, ["-np", "2", "--machines", "2", "--servers", "1"]),
+}
+#: Modules are named on a service's command line; a launcher's line names its job's command too.
+ROLES = {"byteps_py.worker": "CS", "byteps_py.server": "SS", "byteps_py.scheduler": "scheduler", "--as-rank": "rank"}
+
+Memory = dict[str, int]  # field → bytes
+
+
+def rank(tensors: int, rounds: int) -> None:
+    from byteps_py.session import open_session
+    from byteps_py.tensors import DType, TensorSpec
+
+    session = open_session()
+    (small,) = session.declare([TensorSpec("first", DType.FLOAT32, (1024,))])  # loads what is loaded once
+    session.hand_over(small)
+    session.wait(small)
+    session.barrier()
+    if session.rank == 0:
+        print("started", flush=True)
+        sys.stdin.readline()
+    session.barrier()
+    specs = [TensorSpec(f"gradient {i}", DType.FLOAT32, (TENSOR_BYTES // 4,)) for i in range(tensors)]
+    slots = session.declare(specs)
+    for _ in range(rounds):
+        for slot in slots:
+            np.frombuffer(slot.input, np.float32)[:] = 1
+            session.hand_over(slot)
+        for slot in slots:
+            session.wait(slot)
+    session.barrier()
+    session.close()
+
+
+def role_of(pid: int) -> str:
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    if "byteps_py.launch" in words:
+        return "launcher"
+    return next((role for word, role in ROLES.items() if word in words), "other")
+
+
+def job_of(launcher: int) -> list[int]:
+    """The launcher's process and all below it."""
+    found = [launcher]
+    for pid in found:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def read(pid: int) -> Memory:
+    lines = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    return {words[0][:-1]: int(words[1]) << 10 for words in lines if words[0][:-1] in FIELDS}
+
+
+def sample(launcher: int) -> dict[int, tuple[str, Memory]]:
+    seen = {}
+    for pid in job_of(launcher):
+        try:
+            seen[pid] = role_of(pid), read(pid)
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+    return seen
+
+
+def run(launcher: list[str], tensors: int, rounds: int) -> tuple[dict[int, tuple[str, Memory]], dict[int, Memory], int]:
+    """(role and memory of each process when the cluster stands, the largest of each figure after that, the largest
+    sum of shared memory at one time)."""
+    program = [sys.executable, __file__, "--as-rank", "--tensors", str(tensors), "--rounds", str(rounds)]
+    command = [sys.executable, "-m", "byteps_py.launch", *launcher, *program]
+    job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert job.stdin is not None
+    assert job.stdout is not None
+    if job.stdout.readline().strip() != "started":
+        raise SystemExit(f"the job did not start: {' '.join(command)}")
+    before = sample(job.pid)
+    job.stdin.write("\n")
+    job.stdin.flush()
+    peak: dict[int, Memory] = defaultdict(lambda: dict.fromkeys(FIELDS, 0))
+    shared = 0
+    while job.poll() is None:
+        now = sample(job.pid)
+        shared = max(shared, sum(memory["Pss_Shmem"] for _, memory in now.values()))
+        for pid, (_, memory) in now.items():
+            for field, nbytes in memory.items():
+                peak[pid][field] = max(peak[pid][field], nbytes)
+        time.sleep(0.05)
+    if job.returncode:
+        raise SystemExit(f"the job failed with {job.returncode}: {' '.join(command)}")
+    return before, peak, shared
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--tensors", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.as_rank:
+        rank(arguments.tensors, arguments.rounds)
+        return
+    from byteps_py.settings import Settings
+
+    credit = Settings.from_env().credit_bytes
+    tensors = max(1, round(arguments.gigabytes * 1e9 / TENSOR_BYTES))
+    whole = tensors * TENSOR_BYTES
+    results = []
+    for title, (machines, ranks, launcher) in LAYOUTS.items():
+        before, peak, shared = run(launcher, tensors, arguments.rounds)
+        print(f"\n{title}: {whole / 1e6:.0f} MB of gradients per rank, credit {credit / 1e6:.0f} MB; MB, largest seen")
+        print(f"{'process':12}" + "".join(f"{field:>12}" for field in (*FIELDS, "own, idle", "own, grown")))
+        rows = []
+        for pid, (role, idle) in before.items():
+            if role in ("launcher", "other"):
+                continue
+            row = {"process": role, "grown": peak[pid]["Pss_Anon"] - idle["Pss_Anon"], "idle": idle["Pss_Anon"]}
+            row |= {field: peak[pid][field] for field in FIELDS}
+            cells = [*(peak[pid][field] for field in FIELDS), idle["Pss_Anon"], row["grown"]]
+            print(f"{role:12}" + "".join(f"{nbytes / 1e6:12.1f}" for nbytes in cells))
+            rows.append(row)
+        limit = machines * (ranks * whole + (2 * whole + credit if machines > 1 else 0))
+        per_machine = whole * machines
+        print(f"shared: {shared / per_machine:.2f} times the gradients per machine; limit {limit / per_machine:.2f}")
+        flight = machines * credit
+        for row in rows:
+            if row["process"] in ("CS", "SS"):
+                verdict = "within" if row["grown"] <= flight else "above"
+                print(
+                    f"{row['process']} grew by {row['grown'] / 1e6:.1f} MB: {verdict} {flight / 1e6:.0f} MB in flight"
+                )
+        results.append({"layout": title, "gradients": whole, "processes": rows, "shared": shared, "limit": limit})
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The loops of a kernel, as LLVM instructions: in which order memory is read and written, and when results are checked.
+
+Owns chunks, inputs and outputs. What happens to elements is vector.py's, what is found out about a result checks.py's.
+These functions run while a kernel is compiled and add instructions to it. No state; any thread.
+
+    for each chunk:   in[0] ──load──► total
+                      in[1] ──load──► combine ─► total       totals live in registers
+                        …
+                      round once ─► divide ─► check ─► out[0], out[1], …
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from byteps_py.kernels import checks, vector
+from byteps_py.tensors import Checks, DType, Op
+
+_I64 = ir.IntType(64)
+# Enough to hide the latency of an addition; little enough to stay in 16 registers of 256 bits. No hints to the
+# processor of what is read next: with them sums of all of 2 to 8 inputs, in caches and from memory, were slower.
+_CHUNK_BYTES = 256
+
+
+def chunk_width(dtype: DType) -> int:
+    """Elements of ``dtype`` that are reduced at once."""
+    return _CHUNK_BYTES // max(dtype.itemsize, 4)
+
+
+class Loops:
+    """Emits one kernel. ``table``: the address of the inputs' and outputs' addresses, one after the other, and of
+    room for what ``checks`` find (see reduction.py). ``end``: the bytes of one input."""
+
+    def __init__(
+        self,
+        builder: ir.IRBuilder,
+        op: Op,
+        dtype: DType,
+        wanted: Checks,
+        table: ir.Value,
+        inputs: ir.Value,
+        outputs: ir.Value,
+        end: ir.Value,
+        divisor: ir.Value,
+    ) -> None:
+        self._builder, self._op, self._dtype = builder, op, dtype
+        self._table, self._inputs, self._end, self._divisor = table, inputs, end, divisor
+        self._outputs_end = builder.add(inputs, outputs)
+        self._finite = checks.Finite(builder, dtype) if Checks.FINITE in wanted and dtype.is_floating else None
+        width = chunk_width(dtype)
+        self._sum = checks.Checksum(builder, width * dtype.itemsize // 8) if Checks.CHECKSUM in wanted else None
+
+    def emit(self) -> None:
+        builder, size = self._builder, self._dtype.itemsize
+        width = chunk_width(self._dtype)
+        wide_end = builder.and_(self._end, _I64(-width * size))
+        two = builder.icmp_signed("==", self._inputs, _I64(2))
+        with builder.if_else(two) as (then, otherwise):
+            with then, cgutils.for_range_slice(builder, _I64(0), wide_end, _I64(width * size)) as (offset, _):
+                self._fold(offset, width, _I64(2))
+            with otherwise, cgutils.for_range_slice(builder, _I64(0), wide_end, _I64(width * size)) as (offset, _):
+                self._fold(offset, width, self._inputs)
+        with cgutils.for_range_slice(builder, wide_end, self._end, _I64(size)) as (offset, _):
+            self._fold(offset, 1, self._inputs)
+        if self._sum is not None:
+            self._set(builder.add(self._outputs_end, builder.add(self._inputs, _I64(1))), self._sum.value(self._end))
+
+    def _fold(self, offset: ir.Value, width: int, inputs: ir.Value) -> None:
+        """Reduce the ``width`` elements that lie ``offset`` bytes into every input, in pieces."""
+        builder, op, dtype = self._builder, self._op, self._dtype
+        piece = vector.piece_width(dtype, width)
+        starts = range(0, width * dtype.itemsize, piece * dtype.itemsize)
+
+        def load(index: ir.Value) -> list[ir.Value]:
+            start = self._address(index, offset)
+            return [vector.load(builder, dtype, piece, builder.add(start, _I64(at))) for at in starts]
+
+        def add(index: ir.Value) -> None:
+            for total, value in zip(totals, load(index), strict=True):
+                builder.store(vector.combine(builder, op, dtype, builder.load(total), value), total)
+
+        with builder.goto_entry_block():  # LLVM turns them into registers
+            totals = [builder.alloca(vector.widened_type(dtype, piece)) for _ in starts]
+            results = [builder.alloca(vector.stored_type(dtype, piece)) for _ in starts]
+
+        if op is Op.BROADCAST:
+            source = self._address(_I64(0), offset)
+            for at, result in zip(starts, results, strict=True):
+                stored = vector.load_stored(builder, dtype, piece, builder.add(source, _I64(at)))
+                builder.store(stored, result)
+        else:
+            for total, value in zip(totals, load(_I64(0)), strict=True):
+                builder.store(value, total)
+            if isinstance(inputs, ir.Constant):
+                for i in range(1, inputs.constant):
+                    add(_I64(i))
+            else:
+                with cgutils.for_range_slice(builder, _I64(1), inputs, _I64(1)) as (index, _):
+                    add(index)
+            for total, result in zip(totals, results, strict=True):
+                builder.store(vector.rounded(builder, dtype, builder.load(total)), result)
+            with builder.if_then(builder.icmp_signed(">", self._divisor, _I64(1)), likely=False):
+                for result in results:
+                    builder.store(vector.divided(builder, dtype, builder.load(result), self._divisor), result)
+        if self._finite is not None or self._sum is not None:
+            whole = vector.joined(builder, [builder.load(result) for result in results])
+            if self._finite is not None:
+                self._look_for_poison(self._finite, whole, offset, width)
+            if self._sum is not None:
+                self._sum.add(whole)
+
+        def write(index: ir.Value) -> None:
+            start = self._address(index, offset)
+            for at, result in zip(starts, results, strict=True):
+                vector.store(builder, builder.add(start, _I64(at)), builder.load(result))
+
+        write(self._inputs)
+        second = builder.add(self._inputs, _I64(1))
+        with cgutils.for_range_slice(builder, second, self._outputs_end, _I64(1)) as (index, _):
+            write(index)
+
+    def _look_for_poison(self, finite: checks.Finite, result: ir.Value, offset: ir.Value, width: int) -> None:
+        """Where a result is NaN or infinite, which inputs were? They are asked before an output overwrites one."""
+        builder = self._builder
+        bad = finite.exceptions(result)
+        with builder.goto_entry_block():
+            unexplained = builder.alloca(bad.type)
+        with builder.if_then(finite.any(bad), likely=False):
+            builder.store(bad, unexplained)
+            with cgutils.for_range_slice(builder, _I64(0), self._inputs, _I64(1)) as (index, _):
+                stored = vector.load_stored(builder, self._dtype, width, self._address(index, offset))
+                found = finite.exceptions(stored)
+                builder.store(builder.and_(builder.load(unexplained), builder.not_(found)), unexplained)
+                with builder.if_then(finite.any(found)):
+                    self._set(builder.add(self._outputs_end, index), _I64(1))
+            with builder.if_then(finite.any(builder.load(unexplained))):
+                self._set(builder.add(self._outputs_end, self._inputs), _I64(1))
+
+    def _entry(self, index: ir.Value) -> ir.Value:
+        entry = self._builder.add(self._table, self._builder.mul(index, _I64(8)))
+        return self._builder.inttoptr(entry, _I64.as_pointer())
+
+    def _address(self, index: ir.Value, offset: ir.Value) -> ir.Value:
+        return self._builder.add(self._builder.load(self._entry(index)), offset)
+
+    def _set(self, index: ir.Value, value: ir.Value) -> None:
+        self._builder.store(value, self._entry(index))

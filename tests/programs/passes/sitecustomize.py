@@ -1,0 +1,57 @@
+"""Loaded by every Python process of a job whose PYTHONPATH names this folder: counts the bytes that the service's
+kernels, and ctypes, read and write, and leaves them in $PASSES_FOLDER when the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from byteps_py import kernels
+
+LEAST = 1 << 16  # smaller ones are no gradients
+
+_counts: Counter[str] = Counter()
+_lock = threading.Lock()
+_here = threading.local()  # .reducing: what the kernel itself copies with is counted already
+_reduce, _memmove = kernels.reduce, ctypes.memmove
+
+
+def _count(read: int, written: int) -> None:
+    if read + written >= LEAST:
+        with _lock:
+            _counts.update(read=read, written=written)
+
+
+def _counting_reduce(op: Any, dtype: Any, inputs: Any, outputs: Any, count: int, divisor: int = 1) -> None:
+    nbytes = count * dtype.itemsize
+    _count(len(inputs) * nbytes, len(outputs) * nbytes)
+    _here.reducing = True
+    try:
+        _reduce(op, dtype, inputs, outputs, count, divisor)
+    finally:
+        _here.reducing = False
+
+
+def _counting_memmove(to: Any, source: Any, nbytes: int) -> Any:
+    if not getattr(_here, "reducing", False):
+        _count(nbytes, nbytes)
+    return _memmove(to, source, nbytes)
+
+
+def _report() -> None:
+    role = next((word for word in ("worker", "server", "scheduler") if f"byteps_py.{word}" in sys.orig_argv), "rank")
+    path = Path(os.environ["PASSES_FOLDER"], f"{role}-{os.getpid()}.json")
+    path.write_text(json.dumps({"role": role, **_counts}))
+
+
+if "PASSES_FOLDER" in os.environ:
+    kernels.reduce = _counting_reduce
+    ctypes.memmove = _counting_memmove
+    atexit.register(_report)

@@ -1,0 +1,74 @@
+"""A rank that trains for some steps, and prints which operators of torch touched a whole gradient, and how often."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import byteps_py as bps
+
+COUNT = 1 << 20
+STEPS = int(sys.argv[1])
+
+
+class Watch(TorchDispatchMode):
+    """Counts operators that have made, or may have written to, a tensor of a gradient's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        whole = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor) and t.numel() == COUNT]
+        if whole and not is_view:
+            self.seen[func._schema.name] += 1
+        return result
+
+
+def main() -> None:
+    bps.init()
+    weight = torch.nn.Parameter(torch.zeros(COUNT))
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), [("weight", weight)])
+    watch = Watch()
+    rank = bps.rank()
+    data = torch.full((COUNT,), float(rank + 1))
+    place = 0
+    for step in range(STEPS + 1):
+        optimizer.zero_grad()
+        loss = torch.dot(weight, data)
+        if not step:  # declares
+            loss.backward()
+            optimizer.step()
+            continue
+        with watch:
+            loss.backward()
+            optimizer.synchronize()
+            place = weight.grad.data_ptr()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert weight.grad.data_ptr() == place
+    exact = bool((weight.detach() == -0.5 * (STEPS + 1) * (bps.size() + 1) / 2).all())
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    inside = any("memfd:byteps" in line and _covers(line, place) for line in mapped)
+    answer = {"rank": rank, "operators": watch.seen, "exact": exact, "in_shared_memory": inside}
+    os.write(1, (json.dumps(answer) + "\n").encode())
+    bps.shutdown()
+
+
+def _covers(line: str, address: int) -> bool:
+    start, end = (int(edge, 16) for edge in line.split()[0].split("-"))
+    return start <= address < end
+
+
+if __name__ == "__main__":
+    main()
