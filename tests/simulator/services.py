@@ -45,6 +45,11 @@ class Queue(credit.PushQueue):
         self._world = world
         self._pushed: dict[Part, float] = {}
 
+    @property
+    def pushed_bytes(self) -> int:
+        """Not given back yet."""
+        return sum(part.length for part in self._pushed)
+
     def give_back(self, part: Part) -> None:
         super().give_back(part)
         self._pushed.pop(part, None)
@@ -52,7 +57,7 @@ class Queue(credit.PushQueue):
     def take(self, now: float) -> Part | None:
         part = super().take(now)
         if part is not None:
-            on_wire = sum(other.length for other, at in self._pushed.items() if now - at < self.patience_s)
+            on_wire = sum(other.length for other, at in self._pushed.items() if at > now - self.patience_s)
             if self.credit_bytes and on_wire and on_wire + part.length > self.credit_bytes:
                 raise InvariantError(f"{on_wire + part.length} bytes on the wire with a credit of {self.credit_bytes}")
             self._pushed[part] = now
@@ -93,10 +98,10 @@ class Worker(Process):
             if "_carry_out" not in vars(executor):
                 self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
             in_flight = sum(part.length for part in executor._parts.values() if part.stage is Stage.IN_FLIGHT)
-            if in_flight != self._service._queue.in_flight_bytes:
-                raise InvariantError(
-                    f"{in_flight} bytes are in flight, but {self._service._queue.in_flight_bytes} of credit are taken"
-                )
+            queue: Queue = self._service._queue  # type: ignore[assignment]
+            counted, limited = queue.pushed_bytes, queue.in_flight_bytes
+            if in_flight != counted or limited > in_flight:
+                raise InvariantError(f"{in_flight} bytes are in flight, {counted} not answered, {limited} take credit")
 
     def _check_action(self, action: Action) -> None:
         if isinstance(action, Done) and action.tensor.parts and action.tensor.parts[0].server >= 0:
