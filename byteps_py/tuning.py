@@ -18,6 +18,7 @@ MIN_PARTITION_BYTES = 32 << 10
 _PIPELINE_S = 0.02  # what the pipeline may take
 _MESSAGE_S = 0.0002  # what a message may take on the wire at least: so many can be handled in time
 _IN_FLIGHT_OVER_LEAST = 2.0
+_ANSWER_OVER_LEAST = 3.0
 #: What a machine with a fast link has in flight at most, unless told otherwise.
 USUAL_CREDIT_BYTES = 64 << 20
 
@@ -37,3 +38,8 @@ def partition_bytes(link_mbit: float, machines: int) -> int:
 def credit_bytes(partition: int, machines: int) -> int:
     """How much a machine has in flight, for partitions of this size."""
     return round(_IN_FLIGHT_OVER_LEAST * 2 * machines * partition)
+
+
+def answer_s(credit: int, link_mbit: float) -> float:
+    """By when what was pushed has its answer, with so many bytes in flight over links of this rate."""
+    return _ANSWER_OVER_LEAST * credit * 8 / (link_mbit * 1e6) if link_mbit else 0.0

@@ -92,27 +92,19 @@ def _count_a_duplicate(core: pytest.MonkeyPatch) -> None:
     core.setattr(Rounds, "_collect", collect)
 
 
-def _keep_credit(core: pytest.MonkeyPatch) -> None:
-    def give_back(self: PushQueue, part: Part, now: float) -> None:
-        self._moved_at = now
-
-    core.setattr(PushQueue, "give_back", give_back)
-
-
 def _ignore_credit(core: pytest.MonkeyPatch) -> None:
     real = PushQueue.take
 
     def take(self: PushQueue, now: float) -> Part | None:
-        self._credit_bytes *= 2
+        self.in_flight_bytes = 0
         return real(self, now)
 
     core.setattr(PushQueue, "take", take)
 
 
-def _never_stuck(core: pytest.MonkeyPatch) -> None:
+def _wait_for_other_machines(core: pytest.MonkeyPatch) -> None:
     """Without the rule, machines that filled their credit with different partitions wait for each other."""
-    core.setattr("byteps_py.worker.credit.STUCK_AFTER_S", float("inf"))
-    core.setattr("byteps_py.worker.service.STUCK_AFTER_S", 0.05)
+    core.setattr(PushQueue, "_write_off", lambda self, pushed_before: None)
 
 
 def _deliver_early(core: pytest.MonkeyPatch) -> None:
@@ -249,9 +241,8 @@ def _welcome_to_a_failed_job(core: pytest.MonkeyPatch) -> None:
 
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     _count_a_duplicate,
-    _keep_credit,
     _ignore_credit,
-    _never_stuck,
+    _wait_for_other_machines,
     _deliver_early,
     _order_by_arrival,
     _local_ranks_backwards,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support import worker_core as core
 
-from byteps_py.worker.credit import STUCK_AFTER_S, PushQueue
+from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.tensor import Part
 
 
@@ -52,35 +52,31 @@ def test_credit_given_back_lets_the_next_go() -> None:
     for part in (first, second, third):
         queue.add(part, 0)
     assert taken(queue) == [0, 1]
-    queue.give_back(second, 0.0)
+    queue.give_back(second)
     assert taken(queue) == []  # 6 + 5 are too many
-    queue.give_back(first, 0.0)
+    queue.give_back(first)
     assert taken(queue) == [2]
-    queue.give_back(third, 0.0)
+    queue.give_back(third)
     assert queue.in_flight_bytes == 0
 
 
-def test_when_nothing_moves_one_more_goes_and_only_one() -> None:
+def test_what_waits_for_other_machines_holds_no_credit() -> None:
     queue = PushQueue(10)
-    for part in parts(10, 10, 10):
+    queue.patience_s = 1.0
+    first, second, *others = parts(5, 5, 5, 10, 10)
+    for part in (first, second, *others):
         queue.add(part, 0)
-    assert taken(queue, 1.0) == [0]
-    assert taken(queue, 1.0 + STUCK_AFTER_S / 2) == []
-    assert taken(queue, 1.0 + STUCK_AFTER_S) == [1]
-    assert taken(queue, 1.0 + STUCK_AFTER_S * 1.5) == []  # that one has to have its time, too
-    assert taken(queue, 1.0 + STUCK_AFTER_S * 2) == [2]
-    assert queue.in_flight_bytes == 30
-
-
-def test_an_answer_is_a_move() -> None:
-    queue = PushQueue(10)
-    first, *others = parts(5, 5, 10, 10)
-    for part in (first, *others):
-        queue.add(part, 0)
-    assert taken(queue, 0.0) == [0, 1]
-    queue.give_back(first, STUCK_AFTER_S - 0.01)
-    assert taken(queue, STUCK_AFTER_S) == []
-    assert taken(queue, STUCK_AFTER_S * 2) == [2]
+    assert taken(queue, 1.0) == [0, 1]
+    queue.give_back(first)
+    assert taken(queue, 1.5) == [2]
+    assert taken(queue, 1.9) == []
+    assert taken(queue, 2.0) == []  # the second holds none any more; the third has its time, too
+    assert queue.in_flight_bytes == 5
+    assert taken(queue, 2.5) == [3]
+    queue.give_back(second)  # late: it has given its credit back already
+    assert queue.in_flight_bytes == 10
+    assert taken(queue, 3.0) == []
+    assert taken(queue, 3.5) == [4]
 
 
 def test_dropped_partitions_are_forgotten_and_the_rest_keeps_its_order() -> None:

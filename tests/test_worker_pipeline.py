@@ -8,7 +8,7 @@ from support.worker_core import slot, spec, tensor
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
 from byteps_py.worker.actions import Action, Compute, Done, Push, Release
-from byteps_py.worker.credit import STUCK_AFTER_S, PushQueue
+from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.tensor import RankSlot, Stage, Tensor
 
@@ -219,12 +219,12 @@ def test_the_credit_holds_pushes_back_and_answers_set_them_free() -> None:
     assert pushes([push]) == [(1, 1)]  # before the delivery: the network must not wait for it
 
 
-def test_when_nothing_moves_the_timer_pushes_one_more() -> None:
+def test_what_waits_for_other_machines_gives_its_credit_back_on_the_timer() -> None:
     only = slot(0, inputs=2)
     pipeline = started(tensor([only]), 2, 2, credit_bytes=8)
     ready(pipeline, only, now=1.0)
-    assert pipeline.pump(1.0 + STUCK_AFTER_S / 2) == []
-    assert pushes(pipeline.pump(1.0 + STUCK_AFTER_S)) == [(1, 1)]
+    assert pipeline.pump(1.0 + PATIENCE_S / 2) == []
+    assert pushes(pipeline.pump(1.0 + PATIENCE_S)) == [(1, 1)]
 
 
 def test_answers_that_nobody_waits_for_change_nothing() -> None:

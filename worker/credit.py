@@ -4,9 +4,10 @@ Servers take turns in proportion to their weights (start-time fair queueing), so
 carry what the placement gives them; within a server's turn the highest priority goes first. All machines
 follow the same rule, and so push in nearly the same order.
 
-A machine's credit is taken when a partition is pushed and given back when its answer arrives. An answer needs
-all machines, so two machines that filled their credits with different partitions would wait for each other for
-ever: when nothing has moved for ``STUCK_AFTER_S``, one more partition goes out regardless, until something does.
+Credit is for what is on the wire: it is taken when a partition is pushed and given back when its answer arrives, or
+when it was due long ago (``patience_s``). An answer needs all machines, and what has no answer by then waits in its
+server for a machine that has not come to it yet. If that held credit, machines whose gradients become ready at
+slightly different times would fill their credits with different partitions and wait for each other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 
 from byteps_py.worker.tensor import Part
 
-STUCK_AFTER_S = 0.05
+PATIENCE_S = 0.05
 
 
 class _Turns:
@@ -42,7 +43,9 @@ class PushQueue:
         self._length = 0
         self._virtual_time = 0.0
         self._order = itertools.count()
-        self._moved_at = 0.0
+        self._on_wire: dict[Part, float] = {}  # when it was pushed, oldest first
+        #: So long after its push, a partition is no longer on the wire, answered or not.
+        self.patience_s = PATIENCE_S
 
     def set_weights(self, weights: Mapping[int, int]) -> None:
         """Each server's part of the keys, relative to the others'; unknown servers count as 1."""
@@ -62,28 +65,36 @@ class PushQueue:
         heapq.heappush(turns.heap, (-priority, next(self._order), part))
         self._length += 1
 
-    def give_back(self, part: Part, now: float) -> None:
+    def give_back(self, part: Part) -> None:
         """``part`` was answered, or given up."""
-        self.in_flight_bytes -= part.length
-        self._moved_at = now
+        if self._on_wire.pop(part, None) is not None:
+            self.in_flight_bytes -= part.length
 
     def take(self, now: float) -> Part | None:
         """The next partition to push, its credit taken; None if none may go now."""
         if not self._length:
             return None
+        self._write_off(now - self.patience_s)
         turns = min((t for t in self._servers.values() if t.heap), key=lambda t: (t.start, t.heap[0]))
         part = turns.heap[0][2]
         fits = not self.credit_bytes or self.in_flight_bytes + part.length <= self.credit_bytes
-        stuck = now - self._moved_at >= STUCK_AFTER_S
-        if not (fits or stuck or self.in_flight_bytes == 0):
+        if not (fits or self.in_flight_bytes == 0):
             return None
         heapq.heappop(turns.heap)
         self._length -= 1
         self._virtual_time = turns.start
         turns.start += part.length / turns.weight
         self.in_flight_bytes += part.length
-        self._moved_at = now
+        self._on_wire[part] = now
         return part
+
+    def _write_off(self, pushed_before: float) -> None:
+        while self._on_wire:
+            part, pushed = next(iter(self._on_wire.items()))
+            if pushed > pushed_before:
+                return
+            del self._on_wire[part]
+            self.in_flight_bytes -= part.length
 
     def drop(self, parts: set[Part]) -> None:
         """Forget queued partitions of a tensor that is void."""

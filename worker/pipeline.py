@@ -124,7 +124,7 @@ class Pipeline:
         if not self.awaits(part, round_):
             return []
         tensor = part.tensor
-        self._queue.give_back(part, now)
+        self._queue.give_back(part)
         actions = self.pump(now)
         if tensor.local_root is not None:
             source = tensor.contribution.address + part.offset
@@ -159,7 +159,7 @@ class Pipeline:
         self._queue.drop(set(tensor.parts))
         for part in tensor.parts:
             if part.stage is Stage.IN_FLIGHT:
-                self._queue.give_back(part, now)
+                self._queue.give_back(part)
         return self._release(tensor) + self.pump(now)
 
     def _release(self, tensor: Tensor) -> list[Action]:

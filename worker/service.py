@@ -26,7 +26,7 @@ from byteps_py.scheduler.declarations import to_spec
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.credit import STUCK_AFTER_S, PushQueue
+from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.memory import Memory
@@ -79,7 +79,7 @@ class Service:
     def run(self) -> int:
         self._ready.expect(_LIKELY)
         self._loop.call_later(_TICK_S, self._tick)
-        self._loop.call_later(STUCK_AFTER_S, self._pump)
+        self._loop.call_later(PATIENCE_S, self._pump)
         try:
             self._loop.run()
         except BytePSError as error:  # a server broke the protocol, say: all must know
@@ -168,6 +168,8 @@ class Service:
         credit = self._settings.credit_bytes
         usual = tuning.credit_bytes(topology.partition_bytes, topology.machines)
         self._queue.credit_bytes = usual if credit is None else credit
+        slowest_mbit = min(member.link_mbit for member in (*topology.servers, *topology.workers))
+        self._queue.patience_s = max(PATIENCE_S, tuning.answer_s(self._queue.credit_bytes, slowest_mbit))
         self._queue.set_weights({server.member_id: server.weight for server in topology.servers})
         executor = self._executor = Executor(
             self._loop, self._ready, memory, pipeline, topology.first_rank, self._link.send, self._fail
@@ -289,7 +291,7 @@ class Service:
     def _pump(self) -> None:
         if len(self._queue) and self._executor is not None and self._pipeline is not None:
             self._executor.run(self._pipeline.pump(time.monotonic()))
-        self._loop.call_later(STUCK_AFTER_S, self._pump)
+        self._loop.call_later(PATIENCE_S / 5 if len(self._queue) else PATIENCE_S, self._pump)
 
     # ---- failing and ending ----------------------------------------------------------------------------
 

@@ -78,16 +78,16 @@ class _Passes:
         try:
             self.reducer.finish()
         finally:
-            self._forget()
+            self._over()
 
     def depart(self) -> list[Bucket]:
         """The first half of ``finish``, see GradientReducer."""
         try:
             return self.reducer.depart()
         finally:
-            self._forget()
+            self._over()
 
-    def _forget(self) -> None:
+    def _over(self) -> None:
         for watched in self._begun:
             watched.passes = 0
         self._begun.clear()

@@ -43,25 +43,24 @@ class Queue(credit.PushQueue):
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-        self._quiet_since_s = 0.0
+        self._pushed: dict[Part, float] = {}
 
-    def give_back(self, part: Part, now: float) -> None:
-        super().give_back(part, now)
-        self._quiet_since_s = now
+    @property
+    def pushed_bytes(self) -> int:
+        """Not given back yet."""
+        return sum(part.length for part in self._pushed)
+
+    def give_back(self, part: Part) -> None:
+        super().give_back(part)
+        self._pushed.pop(part, None)
 
     def take(self, now: float) -> Part | None:
-        before = self.in_flight_bytes
         part = super().take(now)
         if part is not None:
-            quiet_s = now - self._quiet_since_s
-            if (
-                self.credit_bytes
-                and before
-                and before + part.length > self.credit_bytes
-                and quiet_s < credit.STUCK_AFTER_S
-            ):
-                raise InvariantError(f"{before + part.length} bytes in flight with a credit of {self.credit_bytes}")
-            self._quiet_since_s = now
+            on_wire = sum(other.length for other, at in self._pushed.items() if at > now - self.patience_s)
+            if self.credit_bytes and on_wire and on_wire + part.length > self.credit_bytes:
+                raise InvariantError(f"{on_wire + part.length} bytes on the wire with a credit of {self.credit_bytes}")
+            self._pushed[part] = now
         return part
 
 
@@ -79,7 +78,7 @@ class Worker(Process):
         self._service = service.Service(settings, stay=False)
         loop = self._service._loop
         loop.call_later(service._TICK_S, self._service._tick)
-        loop.call_later(credit.STUCK_AFTER_S, self._service._pump)
+        loop.call_later(credit.PATIENCE_S, self._service._pump)
 
     def broke(self, error: Exception) -> None:
         """As ``Service.run`` does; but only a server that is gone from the start excuses it."""
@@ -99,10 +98,10 @@ class Worker(Process):
             if "_carry_out" not in vars(executor):
                 self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
             in_flight = sum(part.length for part in executor._parts.values() if part.stage is Stage.IN_FLIGHT)
-            if in_flight != self._service._queue.in_flight_bytes:
-                raise InvariantError(
-                    f"{in_flight} bytes are in flight, but {self._service._queue.in_flight_bytes} of credit are taken"
-                )
+            queue: Queue = self._service._queue  # type: ignore[assignment]
+            counted, limited = queue.pushed_bytes, queue.in_flight_bytes
+            if in_flight != counted or limited > in_flight:
+                raise InvariantError(f"{in_flight} bytes are in flight, {counted} not answered, {limited} take credit")
 
     def _check_action(self, action: Action) -> None:
         if isinstance(action, Done) and action.tensor.parts and action.tensor.parts[0].server >= 0:

@@ -1,0 +1,146 @@
+"""Training steps across machines with shaped links: how much of the communication hides behind computation.
+
+    python -m benchmarks.cluster.overlap [--compute 0.5 1 2] [--rounds 1] [--mparams 32] [--json FILE]
+    python -m benchmarks.cluster.overlap --contenders cross --partition-kb 64 1024 4096 --credit-kb 1024 16384
+
+Hosts are network namespaces (root needed), four workers and four CPU machines unless told otherwise. The model: 12
+equal layers and a last one four times as large, each computing (by waiting) equally long. ``--compute`` is the
+computation of a step in units of its optimum communication. A step can't take less than the longer of the two.
+Contenders take turns: torch's DistributedDataParallel over gloo, DistributedOptimizer, the same with CrossBarrier,
+and that with all gradients of one priority.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.contenders import PORT, finish, start
+from benchmarks.cluster.hosts import Host, cluster
+from byteps_py.placement.shares import Optimum
+
+RANK = Path(__file__).with_name("overlap_rank.py")
+NAMES = {
+    "ddp": "torch DDP, gloo",
+    "ours": "DistributedOptimizer",
+    "cross": "+ CrossBarrier",
+    "cross-flat": "+ CrossBarrier, one priority",
+}
+EQUAL_LAYERS = 12
+LARGE = 4  # times as large as an equal one
+
+
+def counts_of(elements: int, large: str) -> list[int]:
+    """Elements of each layer, in order of the forward pass."""
+    equal = elements // (EQUAL_LAYERS + LARGE)
+    one = [elements - EQUAL_LAYERS * equal]
+    return one + [equal] * EQUAL_LAYERS if large == "first" else [equal] * EQUAL_LAYERS + one
+
+
+def run(
+    contender: str, workers: Sequence[Host], servers: Sequence[Host], program: Sequence[str], tuning: dict[str, str]
+) -> list[float]:
+    """The times of its steps. Every process runs on its host, as on a real machine."""
+    command = [sys.executable, str(RANK), contender, *program]
+    if contender == "ddp":
+        common = {
+            "WORLD_SIZE": str(len(workers)),
+            "MASTER_ADDR": workers[0].address,
+            "MASTER_PORT": str(PORT + 1),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of hosts that have no names
+        }
+        ranks = [
+            start(h, command, {**common, "RANK": str(i), "GLOO_SOCKET_IFNAME": h.interface}, stdout=-1)
+            for i, h in enumerate(workers)
+        ]
+        return finish(ranks, [])
+    common = {
+        "DMLC_PS_ROOT_URI": workers[0].address,
+        "DMLC_PS_ROOT_PORT": str(PORT),
+        "DMLC_NUM_WORKER": str(len(workers)),
+        "DMLC_NUM_SERVER": str(len(servers)),
+        "BYTEPS_LOCAL_SIZE": "1",
+        "BYTEPS_SECRET": "benchmark",
+        **tuning,
+    }
+    launch = [sys.executable, "-m", "byteps_py.launch"]
+    services = [start(workers[0], launch, {**common, "DMLC_ROLE": "scheduler"})]
+    services += [start(h, launch, {**common, "DMLC_ROLE": "server", "DMLC_NODE_HOST": h.address}) for h in servers]
+    ranks = []
+    for index, host in enumerate(workers):
+        own = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(index), "DMLC_NODE_HOST": host.address}
+        ranks.append(start(host, [*launch, *command], {**common, **own}, stdout=-1))
+    return finish(ranks, services)
+
+
+def tunings(partition_kb: Sequence[int], credit_kb: Sequence[int]) -> list[dict[str, str]]:
+    """0 stands for the product's own choice."""
+    names = "BYTEPS_PARTITION_BYTES", "BYTEPS_SCHEDULING_CREDIT"
+    return [
+        {name: str(kb << 10) for name, kb in zip(names, pair, strict=True) if kb}
+        for pair in itertools.product(partition_kb, credit_kb)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--servers", type=int, default=4)
+    parser.add_argument("--mbit", type=float, default=400)
+    parser.add_argument("--mparams", type=float, default=32, help="millions of float32 parameters")
+    parser.add_argument("--large", choices=["first", "last"], default="last", help="which layer is the large one")
+    parser.add_argument("--compute", type=float, nargs="+", default=[0.5, 1, 2])
+    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--partition-kb", type=int, nargs="+", default=[0], help="0: the product's own choice")
+    parser.add_argument("--credit-kb", type=int, nargs="+", default=[0], help="likewise")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    n, k = arguments.workers, arguments.servers
+    counts = counts_of(int(arguments.mparams * 1e6), arguments.large)
+    optimum_s = float(Optimum(n, k).time) * sum(counts) * 4 * 8 / (arguments.mbit * 1e6)
+    cases = [
+        (compute, contender, tuning)
+        for compute in arguments.compute
+        for contender in arguments.contenders
+        for tuning in (tunings(arguments.partition_kb, arguments.credit_kb) if contender != "ddp" else [{}])
+    ]
+    seen: dict[int, list[float]] = defaultdict(list)
+    with cluster([arguments.mbit] * (n + k)) as hosts:
+        for _, (index, (compute, contender, tuning)) in itertools.product(range(arguments.rounds), enumerate(cases)):
+            program = ["--counts", ",".join(map(str, counts)), "--compute-s", str(compute * optimum_s)]
+            program += ["--steps", str(arguments.steps)]
+            seen[index] += run(contender, hosts[:n], hosts[n:], program, tuning)
+            print(contender, compute, tuning, [round(s, 2) for s in seen[index]], file=sys.stderr, flush=True)
+    print(
+        f"n = {n}, k = {k}, {arguments.mbit:g} Mbit/s each way, {sum(counts) * 4 / 1e6:.0f} MB of gradients, large "
+        f"layer {arguments.large}; optimum communication {optimum_s:.2f} s"
+    )
+    print("compute s  contender                      step s  step / max(compute, optimum)  settings")
+    rows: list[dict[str, Any]] = []
+    for index, (compute, contender, tuning) in enumerate(cases):
+        compute_s, step_s = compute * optimum_s, statistics.median(seen[index])
+        ratio = step_s / max(compute_s, optimum_s)
+        settings = ", ".join(f"{name}={value}" for name, value in tuning.items()) or "default"
+        print(f"{compute_s:9.2f}  {NAMES[contender]:28s} {step_s:8.2f} {ratio:29.3f}  {settings}")
+        rows.append(
+            {
+                "n": n, "k": k, "mbit": arguments.mbit, "bytes": sum(counts) * 4, "large": arguments.large,
+                "optimum_s": optimum_s, "compute_s": compute_s, "contender": contender, "tuning": tuning,
+                "steps_s": seen[index], "step_s": step_s, "ratio": ratio,
+            }
+        )  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
