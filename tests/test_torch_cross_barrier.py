@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,18 @@ import torch
 from support.clusters import bpslaunch
 from support.threaded import ThreadedCluster
 from torch import nn
-from torch_training import Net, assert_same, loss_of, reference, sgd, state_of, wrap
+from torch_training import (
+    Net,
+    assert_equal,
+    assert_same,
+    loss_of,
+    reference,
+    run_steps,
+    sgd,
+    state_of,
+    wrap,
+    wrap_and_cross,
+)
 
 import byteps_py.torch as bps
 
@@ -20,10 +30,6 @@ MACHINES = (2, 2)
 STEPS = 4
 PROGRAM = Path(__file__).parent / "programs" / "cross_barrier.py"
 SMALL_BUCKETS = 600  # bytes: several buckets, fused and single
-
-
-def wrap_and_cross(model: nn.Module, make=sgd, **options: Any) -> Any:
-    return bps.CrossBarrier(model, wrap(model, make, **options))
 
 
 def two_groups(params):
@@ -85,22 +91,6 @@ def train(crossing: bool, make=sgd, zero: Callable[[nn.Module, Any], None] = ZER
     return main
 
 
-def assert_equal(a: Any, b: Any) -> None:
-    """Nested structures, tensors bit for bit."""
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_equal(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_equal(x, y)
-    else:
-        assert a == b
-
-
 def compare(machines=MACHINES, fusion_bytes: int = SMALL_BUCKETS, shared_memory: bool = False, **how: Any) -> None:
     crossed, plain = (
         ThreadedCluster(machines, shared_memory, fusion_bytes=fusion_bytes).run(train(crossing, **how))
@@ -144,13 +134,6 @@ def test_the_same_bits_as_the_contract() -> None:
     assert_same(ThreadedCluster(MACHINES, fusion_bytes=SMALL_BUCKETS).run(main), reference(sgd, STEPS, MACHINES))
 
 
-def run_steps(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
-    for step in steps:
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def test_a_layer_waits_for_its_own_gradients_only() -> None:
     def main(rank: int) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -184,91 +167,6 @@ def test_step_returns_although_another_rank_is_not_there_yet() -> None:
         optimizer.finish_updates()
 
     ThreadedCluster((1, 1)).run(main)
-
-
-def interruptions() -> dict[str, Callable[[nn.Module, Any, int], None]]:
-    def evaluation(model: nn.Module, optimizer: Any, rank: int) -> None:
-        model.eval()
-        with torch.inference_mode():
-            loss_of(model, rank, 99)
-        model.train()
-
-    def autocast(model: nn.Module, optimizer: Any, rank: int) -> None:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            loss_of(model, rank, 99)
-
-    def model_state(model: nn.Module, optimizer: Any, rank: int) -> None:
-        saved = copy.deepcopy(model.state_dict())
-        with torch.no_grad():
-            model.first.weight.zero_()
-        model.load_state_dict(saved)
-
-    def model_load(model: nn.Module, optimizer: Any, rank: int) -> None:
-        model.load_state_dict(Net().state_dict())
-
-    def layer_state(model: nn.Module, optimizer: Any, rank: int) -> None:
-        saved = copy.deepcopy(model.last.state_dict())
-        model.last.load_state_dict(saved)
-
-    def optimizer_state(model: nn.Module, optimizer: Any, rank: int) -> None:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-    def optimizer_load(model: nn.Module, optimizer: Any, rank: int) -> None:
-        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.3).state_dict())
-
-    def shutdown(model: nn.Module, optimizer: Any, rank: int) -> None:
-        bps.suspend()
-        bps.resume(len(MACHINES), 0)
-
-    def freeze(model: nn.Module, optimizer: Any, rank: int) -> None:
-        model.first.requires_grad_(False)
-
-    def unfreeze(model: nn.Module, optimizer: Any, rank: int) -> None:
-        model.never.requires_grad_(True)
-
-    def another_step(model: nn.Module, optimizer: Any, rank: int) -> None:
-        optimizer.step()  # zeros, and momentum
-        optimizer.zero_grad()
-
-    def clipped_step(model: nn.Module, optimizer: Any, rank: int) -> None:
-        loss_of(model, rank, 50).backward()
-        optimizer.synchronize()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        optimizer.zero_grad()
-
-    def group(model: nn.Module, optimizer: Any, rank: int) -> None:
-        model.extra = nn.Linear(2, 2).requires_grad_(True)
-        nn.init.ones_(model.extra.weight)
-        nn.init.ones_(model.extra.bias)
-        optimizer.add_param_group({"params": model.extra.parameters(), "lr": 0.5})
-
-    return {what.__name__: what for what in (
-        evaluation, autocast, model_state, model_load, layer_state, optimizer_state, optimizer_load, shutdown, freeze,
-        unfreeze, another_step, clipped_step, group,
-    )}  # fmt: skip
-
-
-@pytest.mark.parametrize("interrupt", interruptions().values(), ids=interruptions())
-def test_what_comes_between_two_steps(interrupt) -> None:
-    def main(crossing: bool):
-        def rank_main(rank: int):
-            model = Net()
-            model.never.requires_grad_(False)
-            model.never.weight.grad = torch.ones(3, 3)  # frozen, but it has a gradient: SGD uses it
-            optimizer = (wrap_and_cross if crossing else wrap)(model)
-            run_steps(model, optimizer, rank, range(2))
-            interrupt(model, optimizer, rank)
-            run_steps(model, optimizer, rank, range(2, STEPS))
-            return state_of(model)
-
-        return rank_main
-
-    crossed, plain = (
-        ThreadedCluster(MACHINES, fusion_bytes=SMALL_BUCKETS).run(main(crossing)) for crossing in (True, False)
-    )
-    assert_equal(crossed, plain)
 
 
 def test_step_hooks_see_the_new_weights() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from support.threaded import contract
@@ -88,3 +89,30 @@ def assert_same(states: Sequence[dict[str, torch.Tensor]], expected: dict[str, t
         assert state.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(state[name], value), f"rank {rank}: {name} differs"
+
+
+def wrap_and_cross(model: nn.Module, make=sgd, **options: Any) -> Any:
+    return bps.CrossBarrier(model, wrap(model, make, **options))
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Nested structures, tensors bit for bit."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        assert a == b
+
+
+def run_steps(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
