@@ -105,7 +105,7 @@ def test_machines_that_contradict_the_cluster_are_told_how_and_it_comes_together
         server = addressed(port, DMLC_ROLE="server", DMLC_NUM_WORKER="3")
         wrong = [
             (machine(1, port, DMLC_NUM_WORKER="3"), "ConfigurationError: DMLC_NUM_WORKER is 3 in this process and 2 i"),
-            (machine(1, port, BYTEPS_PARTITION_BYTES="8192"), "BYTEPS_PARTITION_BYTES is 8192 in this process and 419"),
+            (machine(1, port, BYTEPS_PARTITION_BYTES="8192"), "BYTEPS_PARTITION_BYTES is 8192 in this process and not"),
             (machine(0, port, BYTEPS_MACHINE_ID="mx"), "RendezvousError: DMLC_WORKER_ID=0 is taken by worker 0 (host "),
             (machine(1, port, BYTEPS_SECRET="other"), "set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE everywhere"),
             (launch("", **server), "byteps_py server: ConfigurationError: DMLC_NUM_WORKER is 3 in this process and 2"),
