@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests import `support`
 
 from support.processes import Snapshot
 
-
 # Whoever starts the tests in the background (a shell's `&`) makes them ignore Ctrl-C, and with them all they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
