@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def leaves_nothing() -> Iterator[None]:
     """Fails a test that leaves something behind. What fixtures of a wider scope hold does not count."""
     before = Snapshot.take()
+    gc.freeze()  # what is there already need not be looked through after every test: torch alone is a million objects
     yield
     leaks = before.leaks()
     assert not leaks, "left behind: " + "; ".join(leaks)

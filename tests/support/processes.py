@@ -126,6 +126,10 @@ class Snapshot:
         """
         deadline = time.monotonic() + limit_s
         gc.collect()  # closes what only a reference cycle holds
+        if self._is_all():
+            return []
+        gc.unfreeze()  # cycles that began before the test, too
+        gc.collect()
         found = []
         for thread in set(threading.enumerate()) - self.threads:
             if not thread.name.startswith(_LIBRARY_THREADS):
@@ -150,6 +154,16 @@ class Snapshot:
         found += [f"descriptor {fd} -> {target}" for fd, target in left]
         new_segments = sorted(_shared_memory() - self.shared_memory)
         return found + [f"shared memory {_SHM / name}" for name in new_segments if not _belongs_to_others(name)]
+
+    def _is_all(self) -> bool:
+        """Nothing has come since."""
+        now = Snapshot.take()
+        return (
+            now.threads <= self.threads
+            and now.children <= self.children
+            and now.descriptors <= self.descriptors
+            and now.shared_memory <= self.shared_memory
+        )
 
     def _new_descriptors(self) -> list[tuple[int, str]]:
         tracker = sys.modules.get("multiprocessing.resource_tracker")
