@@ -19,7 +19,7 @@ _PIPELINE_S = 0.02  # what the pipeline may take
 _MESSAGE_S = 0.0002  # what a message may take on the wire at least: so many can be handled in time
 _IN_FLIGHT_OVER_LEAST = 2.0
 _ANSWER_OVER_LEAST = 3.0
-#: What a machine with a fast link has in flight at most, unless told otherwise.
+#: Freed memory that a process keeps for messages, before it knows what it will have in flight.
 USUAL_CREDIT_BYTES = 64 << 20
 
 

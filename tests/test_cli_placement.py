@@ -156,3 +156,9 @@ def test_placement_behind_unequal_links_is_explained(capsys):
 def test_equal_and_unequal_links_do_not_mix(capsys):
     assert main(["placement", "--model", "vgg16", "-n", "4", "--cpu-mbit", "400"]) != 0
     assert "--gpu-mbit with --cpu-mbit" in capsys.readouterr().err
+
+
+def test_a_rate_that_is_no_number_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["placement", "--model", "vgg16", "--gpu-mbit", "400,abc"])
+    assert "--gpu-mbit: takes numbers with commas between them, got '400,abc'" in capsys.readouterr().err

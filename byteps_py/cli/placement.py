@@ -60,7 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rates(text: str) -> list[float]:
-    return [float(rate) for rate in text.split(",")]
+    try:
+        return [float(rate) for rate in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes numbers with commas between them, got {text!r}") from None
 
 
 def _partition_bytes(given: int | None) -> int:
