@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from byteps_py.errors import UsageError
@@ -54,6 +56,9 @@ class Op(enum.IntEnum):
 
     An average is a SUM whose result each worker divides (see ``TensorSpec.divisor``).
     BROADCAST combines nothing: the result is the contribution of the root rank.
+    GATHER and EXCHANGE combine nothing either, and go from machine to machine without a server: GATHER gives every
+    rank the contributions of all; EXCHANGE gives every rank the pieces that the others have for it. How long they
+    are and where they lie is said anew when it changes, see ``Layout``.
     """
 
     SUM = 1
@@ -61,6 +66,17 @@ class Op(enum.IntEnum):
     MAX = 3
     PRODUCT = 4
     BROADCAST = 5
+    GATHER = 6
+    EXCHANGE = 7
+
+    @property
+    def is_reduction(self) -> bool:
+        return self <= Op.PRODUCT
+
+    @property
+    def is_direct(self) -> bool:
+        """From machine to machine, without a server: nothing is combined, nothing voted on."""
+        return self >= Op.GATHER
 
 
 class Checks(enum.IntFlag):
@@ -80,7 +96,14 @@ class TensorSpec:
 
     ``average`` divides the sum by the number of ranks at delivery: true division for floating types, floor
     division for integers. ``root`` is the global rank that a BROADCAST reads, else -1. ``priority``: higher
-    goes first when tensors compete for the network; ranks may differ in it.
+    goes first when tensors compete for the network; ranks may differ in it. ``group``: the global ranks that take
+    part, ascending; empty for all.
+
+    ``scatters``: each rank gets only its piece of a reduction. Pieces are rows (of the first dimension), as even as
+    can be, the longer ones first, in the order of the group.
+
+    A GATHER or an EXCHANGE has a dtype of UINT8 and the shape (bytes of the input, bytes of the result): room for the
+    largest round, which each rank chooses for itself. Declared again with more room, its memory grows.
     """
 
     name: str
@@ -90,6 +113,8 @@ class TensorSpec:
     average: bool = False
     root: int = -1
     priority: int = 0
+    group: tuple[int, ...] = ()
+    scatters: bool = False
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -102,26 +127,99 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: a broadcast, and nothing else, names a root rank")
         if self.average and self.op is not Op.SUM:
             raise UsageError(f"tensor {self.name!r}: only a sum can be averaged, not {self.op.name.lower()}")
+        if self.group and (self.group[0] < 0 or any(a >= b for a, b in itertools.pairwise(self.group))):
+            raise UsageError(f"tensor {self.name!r}: group {self.group} is not ascending")
+        if self.group and self.root >= 0 and self.root not in self.group:
+            raise UsageError(f"tensor {self.name!r}: root rank {self.root} is not in its group {list(self.group)}")
+        if self.scatters and not (self.op.is_reduction and self.shape):
+            raise UsageError(f"tensor {self.name!r}: only a reduction of one or more dimensions can be scattered")
+        if self.op.is_direct and not (self.dtype is DType.UINT8 and len(self.shape) == 2):
+            raise UsageError(f"tensor {self.name!r}: a {self.op.name.lower()} is uint8, of shape (input, result)")
         # Once: rounds ask for them again and again.
-        object.__setattr__(self, "count", math.prod(self.shape))
+        object.__setattr__(self, "count", self.shape[0] if self.op.is_direct else math.prod(self.shape))
         object.__setattr__(self, "nbytes", self.count * self.dtype.itemsize)
 
+    def members(self, size: int) -> Sequence[int]:
+        """The ranks that take part, of ``size`` in the job."""
+        return self.group or range(size)
+
     def divisor(self, size: int) -> int:
-        """What a result is divided by at delivery, with ``size`` ranks."""
-        return size if self.average else 1
+        """What a result is divided by at delivery, with ``size`` ranks in the job."""
+        return len(self.group) or size if self.average else 1
+
+    def piece(self, position: int, members: int) -> tuple[int, int]:
+        """(first element, elements) of what the member at ``position`` of ``members`` gets when it ``scatters``."""
+        rows = self.shape[0]
+        width = math.prod(self.shape[1:])
+        first = position * (rows // members) + min(position, rows % members)
+        return first * width, (rows // members + (position < rows % members)) * width
+
+    def result_nbytes(self, rank: int, size: int) -> int:
+        """Bytes of the result of ``rank``, with ``size`` ranks in the job."""
+        if self.op.is_direct:
+            return self.shape[1]
+        if self.scatters:
+            members = self.members(size)
+            return self.piece(members.index(rank), len(members))[1] * self.dtype.itemsize
+        return self.nbytes
 
     def agrees_with(self, other: TensorSpec) -> bool:
         """True if ranks that gave these two specs may be reduced together."""
         return self.signature() == other.signature()
 
-    def signature(self) -> tuple[DType, tuple[int, ...], Op, bool, int]:
-        return (self.dtype, self.shape, self.op, self.average, self.root)
+    def fits_in(self, other: TensorSpec) -> bool:
+        """True if a slot of ``other``, which it agrees with, has room for it."""
+        return not self.op.is_direct or all(mine <= there for mine, there in zip(self.shape, other.shape, strict=True))
+
+    def signature(self) -> tuple[object, ...]:
+        shape = () if self.op.is_direct else self.shape
+        return (self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters)
 
     def describe(self) -> str:
         """The part that ranks must agree on, for messages: ``average of float32[3, 4]``."""
         op = "average" if self.average else self.op.name.lower()
+        op = f"scattered {op}" if self.scatters else op
         root = f" from rank {self.root}" if self.op is Op.BROADCAST else ""
-        return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}"
+        group = f" among ranks {', '.join(map(str, self.group))}" if self.group else ""
+        what = "bytes" if self.op.is_direct else f"{self.dtype.name.lower()}{list(self.shape)}"
+        return f"{op} of {what}{root}{group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One rank's part in a round of a GATHER or an EXCHANGE: (offset, bytes) of pieces of its memory.
+
+    ``sends``: in the input, for each member of the group, in order; a GATHER has one piece, which is for all.
+    ``receives``: in the result, from each member. What one member sends and what the other expects must be equally
+    long. A piece of 0 bytes is neither sent nor waited for.
+
+    >>> Layout(sends=((0, 8),), receives=((0, 8), (8, 8)))  # all gather 8 bytes of each of two
+    Layout(sends=((0, 8),), receives=((0, 8), (8, 8)))
+    """
+
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+
+    def check(self, spec: TensorSpec, members: int) -> None:
+        """Raises UsageError if ``spec``, with so many members, has no room for it."""
+        room_in, room_out = spec.shape
+        if len(self.receives) != members or len(self.sends) != (1 if spec.op is Op.GATHER else members):
+            raise UsageError(f"tensor {spec.name!r}: a layout for {len(self.receives)} ranks, its group has {members}")
+        for ranges, room, what in ((self.sends, room_in, "input"), (self.receives, room_out, "result")):
+            for offset, nbytes in ranges:
+                if offset < 0 or nbytes < 0 or offset + nbytes > room:
+                    raise UsageError(
+                        f"tensor {spec.name!r}: a piece of {nbytes} bytes at {offset} is not inside its {what} of "
+                        f"{room} bytes"
+                    )
+
+
+def differing(name: str, source: int, sent: int, target: int, due: int) -> str:
+    """What to say when two ranks disagree about a piece of a GATHER or an EXCHANGE."""
+    return (
+        f"tensor {name!r}: rank {source} sends {sent} bytes to rank {target}, which expects {due}; give matching sizes "
+        "on both"
+    )
 
 
 def key_of(name: str) -> int:

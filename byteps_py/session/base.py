@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from byteps_py.tensors import TensorSpec
+from byteps_py.tensors import Layout, TensorSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -14,7 +14,8 @@ class Slot:
     """A declared tensor's memory in this process, and where its current round stands.
 
     ``inputs``: where contributions go, used in turn; ``result``: where the result lies once ``wait``
-    returned. ``result`` may be the same memory as an input. All are writable views of ``spec.nbytes`` bytes.
+    returned. ``result`` may be the same memory as an input. All are writable views, inputs of ``spec.nbytes`` bytes,
+    the result of ``spec.result_nbytes`` bytes.
     """
 
     spec: TensorSpec
@@ -57,15 +58,19 @@ class Session(ABC):
         A name that is declared already gives its slot back if the spec agrees; else the name gets a new slot,
         and the new spec must be agreed by all ranks before its first round. Order of declaration is free.
         A slot's memory is this rank's until it declares the name again and gets another.
-        Raises UsageError if a name's slot is pending, or handed over in part, and the spec differs.
+        Ranks outside a spec's group declare nothing and are not waited for. A GATHER or an EXCHANGE is not voted on;
+        declared again with more room it gets a new slot, which goes on with the rounds of the old one.
+        Raises UsageError if a name's slot is pending, or handed over in part, and the spec differs, or if this rank
+        is not in the group of a spec.
         """
 
     @abstractmethod
-    def hand_over(self, slot: Slot, nbytes: int | None = None) -> None:
+    def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
         """The next round's contribution lies in ``slot.input``: all of it, or its first ``nbytes``.
 
         With ``nbytes`` below the tensor's size, the round goes on with further calls until all is there
-        (the service already works on what it has). Raises UsageError if an earlier round is pending, or if the
+        (the service already works on what it has). A GATHER or an EXCHANGE is handed over whole, with its ``layout``;
+        without one that of the round before holds. Raises UsageError if an earlier round is pending, or if the
         name was declared anew with another slot.
         """
 

@@ -87,15 +87,19 @@ def records_of(message: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def spec_to_json(spec: TensorSpec) -> list[Any]:
-    return [spec.name, spec.dtype, list(spec.shape), spec.op, spec.average, spec.root, spec.priority]
+    return [
+        spec.name, spec.dtype, list(spec.shape), spec.op, spec.average, spec.root, spec.priority, list(spec.group),
+        spec.scatters,
+    ]  # fmt: skip
 
 
 def spec_from_json(fields: list[Any]) -> TensorSpec:
     """Raises ProtocolError."""
     try:
-        name, dtype, shape, op, average, root, priority = fields
+        name, dtype, shape, op, average, root, priority, group, scatters = fields
         return TensorSpec(
-            str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority)
-        )
+            str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority),
+            tuple(int(r) for r in group), bool(scatters),
+        )  # fmt: skip
     except (ValueError, TypeError) as error:
         raise ProtocolError(f"malformed tensor declaration: {error}") from None

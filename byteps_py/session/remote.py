@@ -26,7 +26,7 @@ from byteps_py.session import protocol, words
 from byteps_py.session.base import Session, Slot
 from byteps_py.session.protocol import Kind
 from byteps_py.session.slots import Slots
-from byteps_py.tensors import TensorSpec
+from byteps_py.tensors import Layout, TensorSpec
 
 #: The service itself reports what stalls; this much later the session no longer believes in the service.
 _PATIENCE_S = 30.0
@@ -137,7 +137,7 @@ class RemoteSession(Session):
             pairs = zip(specs, self._declared.pop(request), strict=True)
             return {spec.name: self._slots.add(spec, fields) for spec, fields in pairs}
 
-    def hand_over(self, slot: Slot, nbytes: int | None = None) -> None:
+    def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
         self._check_open()
         whole = slot.spec.nbytes
         nbytes = whole if nbytes is None else nbytes

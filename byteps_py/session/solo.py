@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
-from byteps_py.errors import NotInitializedError, UsageError
+from byteps_py.errors import MismatchError, NotInitializedError, UsageError
 from byteps_py.session.base import Session, Slot
-from byteps_py.tensors import TensorSpec
+from byteps_py.tensors import Layout, TensorSpec, differing
 
 
 class SoloSession(Session):
@@ -17,6 +18,8 @@ class SoloSession(Session):
 
     def __init__(self) -> None:
         self._slots: dict[str, Slot] = {}
+        self._ids = itertools.count()
+        self._layouts: dict[int, Layout] = {}  # by id of the slot
         self._closed = False
 
     def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
@@ -26,15 +29,28 @@ class SoloSession(Session):
     def _declare(self, spec: TensorSpec) -> Slot:
         if spec.root > 0:
             raise UsageError(f"tensor {spec.name!r}: root rank {spec.root} does not exist, the job has 1 rank")
+        if spec.group not in ((), (0,)):
+            raise UsageError(f"tensor {spec.name!r}: rank 0 is not in its group, or others are: the job has 1 rank")
         slot = self._slots.get(spec.name)
-        if slot is None or not slot.spec.agrees_with(spec):
+        if slot is None or not slot.spec.agrees_with(spec) or not spec.fits_in(slot.spec):
             memory = memoryview(bytearray(spec.nbytes))
-            slot = self._slots[spec.name] = Slot(spec, (memory,), memory)
+            result = memoryview(bytearray(spec.result_nbytes(0, 1))) if spec.op.is_direct else memory
+            slot = self._slots[spec.name] = Slot(spec, (memory,), result, id=next(self._ids))
         return slot
 
-    def hand_over(self, slot: Slot, nbytes: int | None = None) -> None:
+    def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
         self._check_open()
-        if nbytes is None or nbytes == slot.spec.nbytes:
+        if slot.spec.op.is_direct:
+            layout = layout or self._layouts[slot.id]
+            layout.check(slot.spec, 1)
+            self._layouts[slot.id] = layout
+            (source, nbytes_sent), (target, nbytes_due) = layout.sends[0], layout.receives[0]
+            if nbytes_sent != nbytes_due:
+                raise MismatchError(differing(slot.spec.name, 0, nbytes_sent, 0, nbytes_due))
+            slot.result[target : target + nbytes_due] = slot.input[source : source + nbytes_sent]
+            slot.round += 1
+            slot.done_round = slot.round
+        elif nbytes is None or nbytes == slot.spec.nbytes:
             slot.round += 1
             slot.done_round = slot.round
 
