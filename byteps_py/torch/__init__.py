@@ -54,6 +54,7 @@ from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_stat
 from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum
 from byteps_py.torch.optimizer import DistributedOptimizer
 from byteps_py.torch.parallel import DistributedDataParallel
+from byteps_py.torch_backend import register as _register_backend
 
 __all__ = [
     "Average",
@@ -106,3 +107,5 @@ __all__ = [
     "suspend",
     "synchronize",
 ]
+
+_register_backend()

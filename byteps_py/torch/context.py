@@ -63,18 +63,29 @@ class Context:
         self._exchanges: dict[str, Exchange] = {}
         self._movers: dict[torch.device, Mover] = {}
         self._claimed: dict[str, int] = {}
+        self._holders: set[str] = set()
         self.names = NameSource()
         self.handles = Handles()
         self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
 
     # ---- life ------------------------------------------------------------------------------------------
 
-    def open(self, settings: Settings | None = None) -> None:
-        """Join the job; a no-op if already joined. ``settings``: default from the environment."""
+    def open(self, settings: Settings | None = None, holder: str = "init") -> None:
+        """Join the job; a no-op if already joined. ``settings``: default from the environment. ``holder``: who needs
+        the session until its ``release``."""
         with self.lock:
             if self._session is None:
                 self._settings = settings or Settings.from_env()
                 self._session = self._opener(self._settings)
+            self._holders.add(holder)
+
+    def release(self, holder: str) -> None:
+        """Leave the job unless somebody else needs the session."""
+        with self.lock:
+            self._holders.discard(holder)
+            is_last = not self._holders
+        if is_last:
+            self.close()
 
     def close(self) -> None:
         """Leave the job; a no-op if not joined. Raises what its unfinished work raises, having left all the same."""
@@ -89,6 +100,7 @@ class Context:
         with self.lock:
             session, self._session = self._session, None
             movers, self._movers = self._movers, {}
+            self._holders.clear()
             self._exchanges.clear()
             self.handles.clear()
             self.names = NameSource()
@@ -134,7 +146,7 @@ class Context:
             missing = [request for request in requests if not self._fits(request)]
             slots = session.declare([request.spec for request in missing]) if missing else []
             for request, slot in zip(missing, slots, strict=True):
-                mover = self._mover(request.device)
+                mover = self.mover(request.device)
                 exchange = Exchange(session, slot, request.dtype, request.shapes, mover)
                 self._exchanges[request.spec.name] = exchange
             return [self._exchanges[request.spec.name] for request in requests]
@@ -146,10 +158,11 @@ class Context:
             and exchange.usable
             and exchange.session is self._session
             and exchange.slot.spec.agrees_with(request.spec)
-            and exchange.mover is self._mover(request.device)
+            and exchange.mover is self.mover(request.device)
         )
 
-    def _mover(self, device: torch.device) -> Mover:
+    def mover(self, device: torch.device) -> Mover:
+        """What carries tensors of ``device`` to and from slots."""
         mover = self._movers.get(device)
         if mover is None:
             if device.type == "cuda":
