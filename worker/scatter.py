@@ -119,6 +119,9 @@ class Scatter:
         if request is None or request.round != part.tensor.round:
             return []
         part.request = None
+        if part.lent_round == request.round:
+            return []  # asked for twice
+        part.lent_round = request.round
         return [Lend(part, request)]
 
     def arrived(self, ask: AskSum, address: int, now: float) -> list[Action]:
