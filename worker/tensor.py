@@ -76,7 +76,8 @@ class SumRequest:
 @dataclass(slots=True, eq=False)
 class ScatterPart(Part):
     """A partition whose result is for one rank. ``owner``: its global rank; ``piece_offset``: where the owner's piece
-    begins in the tensor. ``request``: the owner's machine has asked for this machine's sum; ``lent_round``: the last that it was given.
+    begins in the tensor. ``request``: the owner's machine has asked for this machine's sum; ``lent_round``: the last
+    round that it was given.
 
     At the owner's machine, in the current round: ``sums``, addresses of the machines' sums; ``missing``, machines that
     have not sent theirs; ``asks``, under way; ``frames``, what keeps received memory.
