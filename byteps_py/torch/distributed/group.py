@@ -24,6 +24,7 @@ from byteps_py.torch.distributed import monitoring
 from byteps_py.torch.distributed.arguments import Reduction, Tensors, alone, listed, reduction_of, seconds
 from byteps_py.torch.distributed.direct import After, Direct
 from byteps_py.torch.distributed.identity import Identity
+from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.point_to_point import PointToPoint
 from byteps_py.torch.distributed.reductions import Reductions
@@ -47,7 +48,7 @@ class BytePSProcessGroup(Identity):
         self._members = members
         self._store = store
         self._leave = leave
-        self._around = Surroundings(timeout_s)
+        self._around = Surroundings(timeout_s, Journal(members, store))
         self._completer = Completer()
         self._reductions = Reductions(members, self._around, self._completer)
         self._direct = Direct(members, self._around, self._completer)

@@ -6,7 +6,6 @@ import threading
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from byteps_py.errors import StallError
@@ -48,6 +47,8 @@ def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool)
 def _comes(store: Store, key: str, deadline: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    except dist.DistError:  # what it raises when the time has passed
+    except RuntimeError:  # of different types, one for each kind of store
+        if time.monotonic() < deadline:
+            raise
         return False
     return True

@@ -32,6 +32,11 @@ class Kind:
     root: int = -1
     scatters: bool = False
 
+    def describe(self) -> str:
+        op = "average" if self.average else self.op.name.lower()
+        root = f" from rank {self.root}" if self.root >= 0 else ""
+        return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}"
+
 
 @dataclass(slots=True, eq=False)
 class Place:

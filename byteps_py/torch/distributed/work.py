@@ -16,26 +16,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from byteps_py.errors import StallError
+from byteps_py.errors import MismatchError, StallError
+from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.threads import POOL
 
 #: How often a wait looks whether its group was aborted.
 _LOOK_S = 1.0
+#: A wait of this length, twice it, four times it, …: are the others at the same operation?
+_DOUBT_S = 2.0
 Future = torch.futures.Future[Any]
 
 
 class Surroundings:
-    """What operations of one group share. ``abort`` ends their waits."""
+    """What operations of one group share: ``aborted`` ends their waits, and no new ones begin."""
 
-    def __init__(self, timeout_s: float, explain: Callable[[str], str] = str) -> None:
+    def __init__(self, timeout_s: float, journal: Journal) -> None:
         self.timeout_s = timeout_s
-        self.explain = explain
+        self.journal = journal
         self.aborted: Exception | None = None
 
     def check(self) -> None:
         if self.aborted is not None:
             raise type(self.aborted)(*self.aborted.args)
+
+    def compare(self, number: int) -> str:
+        """Where the others stand, in words. If they differ the group is at its end: rounds that some have begun stay
+        open for ever."""
+        try:
+            return self.journal.compare(number)
+        except MismatchError as error:
+            self.aborted = error
+            raise
 
 
 class Pending(dist.Work):
@@ -44,6 +56,7 @@ class Pending(dist.Work):
     def __init__(self, around: Surroundings, what: str, outputs: list[torch.Tensor], timeout_s: float) -> None:
         super().__init__()
         self.what = what
+        self.number = 0  # of its group, in the order of the calls; 0 for what not all members call
         self._around = around
         self._outputs = outputs
         self._timeout_s = timeout_s
@@ -87,17 +100,31 @@ class Pending(dist.Work):
             self._complete(deadline)
         except _NotYet as error:
             said = f"{self.what}: not complete within {limit_s:g} s"
-            raise StallError(self._around.explain(said)) from error
+            if others := self._others():
+                said = f"{said}; {others}"
+            raise StallError(said) from error
         except Exception as error:
             self._error = error
         self._over = True
         self._release()
 
+    def _others(self) -> str:
+        try:
+            return self._around.compare(self.number) if self.number else ""
+        except MismatchError as error:
+            return str(error)
+
     def _slices(self, deadline: float, wait: Callable[[float], None]) -> None:
-        """``wait`` until ``deadline``, looking from time to time whether the group was aborted."""
+        """``wait`` until ``deadline``, looking from time to time whether the group was aborted, or should be."""
+        began = time.monotonic()
+        doubt_s = _DOUBT_S
         while True:
             self._around.check()
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            if self.number and now - began >= doubt_s:
+                doubt_s *= 2
+                self._around.compare(self.number)
+            left = deadline - now
             try:
                 return wait(max(0.0, min(left, _LOOK_S)))
             except StallError as error:

@@ -1,0 +1,67 @@
+"""What each member of a group has called last: asked when an operation takes long, to find out that members differ.
+
+Members whose operations have never been agreed on find a difference at once: they meet under one name. Where one of
+them does what was agreed on long ago, each waits under a name of its own. So a member that waits for long writes down
+in torch's store what it has called, and reads what others that wait have written. Any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import deque
+
+from torch._C._distributed_c10d import Store
+
+from byteps_py.errors import MismatchError
+from byteps_py.torch.distributed.members import Members
+
+#: Calls that a member remembers: others may be that much behind.
+_REMEMBERED = 256
+
+
+class Journal:
+    """``record`` every call; ``compare`` when one of them takes long."""
+
+    def __init__(self, members: Members, store: Store) -> None:
+        self._members = members
+        self._store = store
+        self._lock = threading.Lock()
+        self._calls: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self._count = 0
+
+    def record(self, text: str) -> int:
+        """The number of this call. ``text``: what must be the same on all members."""
+        with self._lock:
+            self._count += 1
+            self._calls.append((self._count, text))
+            return self._count
+
+    def compare(self, number: int) -> str:
+        """Where the members stand that wait, too, in words. Raises MismatchError if one has called something else as
+        its ``number``-th operation, or before."""
+        with self._lock:
+            own = dict(self._calls)
+        key = f"{self._members.prefix}/calls"
+        found: list[str] = []
+        with contextlib.suppress(RuntimeError):  # a store whose process has gone: its end is reported elsewhere
+            self._store.set(f"{key}/{self._members.position}", json.dumps(list(own.items())))
+            for position, rank in enumerate(self._members.ranks):
+                if position != self._members.position and self._store.check([f"{key}/{position}"]):
+                    theirs = dict(json.loads(self._store.get(f"{key}/{position}").decode()))
+                    self._check(number, own, rank, theirs)
+                    last = max(theirs)
+                    found.append(f"rank {rank} has called {theirs[last]} (its operation {last} of the group)")
+        return "; ".join(found)
+
+    def _check(self, number: int, own: dict[int, str], rank: int, theirs: dict[int, str]) -> None:
+        differing = [n for n in own if n <= number and n in theirs and theirs[n] != own[n]]
+        if differing:
+            first = min(differing)
+            raise MismatchError(
+                f"operation {first} of a process group of ranks {', '.join(map(str, self._members.ranks))}: rank "
+                f"{self._members.ranks[self._members.position]} called {own[first]}, rank {rank} {theirs[first]}; call "
+                "the same operations in the same order, with the same shapes and dtypes, on every rank. The group can't "
+                "be used any more"
+            )
