@@ -44,15 +44,18 @@ class Journal:
         with self._lock:
             own = dict(self._calls)
         key = f"{self._members.prefix}/calls"
-        found: list[str] = []
+        written: dict[int, str] = {}
         with contextlib.suppress(RuntimeError):  # a store whose process has gone: its end is reported elsewhere
             self._store.set(f"{key}/{self._members.position}", json.dumps(list(own.items())))
             for position, rank in enumerate(self._members.ranks):
                 if position != self._members.position and self._store.check([f"{key}/{position}"]):
-                    theirs = dict(json.loads(self._store.get(f"{key}/{position}").decode()))
-                    self._check(number, own, rank, theirs)
-                    last = max(theirs)
-                    found.append(f"rank {rank} has called {theirs[last]} (its operation {last} of the group)")
+                    written[rank] = self._store.get(f"{key}/{position}").decode()
+        found: list[str] = []
+        for rank, text in written.items():
+            theirs = dict(json.loads(text))
+            self._check(number, own, rank, theirs)
+            last = max(theirs)
+            found.append(f"rank {rank} has called {theirs[last]} (its operation {last} of the group)")
         return "; ".join(found)
 
     def _check(self, number: int, own: dict[int, str], rank: int, theirs: dict[int, str]) -> None:
