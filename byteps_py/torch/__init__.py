@@ -48,6 +48,7 @@ from byteps_py.torch.api import (
     suspend,
     synchronize,
 )
+from byteps_py.torch.comm_hook import CommHookOptions, ddp_comm_hook
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.cross_barrier import CrossBarrier
 from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -59,6 +60,7 @@ from byteps_py.torch_backend import register as _register_backend
 __all__ = [
     "Average",
     "BytePSError",
+    "CommHookOptions",
     "CommunicationError",
     "Compression",
     "ConfigurationError",
@@ -89,6 +91,7 @@ __all__ = [
     "byteps_push_pull",
     "cross_rank",
     "cross_size",
+    "ddp_comm_hook",
     "declare",
     "init",
     "is_initialized",

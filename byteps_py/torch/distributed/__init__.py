@@ -8,8 +8,3 @@ tensor, sequence and pipeline parallelism, DeviceMesh, distributed checkpoints. 
                               │    └ point_to_point ─────┘
                           identity   work ─ threads
 """
-
-from byteps_py.torch.distributed.group import BytePSProcessGroup
-from byteps_py.torch.distributed.identity import NAME, Options
-
-__all__ = ["NAME", "BytePSProcessGroup", "Options"]

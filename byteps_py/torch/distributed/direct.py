@@ -14,9 +14,10 @@ import torch
 
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.distributed.arguments import Landing, device_of, octets
+from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.members import Members
-from byteps_py.torch.distributed.work import Completer, Operation, Surroundings
+from byteps_py.torch.distributed.work import Operation, Surroundings
 
 #: Operations of a group that may be under way at once; a further one waits for the first of them to end.
 LANES = 4

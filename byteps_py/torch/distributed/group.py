@@ -22,13 +22,14 @@ from torch._C._distributed_c10d import Backend, Store
 from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch.distributed import monitoring
 from byteps_py.torch.distributed.arguments import Reduction, Tensors, alone, listed, reduction_of, seconds
+from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.direct import After, Direct
 from byteps_py.torch.distributed.identity import Identity
 from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.point_to_point import PointToPoint
 from byteps_py.torch.distributed.reductions import Reductions
-from byteps_py.torch.distributed.work import Completer, Pending, Surroundings, Together
+from byteps_py.torch.distributed.work import Pending, Surroundings, Together
 
 SUM = dist.ReduceOp.SUM
 

@@ -125,7 +125,7 @@ class Lane:
 
     @property
     def _declared(self) -> Slot:
-        assert self.slot is not None, "declare() comes first"  # noqa: S101
+        assert self.slot is not None, "declare() comes first"
         return self.slot
 
     @staticmethod

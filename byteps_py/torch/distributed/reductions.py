@@ -15,10 +15,11 @@ import torch
 
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.distributed.arguments import Reduction, device_of
+from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.places import Kind, Place, Places, lanes_for
-from byteps_py.torch.distributed.work import Completer, Operation, Surroundings
+from byteps_py.torch.distributed.work import Operation, Surroundings
 from byteps_py.torch.dtypes import bits_of, wire_dtype
 
 #: Lanes of kinds up to this size are declared all at once: it is agreeing on them that takes time.

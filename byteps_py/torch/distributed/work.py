@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from byteps_py.errors import MismatchError, StallError
+from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.threads import POOL
@@ -231,34 +231,6 @@ def _unwrap(future: Future) -> list[torch.Tensor]:
     if error is not None:
         raise error.with_traceback(None)
     return outputs  # type: ignore[no-any-return]
-
-
-class Completer:
-    """Completes the futures of one group in the order of the calls. Callbacks of one don't hold up the next."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: deque[Pending] = deque()
-        self._is_served = False
-
-    def add(self, work: Pending) -> None:
-        with self._lock:
-            self._waiting.append(work)
-            if self._is_served:
-                return
-            self._is_served = True
-        POOL.run(self._serve)
-
-    def _serve(self) -> None:
-        with self._lock:
-            work = self._waiting.popleft()
-        work.settle_whatever_comes()
-        with self._lock:
-            self._is_served = bool(self._waiting)
-            more = self._is_served
-        if more:
-            POOL.run(self._serve)  # another thread waits for the next one while callbacks run on this one
-        work.fire()
 
 
 class Operation(Pending):

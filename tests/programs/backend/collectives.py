@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from backend.common import feature, raises, rank, same, size, values
 
 import byteps_py.torch as bps
+from backend.common import feature, raises, rank, same, size, values
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 _OTHER_DTYPES = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
@@ -77,7 +77,10 @@ def all_reduce_of_other_dtypes_and_operations() -> None:
             dist.all_reduce(tensor, op, group=group)
             same(tensor, expected)
         flags = _of(ranks, 9, dtype=torch.bool)
-        for op, expected in ((dist.ReduceOp.MAX, torch.stack(flags).any(0)), (dist.ReduceOp.MIN, torch.stack(flags).all(0))):
+        for op, expected in (
+            (dist.ReduceOp.MAX, torch.stack(flags).any(0)),
+            (dist.ReduceOp.MIN, torch.stack(flags).all(0)),
+        ):
             tensor = flags[me].clone()
             dist.all_reduce(tensor, op, group=group)
             same(tensor, expected)
@@ -124,7 +127,9 @@ def many_sizes_and_many_in_flight() -> None:
         work.wait()
     same(tensors, [torch.full((7,), float(sum(ranks) + len(ranks) * i)) for i in range(40)])
     gathered = [[torch.empty(5) for _ in ranks] for _ in range(20)]
-    gathers = [dist.all_gather(outputs, torch.full((5,), me + i * 1.0), async_op=True) for i, outputs in enumerate(gathered)]
+    gathers = [
+        dist.all_gather(outputs, torch.full((5,), me + i * 1.0), async_op=True) for i, outputs in enumerate(gathered)
+    ]
     for work in reversed(gathers):
         work.wait()
     for i, outputs in enumerate(gathered):
@@ -260,7 +265,9 @@ def send_and_receive() -> None:
             dist.send(sent, after, group=group)
             dist.recv(got, before, group=group)
             same(got, torch.full((count,), float(before)))
-        messages = [torch.full((3 + i,), float(rank() + i)) for i in range(12)]  # more than are kept for a late receiver
+        messages = [
+            torch.full((3 + i,), float(rank() + i)) for i in range(12)
+        ]  # more than are kept for a late receiver
         works = [dist.isend(message, after, group=group) for message in messages]
         inbox = [torch.empty(3 + i) for i in range(12)]
         works += [dist.irecv(tensor, before, group=group) for tensor in inbox]
@@ -268,7 +275,10 @@ def send_and_receive() -> None:
             assert work is not None
             work.wait()
         same(inbox, [torch.full((3 + i,), float(before + i)) for i in range(12)])
-        ops = [dist.P2POp(dist.irecv, got := torch.empty(2), before, group), dist.P2POp(dist.isend, torch.full((2,), rank() * 1.0), after, group)]
+        ops = [
+            dist.P2POp(dist.irecv, got := torch.empty(2), before, group),
+            dist.P2POp(dist.isend, torch.full((2,), rank() * 1.0), after, group),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         same(got, torch.full((2,), float(before)))
@@ -408,4 +418,7 @@ def errors() -> None:
 def with_the_own_interface() -> None:
     assert bps.is_initialized()
     assert (bps.rank(), bps.size()) == (rank(), size())
-    same(bps.push_pull(torch.full((3,), float(rank())), average=False, name="own"), torch.full((3,), sum(range(size())) * 1.0))
+    same(
+        bps.push_pull(torch.full((3,), float(rank())), average=False, name="own"),
+        torch.full((3,), sum(range(size())) * 1.0),
+    )
