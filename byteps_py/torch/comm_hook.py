@@ -3,8 +3,7 @@
 Called by DistributedDataParallel's reducer on autograd's threads; the results are waited for by a thread of the pool.
 """
 
-from __future__ import annotations
-
+# No annotations from the future: DistributedDataParallel compares those of a hook with its own types.
 import threading
 from dataclasses import dataclass
 from typing import Any

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -106,7 +106,7 @@ class Reductions:
                 lane,
                 where,
                 outputs,
-                self._delivery(kind, lane, where, targets),
+                lambda: lane.fetch(where, _end_to_end(targets)),
                 timeout_s,
                 lambda: self._failed.append((kind, place)),
             )
@@ -114,14 +114,6 @@ class Reductions:
             lane.begin(where, _end_to_end(sends))
             lane.occupant = work
             return work
-
-    def _delivery(
-        self, kind: Kind, lane: Lane, device: torch.device, targets: Sequence[torch.Tensor]
-    ) -> Callable[[], None]:
-        first = 0
-        if kind.scatters and not SCATTERS:  # the whole result lies there
-            first = self._members.position * math.prod(kind.shape[1:])
-        return lambda: lane.fetch(device, _end_to_end(targets, first))
 
     def _lane(self, kind: Kind, place: Place) -> Lane:
         width = lanes_for(math.prod(kind.shape) * kind.dtype.itemsize)
@@ -158,16 +150,13 @@ class Reductions:
             kind.average,
             kind.root,
             group=self._members.spec_group,
-            scatters=kind.scatters and SCATTERS,
+            scatters=kind.scatters,
         )
 
 
-#: Whether the service can give each rank its piece of a reduction alone.
-SCATTERS = False
-
-
-def _end_to_end(tensors: Sequence[torch.Tensor], first: int = 0) -> list[tuple[int, torch.Tensor]]:
+def _end_to_end(tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
     places = []
+    first = 0
     for tensor in tensors:
         places.append((first, tensor))
         first += tensor.numel()
