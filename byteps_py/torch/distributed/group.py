@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Backend, Store
 from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch.distributed import monitoring
 from byteps_py.torch.distributed.arguments import Reduction, Tensors, alone, listed, reduction_of, seconds
+from byteps_py.torch.distributed.compilation import not_traced
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.direct import After, Direct
 from byteps_py.torch.distributed.identity import Identity
@@ -34,6 +35,14 @@ from byteps_py.torch.distributed.work import Pending, Surroundings, Together
 SUM = dist.ReduceOp.SUM
 
 
+_CALLED = """
+    allreduce allreduce_coalesced reduce reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced broadcast
+    barrier allgather allgather_coalesced _allgather_base allgather_into_tensor_coalesced gather scatter alltoall
+    alltoall_base send recv recv_anysource _start_coalescing _end_coalescing monitored_barrier
+""".split()
+
+
+@not_traced(_CALLED)
 class BytePSProcessGroup(Identity):
     """See torch.distributed.ProcessGroup. All tensors dense, on cpu or cuda; non-reducing operations take any dtype."""
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from byteps_py.errors import MismatchError, StallError
+from byteps_py.torch.distributed.compilation import not_traced
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.lanes import Lane
@@ -50,6 +51,7 @@ class Surroundings:
             raise
 
 
+@not_traced(["wait", "synchronize", "is_completed", "is_success", "exception", "get_future", "fire"])
 class Pending(dist.Work):
     """The life of a piece of work, however it is carried out: subclasses say ``_complete`` and ``_is_ready``."""
 
