@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdKeyDictionary
 
 from byteps_py.tensors import TensorSpec
@@ -28,7 +28,7 @@ class CommHookOptions:
     compression: type[Compressor] = Compression.none
 
 
-def ddp_comm_hook(state: CommHookOptions | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def ddp_comm_hook(state: CommHookOptions | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over all ranks of byteps_py: ``model.register_comm_hook(None, ddp_comm_hook)``.
 
     ``init()`` comes first, and the model's process group must have all of its ranks. The result is the bucket's own
@@ -50,7 +50,7 @@ _lock = threading.Lock()
 _names = WeakIdKeyDictionary()  # by first parameter: of a bucket's model nothing else is known here
 
 
-def _name_of(context: Context, bucket: dist.GradBucket) -> str:
+def _name_of(context: Context, bucket: GradBucket) -> str:
     """All ranks meet new buckets in the same order, so they number them alike."""
     first = bucket.parameters()[0]
     with _lock:

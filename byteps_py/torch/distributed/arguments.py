@@ -14,7 +14,7 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
 from byteps_py.torch.dtypes import WIRE, as_bytes, check_dense
 
-Kinds = dist.ReduceOp.RedOpType
+Kinds: Any = dist.ReduceOp.RedOpType
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _WIRE_OPS = {Kinds.SUM: Op.SUM, Kinds.AVG: Op.SUM, Kinds.MIN: Op.MIN, Kinds.MAX: Op.MAX, Kinds.PRODUCT: Op.PRODUCT}
 _BITWISE = {Kinds.BAND: torch.bitwise_and, Kinds.BOR: torch.bitwise_or, Kinds.BXOR: torch.bitwise_xor}

@@ -21,7 +21,7 @@ def not_traced(names: Iterable[str]) -> Callable[[C], C]:
     def decorate(cls: C) -> C:
         skip = eval_frame._FrameAction.SKIP
         for name in names:
-            code = cls.__dict__[name].__code__
+            code = getattr(cls, name).__code__
             eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
         return cls
 

@@ -17,7 +17,8 @@ from byteps_py.torch.distributed.arguments import Landing, device_of, octets
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.members import Members
-from byteps_py.torch.distributed.work import Operation, Surroundings
+from byteps_py.torch.distributed.operation import Operation
+from byteps_py.torch.distributed.work import Surroundings
 
 #: Operations of a group that may be under way at once; a further one waits for the first of them to end.
 LANES = 4

@@ -87,7 +87,8 @@ class Identity(_Group):
     @property
     def _device_types(self) -> list[torch.device]:
         # Before torch knows the group, it would look for the backend of each: this one has none but itself.
-        if self not in dist.distributed_c10d._world.pg_map:
+        known: Any = dist.distributed_c10d._world.pg_map
+        if self not in known:
             return []
         return [torch.device(name) for name in _DEVICES if name == "cpu" or torch.cuda.is_available()]
 

@@ -64,9 +64,9 @@ def _join(context: Context, store: Store, rank: int, size: int) -> None:
     if (session.rank, session.size) != (rank, size):
         context.release(_HOLDER)
         raise UsageError(
-            f"torch.distributed says rank {rank} of {size}, byteps_py rank {session.rank} of {session.size}: ranks must "
-            "be numbered machine by machine, and all of the job's must be in the world. Start them with torchrun or "
-            "bpslaunch, or pass rank=byteps_py.rank() and world_size=byteps_py.size() to init_process_group"
+            f"torch.distributed says rank {rank} of {size}, byteps_py rank {session.rank} of {session.size}: ranks "
+            "must be numbered machine by machine, and all of the job's must be in the world. Start them with torchrun "
+            "or bpslaunch, or pass rank=byteps_py.rank() and world_size=byteps_py.size() to init_process_group"
         )
 
 

@@ -65,6 +65,6 @@ class Journal:
             raise MismatchError(
                 f"operation {first} of a process group of ranks {', '.join(map(str, self._members.ranks))}: rank "
                 f"{self._members.ranks[self._members.position]} called {own[first]}, rank {rank} {theirs[first]}; call "
-                "the same operations in the same order, with the same shapes and dtypes, on every rank. The group can't "
-                "be used any more"
+                "the same operations in the same order, with the same shapes and dtypes, on every rank. The group "
+                "can't be used any more"
             )

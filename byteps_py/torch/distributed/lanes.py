@@ -21,7 +21,7 @@ from byteps_py.torch.dtypes import WIRE
 from byteps_py.torch.exchange import Mover
 
 if TYPE_CHECKING:
-    from byteps_py.torch.distributed.work import Operation
+    from byteps_py.torch.distributed.operation import Operation
 
 TORCH = {wire: dtype for dtype, wire in WIRE.items()}
 MoverOf = Callable[[torch.device], Mover]

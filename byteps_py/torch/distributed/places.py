@@ -85,7 +85,7 @@ class Places:
         return place
 
     def forget(self, kind: Kind, place: Place) -> None:
-        """Members have disagreed about ``kind``: to the others the place is another one's. It is the next to be used."""
+        """Members have disagreed about ``kind``: its place, another kind's to the others, is the next to be used."""
         if self._by_kind.get(kind) is place:
             del self._by_kind[kind]
             self._vacant.append(place)

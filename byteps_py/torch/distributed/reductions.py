@@ -18,8 +18,9 @@ from byteps_py.torch.distributed.arguments import Reduction, device_of
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.operation import Operation
 from byteps_py.torch.distributed.places import Kind, Place, Places, lanes_for
-from byteps_py.torch.distributed.work import Operation, Surroundings
+from byteps_py.torch.distributed.work import Surroundings
 from byteps_py.torch.dtypes import bits_of, wire_dtype
 
 #: Lanes of kinds up to this size are declared all at once: it is agreeing on them that takes time.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +17,7 @@ import torch.distributed as dist
 
 from byteps_py.errors import MismatchError, StallError
 from byteps_py.torch.distributed.compilation import not_traced
-from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.journal import Journal
-from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.threads import POOL
 
 #: How often a wait looks whether its group was aborted.
@@ -233,77 +231,3 @@ def _unwrap(future: Future) -> list[torch.Tensor]:
     if error is not None:
         raise error.with_traceback(None)
     return outputs  # type: ignore[no-any-return]
-
-
-class Operation(Pending):
-    """A round in a lane. ``deliver`` copies its result to the outputs."""
-
-    def __init__(
-        self,
-        around: Surroundings,
-        completer: Completer | None,
-        what: str,
-        lane: Lane,
-        device: torch.device,
-        outputs: list[torch.Tensor],
-        deliver: Callable[[], None],
-        timeout_s: float,
-        failed: Callable[[], None] | None = None,
-    ) -> None:
-        super().__init__(around, what, outputs, timeout_s)
-        self._completer = completer
-        self._lane: Lane | None = lane
-        self._device = device
-        self._deliver: Callable[[], None] | None = deliver
-        self._failed = failed
-
-    def _complete(self, deadline: float) -> None:
-        lane, deliver = self._lane, self._deliver
-        if lane is None or deliver is None:
-            return
-        self._slices(deadline, lane.wait)
-        deliver()
-        if self._device.type == "cuda":
-            self._event = torch.cuda.current_stream(self._device).record_event()
-
-    def _is_ready(self) -> bool:
-        return self._around.aborted is not None or self._lane is None or self._lane.is_done
-
-    def _gave_up(self) -> bool:
-        return self._lane is not None and self._lane.failed
-
-    def _release(self) -> None:
-        lane, self._lane, self._deliver = self._lane, None, None
-        if lane is not None and lane.occupant is self:
-            lane.occupant = None
-        if self._error is not None and self._failed is not None:
-            self._failed()
-
-    def vacate(self) -> None:
-        """Return when its lane may be used again. Raises StallError if that takes too long."""
-        self.settle()
-
-    def _hand_to_pool(self) -> None:
-        if self._completer is not None:
-            self._completer.add(self)
-        else:
-            super()._hand_to_pool()
-
-
-class Together(Pending):
-    """Several works as one."""
-
-    def __init__(
-        self, around: Surroundings, what: str, works: Sequence[Pending], outputs: list[torch.Tensor], timeout_s: float
-    ) -> None:
-        super().__init__(around, what, outputs, timeout_s)
-        self._works = list(works)
-
-    def _complete(self, deadline: float) -> None:
-        for work in self._works:
-            self._slices(deadline, work.settle)
-        for work in self._works:
-            work.wait()
-
-    def _is_ready(self) -> bool:
-        return all(work.is_completed() for work in self._works)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import byteps_py.torch as bps
 from backend.common import FEATURES
 
-MODULES = ("collectives", "training", "parallel", "pipelines")
+MODULES = ("reductions", "collectives", "training", "parallel", "pipelines")
 
 
 def main() -> None:

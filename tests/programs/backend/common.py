@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -49,12 +50,9 @@ def same(found: torch.Tensor | Sequence[torch.Tensor], expected: torch.Tensor | 
 
 
 def raises(kind: type[BaseException], text: str, action: Callable[[], object]) -> None:
-    try:
+    with pytest.raises(kind) as raised:
         action()
-    except kind as error:
-        assert text in str(error), f"{error!r} does not say {text!r}"
-        return
-    raise AssertionError(f"no {kind.__name__}")
+    assert text in str(raised.value), f"{raised.value!r} does not say {text!r}"
 
 
 def machines() -> list[int]:

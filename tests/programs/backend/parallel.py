@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
-from backend.common import feature, rank, same, size, values
-from backend.training import STEPS, Model, inputs, loss_of, reference, sgd
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,6 +27,9 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+
+from backend.common import feature, rank, same, size, values
+from backend.training import STEPS, Model, inputs, loss_of, reference, sgd
 
 
 def _mesh(*shape: int, names: tuple[str, ...] = ("all",)) -> DeviceMesh:
@@ -47,7 +48,10 @@ def dtensor_placements() -> None:
     total = torch.stack([values(r, 2 * size(), 3) for r in range(size())]).sum(0)
     same(partial.full_tensor(), total)
     same(partial.redistribute(placements=[Shard(0)]).to_local(), total.chunk(size())[rank()])
-    same((distribute_tensor(whole, mesh, [Shard(0)]) @ distribute_tensor(whole.t(), mesh, [Shard(1)])).full_tensor(), whole @ whole.t())
+    same(
+        (distribute_tensor(whole, mesh, [Shard(0)]) @ distribute_tensor(whole.t(), mesh, [Shard(1)])).full_tensor(),
+        whole @ whole.t(),
+    )
     uneven = values(2, 2 * size() + 1, 3)
     same(distribute_tensor(uneven, mesh, [Shard(0)]).full_tensor(), uneven)
 

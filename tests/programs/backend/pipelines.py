@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from backend.common import feature, rank, same, size, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
@@ -19,6 +18,8 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+
+from backend.common import feature, rank, same, size, values
 
 WIDTH = 4
 BATCHES = 8

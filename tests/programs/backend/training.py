@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 import byteps_py.torch as bps
 from backend.common import feature, machines, raises, rank, same, size, values
@@ -78,7 +78,7 @@ def check(model: nn.Module, expected: nn.Module) -> None:
 
 
 def train(
-    ddp: DDP,
+    ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     branch_of: Callable[[int, int], int | None] = lambda step, who: None,
     steps: int = STEPS,
@@ -92,7 +92,7 @@ def train(
 @feature
 def ddp() -> None:
     for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.0001}):
-        model = DDP(Model(), **options)
+        model = DistributedDataParallel(Model(), **options)
         train(model, sgd(model.parameters()))
         check(model.module, reference())
 
@@ -102,14 +102,14 @@ def ddp_unused_parameters() -> None:
     def branch_of(step: int, who: int) -> int:
         return (step + (who == 0)) % 2
 
-    model = DDP(Model(), find_unused_parameters=True)
+    model = DistributedDataParallel(Model(), find_unused_parameters=True)
     train(model, sgd(model.parameters()), branch_of)
     check(model.module, reference(branch_of))
 
 
 @feature
 def ddp_no_sync() -> None:
-    model = DDP(Model())
+    model = DistributedDataParallel(Model())
     optimizer = sgd(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -125,7 +125,7 @@ def ddp_starts_and_buffers() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with torch.no_grad():
         module[0].weight.fill_(rank())
-    model = DDP(module)
+    model = DistributedDataParallel(module)
     same(module[0].weight, torch.zeros(3, 3))
     for step in range(2):
         model(values(10 * step + rank(), 4, 3)).sum().backward()
@@ -148,7 +148,7 @@ def ddp_comm_hooks() -> None:
     ):
         expected = reference(steps=steps)
         for options in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}):
-            model = DDP(Model(), **options)
+            model = DistributedDataParallel(Model(), **options)
             model.register_comm_hook(state, hook)
             train(model, sgd(model.parameters()), steps=steps)
             check(model.module, expected)
@@ -158,7 +158,7 @@ def ddp_comm_hooks() -> None:
 def ddp_power_sgd() -> None:
     torch.manual_seed(0)
     options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
-    model = DDP(Model())
+    model = DistributedDataParallel(Model())
     state = powerSGD_hook.PowerSGDState(process_group=None, **options)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = sgd(model.parameters())
@@ -175,7 +175,7 @@ def ddp_power_sgd() -> None:
 @feature
 def ddp_errors() -> None:
     group = dist.new_group()
-    model = DDP(nn.Linear(4, 4), process_group=group)
+    model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
     model(torch.ones(1, 4)).sum().backward()  # what is agreed on stays so
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations
@@ -183,14 +183,14 @@ def ddp_errors() -> None:
         future = dist.all_reduce(wrong, group=group, async_op=True).get_future()  # type: ignore[union-attr]
         return future.then(lambda done: (done.value(), bucket.buffer())[1])
 
-    broken = DDP(nn.Linear(4, 4), process_group=group)
+    broken = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
     broken.register_comm_hook(None, hook)
     raises(RuntimeError, "MismatchError", lambda: broken(torch.ones(1, 4)).sum().backward())
 
 
 @feature
 def zero_redundancy_optimizer() -> None:
-    model = DDP(Model())
+    model = DistributedDataParallel(Model())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=2**-9, momentum=0.5)
     train(model, optimizer)
     check(model.module, reference())
