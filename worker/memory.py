@@ -1,7 +1,8 @@
 """The shared memory of one communication service: its ranks' slots, its contributions, its answers.
 
 With one rank, the rank's inputs are the contributions; with several, the machine's sums lie in an arena that
-only the summation service of this machine maps as well. Owned by the loop's thread.
+only the summation service of this machine maps as well (also where one of them alone is in a group: its input is
+copied there). Owned by the loop's thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ class Memory:
     def __init__(
         self, machines: int, local_size: int, elsewhere: Callable[[Callable[[], None]], None] | None = None
     ) -> None:
-        self._machines = machines
         self._inputs_are_contributions = machines > 1 and local_size == 1
         self._ranks = [Arena(elsewhere=elsewhere) for _ in range(local_size)]
         #: What a summation service on this machine maps.
@@ -40,7 +40,7 @@ class Memory:
         if spec.op.is_direct:
             inputs: tuple[Block, ...] = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
             result = rank.allocate(spec.shape[1])
-        elif self._inputs_are_contributions:
+        elif self._inputs_are_contributions and len(spec.group) != 1:
             inputs = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
             result = rank.allocate(spec.nbytes)
         else:
@@ -51,10 +51,12 @@ class Memory:
 
     def equip(self, tensor: Tensor, topology: Topology) -> None:
         """Give an agreed tensor what it needs beside its slots."""
+        tensor.machines = topology.machines_in(tensor.spec)
         if tensor.spec.op is Op.BROADCAST:
-            tensor.local_root = topology.local_rank_of(tensor.spec.root)
+            root = topology.local_rank_of(tensor.spec.root)
+            tensor.local_root = next((i for i, slot in enumerate(tensor.slots) if slot.local_rank == root), None)
             tensor.root_machine = topology.machine_of(tensor.spec.root)
-        if self._machines > 1 and not self._inputs_are_contributions and tensor.contributes:
+        if not tensor.is_alone and not self._inputs_are_contributions and tensor.contributes:
             tensor.contributions = (
                 self.machine.allocate(tensor.spec.nbytes),
                 self.machine.allocate(tensor.spec.nbytes),

@@ -12,7 +12,7 @@ from byteps_py.placement.table import PlacementTable
 from byteps_py.tensors import TensorSpec, key_of, split
 from byteps_py.worker.topology import Topology
 
-#: With one machine nothing is sent; a tensor is cut only so that several threads can sum it.
+#: Where one machine is alone nothing is sent; a tensor is cut only so that several threads can sum it.
 LOCAL_PIECE_BYTES = 1 << 20
 NO_SERVER = -1
 
@@ -22,6 +22,7 @@ class Placing:
 
     def __init__(self, topology: Topology) -> None:
         self._table: PlacementTable | None = None
+        self._topology = topology
         if topology.machines == 1:
             return
         try:
@@ -31,12 +32,13 @@ class Placing:
             raise ProtocolError(f"the scheduler's membership can't hold tensors: {error}") from error
 
     def add(self, batch: Iterable[TensorSpec]) -> None:
-        """Enter the tensors of one message of verdicts."""
+        """Enter the tensors of one message of verdicts. Those of one machine alone are no server's load."""
         if self._table is not None:
-            self._table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in batch)
+            sent = [spec for spec in batch if self._topology.machines_in(spec) != 1]
+            self._table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in sent)
 
     def pieces(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
         """(offset, length, server's member id) of a tensor's partitions, by offset."""
-        if self._table is not None:
+        if self._table is not None and self._topology.machines_in(spec) != 1:
             return self._table.partitions(key_of(spec.name))
         return [(*piece, NO_SERVER) for piece in split(spec.nbytes, LOCAL_PIECE_BYTES, spec.dtype.itemsize)]
