@@ -43,7 +43,8 @@ class _Proposal:
 class _Name:
     """By local rank: ``later``, declarations that came before the generation ahead of theirs was decided;
     ``failed``, slots that are void, but whose memory the rank may write to until it declares the name again;
-    ``late``, what becomes of the next declaration, which is a vote on a generation that is rejected already."""
+    ``late``, what becomes of the next declarations, which are votes on generations that are rejected already, and
+    the slot of the generation before, whose use would be such a vote as well."""
 
     name: str
     generation: int = 0  # the last one decided, either way
@@ -51,7 +52,7 @@ class _Name:
     proposal: _Proposal | None = None
     later: dict[int, deque[RankSlot]] = field(default_factory=dict)
     failed: dict[int, list[RankSlot]] = field(default_factory=dict)
-    late: dict[int, BytePSError] = field(default_factory=dict)
+    late: dict[int, deque[tuple[BytePSError, RankSlot | None]]] = field(default_factory=dict)
 
     def void(self, slots: Iterable[RankSlot], error: BytePSError) -> list[Action]:
         """These declarations have failed."""
@@ -75,16 +76,16 @@ class Agreement:
         """A rank declares a name; ``slot`` is its memory."""
         name = self._names.setdefault(slot.spec.name, _Name(slot.spec.name))
         actions = self._let_go(name, slot.local_rank)
-        if (error := name.late.pop(slot.local_rank, None)) is not None:
-            return actions + name.void([slot], error)
+        if late := name.late.get(slot.local_rank):
+            return actions + name.void([slot], late.popleft()[0])
         name.later.setdefault(slot.local_rank, deque()).append(slot)
         return actions + self._poll(name)
 
     def came(self, slot: RankSlot) -> list[Action]:
         """A rank handed over a round of ``slot``."""
         name = self._names[slot.spec.name]
-        if slot.is_kept:  # it did so before it heard that the slot is void, and gets the error for that round
-            name.late.pop(slot.local_rank, None)
+        if slot.is_kept and (late := name.late.get(slot.local_rank)) and late[0][1] is slot:
+            late.popleft()  # it gets the error for that round
         return self._poll(name)
 
     def reopened(self, name_: str, generation: int, rounds: int) -> list[Action]:
@@ -176,16 +177,20 @@ class Agreement:
         proposal = name.proposal or _Proposal(name.generation + 1)
         if proposal.generation != generation:
             return [], None
-        old = name.tensor if name.tensor is not None and name.tensor.round > rounds else None
-        if name.tensor is not None and old is None:
-            name.tensor.ending = error
+        known = name.tensor
+        old = known if known is not None and known.round > rounds else None
+        if known is not None and old is None:
+            known.ending = error
         # Who declared it after the ballot went, which did not wait, voted on this generation, too.
         after = {rank: slots.popleft() for rank, slots in name.later.items() if slots and rank not in proposal.slots}
         declared = {**after, **proposal.slots}
         failed = [*declared.values(), *(slot for slot in (old.slots if old else ()) if slot.local_rank not in declared)]
         name.generation, name.tensor, name.proposal = generation, None, None
         voted = {slot.local_rank for slot in failed if slot.local_rank in declared or slot.waits}
-        name.late = {rank: error for rank in self._local(tuple(late)) if rank not in voted} if late else {}
+        for rank in self._local(tuple(late)) if late else ():
+            if rank not in voted:
+                before = next((slot for slot in (known.slots if known else ()) if slot.local_rank == rank), None)
+                name.late.setdefault(rank, deque()).append((error, before))
         return name.void(failed, error), old
 
     def ended(self, tensor: Tensor) -> list[Action]:
