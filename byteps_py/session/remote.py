@@ -185,7 +185,7 @@ class RemoteSession(Session):
                 lambda: f"tensor {slot.spec.name!r}, round {slot.round}: no result",
             )
         self._check_open()
-        if slot.error is not None:
+        if slot.error is not None and slot.done_round < slot.round:  # else it became void after its last round
             raise slot.error.with_traceback(None)
 
     def barrier(self, timeout_s: float | None = None) -> None:
