@@ -14,145 +14,38 @@ ranks disagree about that only by a fault of the front end), and sizes are compa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from byteps_py.errors import MismatchError, ProtocolError
-from byteps_py.shm import Block
-from byteps_py.tensors import Layout, Op, TensorSpec, differing, key_of
+from byteps_py.tensors import Layout, differing, key_of
+from byteps_py.worker.actions import AskSum
 from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.pieces import (
+    ALL,
+    Channel,
+    Copy,
+    CopyHere,
+    Delivered,
+    DirectAction,
+    Member,
+    Offer,
+    Outgrown,
+    Pair,
+    Request,
+    Serve,
+    Transfer,
+    due,
+)
 from byteps_py.worker.tensor import RankSlot
 
+#: A copy of so many bytes takes less time than the way to another thread and back.
+SMALL_BYTES = 256 << 10
 #: Requests for names that no local rank has declared yet; more can't come from correct machines.
 MAX_EARLY = 1 << 16
-#: The target of a Fetch on behalf of all ranks of a machine.
-ALL = 0xFFFFFFFF
-
-
-@dataclass(slots=True, eq=False)
-class Offer:
-    """What a member has handed over in one round. ``left``: bytes that takers still need, by position in the group;
-    a machine, which takes a GATHER for all its ranks, counts as -1 - its index."""
-
-    block: Block
-    layout: Layout
-    left: dict[int, int]
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """A local rank of the group. ``due``: bytes still to come in the current round, by source's position."""
-
-    position: int
-    slot: RankSlot
-    offers: dict[int, Offer] = field(default_factory=dict)  # by round
-    due: dict[int, int] = field(default_factory=dict)
-    layout: Layout | None = None  # of the last round
-    outgrown: list[tuple[int, RankSlot]] = field(default_factory=list)  # the last round that used it, and the slot
-
-    @property
-    def round(self) -> int:
-        return self.slot.round
-
-    @property
-    def is_open(self) -> bool:
-        """It has begun a round that is not delivered."""
-        return self.slot.ready_bytes >= 0
-
-
-@dataclass(slots=True, eq=False)
-class Channel:
-    """One name. ``members``: local ones that have declared it, by position. ``machines``: of each position."""
-
-    spec: TensorSpec
-    ranks: Sequence[int]
-    machines: Sequence[int]
-    here: Sequence[int]
-    members: dict[int, Member] = field(default_factory=dict)
-    requests: list[Request] = field(default_factory=list)  # of other machines, that came before the round did
-
-    @property
-    def is_gather(self) -> bool:
-        return self.spec.op is Op.GATHER
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """Another machine wants ``length`` bytes at ``offset`` of the piece, of ``total`` bytes, that ``source`` has for
-    ``target`` (both global ranks). ``origin``: whom to send it to, and as what; opaque."""
-
-    origin: object
-    machine: int
-    key: int
-    round: int
-    source: int
-    target: int
-    offset: int
-    length: int
-    total: int
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """``length`` bytes at ``offset`` of a piece on its way to ``targets``. ``server``: the machine it comes from."""
-
-    channel: Channel
-    round: int
-    source: int
-    targets: tuple[Member, ...]
-    offset: int
-    length: int
-    total: int
-    server: int
-
-
-@dataclass(slots=True)
-class Copy:
-    """Copy ``transfer.length`` bytes to ``outputs``, then call ``Direct.copied``. ``source``: an address."""
-
-    transfer: Transfer
-    source: int
-    outputs: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Fetch:
-    """Ask the transfer's machine for it; its bytes go to ``Direct.arrived``."""
-
-    transfer: Transfer
-
-
-@dataclass(slots=True)
-class Serve:
-    """Send these bytes of ``member``'s memory; once they can be overwritten call ``Direct.served``."""
-
-    request: Request
-    channel: Channel
-    member: Member
-    block: Block
-    offset: int
-
-
-@dataclass(slots=True)
-class Delivered:
-    """A member's round is over."""
-
-    slot: RankSlot
-    round: int
-
-
-@dataclass(slots=True)
-class Outgrown:
-    """Nothing uses this memory any more."""
-
-    slot: RankSlot
-
-
-DirectAction = Copy | Fetch | Serve | Delivered | Outgrown
 
 
 class Direct:
     """``machine``: the index of this one; ``machine_of``: of each rank; ``piece_bytes``: a transfer's limit;
-    ``local_piece_bytes``: that of a copy on this machine."""
+    ``local_piece_bytes``: that of a copy on this machine; pieces up to ``small_bytes`` are copied together."""
 
     def __init__(
         self,
@@ -160,8 +53,10 @@ class Direct:
         machine_of: Sequence[int],
         piece_bytes: int,
         local_piece_bytes: int,
-        queue: PushQueue[Transfer],
+        queue: PushQueue[Transfer | AskSum],
+        small_bytes: int = SMALL_BYTES,
     ) -> None:
+        self._small_bytes = small_bytes
         self._machine = machine
         self._machine_of = machine_of
         self._piece_bytes = piece_bytes
@@ -169,6 +64,7 @@ class Direct:
         self._queue = queue
         self._channels: dict[int, Channel] = {}
         self._early: dict[int, list[Request]] = {}
+        self._by_slot: dict[int, tuple[Channel, Member]] = {}  # by its id
 
     # ---- events ----------------------------------------------------------------------------------------
 
@@ -181,7 +77,7 @@ class Direct:
             ranks = spec.members(len(self._machine_of))
             machines = [self._machine_of[r] for r in ranks]
             here = [i for i, m in enumerate(machines) if m == self._machine]
-            channel = self._channels[key] = Channel(spec, ranks, machines, here)
+            channel = self._channels[key] = Channel(spec, ranks, machines, here, key)
             channel.requests = self._early.pop(key, [])
         elif not channel.spec.agrees_with(spec):
             raise ProtocolError(
@@ -191,33 +87,38 @@ class Direct:
         position = channel.ranks.index(rank)
         member = channel.members.get(position)
         if member is None:
-            channel.members[position] = Member(position, slot)
+            member = channel.members[position] = Member(position, slot)
+            self._by_slot[slot.id] = (channel, member)
             return []
         old, member.slot = member.slot, slot
+        self._by_slot[slot.id] = self._by_slot.pop(old.id)
         slot.round = old.round
         member.outgrown.append((old.round, old))
         return self._let_go(member)
 
     def ready(self, slot: RankSlot, round_: int, layout: Layout | None, now: float) -> list[DirectAction]:
         """A rank hands over round ``round_``. ``layout``: if it differs from the last. Raises ProtocolError."""
-        channel = self._channels[key_of(slot.spec.name)]
-        member = next((m for m in channel.members.values() if m.slot is slot), None)
-        if member is None or member.is_open or round_ != slot.round + 1:
+        channel, member = self._by_slot.get(slot.id, (None, None))
+        if channel is None or member is None or member.is_open or round_ != slot.round + 1:
             raise ProtocolError(
                 f"tensor {slot.spec.name!r}: local rank {slot.local_rank} handed over round {round_} after round "
                 f"{slot.round}"
             )
-        layout = member.layout = layout or member.layout
-        if layout is None:
+        if layout is not None:
+            member.layout = layout
+            member.expects = {source: nbytes for source, (_, nbytes) in enumerate(layout.receives) if nbytes}
+            member.takers = self._takers(channel, layout)
+        elif member.layout is None:
             raise ProtocolError(f"tensor {slot.spec.name!r}: local rank {slot.local_rank} gave no layout")
         slot.round, slot.ready_since, slot.ready_bytes = round_, now, slot.spec.nbytes
-        member.due = {source: nbytes for source, (_, nbytes) in enumerate(layout.receives) if nbytes}
-        member.offers[round_] = Offer(slot.input, layout, self._takers(channel, layout))
+        member.due = member.expects.copy()
+        member.offers[round_] = Offer(slot.input, member.layout, member.takers.copy())
         actions = self._match_here(channel, member)
-        actions += self._ask(channel, member, now)
-        requests, channel.requests = channel.requests, []
-        for request in requests:
-            actions += self._serve(channel, request)
+        if len(channel.here) < len(channel.ranks):
+            actions += self._ask(channel, member, now)
+            requests, channel.requests = channel.requests, []
+            for request in requests:
+                actions += self._serve(channel, request)
         self._drop_if_taken(member, round_)
         return actions + self._finish(member)
 
@@ -234,7 +135,24 @@ class Direct:
     def arrived(self, transfer: Transfer, source: int, now: float) -> list[DirectAction]:
         """The bytes of a Fetch lie at address ``source``, until ``copied``."""
         self._queue.give_back(transfer)
-        return [Copy(transfer, source, self._outputs(transfer)), *self.pump(now)]
+        return [Copy(transfer, source, self._outputs(transfer)), *due(self._queue, now)]
+
+    def copied_here(self, pairs: Sequence[Pair]) -> list[DirectAction]:
+        """A CopyHere has ended."""
+        actions: list[DirectAction] = []
+        for source, target, _, _, _ in pairs:
+            del target.due[source.position]
+            round_ = target.round
+            offer = source.offers[round_]
+            del offer.left[target.position]
+            if not offer.left:
+                del source.offers[round_]
+                if source.outgrown:
+                    actions += self._let_go(source)
+                if source is not target:
+                    actions += self._finish(source)
+            actions += self._finish(target)
+        return actions
 
     def copied(self, transfer: Transfer) -> list[DirectAction]:
         """A Copy has ended."""
@@ -247,21 +165,14 @@ class Direct:
         source = transfer.channel.members.get(transfer.source)
         if source is not None:
             for member in transfer.targets:
-                actions += self._taken(source, transfer.round, member.position, transfer.length)
+                actions += self._taken(source, transfer.round, member.position, transfer.offset, transfer.length)
         return actions
 
     def served(self, serve: Serve) -> list[DirectAction]:
         """The bytes of a Serve have left."""
         request, channel = serve.request, serve.channel
         taker = -1 - request.machine if request.target == ALL else channel.ranks.index(request.target)
-        return self._taken(serve.member, request.round, taker, request.length)
-
-    def pump(self, now: float) -> list[DirectAction]:
-        """Ask for what the credit allows. Also called from time to time, see PushQueue."""
-        actions: list[DirectAction] = []
-        while (transfer := self._queue.take(now)) is not None:
-            actions.append(Fetch(transfer))
-        return actions
+        return self._taken(serve.member, request.round, taker, request.offset, request.length)
 
     def gone(self, machine: int) -> None:
         """What a machine has asked for can't be sent to it any more."""
@@ -292,14 +203,26 @@ class Direct:
     def _match_here(self, channel: Channel, member: Member) -> list[DirectAction]:
         """Copy between ``member`` and the local members that have come to its round, both ways."""
         actions: list[DirectAction] = []
+        pairs: list[Pair] = []
+        round_ = member.slot.round
+        mine = member.offers[round_]
         for other in channel.members.values():
-            if (offer := other.offers.get(member.round)) is not None:
-                actions += self._copy(channel, other, offer, member)
-            if other is not member and other.is_open and other.round == member.round:
-                actions += self._copy(channel, member, member.offers[member.round], other)
-        return actions
+            if (offer := other.offers.get(round_)) is not None:
+                self._copy(channel, other, offer, member, pairs, actions)
+            if other is not member and other.slot.round == round_ and other.slot.ready_bytes >= 0:
+                self._copy(channel, member, mine, other, pairs, actions)
+        return [CopyHere(pairs), *actions] if pairs else actions
 
-    def _copy(self, channel: Channel, source: Member, offer: Offer, target: Member) -> list[DirectAction]:
+    def _copy(
+        self,
+        channel: Channel,
+        source: Member,
+        offer: Offer,
+        target: Member,
+        pairs: list[Pair],
+        actions: list[DirectAction],
+    ) -> None:
+        """Add what ``source`` has for ``target`` to ``pairs``, or to ``actions`` if it is large."""
         start, nbytes = offer.layout.sends[0 if channel.is_gather else target.position]
         due = target.due.get(source.position, 0)
         if nbytes != due:
@@ -307,13 +230,18 @@ class Direct:
             raise MismatchError(
                 differing(channel.spec.name, ranks[source.position], nbytes, ranks[target.position], due)
             )
-        actions: list[DirectAction] = []
+        if not nbytes:
+            return
+        address = offer.block.address + start
+        if nbytes <= self._small_bytes and target.layout is not None:
+            place = target.slot.result.address + target.layout.receives[source.position][0]
+            pairs.append((source, target, address, place, nbytes))
+            return
         for offset, length in _pieces(nbytes, self._local_piece_bytes):
             transfer = Transfer(
                 channel, target.round, source.position, (target,), offset, length, nbytes, self._machine
             )
-            actions.append(Copy(transfer, offer.block.address + start + offset, self._outputs(transfer)))
-        return actions
+            actions.append(Copy(transfer, address + offset, self._outputs(transfer)))
 
     def _outputs(self, transfer: Transfer) -> tuple[int, ...]:
         places = [(m.slot.result.address, m.layout) for m in transfer.targets]
@@ -347,12 +275,15 @@ class Direct:
                     channel, member.round, source, targets, offset, length, total, channel.machines[source]
                 )
                 self._queue.add(transfer, channel.spec.priority)
-        return self.pump(now) if remote else []
+        return [*due(self._queue, now)] if remote else []
 
     def _serve(self, channel: Channel, request: Request) -> list[DirectAction]:
         if request.source not in channel.ranks or (request.target != ALL and request.target not in channel.ranks):
             raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} or {request.target} has no part")
-        member = channel.members.get(channel.ranks.index(request.source))
+        position = channel.ranks.index(request.source)
+        if position not in channel.here:
+            raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} is not a rank of this machine")
+        member = channel.members.get(position)
         if member is None or member.round < request.round:
             channel.requests.append(request)
             return []
@@ -371,8 +302,11 @@ class Direct:
 
     # ---- ends ------------------------------------------------------------------------------------------
 
-    def _taken(self, member: Member, round_: int, taker: int, nbytes: int) -> list[DirectAction]:
-        offer = member.offers[round_]
+    def _taken(self, member: Member, round_: int, taker: int, offset: int, nbytes: int) -> list[DirectAction]:
+        offer = member.offers.get(round_)
+        if offer is None or (taker, offset) in offer.taken:
+            return []
+        offer.taken.add((taker, offset))
         offer.left[taker] -= nbytes
         if not offer.left[taker]:
             del offer.left[taker]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.table import PlacementTable
 from byteps_py.tensors import TensorSpec, key_of, split
+from byteps_py.worker.scatter import pieces as scattered_pieces
 from byteps_py.worker.topology import Topology
 
 #: Where one machine is alone nothing is sent; a tensor is cut only so that several threads can sum it.
@@ -34,11 +35,20 @@ class Placing:
     def add(self, batch: Iterable[TensorSpec]) -> None:
         """Enter the tensors of one message of verdicts. Those of one machine alone are no server's load."""
         if self._table is not None:
-            sent = [spec for spec in batch if self._topology.machines_in(spec) != 1]
-            self._table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in sent)
+            self._table.add(
+                (key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in batch if self._is_sent(spec)
+            )
+
+    def _is_sent(self, spec: TensorSpec) -> bool:
+        """To servers; else it stays on one machine, or goes from machine to machine."""
+        return not spec.scatters and self._topology.machines_in(spec) != 1
 
     def pieces(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
-        """(offset, length, server's member id) of a tensor's partitions, by offset."""
-        if self._table is not None and self._topology.machines_in(spec) != 1:
+        """(offset, length, server's member id, or the owner's rank if it scatters) of its partitions, by offset."""
+        is_alone = self._topology.machines_in(spec) == 1
+        if spec.scatters:
+            limit = LOCAL_PIECE_BYTES if is_alone else self._topology.partition_bytes
+            return scattered_pieces(spec, self._topology.size, limit)
+        if self._table is not None and not is_alone:
             return self._table.partitions(key_of(spec.name))
         return [(*piece, NO_SERVER) for piece in split(spec.nbytes, LOCAL_PIECE_BYTES, spec.dtype.itemsize)]
