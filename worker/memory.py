@@ -84,7 +84,7 @@ class Memory:
     def free_slot(self, slot: RankSlot) -> None:
         del self.slots[slot.id]
         arena = self._ranks[slot.local_rank]
-        for block in {*slot.inputs, slot.result}:
+        for block in dict.fromkeys((*slot.inputs, slot.result)):
             arena.free(block)
 
     def free_contributions(self, tensor: Tensor) -> None:
