@@ -28,14 +28,14 @@ class Journal:
         self._members = members
         self._store = store
         self._lock = threading.Lock()
-        self._calls: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self._calls: deque[tuple[int, tuple[str, str]]] = deque(maxlen=_REMEMBERED)
         self._count = 0
 
-    def record(self, text: str) -> int:
-        """The number of this call. ``text``: what must be the same on all members."""
+    def record(self, text: str, name: str) -> int:
+        """The number of this call. ``text``: what must be the same on all members; ``name``: under which they meet."""
         with self._lock:
             self._count += 1
-            self._calls.append((self._count, text))
+            self._calls.append((self._count, (text, name)))
             return self._count
 
     def compare(self, number: int) -> str:
@@ -52,19 +52,23 @@ class Journal:
                     written[rank] = self._store.get(f"{key}/{position}").decode()
         found: list[str] = []
         for rank, text in written.items():
-            theirs = dict(json.loads(text))
+            theirs = {n: (what, name) for n, (what, name) in json.loads(text)}
             self._check(number, own, rank, theirs)
             last = max(theirs)
-            found.append(f"rank {rank} has called {theirs[last]} (its operation {last} of the group)")
+            found.append(f"rank {rank} has called {theirs[last][0]} (its operation {last} of the group)")
         return "; ".join(found)
 
-    def _check(self, number: int, own: dict[int, str], rank: int, theirs: dict[int, str]) -> None:
-        differing = [n for n in own if n <= number and n in theirs and theirs[n] != own[n]]
+    def _check(
+        self, number: int, own: dict[int, tuple[str, str]], rank: int, theirs: dict[int, tuple[str, str]]
+    ) -> None:
+        # Where they meet under one name, the service is about to tell them; the group goes on.
+        differing = [n for n in own if n <= number and n in theirs and theirs[n][0] != own[n][0]]
+        differing = [n for n in differing if theirs[n][1] != own[n][1]]
         if differing:
             first = min(differing)
             raise MismatchError(
                 f"operation {first} of a process group of ranks {', '.join(map(str, self._members.ranks))}: rank "
-                f"{self._members.ranks[self._members.position]} called {own[first]}, rank {rank} {theirs[first]}; call "
+                f"{self._members.ranks[self._members.position]} called {own[first][0]}, rank {rank} {theirs[first][0]}; call "
                 "the same operations in the same order, with the same shapes and dtypes, on every rank. The group "
                 "can't be used any more"
             )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 import torch
 
-from byteps_py.errors import StallError
+from byteps_py.errors import StallError, UsageError
 from byteps_py.session import Session, Slot
 from byteps_py.tensors import Layout, TensorSpec
 from byteps_py.torch.dtypes import WIRE
@@ -119,13 +119,19 @@ class Lane:
                 self._mover_of(device).fetch(views, [tensor.detach() for _, tensor in places])
 
     @property
+    def name(self) -> str:
+        """What its slot is called."""
+        return self._declared.spec.name
+
+    @property
     def failed(self) -> bool:
         """True if its declaration has become void."""
         return self.slot is not None and self.slot.error is not None
 
     @property
     def _declared(self) -> Slot:
-        assert self.slot is not None, "declare() comes first"
+        if self.slot is None:
+            raise UsageError("a lane is used before it is declared")
         return self.slot
 
     @staticmethod

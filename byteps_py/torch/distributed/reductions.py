@@ -111,7 +111,7 @@ class Reductions:
                 timeout_s,
                 lambda: self._failed.append((kind, place)),
             )
-            work.number = self._around.journal.record(f"{what}: {kind.describe()}")
+            work.number = self._around.journal.record(f"{what}: {kind.describe()}", lane.name)
             lane.begin(where, _end_to_end(sends))
             lane.occupant = work
             return work

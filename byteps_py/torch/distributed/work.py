@@ -23,7 +23,7 @@ from byteps_py.torch.distributed.threads import POOL
 #: How often a wait looks whether its group was aborted.
 _LOOK_S = 1.0
 #: A wait of this length, twice it, four times it, …: are the others at the same operation?
-_DOUBT_S = 2.0
+_DOUBT_S = 3.0
 Future = torch.futures.Future[Any]
 
 
