@@ -26,6 +26,7 @@ from byteps_py.torch.context import Context
 from byteps_py.torch.distributed.group import BytePSProcessGroup
 from byteps_py.torch.distributed.identity import Options
 from byteps_py.torch.distributed.members import Members, prefix_of
+from byteps_py.torch.distributed.threads import POOL
 
 _HOLDER = "torch.distributed"
 _worlds = 0  # of this process so far
@@ -47,9 +48,14 @@ def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
         _join(context, opts.store, opts.group_rank, opts.group_size)
     session = context.session if len(ranks) > 1 else SoloSession()
     members = Members(context, session, ranks, opts.group_rank, prefix_of(_worlds, opts.group_id, ranks))
-    leave = (lambda: context.release(_HOLDER)) if is_world else None
+    leave = (lambda: _leave(context)) if is_world else None
     options = pg_options if isinstance(pg_options, Backend.Options) else Options(timeout)
     return BytePSProcessGroup(members, opts.store, timeout.total_seconds(), options, leave)
+
+
+def _leave(context: Context) -> None:
+    context.release(_HOLDER)
+    POOL.close()
 
 
 def _join(context: Context, store: Store, rank: int, size: int) -> None:
