@@ -66,10 +66,10 @@ class Journal:
         differing = [n for n in differing if theirs[n][1] != own[n][1]]
         if differing:
             first = min(differing)
-            everyone = ", ".join(map(str, self._members.ranks))
+            group = ", ".join(map(str, self._members.ranks))
             me = self._members.ranks[self._members.position]
             raise MismatchError(
-                f"operation {first} of a process group of ranks {everyone}: rank {me} called {own[first][0]}, rank {rank} "
+                f"operation {first} of a process group of ranks {group}: rank {me} called {own[first][0]}, rank {rank} "
                 f"{theirs[first][0]}; call the same operations in the same order, with the same shapes and dtypes, on "
                 "every rank. The group can't be used any more"
             )
