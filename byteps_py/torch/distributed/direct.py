@@ -91,7 +91,7 @@ class Direct:
                     after.finish()
 
             work = Operation(self._around, self._completer, what, lane, device, outputs, deliver, timeout_s)
-            work.number = self._around.journal.record(what, lane.name)
+            work.number = self._around.journal.record((what,), lane.name)
             lane.begin(device, _places(outgoing), layout)
             lane.occupant = work
             return work

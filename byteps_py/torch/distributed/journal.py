@@ -28,21 +28,22 @@ class Journal:
         self._members = members
         self._store = store
         self._lock = threading.Lock()
-        self._calls: deque[tuple[int, tuple[str, str]]] = deque(maxlen=_REMEMBERED)
+        self._calls: deque[tuple[int, tuple[object, ...], str]] = deque(maxlen=_REMEMBERED)
         self._count = 0
 
-    def record(self, text: str, name: str) -> int:
-        """The number of this call. ``text``: what must be the same on all members; ``name``: under which they meet."""
+    def record(self, what: tuple[object, ...], name: str) -> int:
+        """The number of this call. ``what``, in words, must be the same on all members; ``name``: under which they
+        meet."""
         with self._lock:
             self._count += 1
-            self._calls.append((self._count, (text, name)))
+            self._calls.append((self._count, what, name))
             return self._count
 
     def compare(self, number: int) -> str:
         """Where the members stand that wait, too, in words. Raises MismatchError if one has called something else as
         its ``number``-th operation, or before."""
         with self._lock:
-            own = dict(self._calls)
+            own = {number: (": ".join(map(str, what)), name) for number, what, name in self._calls}
         key = f"{self._members.prefix}/calls"
         written: dict[int, str] = {}
         with contextlib.suppress(RuntimeError):  # a store whose process has gone: its end is reported elsewhere

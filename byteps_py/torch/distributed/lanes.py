@@ -37,8 +37,8 @@ class _Handing:
         self._session = session
         self._layout = layout
 
-    def hand_over(self, slot: Slot) -> None:
-        self._session.hand_over(slot, layout=self._layout)
+    def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
+        self._session.hand_over(slot, nbytes, layout or self._layout)
 
 
 class Occupant(Protocol):
@@ -124,6 +124,11 @@ class Lane:
         return self._declared.spec.name
 
     @property
+    def usable(self) -> bool:
+        """True if it has been declared and that is not void."""
+        return self.slot is not None and self.slot.error is None
+
+    @property
     def failed(self) -> bool:
         """True if its declaration has become void."""
         return self.slot is not None and self.slot.error is not None
@@ -136,7 +141,10 @@ class Lane:
 
     @staticmethod
     def _piece(room: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Tensor:
-        return room[offset : offset + math.prod(tensor.shape)].view(tensor.shape)
+        shape = tensor.shape
+        count = math.prod(shape)
+        piece = room if not offset and count == room.numel() else room[offset : offset + count]
+        return piece if len(shape) == 1 else piece.view(shape)
 
 
 def _view(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Kind:
     root: int = -1
     scatters: bool = False
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         op = "average" if self.average else self.op.name.lower()
         root = f" from rank {self.root}" if self.root >= 0 else ""
         return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}"
@@ -44,19 +44,17 @@ class Place:
 
     number: int
     lanes: list[Lane] = field(default_factory=list)
+    declared: dict[int, Kind] = field(default_factory=dict)  # by number of the lane
     calls: int = 0
 
-    def next_lane(self, width: int) -> tuple[int, Lane | None]:
-        """The lane of this call, of ``width``, if it exists already."""
-        number = self.calls % width
+    def next_lane(self, width: int) -> int:
+        """The number of the lane for the next call, of ``width`` lanes."""
         self.calls += 1
-        return number, self.lanes[number] if number < len(self.lanes) else None
+        return (self.calls - 1) % width
 
 
 def lanes_for(nbytes: int) -> int:
     """How many operations of so many bytes may be under way at once; a further one waits for the first to end."""
-    if nbytes <= 1 << 20:
-        return 8
     return 4 if nbytes <= 1 << 23 else 2
 
 

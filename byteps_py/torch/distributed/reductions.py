@@ -111,7 +111,7 @@ class Reductions:
                 timeout_s,
                 lambda: self._failed.append((kind, place)),
             )
-            work.number = self._around.journal.record(f"{what}: {kind.describe()}", lane.name)
+            work.number = self._around.journal.record((what, kind), lane.name)
             lane.begin(where, _end_to_end(sends))
             lane.occupant = work
             return work
@@ -119,7 +119,7 @@ class Reductions:
     def _lane(self, kind: Kind, place: Place) -> Lane:
         width = lanes_for(math.prod(kind.shape) * kind.dtype.itemsize)
         is_first = not place.calls
-        number, lane = place.next_lane(width)
+        number = place.next_lane(width)
         while len(place.lanes) <= number or (is_first and self._is_small(kind) and len(place.lanes) < width):
             place.lanes.append(Lane(self._members.session, self._members.mover))
         lane = place.lanes[number]
@@ -127,8 +127,9 @@ class Reductions:
             lane.occupant.vacate()
         if is_first and self._is_small(kind):
             self._declare_all(kind, place, width)
-        else:
+        elif place.declared.get(number) != kind or not lane.usable:
             lane.declare(self._spec(kind, place, number))
+            place.declared[number] = kind
         return lane
 
     def _is_small(self, kind: Kind) -> bool:
@@ -139,8 +140,9 @@ class Reductions:
             if lane.occupant is not None:
                 lane.occupant.vacate()
         slots = self._members.session.declare([self._spec(kind, place, number) for number in range(width)])
-        for lane, slot in zip(place.lanes, slots, strict=False):
-            lane.adopt(slot)
+        for number, slot in enumerate(slots):
+            place.lanes[number].adopt(slot)
+            place.declared[number] = kind
 
     def _spec(self, kind: Kind, place: Place, number: int) -> TensorSpec:
         return TensorSpec(
