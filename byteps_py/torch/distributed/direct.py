@@ -78,8 +78,7 @@ class Direct:
             self._around.check()
             number = next(self._calls[op]) % LANES
             lane = self._lanes[op][number]
-            if lane.occupant is not None:
-                lane.occupant.vacate()
+            self._around.vacate(lane)
             lane.declare(self._spec(op, number, lane, _total(outgoing), _total(incoming)))
 
             def deliver() -> None:

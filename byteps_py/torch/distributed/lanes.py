@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -39,13 +39,6 @@ class _Handing:
 
     def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
         self._session.hand_over(slot, nbytes, layout or self._layout)
-
-
-class Occupant(Protocol):
-    """What uses a lane until its round has been delivered."""
-
-    def vacate(self) -> None:
-        """Return when the lane may be used again; the operation's own failure stays with it."""
 
 
 class Lane:

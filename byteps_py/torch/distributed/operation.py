@@ -55,10 +55,6 @@ class Operation(Pending):
         if self._error is not None and self._failed is not None:
             self._failed()
 
-    def vacate(self) -> None:
-        """Return when its lane may be used again. Raises StallError if that takes too long."""
-        self.settle()
-
     def _hand_to_pool(self) -> None:
         if self._completer is not None:
             self._completer.add(self)

@@ -20,6 +20,9 @@ from byteps_py.torch.distributed.point_to_point import PointToPoint
 from byteps_py.torch.distributed.reductions import Reductions
 from byteps_py.torch.distributed.work import Pending, Surroundings
 
+#: In units of the time after which a silent service counts as lost.
+_LOOKS = 1.2
+
 
 class Parts(Identity):
     """A group without its collectives."""
@@ -36,7 +39,8 @@ class Parts(Identity):
         self._members = members
         self._store = store
         self._leave = leave
-        self._around = Surroundings(timeout_s, Journal(members, store))
+        look_s = _LOOKS * members.context.settings.heartbeat_timeout_s
+        self._around = Surroundings(timeout_s, Journal(members, store), look_s)
         self._completer = Completer()
         self._reductions = Reductions(members, self._around, self._completer)
         self._direct = Direct(members, self._around, self._completer)

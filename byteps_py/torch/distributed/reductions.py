@@ -123,8 +123,7 @@ class Reductions:
         while len(place.lanes) <= number or (is_first and self._is_small(kind) and len(place.lanes) < width):
             place.lanes.append(Lane(self._members.session, self._members.mover))
         lane = place.lanes[number]
-        if lane.occupant is not None:
-            lane.occupant.vacate()
+        self._around.vacate(lane)
         if is_first and self._is_small(kind):
             self._declare_all(kind, place, width)
         elif place.declared.get(number) != kind or not lane.usable:
@@ -137,8 +136,7 @@ class Reductions:
 
     def _declare_all(self, kind: Kind, place: Place, width: int) -> None:
         for lane in place.lanes[:width]:
-            if lane.occupant is not None:
-                lane.occupant.vacate()
+            self._around.vacate(lane)
         slots = self._members.session.declare([self._spec(kind, place, number) for number in range(width)])
         for number, slot in enumerate(slots):
             place.lanes[number].adopt(slot)

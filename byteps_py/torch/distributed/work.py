@@ -6,6 +6,7 @@ whose future was asked for is waited for by a thread of the pool. Any thread may
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -18,26 +19,41 @@ import torch.distributed as dist
 from byteps_py.errors import MismatchError, StallError
 from byteps_py.torch.distributed.compilation import not_traced
 from byteps_py.torch.distributed.journal import Journal
+from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.threads import POOL
 
-#: How often a wait looks whether its group was aborted.
-_LOOK_S = 1.0
-#: A wait of this length, twice it, four times it, …: are the others at the same operation?
-_DOUBT_S = 3.0
+#: After waits of this length: are the others at the same operation? Twice, for those that come to ask first.
+_DOUBT_S = (3.0, 1.0)
 Future = torch.futures.Future[Any]
 
 
 class Surroundings:
-    """What operations of one group share: ``aborted`` ends their waits, and no new ones begin."""
+    """What operations of one group share: ``aborted`` ends their waits, and no new ones begin.
 
-    def __init__(self, timeout_s: float, journal: Journal) -> None:
+    ``look_s``: how often a long wait looks for that. The session must have the time to ask a silent service whether it
+    is alive, and to be sure that there is no answer.
+    """
+
+    def __init__(self, timeout_s: float, journal: Journal, look_s: float) -> None:
         self.timeout_s = timeout_s
+        self.look_s = look_s
         self.journal = journal
         self.aborted: Exception | None = None
 
     def check(self) -> None:
         if self.aborted is not None:
             raise type(self.aborted)(*self.aborted.args)
+
+    def vacate(self, lane: Lane) -> None:
+        """Return when ``lane`` may be used again; the failure of the operation in it stays with that one. Raises
+        StallError; then the group is at its end, as the other members don't know that this one has left a call out."""
+        occupant = lane.occupant
+        if occupant is not None:
+            try:
+                occupant.settle()
+            except StallError as error:
+                self.aborted = error
+                raise
 
     def compare(self, number: int) -> str:
         """Where the others stand, in words. If they differ the group is at its end: rounds that some have begun stay
@@ -116,22 +132,19 @@ class Pending(dist.Work):
 
     def _slices(self, deadline: float, wait: Callable[[float], None]) -> None:
         """``wait`` until ``deadline``, looking from time to time whether the group was aborted, or should be."""
-        began = time.monotonic()
-        doubt_s = _DOUBT_S
-        while True:
+        for look_s in itertools.chain(_DOUBT_S, itertools.repeat(self._around.look_s)):
             self._around.check()
-            now = time.monotonic()
-            if self.number and now - began >= doubt_s:
-                doubt_s *= 2
-                self._around.compare(self.number)
-            left = deadline - now
+            left = deadline - time.monotonic()
             try:
-                return wait(max(0.0, min(left, _LOOK_S)))
+                wait(max(0.0, min(left, look_s)))
+                return
             except StallError as error:
                 if self._gave_up():
                     raise
-                if left <= _LOOK_S:
+                if left <= look_s:
                     raise _NotYet from error
+            if self.number:
+                self._around.compare(self.number)
 
     def _gave_up(self) -> bool:
         """True if the service itself has ended the round."""
