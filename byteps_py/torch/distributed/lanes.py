@@ -49,6 +49,7 @@ class Lane:
         self._mover_of = mover_of
         self._departure: Future[None] | None = None
         self._adopted: set[int] = set()
+        self._fetched_on: torch.device | None = None  # a device that is not the host
         self.slot: Slot | None = None
         self.occupant: Operation | None = None
         self.inputs: list[torch.Tensor] = []
@@ -74,6 +75,9 @@ class Lane:
         """Copy tensors in and hand the round over. CUDA: both follow when the device has come so far."""
         slot = self._declared
         mover = self._mover_of(device)
+        if self._fetched_on is not None and self._fetched_on != device:
+            torch.cuda.synchronize(self._fetched_on)  # its last result may still be read, in no order with these copies
+            self._fetched_on = None
         if id(mover) not in self._adopted:
             self._adopted.add(id(mover))
             for memory in {id(memory): memory for memory in (*slot.inputs, slot.result)}.values():
@@ -108,6 +112,7 @@ class Lane:
         """Copy the result to tensors."""
         views = [self._piece(self.result, offset, tensor) for offset, tensor in places]
         if views:
+            self._fetched_on = device if device.type == "cuda" else None
             with torch.no_grad():
                 self._mover_of(device).fetch(views, [tensor.detach() for _, tensor in places])
 

@@ -154,6 +154,8 @@ class Pending(dist.Work):
         """Complete the future: its callbacks run here. Only threads of the pool call this, once it is settled."""
         promise, self._promise = self._promise, None
         if promise is not None:
+            if self._event is not None:
+                self._event.synchronize()  # the callbacks' streams know nothing of this one
             promise.set_result((self._error, self._outputs))
 
     # ---- torch.distributed.Work ------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class Pending(dist.Work):
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
         return True
 
     def synchronize(self) -> None:
