@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 
-from byteps_py.errors import PeerLostError, ProtocolError, UsageError
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.declarations import unsupported
 from byteps_py.session import protocol
@@ -40,6 +40,7 @@ class Joining:
         direct: Direct,
         executor: Executor,
         send: Callable[[pb.MemberMessage], None],
+        fail: Callable[[BytePSError], None],
     ) -> None:
         self.here: set[int] = set()
         self._topology = topology
@@ -48,12 +49,17 @@ class Joining:
         self._direct = direct
         self._executor = executor
         self._send = send
+        self._fail = fail
+        self._lost: BytePSError | None = None
 
     def join(self, rank: RankConnection) -> None:
         """A local rank has no more data. Raises ProtocolError if it said so before."""
         if rank.local_rank in self.here:
             raise ProtocolError(f"local rank {rank.local_rank} joined twice")
         self.here.add(rank.local_rank)
+        if self._lost is not None:
+            self.scheduler_lost(self._lost)
+            return
         slots = [s for t in self._agreement.tensors() for s in t.slots if s.local_rank == rank.local_rank]
         self._tell(rank.local_rank, slots)  # before any ballot that lacks its vote
         self._leave_out(slots)
@@ -61,6 +67,12 @@ class Joining:
         if len(self.here) == self._topology.local_size:
             self._executor.after_run = self._check_idle
             self._check_idle()
+
+    def scheduler_lost(self, error: BytePSError) -> None:
+        """Nobody will say any more who has joined."""
+        self._lost = error
+        if self.here:
+            self._fail(PeerLostError(f"join() needs the scheduler, but {error}"))
 
     def agreed(self, tensor: Tensor) -> None:
         """A tensor has begun its life, perhaps with ranks that have joined since they declared it."""
