@@ -76,6 +76,11 @@ class _Name:
         return [Fail(failed, error)] if failed else []
 
 
+def fail_all(slots: Sequence[RankSlot], error: BytePSError) -> list[Action]:
+    """Tell ranks of any number of void slots."""
+    return [Fail(tuple(slots[i : i + _MAX_SLOTS]), error) for i in range(0, len(slots), _MAX_SLOTS)]
+
+
 class Agreement:
     """All names of one machine. ``local_size``: number of its ranks; ``first_rank``: the global number of the first
     one, to be set before any is declared."""
@@ -263,8 +268,7 @@ class Agreement:
             name.rounds = 0
             name.later.clear()
             name.late.clear()
-        chunks = [tuple(failed[i : i + _MAX_SLOTS]) for i in range(0, len(failed), _MAX_SLOTS)]
-        return [Fail(chunk, error) for chunk in chunks], tensors
+        return fail_all(failed, error), tensors
 
     # ---- leaving -----------------------------------------------------------------------------------------
 
