@@ -16,10 +16,11 @@ import torch
 
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch import context as contexts
-from byteps_py.torch.buckets import Bucket, GradientReducer, Place
+from byteps_py.torch.arguments import NamedParameters, check_names, check_passes, check_predivide, which_groups
+from byteps_py.torch.bucket import Bucket, Place, Scheme
+from byteps_py.torch.buckets import GradientReducer
 from byteps_py.torch.compression import Compression, Compressor
-
-NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+from byteps_py.torch.ops import Average, ReduceOp
 
 
 class _Watched:
@@ -56,6 +57,8 @@ class _Passes:
             if passes is not None:
                 passes._computed(watched)
 
+        if self.reducer.outside:
+            return
         for param in params:
             if param.requires_grad and param not in self._hooked:
                 watched = self._hooked[param] = _Watched(self.reducer.place(param))
@@ -87,6 +90,13 @@ class _Passes:
         finally:
             self._over()
 
+    def drop(self) -> None:
+        """Forget what was computed since the last synchronization."""
+        try:
+            self.reducer.drop()
+        finally:
+            self._over()
+
     def _over(self) -> None:
         for watched in self._begun:
             watched.passes = 0
@@ -108,7 +118,7 @@ class _Distributed:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum gradients over so many backward passes from the next step on."""
-        _check_passes(passes)
+        check_passes(passes)
         if self._passes.begun:
             raise GradientOrderError("set_backward_passes_per_step() was called between backward() and step()")
         self._passes.per_step = passes
@@ -167,6 +177,12 @@ class _Distributed:
         self._synchronized = False
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer. Gradients that were computed since the last step are not combined any more."""
+        self._passes.drop()
+        self._synchronized = False
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch.optim.Optimizer. New parameters have the names that named_parameters gave them, if it did."""
         super().add_param_group(param_group)  # type: ignore[misc]
@@ -184,6 +200,11 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     named_parameters: NamedParameters | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.nn.Parameter]] | None = None,
+    sparse_as_dense: bool = False,
 ) -> Any:
     """``optimizer``, with gradients averaged over all ranks before each step; communication overlaps backward.
 
@@ -192,8 +213,14 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     named_parameters: usually model.named_parameters(), all or more of the optimizer's, in order of the forward
     pass; the names must be the same on all ranks. Without it, numbers are used.
     compression: Compression.none, .fp16 or .bf16. backward_passes_per_step: gradients of so many passes are
-    summed before they are averaged over ranks.
-    Raises UsageError (a ValueError) for duplicate or missing names, NotInitializedError before init().
+    summed before they are combined over ranks.
+    op: Average, Sum, Min, Max, Product. gradient_predivide_factor: with f, an average divides by f before the sum and
+    multiplies by f/size after it.
+    num_groups, groups: which gradients travel together. A number: so many groups of neighbours. A list of lists of
+    parameters: these groups, and the others as their sizes suggest. Without it, small ones do (BYTEPS_FUSION_BYTES).
+    sparse_as_dense: make sparse gradients dense before they are combined.
+    Raises UsageError (a ValueError) for arguments that contradict each other and for duplicate or missing names,
+    NotInitializedError before init().
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -205,14 +232,18 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     True
     >>> bps.shutdown()
     """
-    _check_passes(backward_passes_per_step)
+    check_passes(backward_passes_per_step)
+    check_predivide(gradient_predivide_factor, op)
     if isinstance(optimizer, _Distributed):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    names = _check_names(optimizer, named_parameters)
+    names = check_names(optimizer, named_parameters)
     mine = set(params)
     reducer = GradientReducer(
-        contexts.current(), [(name, param) for param, name in names.items() if param in mine], compression
+        contexts.current(),
+        [(name, param) for param, name in names.items() if param in mine],
+        Scheme(compression, op, gradient_predivide_factor, sparse_as_dense=sparse_as_dense),
+        [[names[param] for param in group] for group in which_groups(num_groups, groups, params)],
     )
     base = type(optimizer)
     wrapped: Any = object.__new__(type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__}))
@@ -224,45 +255,3 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     wrapped._should_synchronize = True
     wrapped._passes.hook(params)
     return wrapped
-
-
-def _check_passes(passes: int) -> None:
-    if passes < 1:
-        raise UsageError(f"backward_passes_per_step must be at least 1, got {passes}")
-
-
-def _check_names(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
-) -> dict[torch.nn.Parameter, str]:
-    """Parameter → name, in the given order. Raises UsageError."""
-    named = list(named_parameters) if named_parameters is not None else []
-    if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) for pair in named):
-        raise UsageError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    seen: set[str] = set()
-    duplicates = {name for name, _ in named if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
-    if duplicates:
-        raise UsageError(
-            "Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(sorted(duplicates))
-        )
-    if not named:
-        return {
-            param: f"push_pull.noname.{g}.{i}"
-            for g, group in enumerate(optimizer.param_groups)
-            for i, param in enumerate(group["params"])
-        }
-    names = {param: name for name, param in reversed(named)}
-    unnamed = [
-        f"{tuple(param.shape)} at position {i} of group {g}"
-        for g, group in enumerate(optimizer.param_groups)
-        for i, param in enumerate(group["params"])
-        if param not in names
-    ]
-    if unnamed:
-        raise UsageError(
-            "named_parameters was specified, but one or more model parameters were not named. Parameters of shape: "
-            + ", ".join(unnamed)
-        )
-    return dict(reversed(names.items()))
