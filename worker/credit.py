@@ -15,35 +15,46 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Mapping
-
-from byteps_py.worker.tensor import Part
+from typing import Generic, Protocol, TypeVar
 
 PATIENCE_S = 0.05
 
 
-class _Turns:
+class Queued(Protocol):
+    """What is sent, or asked for. ``server``: whose turn it takes; ``length``: in bytes."""
+
+    server: int
+    length: int
+
+    def __hash__(self) -> int: ...
+
+
+P = TypeVar("P", bound=Queued)
+
+
+class _Turns(Generic[P]):
     """One server's queue. ``start``: the virtual time at which its next partition is due."""
 
     __slots__ = ("heap", "start", "weight")
 
     def __init__(self, weight: int) -> None:
-        self.heap: list[tuple[int, int, Part]] = []
+        self.heap: list[tuple[int, int, P]] = []
         self.start = 0.0
         self.weight = weight
 
 
-class PushQueue:
+class PushQueue(Generic[P]):
     """``credit_bytes`` 0: no limit; may be set before the first push."""
 
     def __init__(self, credit_bytes: int = 0) -> None:
         self.in_flight_bytes = 0
         self.credit_bytes = credit_bytes
-        self._servers: dict[int, _Turns] = {}
+        self._servers: dict[int, _Turns[P]] = {}
         self._weights: Mapping[int, int] = {}
         self._length = 0
         self._virtual_time = 0.0
         self._order = itertools.count()
-        self._on_wire: dict[Part, float] = {}  # when it was pushed, oldest first
+        self._on_wire: dict[P, float] = {}  # when it was pushed, oldest first
         #: So long after its push, a partition is no longer on the wire, answered or not.
         self.patience_s = PATIENCE_S
 
@@ -56,7 +67,7 @@ class PushQueue:
     def __len__(self) -> int:
         return self._length
 
-    def add(self, part: Part, priority: int) -> None:
+    def add(self, part: P, priority: int) -> None:
         turns = self._servers.get(part.server)
         if turns is None:
             turns = self._servers[part.server] = _Turns(self._weights.get(part.server, 1))
@@ -65,12 +76,12 @@ class PushQueue:
         heapq.heappush(turns.heap, (-priority, next(self._order), part))
         self._length += 1
 
-    def give_back(self, part: Part) -> None:
+    def give_back(self, part: P) -> None:
         """``part`` was answered, or given up."""
         if self._on_wire.pop(part, None) is not None:
             self.in_flight_bytes -= part.length
 
-    def take(self, now: float) -> Part | None:
+    def take(self, now: float) -> P | None:
         """The next partition to push, its credit taken; None if none may go now."""
         if not self._length:
             return None
@@ -96,7 +107,7 @@ class PushQueue:
             del self._on_wire[part]
             self.in_flight_bytes -= part.length
 
-    def drop(self, parts: set[Part]) -> None:
+    def drop(self, parts: set[P]) -> None:
         """Forget queued partitions of a tensor that is void."""
         for turns in self._servers.values():
             turns.heap = [entry for entry in turns.heap if entry[2] not in parts]

@@ -185,6 +185,8 @@ class Desk:
                 kind = protocol.kind_of(message)
                 if kind is Kind.DECLARE:
                     here.executor.run(here.declare(rank, protocol.fields_of(message)))
+                elif kind is Kind.LAYOUT:
+                    here.lay_out(rank, protocol.fields_of(message))
                 elif kind is Kind.BARRIER:
                     rank.barriers = rank.barriers_before + int(protocol.fields_of(message)["sequence"])
                     here.poll_barrier()

@@ -23,6 +23,8 @@ from byteps_py.scheduler.declarations import to_message
 from byteps_py.session import protocol
 from byteps_py.wire import Header, Kind
 from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot
+from byteps_py.worker.courier import Courier
+from byteps_py.worker.direct import Direct, DirectAction
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
 from byteps_py.worker.pipeline import Pipeline
@@ -45,12 +47,14 @@ class Executor:
         ready: Readiness,
         memory: Memory,
         pipeline: Pipeline,
+        direct: Direct,
         first_rank: int,
         send: Callable[[pb.MemberMessage], None],
         fail: Callable[[BytePSError], None],
     ) -> None:
         self.ranks: dict[int, RankConnection] = {}
         self.network: Network | None = None  # None: this machine is the only one
+        self.courier = Courier(loop, ready, memory, direct, self.run, self._owe)
         self.rounds = 0  # partitions delivered
         self._loop = loop
         self._ready = ready
@@ -61,7 +65,7 @@ class Executor:
         self._fail = fail
         self._at_work = 0  # kernels
         self._moved_at = 0.0
-        self._due: deque[Action] = deque()
+        self._due: deque[Action | DirectAction] = deque()
         self._running = False
         self._parts: dict[tuple[int, int, int], Part] = {}  # (key, generation, index)
         self._frames: dict[Part, zmq.Frame] = {}  # answers that a kernel reads
@@ -70,11 +74,11 @@ class Executor:
 
     def idle_s(self, now: float) -> float:
         """For how long no kernel has worked and no answer has come."""
-        return 0.0 if self._at_work else now - self._moved_at
+        return min(0.0 if self._at_work else now - self._moved_at, self.courier.idle_s(now))
 
     def expect(self, pairs: Iterable[Pair]) -> None:
         """Tensors with these operations and dtypes are being declared: their kernels will be needed."""
-        self._ready.expect(pairs)
+        self._ready.expect((op, dtype) for op, dtype in pairs if not op.is_direct)
 
     def start(self, tensor: Tensor, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Begin the life of an agreed tensor."""
@@ -89,7 +93,7 @@ class Executor:
             self._parts.pop((tensor.key, tensor.generation, part.index), None)
         self.run(self._pipeline.retire(tensor, time.monotonic()))
 
-    def run(self, actions: Iterable[Action]) -> None:
+    def run(self, actions: Iterable[Action | DirectAction]) -> None:
         """Carry out ``actions`` and what follows from them."""
         self._due.extend(actions)
         if self._running:
@@ -108,7 +112,7 @@ class Executor:
             for rank in owed.values():
                 self._to_rank(rank, rank.send_done)
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: Action | DirectAction) -> None:
         if isinstance(action, Compute):
             self._compute(action)
         elif isinstance(action, Push):
@@ -117,15 +121,21 @@ class Executor:
         elif isinstance(action, Done):
             self.rounds += len(action.tensor.parts)
             for local_rank, slot_id, round_ in action.slots:
-                if rank := self.ranks.get(local_rank):
-                    rank.add_done(slot_id, round_)
-                    self._owed[local_rank] = rank
+                self._owe(local_rank, slot_id, round_)
         elif isinstance(action, Fail):
             self._tell_failed(action)
         elif isinstance(action, SendBallot):
             self._send_ballot(action)
         elif isinstance(action, Release):
             self._release(action)
+        else:
+            self.courier.carry_out(action)
+
+    def _owe(self, local_rank: int, slot_id: int, round_: int) -> None:
+        """A rank is to be told that a round of its is delivered."""
+        if rank := self.ranks.get(local_rank):
+            rank.add_done(slot_id, round_)
+            self._owed[local_rank] = rank
 
     # ---- kernels ---------------------------------------------------------------------------------------
 

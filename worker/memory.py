@@ -37,8 +37,11 @@ class Memory:
         """A rank's memory for a tensor: inputs that must outlive their round have two, used in turn, and a
         result beside them; else one block is input and result."""
         slot_id, self._next_slot_id = self._next_slot_id, self._next_slot_id + 1
-        if self._inputs_are_contributions:
+        if spec.op.is_direct:
             inputs: tuple[Block, ...] = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
+            result = rank.allocate(spec.shape[1])
+        elif self._inputs_are_contributions:
+            inputs = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
             result = rank.allocate(spec.nbytes)
         else:
             result = rank.allocate(spec.nbytes)
@@ -77,6 +80,11 @@ class Memory:
         for block in tensor.contributions:
             self.machine.free(block)
         tensor.contributions = ()
+
+    def view_of(self, local_rank: int, block: Block, offset: int, length: int) -> memoryview:
+        """Bytes of a block of a local rank."""
+        start = block.offset + offset
+        return self._ranks[local_rank].segments[block.segment].view[start : start + length]
 
     def view(self, block: Block, offset: int, length: int) -> memoryview:
         """Bytes of a block of ``machine``."""

@@ -21,7 +21,7 @@ from byteps_py.worker.tensor import Part, RankSlot, Stage, Tensor
 class Pipeline:
     """``machines``: number of GPU machines; ``size``: number of ranks (an average's divisor)."""
 
-    def __init__(self, machines: int, size: int, queue: PushQueue) -> None:
+    def __init__(self, machines: int, size: int, queue: PushQueue[Part]) -> None:
         self._machines = machines
         self._size = size
         self._queue = queue

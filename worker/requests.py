@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from byteps_py.errors import PeerLostError
+from byteps_py.errors import PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.words import ranks_text
 from byteps_py.session import protocol
 from byteps_py.session.protocol import Kind
+from byteps_py.tensors import Layout
 from byteps_py.worker.actions import Action
 from byteps_py.worker.agreement import Agreement
+from byteps_py.worker.direct import Direct, DirectAction
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.pipeline import Pipeline
@@ -30,6 +32,7 @@ class Requests:
         memory: Memory,
         agreement: Agreement,
         pipeline: Pipeline,
+        direct: Direct,
         executor: Executor,
         send: Callable[[pb.MemberMessage], None],
     ) -> None:
@@ -41,36 +44,58 @@ class Requests:
         self._barrier_since: float | None = None
         self._agreement = agreement
         self._pipeline = pipeline
+        self._direct = direct
+        self._layouts: dict[int, Layout] = {}  # by slot: of a round that is about to be handed over
         self._send = send
 
     def describe(self, local_rank: int, pid: int) -> str:
         """``rank 3 (process 4711 on node7)``."""
         return f"rank {self.topology.first_rank + local_rank} (process {pid} on {self.topology.me.host})"
 
-    def declare(self, rank: RankConnection, fields: dict[str, Any]) -> list[Action]:
+    def declare(self, rank: RankConnection, fields: dict[str, Any]) -> list[Action | DirectAction]:
         """Give the rank memory for its tensors at once; whether all ranks agree will turn out."""
         slots = [self.memory.new_slot(rank, protocol.spec_from_json(spec)) for spec in fields["specs"]]
+        actions: list[Action | DirectAction] = []
+        for slot in slots:
+            if slot.spec.op.is_direct:  # before the answer, which says with which round it goes on
+                actions += self._direct.declare(self.topology.first_rank + rank.local_rank, slot)
         places = [
             {
                 "id": slot.id,
                 "inputs": [[block.segment, block.offset] for block in slot.inputs],
                 "result": [slot.result.segment, slot.result.offset],
+                "nbytes": slot.spec.result_nbytes(self.topology.first_rank + slot.local_rank, self.topology.size),
+                "round": slot.round,
             }
             for slot in slots
         ]
         rank.send(protocol.pack(Kind.DECLARED, request=fields["request"], slots=places))
         self.executor.expect((slot.spec.op, slot.spec.dtype) for slot in slots)
-        actions: list[Action] = []
         for slot in slots:
-            actions += self._agreement.declare(slot)
+            if not slot.spec.op.is_direct:
+                actions += self._agreement.declare(slot)
         return actions
 
-    def ready(self, message: bytes) -> list[Action]:
+    def lay_out(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+        """A rank says how its next round of a gather or an exchange is laid out. Raises ProtocolError."""
+        slot = self.memory.slots[fields["slot"]]
+        layout = protocol.layout_of(fields)
+        try:
+            layout.check(slot.spec, len(slot.spec.members(self.topology.size)))
+        except UsageError as error:
+            raise ProtocolError(str(error)) from None
+        self._layouts[slot.id] = layout
+
+    def ready(self, message: bytes) -> list[Action | DirectAction]:
         now = time.monotonic()
-        actions: list[Action] = []
+        actions: list[Action | DirectAction] = []
         for slot_id, round_, nbytes in protocol.records_of(message):
             slot = self.memory.slots.get(slot_id)
-            if slot is not None:  # else its declaration failed while the message was on its way
+            if slot is None:  # its declaration failed while the message was on its way
+                continue
+            if slot.spec.op.is_direct:
+                actions += self._direct.ready(slot, round_, self._layouts.pop(slot_id, None), now)
+            else:
                 actions += self._pipeline.ready(slot, round_, nbytes, now)
                 actions += self._agreement.came(slot)
         return actions
@@ -99,6 +124,8 @@ class Requests:
 
     def forget(self, local_rank: int) -> None:
         self.executor.run(self._agreement.forget_rank(local_rank))
+        for _, member in self._direct.members(local_rank):
+            member.slot.has_left = True
 
 
 def describe_waiting(waiting: pb.Waiting) -> str:

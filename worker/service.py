@@ -28,14 +28,15 @@ from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.desk import Desk
+from byteps_py.worker.direct import Direct, Transfer
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
 from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.placing import Placing
+from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
 from byteps_py.worker.probe import Probe
 from byteps_py.worker.requests import Requests, describe_waiting
-from byteps_py.worker.tensor import RankSlot
+from byteps_py.worker.tensor import Part, RankSlot
 from byteps_py.worker.topology import Topology
 
 #: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
@@ -60,7 +61,8 @@ class Service:
         self._prefaulter = Engine(1, "byteps-prefault")
         self._ready = Readiness(self._engine, self._loop, self._kernel_failed)
         self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
-        self._queue = PushQueue()
+        self._queue: PushQueue[Part] = PushQueue()
+        self._fetches: PushQueue[Transfer] = PushQueue()
         self._agreement = Agreement(settings.local_size)
         self._placing: Placing | None = None
         self._requests: Requests | None = None
@@ -68,6 +70,7 @@ class Service:
         self._network: Network | None = None
         self._probe: Probe | None = None
         self._pipeline: Pipeline | None = None
+        self._direct: Direct | None = None
         self._departed: tuple[float, BytePSError] | None = None
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._had_ranks = False
@@ -171,14 +174,22 @@ class Service:
         slowest_mbit = min(member.link_mbit for member in (*topology.servers, *topology.workers))
         self._queue.patience_s = max(PATIENCE_S, tuning.answer_s(self._queue.credit_bytes, slowest_mbit))
         self._queue.set_weights({server.member_id: server.weight for server in topology.servers})
+        self._fetches.credit_bytes, self._fetches.patience_s = self._queue.credit_bytes, self._queue.patience_s
+        direct = self._direct = Direct(
+            topology.machine_index,
+            [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)],
+            topology.partition_bytes,
+            LOCAL_PIECE_BYTES,
+            self._fetches,
+        )
         executor = self._executor = Executor(
-            self._loop, self._ready, memory, pipeline, topology.first_rank, self._link.send, self._fail
+            self._loop, self._ready, memory, pipeline, direct, topology.first_rank, self._link.send, self._fail
         )
         if topology.machines > 1:
             self._network = executor.network = Network(
                 self._loop, self._settings, topology, memory, executor.answered, self._server_lost
             )
-        self._requests = Requests(topology, memory, self._agreement, pipeline, executor, self._link.send)
+        self._requests = Requests(topology, memory, self._agreement, pipeline, direct, executor, self._link.send)
         self._desk.open(self._requests)
         logger.info(
             "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
@@ -252,6 +263,8 @@ class Service:
             add(name, 0, slots)
         for tensor in self._agreement.tensors():
             add(tensor.name, tensor.round, [slot for slot in tensor.slots if slot.waits])
+        for channel, member in self._direct.members() if self._direct is not None else ():
+            add(channel.spec.name, member.round, [member.slot] if member.slot.waits else [])
         there, waited_s = self._requests.at_barrier()
         if there and waited_s > age_s:
             found.append(pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s))
@@ -289,9 +302,13 @@ class Service:
             self._fail(PeerLostError(f"{describe_waiting(waiting[0])}, but {ranks} shut down"))
 
     def _pump(self) -> None:
+        now = time.monotonic()
         if len(self._queue) and self._executor is not None and self._pipeline is not None:
-            self._executor.run(self._pipeline.pump(time.monotonic()))
-        self._loop.call_later(PATIENCE_S / 5 if len(self._queue) else PATIENCE_S, self._pump)
+            self._executor.run(self._pipeline.pump(now))
+        if len(self._fetches) and self._executor is not None and self._direct is not None:
+            self._executor.run(self._direct.pump(now))
+        waits = len(self._queue) or len(self._fetches)
+        self._loop.call_later(PATIENCE_S / 5 if waits else PATIENCE_S, self._pump)
 
     # ---- failing and ending ----------------------------------------------------------------------------
 

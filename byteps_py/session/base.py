@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from byteps_py.tensors import Layout, TensorSpec
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Slot:
     """A declared tensor's memory in this process, and where its current round stands.
 

@@ -3,7 +3,7 @@
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
 a message; the rest is JSON.
 
-    rank → service: HELLO, DECLARE, READY, BARRIER, LEAVE, PING
+    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, LEAVE, PING
     service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, FATAL, PONG
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from byteps_py.errors import ProtocolError
-from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.tensors import DType, Layout, Op, TensorSpec
 
 VERSION = 1
 
@@ -29,6 +29,7 @@ class Kind(enum.IntEnum):
     READY = 3  # records (slot, round, bytes written so far)
     BARRIER = 4  # {sequence}
     LEAVE = 5  # {error}: the rank ends, in order unless an exception that nobody caught ended it
+    LAYOUT = 7  # {slot, sends, receives}: of the slot's next round and those after it
     PING = 6  # {}: a rank that has waited for long asks whether the service is alive
     WELCOME = 11  # {rank, size, …}
     SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
@@ -103,3 +104,19 @@ def spec_from_json(fields: list[Any]) -> TensorSpec:
         )  # fmt: skip
     except (ValueError, TypeError) as error:
         raise ProtocolError(f"malformed tensor declaration: {error}") from None
+
+
+def layout_to_message(slot_id: int, layout: Layout) -> bytes:
+    return pack(Kind.LAYOUT, slot=slot_id, sends=layout.sends, receives=layout.receives)
+
+
+def layout_of(fields: dict[str, Any]) -> Layout:
+    """The layout in a LAYOUT message. Raises ProtocolError."""
+    try:
+        sends, receives = ([(int(offset), int(nbytes)) for offset, nbytes in fields[what]] for what in _LAYOUT)
+        return Layout(tuple(sends), tuple(receives))
+    except (KeyError, ValueError, TypeError) as error:
+        raise ProtocolError(f"malformed layout: {error}") from None
+
+
+_LAYOUT = ("sends", "receives")

@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ class RemoteSession(Session):
         self._silence_s = silence_s
         self._is_asked = False  # whether the service is alive
         self._slots = Slots()
+        self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the last one
         self._declared: dict[int, list[dict[str, Any]]] = {}
         self._requests = 0
         self._barriers = self._released = 0
@@ -115,7 +117,7 @@ class RemoteSession(Session):
     def _needs_declaration(self, slot: Slot, spec: TensorSpec) -> bool:
         if slot.error is not None:
             return True
-        if slot.spec.agrees_with(spec):
+        if slot.spec.agrees_with(spec) and spec.fits_in(slot.spec):
             return False
         if slot.pending or slot.begun_bytes:
             raise UsageError(
@@ -149,12 +151,24 @@ class RemoteSession(Session):
             raise UsageError(
                 f"tensor {slot.spec.name!r}: {nbytes} bytes handed over, after {slot.begun_bytes} of {whole} bytes"
             )
+        if slot.spec.op.is_direct:
+            self._lay_out(slot, layout)
         message = protocol.pack_record(Kind.READY, slot.id, slot.round + 1, nbytes)
         slot.begun_bytes = nbytes % whole if whole else 0
         if nbytes == whole:
             slot.round += 1  # before the message: its answer must find it
         if slot.error is None:
             self._send(message)
+
+    def _lay_out(self, slot: Slot, layout: Layout | None) -> None:
+        """Tell the service of a round's layout, if it is not that of the round before."""
+        known = self._layouts.get(slot)
+        if layout is None and known is None:
+            raise UsageError(f"tensor {slot.spec.name!r}: the first round of a {slot.spec.op.name} needs a layout")
+        if layout is not None and layout != known:
+            layout.check(slot.spec, len(slot.spec.members(self.size)))
+            self._send(protocol.layout_to_message(slot.id, layout))
+            self._layouts[slot] = layout
 
     def is_done(self, slot: Slot) -> bool:
         if self._closed or self._forks != _forks:

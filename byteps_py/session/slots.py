@@ -33,7 +33,8 @@ class Slots:
     def add(self, spec: TensorSpec, fields: dict[str, Any]) -> Slot:
         """The slot for ``spec`` that a DECLARED message describes, in place of the name's earlier one."""
         inputs = tuple(self._view(place, spec.nbytes) for place in fields["inputs"])
-        slot = Slot(spec, inputs, self._view(fields["result"], spec.nbytes), fields["id"])
+        slot = Slot(spec, inputs, self._view(fields["result"], fields["nbytes"]), fields["id"])
+        slot.round = slot.done_round = fields["round"]
         if (before := self._by_name.get(spec.name)) is not None:
             del self._by_id[before.id]
         self._by_name[spec.name] = self._by_id[slot.id] = slot

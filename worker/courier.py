@@ -1,0 +1,116 @@
+"""Does what the core of gathers and exchanges asks: copies on this machine, requests and answers between machines.
+
+Owned by the loop's thread; copies run on the engine's threads unless they are small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from byteps_py import kernels
+from byteps_py.errors import ProtocolError
+from byteps_py.kernels.readiness import Readiness
+from byteps_py.loop import EventLoop
+from byteps_py.tensors import DType, Op
+from byteps_py.worker.direct import Copy, Delivered, Direct, DirectAction, Fetch, Outgrown, Serve, Transfer
+from byteps_py.worker.memory import Memory
+
+#: Copies of fewer bytes run on the loop's thread: see INLINE_BYTES of executor.py.
+_INLINE_BYTES = 256 << 10
+_COPY = (Op.BROADCAST, DType.UINT8)
+
+
+class Peers(Protocol):
+    """The other machines' communication services."""
+
+    def fetch(self, transfer: Transfer, then: Callable[[zmq.Frame], None]) -> None:
+        """Ask for a transfer; ``then`` gets its bytes."""
+
+    def serve(self, serve: Serve, view: memoryview, then: Callable[[], None]) -> None:
+        """Answer a request; ``then`` is called once ``view`` may change."""
+
+
+class Courier:
+    """``run`` carries out what follows; ``deliver(local rank, slot, round)`` tells a rank."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        ready: Readiness,
+        memory: Memory,
+        direct: Direct,
+        run: Callable[[list[DirectAction]], None],
+        deliver: Callable[[int, int, int], None],
+    ) -> None:
+        self.peers: Peers | None = None  # None: this machine is the only one
+        self.moved_at = 0.0
+        self._at_work = 0
+        self._loop = loop
+        self._ready = ready
+        self._memory = memory
+        self._direct = direct
+        self._run = run
+        self._deliver = deliver
+
+    def idle_s(self, now: float) -> float:
+        """For how long no copy was made and nothing came."""
+        return 0.0 if self._at_work else now - self.moved_at
+
+    def carry_out(self, action: DirectAction) -> None:
+        if isinstance(action, Copy):
+            self._copy(action, None)
+        elif isinstance(action, Delivered):
+            self._deliver(action.slot.local_rank, action.slot.id, action.round)
+        elif isinstance(action, Outgrown):
+            self._memory.free_slot(action.slot)
+        elif self.peers is None:
+            raise ProtocolError("a job of one machine has no other to fetch from")
+        elif isinstance(action, Fetch):
+            self.peers.fetch(action.transfer, functools.partial(self._arrived, action.transfer))
+        else:
+            self._serve(self.peers, action)
+
+    def _copy(self, copy: Copy, frame: zmq.Frame | None) -> None:
+        """``frame``: keeps the memory it reads."""
+        transfer = copy.transfer
+        work = functools.partial(kernels.reduce, *_COPY, (copy.source,), copy.outputs, transfer.length)
+        self._at_work += 1
+        if transfer.length * len(copy.outputs) <= _INLINE_BYTES:
+            work()
+            self._copied(transfer, frame, None)
+        else:
+            self._ready.submit(
+                _COPY,
+                transfer.channel.spec.priority,
+                work,
+                lambda error: self._loop.post(lambda: self._copied(transfer, frame, error)),
+            )
+
+    def _copied(self, transfer: Transfer, frame: zmq.Frame | None, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+        self._at_work -= 1
+        self.moved_at = time.monotonic()
+        self._run(self._direct.copied(transfer))
+
+    def _arrived(self, transfer: Transfer, frame: zmq.Frame) -> None:
+        name = transfer.channel.spec.name
+        if len(frame) != transfer.length:
+            raise ProtocolError(f"tensor {name!r}: a piece of {len(frame)} bytes came, {transfer.length} were due")
+        self.moved_at = time.monotonic()
+        source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
+        first, *rest = self._direct.arrived(transfer, source, self.moved_at)
+        if isinstance(first, Copy):
+            self._copy(first, frame)
+        self._run(rest)
+
+    def _serve(self, peers: Peers, serve: Serve) -> None:
+        rank, length = serve.member.slot.local_rank, serve.request.length
+        view = self._memory.view_of(rank, serve.block, serve.offset, length)
+        peers.serve(serve, view, lambda: self._run(self._direct.served(serve)))

@@ -1,0 +1,404 @@
+"""Gathers and exchanges: a piece goes straight from the rank that has it to the one it is for. Pure.
+
+    a rank hands over a round, with its layout: an Offer
+      ├─ from each rank of this machine that has come to the round too:  Copy
+      └─ from each rank of another machine:  Fetch ─► there, once the rank has come:  Serve ─► here:  Copy
+    all its pieces are copied, and nobody still needs what it offered a round ago: Delivered
+
+Who receives asks, so nothing comes for which there is no place, and what is asked for twice is the same. Ranks go
+through the rounds of a name at their own pace, each at most one ahead of whoever still needs a piece of the round
+before: a rank's two inputs are used in turn. Nothing is voted on: a key is a name, a name says who takes part (its
+ranks disagree about that only by a fault of the front end), and sizes are compared where they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from byteps_py.errors import MismatchError, ProtocolError
+from byteps_py.shm import Block
+from byteps_py.tensors import Layout, Op, TensorSpec, differing, key_of
+from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.tensor import RankSlot
+
+#: Requests for names that no local rank has declared yet; more can't come from correct machines.
+MAX_EARLY = 1 << 16
+#: The target of a Fetch on behalf of all ranks of a machine.
+ALL = 0xFFFFFFFF
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """What a member has handed over in one round. ``left``: bytes that takers still need, by position in the group;
+    a machine, which takes a GATHER for all its ranks, counts as -1 - its index."""
+
+    block: Block
+    layout: Layout
+    left: dict[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A local rank of the group. ``due``: bytes still to come in the current round, by source's position."""
+
+    position: int
+    slot: RankSlot
+    offers: dict[int, Offer] = field(default_factory=dict)  # by round
+    due: dict[int, int] = field(default_factory=dict)
+    layout: Layout | None = None  # of the last round
+    outgrown: list[tuple[int, RankSlot]] = field(default_factory=list)  # the last round that used it, and the slot
+
+    @property
+    def round(self) -> int:
+        return self.slot.round
+
+    @property
+    def is_open(self) -> bool:
+        """It has begun a round that is not delivered."""
+        return self.slot.ready_bytes >= 0
+
+
+@dataclass(slots=True, eq=False)
+class Channel:
+    """One name. ``members``: local ones that have declared it, by position. ``machines``: of each position."""
+
+    spec: TensorSpec
+    ranks: Sequence[int]
+    machines: Sequence[int]
+    here: Sequence[int]
+    members: dict[int, Member] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)  # of other machines, that came before the round did
+
+    @property
+    def is_gather(self) -> bool:
+        return self.spec.op is Op.GATHER
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Another machine wants ``length`` bytes at ``offset`` of the piece, of ``total`` bytes, that ``source`` has for
+    ``target`` (both global ranks). ``origin``: whom to send it to, and as what; opaque."""
+
+    origin: object
+    machine: int
+    key: int
+    round: int
+    source: int
+    target: int
+    offset: int
+    length: int
+    total: int
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """``length`` bytes at ``offset`` of a piece on its way to ``targets``. ``server``: the machine it comes from."""
+
+    channel: Channel
+    round: int
+    source: int
+    targets: tuple[Member, ...]
+    offset: int
+    length: int
+    total: int
+    server: int
+
+
+@dataclass(slots=True)
+class Copy:
+    """Copy ``transfer.length`` bytes to ``outputs``, then call ``Direct.copied``. ``source``: an address."""
+
+    transfer: Transfer
+    source: int
+    outputs: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Ask the transfer's machine for it; its bytes go to ``Direct.arrived``."""
+
+    transfer: Transfer
+
+
+@dataclass(slots=True)
+class Serve:
+    """Send these bytes of ``member``'s memory; once they can be overwritten call ``Direct.served``."""
+
+    request: Request
+    channel: Channel
+    member: Member
+    block: Block
+    offset: int
+
+
+@dataclass(slots=True)
+class Delivered:
+    """A member's round is over."""
+
+    slot: RankSlot
+    round: int
+
+
+@dataclass(slots=True)
+class Outgrown:
+    """Nothing uses this memory any more."""
+
+    slot: RankSlot
+
+
+DirectAction = Copy | Fetch | Serve | Delivered | Outgrown
+
+
+class Direct:
+    """``machine``: the index of this one; ``machine_of``: of each rank; ``piece_bytes``: a transfer's limit;
+    ``local_piece_bytes``: that of a copy on this machine."""
+
+    def __init__(
+        self,
+        machine: int,
+        machine_of: Sequence[int],
+        piece_bytes: int,
+        local_piece_bytes: int,
+        queue: PushQueue[Transfer],
+    ) -> None:
+        self._machine = machine
+        self._machine_of = machine_of
+        self._piece_bytes = piece_bytes
+        self._local_piece_bytes = local_piece_bytes
+        self._queue = queue
+        self._channels: dict[int, Channel] = {}
+        self._early: dict[int, list[Request]] = {}
+
+    # ---- events ----------------------------------------------------------------------------------------
+
+    def declare(self, rank: int, slot: RankSlot) -> list[DirectAction]:
+        """Global ``rank`` declares a name, for the first time or with more room. Raises ProtocolError."""
+        spec = slot.spec
+        key = key_of(spec.name)
+        channel = self._channels.get(key)
+        if channel is None:
+            ranks = spec.members(len(self._machine_of))
+            machines = [self._machine_of[r] for r in ranks]
+            here = [i for i, m in enumerate(machines) if m == self._machine]
+            channel = self._channels[key] = Channel(spec, ranks, machines, here)
+            channel.requests = self._early.pop(key, [])
+        elif not channel.spec.agrees_with(spec):
+            raise ProtocolError(
+                f"tensor {spec.name!r}: rank {rank} declares it for {spec.describe()}, others of this machine for "
+                f"{channel.spec.describe()}"
+            )
+        position = channel.ranks.index(rank)
+        member = channel.members.get(position)
+        if member is None:
+            channel.members[position] = Member(position, slot)
+            return []
+        old, member.slot = member.slot, slot
+        slot.round = old.round
+        member.outgrown.append((old.round, old))
+        return self._let_go(member)
+
+    def ready(self, slot: RankSlot, round_: int, layout: Layout | None, now: float) -> list[DirectAction]:
+        """A rank hands over round ``round_``. ``layout``: if it differs from the last. Raises ProtocolError."""
+        channel = self._channels[key_of(slot.spec.name)]
+        member = next((m for m in channel.members.values() if m.slot is slot), None)
+        if member is None or member.is_open or round_ != slot.round + 1:
+            raise ProtocolError(
+                f"tensor {slot.spec.name!r}: local rank {slot.local_rank} handed over round {round_} after round "
+                f"{slot.round}"
+            )
+        layout = member.layout = layout or member.layout
+        if layout is None:
+            raise ProtocolError(f"tensor {slot.spec.name!r}: local rank {slot.local_rank} gave no layout")
+        slot.round, slot.ready_since, slot.ready_bytes = round_, now, slot.spec.nbytes
+        member.due = {source: nbytes for source, (_, nbytes) in enumerate(layout.receives) if nbytes}
+        member.offers[round_] = Offer(slot.input, layout, self._takers(channel, layout))
+        actions = self._match_here(channel, member)
+        actions += self._ask(channel, member, now)
+        requests, channel.requests = channel.requests, []
+        for request in requests:
+            actions += self._serve(channel, request)
+        self._drop_if_taken(member, round_)
+        return actions + self._finish(member)
+
+    def requested(self, request: Request) -> list[DirectAction]:
+        """Another machine wants a piece. Raises ProtocolError for what no correct machine asks."""
+        channel = self._channels.get(request.key)
+        if channel is not None:
+            return self._serve(channel, request)
+        if sum(map(len, self._early.values())) >= MAX_EARLY:
+            raise ProtocolError(f"machine {request.machine} asks for too much that nobody here has declared")
+        self._early.setdefault(request.key, []).append(request)
+        return []
+
+    def arrived(self, transfer: Transfer, source: int, now: float) -> list[DirectAction]:
+        """The bytes of a Fetch lie at address ``source``, until ``copied``."""
+        self._queue.give_back(transfer)
+        return [Copy(transfer, source, self._outputs(transfer)), *self.pump(now)]
+
+    def copied(self, transfer: Transfer) -> list[DirectAction]:
+        """A Copy has ended."""
+        actions: list[DirectAction] = []
+        for member in transfer.targets:
+            member.due[transfer.source] -= transfer.length
+            if not member.due[transfer.source]:
+                del member.due[transfer.source]
+            actions += self._finish(member)
+        source = transfer.channel.members.get(transfer.source)
+        if source is not None:
+            for member in transfer.targets:
+                actions += self._taken(source, transfer.round, member.position, transfer.length)
+        return actions
+
+    def served(self, serve: Serve) -> list[DirectAction]:
+        """The bytes of a Serve have left."""
+        request, channel = serve.request, serve.channel
+        taker = -1 - request.machine if request.target == ALL else channel.ranks.index(request.target)
+        return self._taken(serve.member, request.round, taker, request.length)
+
+    def pump(self, now: float) -> list[DirectAction]:
+        """Ask for what the credit allows. Also called from time to time, see PushQueue."""
+        actions: list[DirectAction] = []
+        while (transfer := self._queue.take(now)) is not None:
+            actions.append(Fetch(transfer))
+        return actions
+
+    def gone(self, machine: int) -> None:
+        """What a machine has asked for can't be sent to it any more."""
+        for requests in [*self._early.values(), *(channel.requests for channel in self._channels.values())]:
+            requests[:] = [request for request in requests if request.machine != machine]
+
+    # ---- questions -------------------------------------------------------------------------------------
+
+    def members(self, local_rank: int | None = None) -> Iterable[tuple[Channel, Member]]:
+        """All, or those of one local rank."""
+        for channel in self._channels.values():
+            for member in channel.members.values():
+                if local_rank is None or member.slot.local_rank == local_rank:
+                    yield channel, member
+
+    # ---- pieces ----------------------------------------------------------------------------------------
+
+    def _takers(self, channel: Channel, layout: Layout) -> dict[int, int]:
+        """Who needs how many bytes of an offer."""
+        if not channel.is_gather:
+            return {position: nbytes for position, (_, nbytes) in enumerate(layout.sends) if nbytes}
+        nbytes = layout.sends[0][1]
+        if not nbytes:
+            return {}
+        others = {-1 - machine for machine in channel.machines if machine != self._machine}
+        return dict.fromkeys([*channel.here, *others], nbytes)
+
+    def _match_here(self, channel: Channel, member: Member) -> list[DirectAction]:
+        """Copy between ``member`` and the local members that have come to its round, both ways."""
+        actions: list[DirectAction] = []
+        for other in channel.members.values():
+            if (offer := other.offers.get(member.round)) is not None:
+                actions += self._copy(channel, other, offer, member)
+            if other is not member and other.is_open and other.round == member.round:
+                actions += self._copy(channel, member, member.offers[member.round], other)
+        return actions
+
+    def _copy(self, channel: Channel, source: Member, offer: Offer, target: Member) -> list[DirectAction]:
+        start, nbytes = offer.layout.sends[0 if channel.is_gather else target.position]
+        due = target.due.get(source.position, 0)
+        if nbytes != due:
+            ranks = channel.ranks
+            raise MismatchError(
+                differing(channel.spec.name, ranks[source.position], nbytes, ranks[target.position], due)
+            )
+        actions: list[DirectAction] = []
+        for offset, length in _pieces(nbytes, self._local_piece_bytes):
+            transfer = Transfer(
+                channel, target.round, source.position, (target,), offset, length, nbytes, self._machine
+            )
+            actions.append(Copy(transfer, offer.block.address + start + offset, self._outputs(transfer)))
+        return actions
+
+    def _outputs(self, transfer: Transfer) -> tuple[int, ...]:
+        places = [(m.slot.result.address, m.layout) for m in transfer.targets]
+        return tuple(
+            address + layout.receives[transfer.source][0] + transfer.offset
+            for address, layout in places
+            if layout is not None
+        )
+
+    def _ask(self, channel: Channel, member: Member, now: float) -> list[DirectAction]:
+        """Fetch what other machines have for ``member``, the next machine's first: all machines begin with another."""
+        targets: tuple[Member, ...] = (member,)
+        if channel.is_gather:
+            targets = tuple(channel.members[p] for p in channel.here if p in channel.members)
+            if len(targets) < len(channel.here) or any(not t.is_open or t.round != member.round for t in targets):
+                return []  # the last of them to come asks for all
+        remote = [source for source in member.due if channel.machines[source] != self._machine]
+        machines = max(channel.machines) + 1
+        remote.sort(key=lambda source: (channel.machines[source] - self._machine) % machines)
+        for source in remote:
+            total = member.due[source]
+            for target in targets:
+                if target.due.get(source, 0) != total:
+                    raise MismatchError(
+                        f"tensor {channel.spec.name!r}: rank {channel.ranks[member.position]} expects {total} bytes of "
+                        f"rank {channel.ranks[source]}, rank {channel.ranks[target.position]} "
+                        f"{target.due.get(source, 0)}"
+                    )
+            for offset, length in _pieces(total, self._piece_bytes):
+                transfer = Transfer(
+                    channel, member.round, source, targets, offset, length, total, channel.machines[source]
+                )
+                self._queue.add(transfer, channel.spec.priority)
+        return self.pump(now) if remote else []
+
+    def _serve(self, channel: Channel, request: Request) -> list[DirectAction]:
+        if request.source not in channel.ranks or (request.target != ALL and request.target not in channel.ranks):
+            raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} or {request.target} has no part")
+        member = channel.members.get(channel.ranks.index(request.source))
+        if member is None or member.round < request.round:
+            channel.requests.append(request)
+            return []
+        offer = member.offers.get(request.round)
+        if offer is None:
+            raise ProtocolError(f"tensor {channel.spec.name!r}: round {request.round} was taken by all already")
+        target = 0 if request.target == ALL else channel.ranks.index(request.target)
+        start, nbytes = offer.layout.sends[target]
+        if nbytes != request.total:
+            raise MismatchError(
+                differing(channel.spec.name, request.source, nbytes, channel.ranks[target], request.total)
+            )
+        if request.offset + request.length > nbytes:
+            raise ProtocolError(f"tensor {channel.spec.name!r}: bytes were asked for that a piece does not have")
+        return [Serve(request, channel, member, offer.block, start + request.offset)]
+
+    # ---- ends ------------------------------------------------------------------------------------------
+
+    def _taken(self, member: Member, round_: int, taker: int, nbytes: int) -> list[DirectAction]:
+        offer = member.offers[round_]
+        offer.left[taker] -= nbytes
+        if not offer.left[taker]:
+            del offer.left[taker]
+        if not self._drop_if_taken(member, round_):
+            return []
+        return [*self._finish(member), *self._let_go(member)]
+
+    def _drop_if_taken(self, member: Member, round_: int) -> bool:
+        offer = member.offers.get(round_)
+        if offer is None or offer.left:
+            return False
+        del member.offers[round_]
+        return True
+
+    def _finish(self, member: Member) -> list[DirectAction]:
+        if not member.is_open or member.due or member.round - 1 in member.offers:
+            return []
+        member.slot.ready_bytes = -1
+        return [Delivered(member.slot, member.round)]
+
+    def _let_go(self, member: Member) -> list[DirectAction]:
+        """Slots it has outgrown, whose rounds are all over."""
+        over = [(last, slot) for last, slot in member.outgrown if not any(r <= last for r in member.offers)]
+        member.outgrown = [entry for entry in member.outgrown if entry not in over]
+        return [Outgrown(slot) for _, slot in over]
+
+
+def _pieces(nbytes: int, limit: int) -> Iterable[tuple[int, int]]:
+    return ((offset, min(limit, nbytes - offset)) for offset in range(0, nbytes, limit))
