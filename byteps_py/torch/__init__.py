@@ -54,6 +54,7 @@ from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_stat
 from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum
 from byteps_py.torch.optimizer import DistributedOptimizer
 from byteps_py.torch.parallel import DistributedDataParallel
+from byteps_py.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Average",
@@ -76,6 +77,7 @@ __all__ = [
     "RendezvousError",
     "StallError",
     "Sum",
+    "SyncBatchNorm",
     "UsageError",
     "barrier",
     "broadcast",
