@@ -126,7 +126,6 @@ def test_eval_exchanges_nothing_and_uses_the_running_statistics() -> None:
 
 def test_conversion_keeps_parameters_buffers_and_training() -> None:
     def main(rank: int):
-        torch.manual_seed(0)
         plain = nn.Sequential(nn.Conv2d(CHANNELS, 4, 1), nn.Sequential(nn.BatchNorm2d(4, eps=0.5), nn.ReLU()))
         norm = plain[1][0]
         converted = bps.SyncBatchNorm.convert_sync_batchnorm(plain)
@@ -134,6 +133,7 @@ def test_conversion_keeps_parameters_buffers_and_training() -> None:
         assert converted[1][0].running_mean is norm.running_mean
         assert converted[1][0].eps == 0.5
         assert bps.SyncBatchNorm.convert_sync_batchnorm(converted)[1][0] is converted[1][0]
+        bps.broadcast_parameters(converted.state_dict(), 0)
         optimizer = bps.DistributedOptimizer(
             torch.optim.SGD(converted.parameters(), lr=0.1), converted.named_parameters()
         )

@@ -13,6 +13,8 @@ from byteps_py.errors import (
     CommunicationError,
     ConfigurationError,
     GradientOrderError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
     MismatchError,
     NotInitializedError,
     PeerLostError,
@@ -21,7 +23,7 @@ from byteps_py.errors import (
     StallError,
     UsageError,
 )
-from byteps_py.torch import parallel
+from byteps_py.torch import elastic, parallel
 from byteps_py.torch.api import (
     barrier,
     broadcast,
@@ -66,6 +68,8 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedOptimizer",
     "GradientOrderError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "MismatchError",
@@ -91,6 +95,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "declare",
+    "elastic",
     "init",
     "is_initialized",
     "local_rank",
