@@ -25,13 +25,14 @@ HEADER_BYTES = _LAYOUT.size
 class Kind(enum.IntEnum):
     """What a message is for; the values are wire codes and never change."""
 
-    HELLO = 1  # CS → SS, first on a connection: who I am; payload: the proof of membership
+    HELLO = 1  # CS → SS or CS, first on a connection: who I am; payload: the proof of membership
     PUSH = 2  # CS → SS: my contribution; an answer is expected
     PULL = 3  # CS → SS: I contribute nothing to this broadcast, but want its result
-    ANSWER = 4  # SS → CS: the result of a round
-    REFUSED = 5  # SS → CS: the message is not accepted; payload: the reason, as text
+    ANSWER = 4  # SS → CS: the result of a round; CS → CS: the bytes that were fetched
+    REFUSED = 5  # to a CS: the message is not accepted; payload: the reason, as text
     SEGMENT = 6  # CS → SS on one machine: a shared-memory segment, its descriptor beside the message
     PROBE = 7  # CS → SS, and back as it came: how fast is the way?
+    FETCH = 8  # CS → CS: give me bytes of a rank of yours; payload: a Fetch. The answer is an ANSWER with them
 
 
 @dataclass(slots=True)
@@ -103,3 +104,26 @@ class Header:
 _KINDS = {int(k): k for k in Kind}
 _DTYPES = {int(d): d for d in DType}
 _OPS = {int(o): o for o in Op}
+
+
+_FETCH = struct.Struct("<IIQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """The payload of a FETCH: of the piece, of ``total`` bytes, that rank ``source`` has for rank ``target``, the
+    header's ``length`` bytes at its ``offset`` are wanted. The header's ``index`` numbers the requests."""
+
+    source: int
+    target: int
+    total: int
+
+    def pack(self) -> bytes:
+        return _FETCH.pack(self.source, self.target, self.total)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Fetch:
+        """Raises ProtocolError."""
+        if len(data) != _FETCH.size:
+            raise ProtocolError(f"a FETCH has a payload of {_FETCH.size} bytes, got {len(data)}")
+        return cls(*_FETCH.unpack(data))

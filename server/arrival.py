@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
+from byteps_py.dataplane.peer import Peer
 from byteps_py.server.partition import Contribution
 from byteps_py.shm import Segment
-from byteps_py.wire import Header, Kind
 
 
 class Memory(ABC):
@@ -56,26 +56,6 @@ class SharedMemory(Memory):
 
     def message(self) -> zmq.Frame:
         return zmq.Frame(self._segment.view[self._offset : self._offset + self.nbytes])
-
-
-class Peer(ABC):
-    """One connection of a CS. ``machine``: its index, proven by its HELLO."""
-
-    machine: int
-
-    @abstractmethod
-    def answer(self, header: Header, result: zmq.Frame | None) -> None:
-        """Send the result of a round; None: it lies where the peer wants it, or the peer has it. Never blocks."""
-
-    @abstractmethod
-    def refuse(self, header: Header, reason: str) -> None:
-        """Say why a message was not accepted: ``ErrorType``, line break, sentence. Never blocks."""
-
-
-def reply(header: Header, kind: Kind) -> bytes:
-    """A request's header as it goes back: all as it came, but for the kind. The request is over."""
-    header.kind = kind
-    return header.pack()
 
 
 @dataclass(slots=True, eq=False)

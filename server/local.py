@@ -14,11 +14,12 @@ import zmq
 
 from byteps_py import auth
 from byteps_py.channel import Channel, Listener
+from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import PeerLostError, ProtocolError
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
-from byteps_py.server.arrival import Arrival, Peer, SharedMemory, reply
-from byteps_py.server.traffic import Traffic
+from byteps_py.server.arrival import Arrival, SharedMemory
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
 from byteps_py.tensors import Op

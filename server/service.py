@@ -20,17 +20,19 @@ from collections.abc import Callable
 from typing import Protocol
 
 from byteps_py import machine
+from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, CommunicationError, ConfigurationError, ProtocolError, from_name
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.server.arrival import Arrival, Memory, Peer
+from byteps_py.server.arrival import Arrival, Memory
 from byteps_py.server.local import Local
 from byteps_py.server.network import Network
 from byteps_py.server.partition import Partition
 from byteps_py.server.reducer import Reducer, plan
 from byteps_py.server.rounds import Action, Answer, Reduce, Refuse, Rounds
-from byteps_py.server.traffic import Traffic
+from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
 
 _ORPHAN_CHECK_S = 0.5
@@ -187,7 +189,7 @@ class Service:
         )
 
     def _heartbeat(self) -> pb.Heartbeat:
-        return pb.Heartbeat(statistics=self._traffic.statistics(self._rounds.counters))
+        return pb.Heartbeat(statistics=statistics(self._traffic, self._rounds.counters))
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:
         match message.WhichOneof("body"):

@@ -33,4 +33,4 @@ def test_a_connection_that_is_cut_in_a_round_is_named_on_every_rank() -> None:
     address = server.said[0].removeprefix("address ")
     text = rf"PeerLostError: the connection to the summation service at {re.escape(address)} broke while 1 of this"
     for index, rank in enumerate(ranks):
-        assert re.search(f"^{index}: {text} machine's contributions waited for their answers", rank.text, re.MULTILINE)
+        assert re.search(f"^{index}: {text} machine's messages waited for their answers", rank.text, re.MULTILINE)

@@ -138,7 +138,7 @@ def test_a_connection_that_breaks_in_a_round_is_an_error_that_says_so(worker: Wo
         worker.run()
     text = (
         f"the connection to the summation service at {worker.proxy.address} broke while 1 of this machine's "
-        "contributions waited for their answers, which may be lost"
+        "messages waited for their answers, which may be lost"
     )
     # At first the server may be dead, and the scheduler about to say so; then it is known to live.
     assert worker.losses == [(text, 51.0), (f"{text}; it lives and is connected again", 0.0)]

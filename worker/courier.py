@@ -18,8 +18,9 @@ from byteps_py.errors import ProtocolError
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.loop import EventLoop
 from byteps_py.tensors import DType, Op
-from byteps_py.worker.direct import Copy, Delivered, Direct, DirectAction, Fetch, Outgrown, Serve, Transfer
+from byteps_py.worker.direct import Direct
 from byteps_py.worker.memory import Memory
+from byteps_py.worker.pieces import Copy, Delivered, DirectAction, Fetch, Outgrown, Serve, Transfer
 
 #: Copies of fewer bytes run on the loop's thread: see INLINE_BYTES of executor.py.
 _INLINE_BYTES = 256 << 10

@@ -14,140 +14,28 @@ ranks disagree about that only by a fault of the front end), and sizes are compa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from byteps_py.errors import MismatchError, ProtocolError
-from byteps_py.shm import Block
-from byteps_py.tensors import Layout, Op, TensorSpec, differing, key_of
+from byteps_py.tensors import Layout, differing, key_of
 from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.pieces import (
+    ALL,
+    Channel,
+    Copy,
+    Delivered,
+    DirectAction,
+    Fetch,
+    Member,
+    Offer,
+    Outgrown,
+    Request,
+    Serve,
+    Transfer,
+)
 from byteps_py.worker.tensor import RankSlot
 
 #: Requests for names that no local rank has declared yet; more can't come from correct machines.
 MAX_EARLY = 1 << 16
-#: The target of a Fetch on behalf of all ranks of a machine.
-ALL = 0xFFFFFFFF
-
-
-@dataclass(slots=True, eq=False)
-class Offer:
-    """What a member has handed over in one round. ``left``: bytes that takers still need, by position in the group;
-    a machine, which takes a GATHER for all its ranks, counts as -1 - its index."""
-
-    block: Block
-    layout: Layout
-    left: dict[int, int]
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """A local rank of the group. ``due``: bytes still to come in the current round, by source's position."""
-
-    position: int
-    slot: RankSlot
-    offers: dict[int, Offer] = field(default_factory=dict)  # by round
-    due: dict[int, int] = field(default_factory=dict)
-    layout: Layout | None = None  # of the last round
-    outgrown: list[tuple[int, RankSlot]] = field(default_factory=list)  # the last round that used it, and the slot
-
-    @property
-    def round(self) -> int:
-        return self.slot.round
-
-    @property
-    def is_open(self) -> bool:
-        """It has begun a round that is not delivered."""
-        return self.slot.ready_bytes >= 0
-
-
-@dataclass(slots=True, eq=False)
-class Channel:
-    """One name. ``members``: local ones that have declared it, by position. ``machines``: of each position."""
-
-    spec: TensorSpec
-    ranks: Sequence[int]
-    machines: Sequence[int]
-    here: Sequence[int]
-    members: dict[int, Member] = field(default_factory=dict)
-    requests: list[Request] = field(default_factory=list)  # of other machines, that came before the round did
-
-    @property
-    def is_gather(self) -> bool:
-        return self.spec.op is Op.GATHER
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """Another machine wants ``length`` bytes at ``offset`` of the piece, of ``total`` bytes, that ``source`` has for
-    ``target`` (both global ranks). ``origin``: whom to send it to, and as what; opaque."""
-
-    origin: object
-    machine: int
-    key: int
-    round: int
-    source: int
-    target: int
-    offset: int
-    length: int
-    total: int
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """``length`` bytes at ``offset`` of a piece on its way to ``targets``. ``server``: the machine it comes from."""
-
-    channel: Channel
-    round: int
-    source: int
-    targets: tuple[Member, ...]
-    offset: int
-    length: int
-    total: int
-    server: int
-
-
-@dataclass(slots=True)
-class Copy:
-    """Copy ``transfer.length`` bytes to ``outputs``, then call ``Direct.copied``. ``source``: an address."""
-
-    transfer: Transfer
-    source: int
-    outputs: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Fetch:
-    """Ask the transfer's machine for it; its bytes go to ``Direct.arrived``."""
-
-    transfer: Transfer
-
-
-@dataclass(slots=True)
-class Serve:
-    """Send these bytes of ``member``'s memory; once they can be overwritten call ``Direct.served``."""
-
-    request: Request
-    channel: Channel
-    member: Member
-    block: Block
-    offset: int
-
-
-@dataclass(slots=True)
-class Delivered:
-    """A member's round is over."""
-
-    slot: RankSlot
-    round: int
-
-
-@dataclass(slots=True)
-class Outgrown:
-    """Nothing uses this memory any more."""
-
-    slot: RankSlot
-
-
-DirectAction = Copy | Fetch | Serve | Delivered | Outgrown
 
 
 class Direct:
@@ -181,7 +69,7 @@ class Direct:
             ranks = spec.members(len(self._machine_of))
             machines = [self._machine_of[r] for r in ranks]
             here = [i for i, m in enumerate(machines) if m == self._machine]
-            channel = self._channels[key] = Channel(spec, ranks, machines, here)
+            channel = self._channels[key] = Channel(spec, ranks, machines, here, key)
             channel.requests = self._early.pop(key, [])
         elif not channel.spec.agrees_with(spec):
             raise ProtocolError(
@@ -247,14 +135,14 @@ class Direct:
         source = transfer.channel.members.get(transfer.source)
         if source is not None:
             for member in transfer.targets:
-                actions += self._taken(source, transfer.round, member.position, transfer.length)
+                actions += self._taken(source, transfer.round, member.position, transfer.offset, transfer.length)
         return actions
 
     def served(self, serve: Serve) -> list[DirectAction]:
         """The bytes of a Serve have left."""
         request, channel = serve.request, serve.channel
         taker = -1 - request.machine if request.target == ALL else channel.ranks.index(request.target)
-        return self._taken(serve.member, request.round, taker, request.length)
+        return self._taken(serve.member, request.round, taker, request.offset, request.length)
 
     def pump(self, now: float) -> list[DirectAction]:
         """Ask for what the credit allows. Also called from time to time, see PushQueue."""
@@ -352,7 +240,10 @@ class Direct:
     def _serve(self, channel: Channel, request: Request) -> list[DirectAction]:
         if request.source not in channel.ranks or (request.target != ALL and request.target not in channel.ranks):
             raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} or {request.target} has no part")
-        member = channel.members.get(channel.ranks.index(request.source))
+        position = channel.ranks.index(request.source)
+        if position not in channel.here:
+            raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} is not a rank of this machine")
+        member = channel.members.get(position)
         if member is None or member.round < request.round:
             channel.requests.append(request)
             return []
@@ -371,8 +262,11 @@ class Direct:
 
     # ---- ends ------------------------------------------------------------------------------------------
 
-    def _taken(self, member: Member, round_: int, taker: int, nbytes: int) -> list[DirectAction]:
-        offer = member.offers[round_]
+    def _taken(self, member: Member, round_: int, taker: int, offset: int, nbytes: int) -> list[DirectAction]:
+        offer = member.offers.get(round_)
+        if offer is None or (taker, offset) in offer.taken:
+            return []
+        offer.taken.add((taker, offset))
         offer.left[taker] -= nbytes
         if not offer.left[taker]:
             del offer.left[taker]

@@ -24,9 +24,10 @@ from byteps_py.session import protocol
 from byteps_py.wire import Header, Kind
 from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot
 from byteps_py.worker.courier import Courier
-from byteps_py.worker.direct import Direct, DirectAction
+from byteps_py.worker.direct import Direct
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
+from byteps_py.worker.pieces import DirectAction
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.tensor import Part, Tensor

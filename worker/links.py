@@ -1,4 +1,4 @@
-"""The way to a summation service: over TCP, or through shared memory if it is on this machine.
+"""The way to another service: over TCP, or through shared memory if it is the summation service of this machine.
 
 Owned by the loop's thread. A link sends headers with payloads and hands answers to one callback; it knows
 nothing of tensors or rounds.
@@ -64,9 +64,10 @@ class TcpLink(ServerLink):
         contributions: Callable[[Block, int, int], memoryview],
         on_answer: OnAnswer,
         on_lost: OnLost,
+        what: str = "summation service",
     ) -> None:
         self._loop = loop
-        self._address = address
+        self._who = f"the {what} at {address}"
         self._silence_s = settings.heartbeat_timeout_s
         self._view = contributions
         self._on_answer = on_answer
@@ -98,6 +99,12 @@ class TcpLink(ServerLink):
             self._socket.send(self._view(payload, offset, header.length), copy=False)
             self.bytes_sent += header.length
 
+    def ask(self, header: Header, body: bytes) -> None:
+        """Send a request that has no memory of its own."""
+        self._unanswered += 1
+        self._socket.send(header.pack(), zmq.SNDMORE)
+        self._socket.send(body)
+
     def _drain(self) -> None:
         for _ in range(_DRAIN):
             if not self._take_answer():
@@ -109,7 +116,7 @@ class TcpLink(ServerLink):
         except zmq.Again:
             return False
         if len(frames) != 2:
-            raise ProtocolError(f"a summation service sent {len(frames)} frames, an answer has 2")
+            raise ProtocolError(f"{self._who} sent {len(frames)} frames, an answer has 2")
         header = Header.unpack(frames[0].bytes)
         if header.kind is Kind.REFUSED:
             self._watch()
@@ -136,8 +143,8 @@ class TcpLink(ServerLink):
             self._socket.send_multipart(self._hello)  # the first message of the next connection
         elif not self._loss:
             self._loss = (
-                f"the connection to the summation service at {self._address} broke while {self._unanswered} of this "
-                "machine's contributions waited for their answers, which may be lost"
+                f"the connection to {self._who} broke while {self._unanswered} of this machine's messages waited "
+                "for their answers, which may be lost"
             )
             self._on_lost(self._loss, self._silence_s + _WORD_OF_SCHEDULER_S)
 

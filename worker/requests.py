@@ -15,9 +15,10 @@ from byteps_py.session.protocol import Kind
 from byteps_py.tensors import Layout
 from byteps_py.worker.actions import Action
 from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.direct import Direct, DirectAction
+from byteps_py.worker.direct import Direct
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.memory import Memory
+from byteps_py.worker.pieces import DirectAction
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.topology import Topology

@@ -28,10 +28,12 @@ from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.desk import Desk
-from byteps_py.worker.direct import Direct, Transfer
+from byteps_py.worker.direct import Direct
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
+from byteps_py.worker.peers import PeerMachines
+from byteps_py.worker.pieces import Request, Transfer
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
 from byteps_py.worker.probe import Probe
@@ -68,6 +70,9 @@ class Service:
         self._requests: Requests | None = None
         self._executor: Executor | None = None
         self._network: Network | None = None
+        self._peers: PeerMachines | None = None
+        if settings.num_workers > 1:
+            self._peers = PeerMachines(self._loop, settings, self._requested, self._machine_gone)
         self._probe: Probe | None = None
         self._pipeline: Pipeline | None = None
         self._direct: Direct | None = None
@@ -112,6 +117,8 @@ class Service:
             self._probe.close()
         if self._network is not None:
             self._network.close()
+        if self._peers is not None:
+            self._peers.close()
         self._loop.close()
 
     # ---- the scheduler ---------------------------------------------------------------------------------
@@ -123,6 +130,7 @@ class Service:
             kind=pb.MACHINE_KIND_GPU,
             machine_index=settings.worker_id,
             local_size=settings.local_size,
+            address=self._peers.address if self._peers is not None else "",
         )
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:
@@ -185,6 +193,9 @@ class Service:
         executor = self._executor = Executor(
             self._loop, self._ready, memory, pipeline, direct, topology.first_rank, self._link.send, self._fail
         )
+        if self._peers is not None:
+            self._peers.open(topology, self._server_lost)
+            executor.courier.peers = self._peers
         if topology.machines > 1:
             self._network = executor.network = Network(
                 self._loop, self._settings, topology, memory, executor.answered, self._server_lost
@@ -238,8 +249,9 @@ class Service:
             bytes_in_flight=self._queue.in_flight_bytes,
         )
         if self._network is not None:
-            statistics.bytes_sent = self._network.bytes_sent
+            statistics.bytes_sent = self._network.bytes_sent + (self._peers.bytes_sent if self._peers else 0)
             statistics.bytes_received = self._network.bytes_received
+            statistics.bytes_received += self._peers.bytes_received if self._peers else 0
             statistics.bytes_local = self._network.bytes_local
         return pb.Heartbeat(statistics=statistics, waiting=self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
 
@@ -319,6 +331,14 @@ class Service:
         error = PeerLostError(sentence)
         # It may have died, or ended because the job has failed: then the scheduler will say so.
         self._loop.call_later(0.0 if self._is_headless else grace_s, lambda: self._fail(error))
+
+    def _requested(self, request: Request) -> None:
+        if self._executor is not None and self._direct is not None:
+            self._executor.run(self._direct.requested(request))
+
+    def _machine_gone(self, machine: int) -> None:
+        if self._direct is not None:
+            self._direct.gone(machine)
 
     def _prefault(self, work: Callable[[], None]) -> None:
         # Not on the loop's thread, which has heartbeats to send, nor before kernels, for which answers wait in memory.

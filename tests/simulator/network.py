@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from byteps_py.server.arrival import Arrival, FrameMemory, Peer, reply
+from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.server.arrival import Arrival, FrameMemory
 from byteps_py.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire import Header, Kind

@@ -37,6 +37,17 @@ class Probe:
         self._is_over = True
 
 
+class Peers:
+    """Stands for worker/peers.py where nothing is gathered or exchanged: test_worker_direct.py simulates that."""
+
+    address = "tcp://nobody:1"
+    bytes_sent = bytes_received = 0
+
+    def open(self, *given: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Queue(credit.PushQueue):
     """The real queue, and a count of its own of what it lets pass. Only what breaks the rules is an error."""
 

@@ -20,7 +20,7 @@ from .local import Listener, Local
 from .memory import Engine, Kernels, Memory
 from .network import Network, ServerNetwork, TcpLink
 from .program import PARTITION_BYTES
-from .services import Probe, Queue
+from .services import Peers, Probe, Queue
 from .world import Process, World
 
 
@@ -65,6 +65,7 @@ class Surroundings:
             service: {
                 "EventLoop": new_loop, "Listener": new_listener, "Engine": new_engine, "connect": self.connect,
                 "time": clock, "PushQueue": lambda: Queue(world),
+                "PeerMachines": lambda *given: Peers(),
                 "Probe": lambda loop, *given: Probe(world, loop, given[-1]),
             },
             executor: {

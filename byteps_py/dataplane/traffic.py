@@ -1,16 +1,12 @@
-"""What the server has carried, and what it has turned away. Owned by the loop thread."""
+"""What whoever listens has carried, and what it has turned away. Owned by the loop thread."""
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from byteps_py.log import logger
-from byteps_py.proto import control_pb2 as pb
-from byteps_py.server.rounds import Counters
 
 
 class Limiter:
@@ -55,17 +51,3 @@ class Traffic:
             missed, self._log_limiter.denied = self._log_limiter.denied, 0
             more = f" ({missed} more were not logged)" if missed else ""
             logger.warning("%s %s: %s%s", what, whom, str(reason), more)  # the record must not keep an error's frames
-
-    def statistics(self, counters: Counters) -> pb.Statistics:
-        """What a heartbeat tells the scheduler."""
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pb.Statistics(
-            bytes_received=self.bytes_received,
-            bytes_sent=self.bytes_sent,
-            bytes_local=self.bytes_local,
-            rounds=counters.rounds,
-            bytes_summed=counters.bytes_summed,
-            cpu_s=time.process_time(),
-            resident_bytes=resident_pages * resource.getpagesize(),
-            bytes_in_flight=counters.bytes_in_flight,
-        )

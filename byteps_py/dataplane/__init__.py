@@ -1,0 +1,1 @@
+"""What summation services and communication services share: how one listens to others, and what it counts."""

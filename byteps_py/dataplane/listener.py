@@ -1,0 +1,220 @@
+"""Listening on the data plane over TCP: one ZeroMQ ROUTER, and the CSs that have proven who they are.
+
+Owns the socket, the handshake (HELLO) and the framing. Must not know what messages mean. Loop thread only.
+Nothing that a peer sends ends the process: what can't be understood is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from byteps_py import auth
+from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.dataplane.traffic import Limiter, Traffic
+from byteps_py.errors import ConfigurationError, ProtocolError
+from byteps_py.log import logger
+from byteps_py.settings import Settings
+from byteps_py.wire import Header, Kind
+
+# Messages taken in one go before timers and other sockets get their turn.
+_BATCH = 64
+# A message may be this much longer than a partition. What is longer never reaches this process's memory.
+_SLACK_BYTES = 4096
+# A machine sends few probes before the first comes back, and one machine at a time.
+_HELD_PROBES = 64
+# Refusals to strangers per second: enough to tell a cluster what it configured wrongly, too few to be abused.
+_STRANGER_REFUSALS_PER_S = 100
+
+
+class RemotePeer(Peer):
+    """A CS on another machine, or at least beyond a socket."""
+
+    def __init__(self, network: DataListener, identity: bytes, machine: int) -> None:
+        self._network = network
+        self.identity = identity
+        self.machine = machine
+
+    def lend(self, header: Header, view: memoryview) -> zmq.MessageTracker | None:
+        """Like ``answer``, from memory that may change once the tracker is done. None: the peer is gone."""
+        return self._network.send_tracked(self.identity, reply(header, Kind.ANSWER), view)
+
+    def answer(self, header: Header, result: zmq.Frame | None) -> None:
+        self._network.send_result(self.identity, reply(header, Kind.ANSWER), result)
+
+    def refuse(self, header: Header, reason: str) -> None:
+        self._network.send(self.identity, reply(header, Kind.REFUSED), zmq.Frame(reason.encode()))
+
+
+class DataListener:
+    """Listens on ``tcp://host``, any port. ``on_message``: one of ``kinds`` came; ``on_gone``: a peer went away."""
+
+    def __init__(
+        self,
+        host: str,
+        settings: Settings,
+        traffic: Traffic,
+        kinds: frozenset[Kind],
+        on_message: Callable[[Header, Peer, zmq.Frame], None],
+        on_gone: Callable[[Peer], None],
+    ) -> None:
+        self._settings = settings
+        self._traffic = traffic
+        self._kinds = kinds
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._peers: dict[bytes, RemotePeer] = {}
+        # Probes wait until this process has loaded its kernels: else they would measure the processor.
+        self._held_probes: list[list[zmq.Frame]] | None = []
+        self._strangers = Limiter(_STRANGER_REFUSALS_PER_S)
+        self._context = zmq.Context(io_threads=2)
+        self.socket = self._context.socket(zmq.ROUTER)
+        self._configure()
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._connected: set[int] = set()  # descriptors; whoever does not shake hands is cut off soon
+        try:
+            port = self.socket.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigurationError(
+                f"this process can't listen at {host}: {zmq.strerror(error.errno or 0)}. DMLC_NODE_HOST, or else "
+                "DMLC_INTERFACE, must say an address of this machine"
+            ) from error
+        self.address = f"tcp://{host}:{port}"
+
+    def _configure(self) -> None:
+        beat_ms = max(200, int(self._settings.heartbeat_interval_s * 1000))
+        timeout_ms = int(self._settings.heartbeat_timeout_s * 1000)
+        options = {
+            zmq.LINGER: 0,
+            zmq.IPV6: 0,
+            zmq.ROUTER_MANDATORY: 1,  # an answer to nobody is an error, not silence
+            zmq.MAXMSGSIZE: self._settings.max_partition_bytes + _SLACK_BYTES,
+            zmq.HANDSHAKE_IVL: 10_000,
+            zmq.HEARTBEAT_IVL: beat_ms,
+            zmq.HEARTBEAT_TIMEOUT: timeout_ms,
+            zmq.HEARTBEAT_TTL: min(timeout_ms, 6_553_000),
+            zmq.RCVHWM: 1024,  # in messages; what a CS has in flight is limited in bytes by its own credit
+            # Answers are at most as many as requests, and strangers get few: no bound of its own, so that the
+            # loop thread never waits and no answer is lost.
+            zmq.SNDHWM: 0,
+        }
+        for option, value in options.items():
+            self.socket.setsockopt(option, value)
+
+    @property
+    def connections(self) -> int:
+        """Peers connected at this moment, as far as ``on_monitor`` has been told."""
+        return len(self._connected)
+
+    def on_monitor(self) -> None:
+        """The monitor socket can be read: peers have come or gone."""
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connected.add(event["value"])
+            else:
+                self._connected.discard(event["value"])
+
+    def on_readable(self) -> None:
+        """Messages are there: take some."""
+        for _ in range(_BATCH):
+            try:
+                frames = [self.socket.recv(zmq.NOBLOCK, copy=False)]
+            except zmq.Again:
+                return
+            while frames[-1].more:
+                frames.append(self.socket.recv(copy=False))
+            self._receive(frames[0].bytes, frames[1:])
+
+    def _receive(self, identity: bytes, frames: list[zmq.Frame]) -> None:
+        peer = self._peers.get(identity)
+        who = f"machine {peer.machine}" if peer else "a stranger"
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"it has {len(frames)} parts, not a header and a payload")
+            header = Header.unpack(frames[0].buffer)
+        except ProtocolError as error:
+            self._traffic.turned_away(who, error)
+            return
+        if header.kind is Kind.HELLO:
+            self._hello(identity, header, frames[1].bytes)
+        elif peer is None:
+            self._refuse_stranger(identity, header, "no HELLO was accepted on this connection")
+        elif header.kind is Kind.PROBE:
+            self._probed([zmq.Frame(identity), *frames])
+        elif header.kind not in self._kinds or header.sender != peer.machine:
+            text = (
+                f"{header.kind.name} in the name of machine {header.sender} is not for machine {peer.machine} to send"
+            )
+            self._traffic.turned_away(who, text)
+            peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
+        else:
+            self._traffic.bytes_received += len(frames[1])
+            self._on_message(header, peer, frames[1])
+
+    def _hello(self, identity: bytes, header: Header, shown: bytes) -> None:
+        token = shown.decode(errors="replace")
+        if auth.is_valid(token, self._settings.secret, "data", self._settings.job, str(header.sender)):
+            logger.debug("machine %d has connected", header.sender)
+            self._peers[identity] = RemotePeer(self, identity, header.sender)
+        else:
+            self._refuse_stranger(identity, header, "its proof of membership is wrong: do job and secret agree?")
+
+    def _refuse_stranger(self, identity: bytes, header: Header, reason: str) -> None:
+        self._traffic.turned_away(f"a stranger (machine {header.sender}, it says)", reason)
+        if self._strangers.allow():
+            RemotePeer(self, identity, header.sender).refuse(header, f"{ProtocolError.__name__}\n{reason}")
+
+    def _probed(self, message: list[zmq.Frame]) -> None:
+        if self._held_probes is None:
+            self.send(message[0].bytes, message[1].bytes, message[2])
+        elif len(self._held_probes) < _HELD_PROBES:
+            self._held_probes.append(message)
+
+    def open_echo(self) -> None:
+        """From now on probes are sent back at once."""
+        held, self._held_probes = self._held_probes or [], None
+        for message in held:
+            self._probed(message)
+
+    def send(self, identity: bytes, header: bytes, payload: zmq.Frame) -> None:
+        """Send without waiting. A peer that is gone is forgotten, and ``on_gone`` is told."""
+        if self._address_to(identity):
+            self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+            self.socket.send(payload, zmq.NOBLOCK, copy=False)
+
+    def _address_to(self, identity: bytes) -> bool:
+        """Begin a message to a peer. False if it is gone."""
+        try:
+            self.socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+            if peer := self._peers.pop(identity, None):
+                logger.info("machine %d has disconnected", peer.machine)
+                self._on_gone(peer)
+            return False
+        return True
+
+    def send_tracked(self, identity: bytes, header: bytes, payload: memoryview) -> zmq.MessageTracker | None:
+        """Send from where ``payload`` lies; the tracker says when it may change. None: the peer is gone."""
+        if not self._address_to(identity):
+            return None
+        self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+        self._traffic.bytes_sent += len(payload)
+        return self.socket.send(payload, zmq.NOBLOCK, copy=False, track=True)
+
+    def send_result(self, identity: bytes, header: bytes, result: zmq.Frame | None) -> None:
+        """Send an answer, and count it."""
+        self._traffic.bytes_sent += len(result) if result is not None else 0
+        self.send(identity, header, result if result is not None else zmq.Frame())
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close()
+        self._context.term()

@@ -1,0 +1,233 @@
+"""The core of gathers and exchanges under a seeded simulation: machines whose messages and copies are delayed,
+reordered and said twice, and ranks that go at their own pace. Every byte is followed, and memory is reused at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from support.worker_core import slot as make_slot
+
+from byteps_py.errors import MismatchError, ProtocolError
+from byteps_py.shm import Block
+from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.direct import Direct
+from byteps_py.worker.pieces import Copy, Delivered, DirectAction, Fetch, Outgrown, Request, Serve, Transfer
+from byteps_py.worker.tensor import RankSlot
+
+ROOM = 64
+SIZES = (0, 0, 1, 3, 8, 20)
+
+
+def make_spec(op: Op, group: tuple[int, ...] = (), name: str = "x") -> TensorSpec:
+    return TensorSpec(name, DType.UINT8, (ROOM, ROOM * 8), op, group=group)
+
+
+@dataclass
+class World:
+    """``memory``: all machines', by address. ``due``: what may happen next, in any order."""
+
+    rng: random.Random
+    memory: bytearray = field(default_factory=lambda: bytearray(1 << 20))
+    used: int = 64
+    due: list[Callable[[], None]] = field(default_factory=list)
+    now: float = 0.0
+
+    def block(self, nbytes: int) -> Block:
+        start, self.used = self.used, self.used + nbytes
+        return Block(0, start, nbytes, start)
+
+    def step(self) -> bool:
+        if not self.due:
+            return False
+        self.now += 0.01
+        index = self.rng.randrange(len(self.due))
+        self.due.pop(index)()
+        return True
+
+
+class Machine:
+    def __init__(self, world: World, index: int, machine_of: list[int], all_: list[Machine]) -> None:
+        self.world, self.index, self.all = world, index, all_
+        queue: PushQueue[Transfer] = PushQueue(world.rng.choice((0, 8, 40)))
+        self.direct = Direct(index, machine_of, world.rng.choice((4, 7, 100)), world.rng.choice((5, 100)), queue)
+        self.on_delivered: dict[int, Callable[[int], None]] = {}  # by slot id
+        self.outgrown: list[RankSlot] = []
+        self.arrived: set[Transfer] = set()
+        self.served: set[Transfer] = set()
+
+    def run(self, actions: list[DirectAction]) -> None:
+        world = self.world
+        for action in actions:
+            if isinstance(action, Copy):
+                world.due.append(lambda a=action: self._copy(a))  # type: ignore[misc]
+            elif isinstance(action, Fetch):
+                world.due.append(lambda a=action: self._ask(a.transfer))  # type: ignore[misc]
+                if world.rng.random() < 0.2:
+                    world.due.append(lambda a=action: self._ask(a.transfer))  # type: ignore[misc]
+            elif isinstance(action, Serve):
+                world.due.append(lambda a=action: self._send(a))  # type: ignore[misc]
+            elif isinstance(action, Delivered):
+                self.on_delivered[action.slot.id](action.round)
+            else:
+                assert isinstance(action, Outgrown)
+                self.outgrown.append(action.slot)
+
+    def _copy(self, copy: Copy) -> None:
+        memory, length = self.world.memory, copy.transfer.length
+        for output in copy.outputs:
+            memory[output : output + length] = memory[copy.source : copy.source + length]
+        self.run(self.direct.copied(copy.transfer))
+
+    def _ask(self, transfer: Transfer) -> None:
+        channel = transfer.channel
+        request = Request(
+            (self, transfer), self.index, channel.key, transfer.round, channel.ranks[transfer.source], transfer.target,
+            transfer.offset, transfer.length, transfer.total,
+        )  # fmt: skip
+        other = self.all[transfer.server]
+        if transfer in other.served and not other.offers(request):
+            with pytest.raises(ProtocolError, match="was taken by all already"):
+                other.direct.requested(request)  # said again, after all was over
+        else:
+            other.run(other.direct.requested(request))
+
+    def offers(self, request: Request) -> bool:
+        """The round that is asked for has not been taken by all."""
+        return any(
+            c.ranks[m.position] == request.source and request.round in m.offers for c, m in self.direct.members()
+        )
+
+    def _send(self, serve: Serve) -> None:
+        """Read now: it is sent from where it lies."""
+        asker, transfer = serve.request.origin  # type: ignore[misc]
+        self.served.add(transfer)
+        start = serve.block.address + serve.offset
+        data = bytes(self.world.memory[start : start + serve.request.length])
+
+        def arrive() -> None:
+            if transfer in asker.arrived:
+                return  # an answer is taken once: requests are numbered
+            asker.arrived.add(transfer)
+            place = self.world.block(len(data))
+            self.world.memory[place.address : place.address + len(data)] = data
+            asker.run(asker.direct.arrived(transfer, place.address, self.world.now))
+
+        self.world.due.append(arrive)
+        self.run(self.direct.served(serve))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_byte_arrives_in_every_order_of_events(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(rng)
+    sizes = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]
+    machine_of = [m for m, count in enumerate(sizes) for _ in range(count)]
+    machines: list[Machine] = []
+    for index in range(len(sizes)):
+        machines.append(Machine(world, index, machine_of, machines))
+    size = len(machine_of)
+    group = tuple(sorted(rng.sample(range(size), rng.randint(1, size))))
+    op = rng.choice((Op.GATHER, Op.EXCHANGE))
+    spec = make_spec(op, group)
+    rounds = 5
+    columns = 1 if op is Op.GATHER else len(group)
+    matrices = [
+        [[rng.choice(SIZES[: 4 if columns > 3 else 6]) for _ in range(columns)] for _ in group] for _ in range(rounds)
+    ]
+    left = dict.fromkeys(group, rounds)
+
+    def byte(source: int, target: int, round_: int) -> int:
+        return (round_ * 49 + source * 7 + target) % 255 + 1
+
+    def live(rank: int) -> None:
+        machine = machines[machine_of[rank]]
+        me = group.index(rank)
+        slot = make_slot(rank - machine_of.index(machine_of[rank]), spec, inputs=2)
+        slot.inputs, slot.result = (world.block(ROOM), world.block(ROOM)), world.block(ROOM * 8)
+        machine.run(machine.direct.declare(rank, slot))
+
+        def begin(round_: int) -> None:
+            matrix = matrices[round_ - 1]
+            sends, receives, at = [], [], 0
+            place = slot.inputs[(round_ - 1) % 2]
+            for column, nbytes in enumerate(matrix[me]):
+                sends.append((at, nbytes))
+                start = place.address + at
+                world.memory[start : start + nbytes] = bytes([byte(me, column, round_)]) * nbytes
+                at += nbytes
+            world.memory[place.address + at : place.address + ROOM] = bytes(ROOM - at)
+            at = 0
+            for row in matrix:
+                nbytes = row[0 if op is Op.GATHER else me]
+                receives.append((at, nbytes))
+                at += nbytes
+            machine.run(machine.direct.ready(slot, round_, Layout(tuple(sends), tuple(receives)), world.now))
+
+        def delivered(round_: int) -> None:
+            column = 0 if op is Op.GATHER else me
+            expected = b"".join(
+                bytes([byte(s, column, round_)]) * row[column] for s, row in enumerate(matrices[round_ - 1])
+            )
+            start = slot.result.address
+            assert bytes(world.memory[start : start + len(expected)]) == expected
+            left[rank] -= 1
+            if round_ < rounds:
+                world.due.append(lambda: begin(round_ + 1))
+
+        machine.on_delivered[slot.id] = delivered
+        world.due.append(lambda: begin(1))
+
+    for rank in group:
+        world.due.append(lambda rank=rank: live(rank))  # type: ignore[misc]
+    while world.step() or any(len(m.direct._queue) for m in machines):
+        world.now += 1.0 if not world.due else 0.0
+        for machine in machines:
+            machine.run(machine.direct.pump(world.now))
+    assert not any(left.values())
+    assert not any(m.offers for machine in machines for _, m in machine.direct.members())
+
+
+def local(op: Op = Op.EXCHANGE) -> tuple[Direct, list[RankSlot]]:
+    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0))
+    slots = [make_slot(i, make_spec(op), inputs=2) for i in range(2)]
+    for rank, each in enumerate(slots):
+        direct.declare(rank, each)
+    return direct, slots
+
+
+def test_a_round_out_of_turn_breaks_the_protocol() -> None:
+    direct, (slot, _) = local()
+    nothing = Layout(((0, 0),) * 3, ((0, 0),) * 3)
+    with pytest.raises(ProtocolError, match="gave no layout"):
+        direct.ready(slot, 1, None, 0.0)
+    with pytest.raises(ProtocolError, match="handed over round 2 after round 0"):
+        direct.ready(slot, 2, nothing, 0.0)
+    assert direct.ready(slot, 1, nothing, 0.0) == [Delivered(slot, 1)]
+
+
+def test_other_machines_get_what_is_theirs_and_no_more() -> None:
+    direct, (slot, _) = local()
+    request = Request(None, 1, 0, 1, 0, 2, 0, 4, 4)
+    request.key = next(iter(direct.members()))[0].key
+    assert direct.requested(request) == []  # it has not come to the round
+    (serve,) = direct.ready(slot, 1, Layout(((0, 0), (0, 0), (8, 4)), ((0, 0),) * 3), 0.0)[:1]
+    assert isinstance(serve, Serve)
+    assert (serve.block, serve.offset) == (slot.inputs[0], 8)
+    for wrong, error, text in (
+        (Request(None, 1, request.key, 1, 0, 2, 0, 5, 5), MismatchError, "sends 4 bytes to rank 2, which expects 5"),
+        (Request(None, 1, request.key, 1, 0, 2, 2, 4, 4), ProtocolError, "does not have"),
+        (Request(None, 1, request.key, 1, 0, 9, 0, 4, 4), ProtocolError, "has no part"),
+        (Request(None, 1, request.key, 1, 2, 2, 0, 4, 4), ProtocolError, "is not a rank of this machine"),
+    ):
+        with pytest.raises(error, match=text):
+            direct.requested(wrong)
+
+
+def test_one_name_has_one_group_and_kind() -> None:
+    direct, _ = local()
+    with pytest.raises(ProtocolError, match="rank 1 declares it for gather of bytes, others of this machine for exch"):
+        direct.declare(1, make_slot(1, make_spec(Op.GATHER), inputs=2))

@@ -1,0 +1,188 @@
+"""The other machines' communication services: what this one fetches from them, and they from it.
+
+Owned by the loop's thread. Connections are made when they are first needed, so a job that only reduces has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import zmq
+
+from byteps_py import machine
+from byteps_py.dataplane.listener import DataListener, RemotePeer
+from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.traffic import Traffic
+from byteps_py.errors import BytePSError, ProtocolError, from_name
+from byteps_py.loop import EventLoop
+from byteps_py.settings import Settings
+from byteps_py.wire import Fetch, Header, Kind
+from byteps_py.worker.links import OnLost, TcpLink
+from byteps_py.worker.pieces import Request, Serve, Transfer
+from byteps_py.worker.topology import Topology
+
+#: A frame that can't be sent from where it lies is sent in time so short that nothing sooner is worth asking.
+_SENT_CHECK_S = 0.001
+
+Then = Callable[[zmq.Frame], None]
+
+
+class PeerMachines:
+    """Listens from the start on; ``open`` once it is known who the others are.
+
+    ``on_request``: another machine wants a piece; ``on_gone``: it is gone.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        settings: Settings,
+        on_request: Callable[[Request], None],
+        on_gone: Callable[[int], None],
+    ) -> None:
+        self._loop = loop
+        self._settings = settings
+        self._on_request = on_request
+        self._traffic = Traffic()
+        self._listener = DataListener(
+            machine.offered_host(settings),
+            settings,
+            self._traffic,
+            frozenset((Kind.FETCH,)),
+            self._requested,
+            lambda peer: on_gone(peer.machine),
+        )
+        loop.add_reader(self._listener.socket, self._listener.on_readable)
+        loop.add_reader(self._listener.monitor, self._listener.on_monitor)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._topology: Topology | None = None
+        self._on_lost: OnLost | None = None
+        self._links: dict[int, TcpLink] = {}
+        self._numbers = itertools.count()
+        self._fetched: dict[int, Then] = {}  # by number of the request
+        self._early: list[tuple[Header, Peer, zmq.Frame]] = []
+        self._leaving: list[tuple[zmq.MessageTracker, Callable[[], None]]] = []
+
+    @property
+    def address(self) -> str:
+        """``tcp://host:port``."""
+        return self._listener.address
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._traffic.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(link.bytes_received for link in self._links.values())
+
+    def open(self, topology: Topology, on_lost: OnLost) -> None:
+        """Ask and answer from now on. ``on_lost``: a connection is found broken."""
+        self._topology, self._on_lost = topology, on_lost
+        early, self._early = self._early, []
+        for message in early:
+            self._requested(*message)
+
+    # ---- asking ----------------------------------------------------------------------------------------
+
+    def fetch(self, transfer: Transfer, then: Then) -> None:
+        channel = transfer.channel
+        number = next(self._numbers) & 0xFFFFFFFF
+        self._fetched[number] = then
+        header = Header(
+            Kind.FETCH,
+            self._settings.worker_id,
+            key=channel.key,
+            index=number,
+            round=transfer.round,
+            offset=transfer.offset,
+            length=transfer.length,
+        )
+        fetch = Fetch(channel.ranks[transfer.source], transfer.target, transfer.total)
+        self._link(transfer.server).ask(header, fetch.pack())
+
+    def _link(self, machine_index: int) -> TcpLink:
+        link = self._links.get(machine_index)
+        if link is None:
+            if self._topology is None or self._on_lost is None:
+                raise ProtocolError("a piece is to be fetched before it is known from whom")
+            link = self._links[machine_index] = TcpLink(
+                self._context,
+                self._loop,
+                self._topology.workers[machine_index].address,
+                self._settings.worker_id,
+                self._settings,
+                _no_payload,
+                self._answered,
+                self._on_lost,
+                f"communication service of machine {machine_index}",
+            )
+        return link
+
+    def _answered(self, header: Header, frame: zmq.Frame | None) -> None:
+        if header.kind not in (Kind.ANSWER, Kind.REFUSED) or frame is None:
+            raise ProtocolError(f"a communication service sent a {header.kind.name} message for an answer")
+        then = self._fetched.pop(header.index, None)
+        if then is None:
+            return  # it says again what an earlier answer has said
+        if header.kind is Kind.REFUSED:
+            error, _, text = frame.bytes.decode(errors="replace").partition("\n")
+            raise from_name(error, text)
+        then(frame)
+
+    # ---- answering -------------------------------------------------------------------------------------
+
+    def _requested(self, header: Header, peer: Peer, frame: zmq.Frame) -> None:
+        if self._topology is None:  # who asks heard sooner that the cluster is complete
+            self._early.append((header, peer, frame))
+            return
+        try:
+            fetch = Fetch.unpack(frame.bytes)
+            request = Request(
+                (peer, header), peer.machine, header.key, header.round, fetch.source, fetch.target, header.offset,
+                header.length, fetch.total,
+            )  # fmt: skip
+            self._on_request(request)
+        except BytePSError as error:
+            # The one who asked ends the job: it has the ranks that can't go on.
+            self._traffic.note("refused a request of", f"machine {peer.machine}", error)
+            peer.refuse(header, f"{type(error).__name__}\n{error}")
+
+    def serve(self, serve: Serve, view: memoryview, then: Callable[[], None]) -> None:
+        origin = serve.request.origin
+        if not (isinstance(origin, tuple) and isinstance(origin[0], RemotePeer)):
+            raise ProtocolError("an answer for nobody")
+        peer, header = origin
+        if len(view) < zmq.COPY_THRESHOLD:
+            peer.answer(header, zmq.Frame(bytes(view)))
+            then()
+            return
+        tracker = peer.lend(header, view)
+        if tracker is None:
+            return  # it is gone, and the job with it
+        if not self._leaving:
+            self._loop.call_later(_SENT_CHECK_S, self._check_sent)
+        self._leaving.append((tracker, then))
+
+    def _check_sent(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for tracker, then in leaving:
+            if tracker.done:
+                then()
+            else:
+                self._leaving.append((tracker, then))
+        if self._leaving:
+            self._loop.call_later(_SENT_CHECK_S, self._check_sent)
+
+    def close(self) -> None:
+        self._loop.remove(self._listener.socket)
+        self._loop.remove(self._listener.monitor)
+        for link in self._links.values():
+            link.close()
+        self._context.term()
+        self._listener.close()
+
+
+def _no_payload(*_: object) -> memoryview:
+    raise ProtocolError("a request has no payload of its own")

@@ -1,0 +1,144 @@
+"""What gathers and exchanges are made of on one machine: channels, members, offers, transfers. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from byteps_py.shm import Block
+from byteps_py.tensors import Layout, Op, TensorSpec
+from byteps_py.worker.tensor import RankSlot
+
+#: The target of a Fetch on behalf of all ranks of a machine.
+ALL = 0xFFFFFFFF
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """What a member has handed over in one round. ``left``: bytes that takers still need, by position in the group;
+    a machine, which takes a GATHER for all its ranks, counts as -1 - its index.
+    ``taken``: by whom, from which offset; asked for twice, it still counts once."""
+
+    block: Block
+    layout: Layout
+    left: dict[int, int]
+    taken: set[tuple[int, int]] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A local rank of the group. ``due``: bytes still to come in the current round, by source's position."""
+
+    position: int
+    slot: RankSlot
+    offers: dict[int, Offer] = field(default_factory=dict)  # by round
+    due: dict[int, int] = field(default_factory=dict)
+    layout: Layout | None = None  # of the last round
+    outgrown: list[tuple[int, RankSlot]] = field(default_factory=list)  # the last round that used it, and the slot
+
+    @property
+    def round(self) -> int:
+        return self.slot.round
+
+    @property
+    def is_open(self) -> bool:
+        """It has begun a round that is not delivered."""
+        return self.slot.ready_bytes >= 0
+
+
+@dataclass(slots=True, eq=False)
+class Channel:
+    """One name. ``ranks`` and ``machines``: by position; ``here``: positions of this machine's ranks; ``members``:
+    those of them that have declared it."""
+
+    spec: TensorSpec
+    ranks: Sequence[int]
+    machines: Sequence[int]
+    here: Sequence[int]
+    key: int
+    members: dict[int, Member] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)  # of other machines, that came before the round did
+
+    @property
+    def is_gather(self) -> bool:
+        return self.spec.op is Op.GATHER
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Another machine wants ``length`` bytes at ``offset`` of the piece, of ``total`` bytes, that ``source`` has for
+    ``target`` (both global ranks). ``origin``: whom to send it to, and as what; opaque."""
+
+    origin: object
+    machine: int
+    key: int
+    round: int
+    source: int
+    target: int
+    offset: int
+    length: int
+    total: int
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """``length`` bytes at ``offset`` of a piece on its way to ``targets``. ``server``: the machine it comes from."""
+
+    channel: Channel
+    round: int
+    source: int
+    targets: tuple[Member, ...]
+    offset: int
+    length: int
+    total: int
+    server: int
+
+    @property
+    def target(self) -> int:
+        """The global rank it is for, or ALL of its group on this machine."""
+        return ALL if self.channel.is_gather else self.channel.ranks[self.targets[0].position]
+
+
+@dataclass(slots=True)
+class Copy:
+    """Copy ``transfer.length`` bytes to ``outputs``, then call ``Direct.copied``. ``source``: an address."""
+
+    transfer: Transfer
+    source: int
+    outputs: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Ask the transfer's machine for it; its bytes go to ``Direct.arrived``."""
+
+    transfer: Transfer
+
+
+@dataclass(slots=True)
+class Serve:
+    """Send these bytes of ``member``'s memory; once they can be overwritten call ``Direct.served``."""
+
+    request: Request
+    channel: Channel
+    member: Member
+    block: Block
+    offset: int
+
+
+@dataclass(slots=True)
+class Delivered:
+    """A member's round is over."""
+
+    slot: RankSlot
+    round: int
+
+
+@dataclass(slots=True)
+class Outgrown:
+    """Nothing uses this memory any more."""
+
+    slot: RankSlot
+
+
+DirectAction = Copy | Fetch | Serve | Delivered | Outgrown
