@@ -51,11 +51,13 @@ from byteps_py.torch.api import (
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.cross_barrier import CrossBarrier
 from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum
+from byteps_py.torch.ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from byteps_py.torch.optimizer import DistributedOptimizer
 from byteps_py.torch.parallel import DistributedDataParallel
+from byteps_py.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 
 __all__ = [
+    "Adasum",
     "Average",
     "BytePSError",
     "CommunicationError",
@@ -70,6 +72,7 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "Product",
     "ProtocolError",
     "ReduceOp",
@@ -77,6 +80,7 @@ __all__ = [
     "StallError",
     "Sum",
     "UsageError",
+    "add_process_set",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -89,6 +93,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "declare",
+    "global_process_set",
     "init",
     "is_initialized",
     "local_rank",
@@ -100,6 +105,7 @@ __all__ = [
     "push_pull_async_inplace",
     "push_pull_inplace",
     "rank",
+    "remove_process_set",
     "resume",
     "shutdown",
     "size",
