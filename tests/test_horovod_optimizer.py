@@ -237,3 +237,47 @@ def test_the_guard_of_zero_grad() -> None:
             optimizer.step()
 
     ThreadedCluster((1, 1)).run(main)
+
+
+def test_a_process_set_alone() -> None:
+    """Two optimizers of two sets; a rank in neither trains by itself."""
+
+    def main(rank: int):
+        pair, other = bps.add_process_set([0, 2]), bps.add_process_set([1])
+        model = Net()
+        optimizer = wrap(model, process_set=pair if rank in (0, 2, 3) else other, op=bps.Sum)
+        for step in range(2):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model)
+
+    def expected(ranks):
+        model = Net()
+        optimizer = sgd(model.parameters())
+        for step in range(2):
+            by_rank = [gradients(model, rank, [step]) for rank in ranks]
+            for i, param in enumerate(model.parameters()):
+                param.grad = contract([grads[i] for grads in by_rank], [1] * len(ranks))
+            if ranks == [3]:
+                model.never.zero_grad()  # a rank by itself leaves an unused parameter without a gradient
+            optimizer.step()
+        return state_of(model)
+
+    cluster = ThreadedCluster((2, 2))
+    states = cluster.run(main)
+    assert_same([states[0], states[2]], expected([0, 2]))
+    assert_same([states[3]], expected([3]))
+    used = {name for name in states[1] if "never" not in name}
+    assert all(torch.equal(states[1][name], expected([1])[name]) for name in used)
+    assert {name.split(".")[0] for name, _ in cluster.rounds if "Gradient" in name} == {"set1"}
+
+
+def test_a_process_set_that_is_not_added() -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(ValueError, match="has not been registered"):
+            wrap(nn.Linear(1, 1), process_set=bps.ProcessSet([0]))
+        with pytest.raises(ValueError, match="process_set must be a ProcessSet, got None"):
+            wrap(nn.Linear(1, 1), process_set=None)
+
+    ThreadedCluster((1, 1)).run(main)

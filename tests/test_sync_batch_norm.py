@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from support.threaded import ThreadedCluster
@@ -171,3 +173,19 @@ def test_without_gradients() -> None:
 
     first, second = ThreadedCluster((1, 1)).run(main)
     assert torch.equal(first, second)
+
+
+def test_a_process_set() -> None:
+    def main(rank: int):
+        ends = bps.add_process_set([0, 2])
+        layer = copy.deepcopy(bps.SyncBatchNorm(CHANNELS, process_set=ends))
+        if rank == 1:
+            with pytest.raises(ValueError, match="Rank 1 is not a member of the provided process set"):
+                layer(torch.ones(2, CHANNELS))
+            return None
+        return layer(batches([2, 2, 4])[rank]).detach()
+
+    first, _, last = ThreadedCluster((2, 1)).run(main)
+    parts = batches([2, 2, 4])
+    expected = nn.BatchNorm2d(CHANNELS)(torch.cat([parts[0], parts[2]])).detach()
+    torch.testing.assert_close(torch.cat([first, last]), expected)

@@ -33,7 +33,7 @@ def test_every_op_and_form(dtype) -> None:
     def main(rank: int):
         x = values(rank, dtype)
         found = {}
-        for op in bps.ReduceOp:
+        for op in (bps.ReduceOp[name] for name in OPS):
             found[op.name] = bps.push_pull(x, op=op, name=f"x.{op.name}")
         inplace = x.clone()
         assert bps.push_pull_inplace(inplace, average=False, name="in place") is inplace

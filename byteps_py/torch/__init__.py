@@ -2,10 +2,10 @@
 
 Start with api.py (what a script calls) and optimizer.py (what most scripts use); then
 
-    api, functions ─ ops ─ handles ┐
-    optimizer ┐                    ├─ context ─ exchange ─ Session (byteps_py.session)
-    parallel  ┴ buckets ─ layout ──┘            └ cuda
-    cross_barrier ─ pending ─ optimizer
+    api, functions ─ ops ─ handles ─────────────────────┐
+    optimizer ─ distributed ┐                           ├─ context ─ exchange ─ Session (byteps_py.session)
+    parallel ───────────────┴ buckets ─ bucket, layout ─┘            └ cuda
+    cross_barrier ─ pending ─ distributed;  adasum_optimizer ─ adasum;  elastic
 """
 
 from byteps_py.errors import (
@@ -53,12 +53,14 @@ from byteps_py.torch.api import (
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.cross_barrier import CrossBarrier
 from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum
+from byteps_py.torch.ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from byteps_py.torch.optimizer import DistributedOptimizer
 from byteps_py.torch.parallel import DistributedDataParallel
+from byteps_py.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from byteps_py.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "Adasum",
     "Average",
     "BytePSError",
     "CommunicationError",
@@ -75,6 +77,7 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "Product",
     "ProtocolError",
     "ReduceOp",
@@ -83,6 +86,7 @@ __all__ = [
     "Sum",
     "SyncBatchNorm",
     "UsageError",
+    "add_process_set",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -96,6 +100,7 @@ __all__ = [
     "cross_size",
     "declare",
     "elastic",
+    "global_process_set",
     "init",
     "is_initialized",
     "local_rank",
@@ -107,6 +112,7 @@ __all__ = [
     "push_pull_async_inplace",
     "push_pull_inplace",
     "rank",
+    "remove_process_set",
     "resume",
     "shutdown",
     "size",

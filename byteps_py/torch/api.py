@@ -10,6 +10,7 @@ operation is waited for MismatchError, StallError or PeerLostError.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,17 +20,34 @@ from byteps_py.settings import Settings
 from byteps_py.torch import context as contexts
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.ops import Average, ReduceOp, Sum, broadcast_request, start_broadcast, start_reduction, which_op
+from byteps_py.torch.process_sets import ProcessSet, set_up
 
 # ---- life --------------------------------------------------------------------------------------------------
 
 
-def init(lazy: bool = True, *, settings: Settings | None = None) -> None:
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    lazy: bool = True,
+    *,
+    settings: Settings | None = None,
+) -> None:
     """Join the job that the environment (or ``settings``) describes; blocks until all ranks are there.
 
-    A no-op if joined already. ``lazy`` is BytePS's and changes nothing. Raises ConfigurationError,
-    RendezvousError.
+    A no-op if joined already. process_sets: sets to add at once, the same on all ranks; "dynamic" is Horovod's and
+    changes nothing, sets can always be added later. ``lazy`` is BytePS's (there the first argument) and changes
+    nothing either. Raises ConfigurationError, RendezvousError; UsageError for a duplicate set.
     """
-    contexts.current().open(settings)
+    context = contexts.current()
+    if context.is_open:
+        return
+    context.open(settings)
+    if process_sets and not isinstance(process_sets, str):
+        try:
+            set_up(context, list(process_sets))
+        except BaseException:
+            context.close()
+            raise
 
 
 def shutdown() -> None:

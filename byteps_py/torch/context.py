@@ -65,6 +65,8 @@ class Context:
         self._claimed: dict[str, int] = {}
         self.names = NameSource()
         self.handles = Handles()
+        self.process_sets: dict[int, tuple[int, ...]] = {}  # id → ranks; see process_sets.py
+        self.process_sets_added = 0
         self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -92,6 +94,8 @@ class Context:
             self._exchanges.clear()
             self.handles.clear()
             self.names = NameSource()
+            self.process_sets.clear()
+            self.process_sets_added = 0
         for mover in movers.values():
             mover.close()
         if session is not None:
@@ -115,14 +119,14 @@ class Context:
         """Raises NotInitializedError before ``open`` and after ``close``."""
         session = self._session
         if session is None:
-            raise NotInitializedError("byteps_py has not been initialized; call byteps_py.init() first")
+            raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
         return session
 
     @property
     def settings(self) -> Settings:
         """Raises NotInitializedError before the first ``open``."""
         if self._settings is None:
-            raise NotInitializedError("byteps_py has not been initialized; call byteps_py.init() first")
+            raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
         return self._settings
 
     # ---- tensors ---------------------------------------------------------------------------------------

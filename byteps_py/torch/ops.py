@@ -27,9 +27,13 @@ class ReduceOp(enum.Enum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    ADASUM = "adasum"
 
     @property
     def wire_op(self) -> Op:
+        """Raises UsageError for Adasum, which is no single operation of the service."""
+        if self is ReduceOp.ADASUM:
+            raise UsageError("op=Adasum is not possible here")
         return Op.SUM if self is ReduceOp.AVERAGE else Op[self.name]
 
 
@@ -38,6 +42,7 @@ Sum = ReduceOp.SUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
+Adasum = ReduceOp.ADASUM
 
 
 def which_op(average: bool, op: ReduceOp | None) -> ReduceOp:

@@ -16,8 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from byteps_py.errors import UsageError
 from byteps_py.tensors import TensorSpec
 from byteps_py.torch import context as contexts
+from byteps_py.torch.arguments import prefix_of
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import wire_dtype
+from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of
 
 _PRIORITY = 1  # goes before gradients: a layer waits for it
 
@@ -26,7 +28,8 @@ class SyncBatchNorm(_BatchNorm):
     """BatchNorm over inputs of shape (N, C, ...), with the mean and variance of the batches of all ranks.
 
     Arguments and state are torch.nn.BatchNorm1d's. Ranks' batches may differ in size, also be empty; all ranks must run
-    the layer equally often. Gradients of weight and bias stay the rank's own: DistributedOptimizer averages them.
+    the layer equally often. process_set: only the ranks of this set, which alone may train the layer. Gradients of
+    weight and bias stay the rank's own: DistributedOptimizer averages them.
     float16 and bfloat16 inputs are computed in float32. In eval() nothing is exchanged, unless
     track_running_stats=False. The forward pass raises UsageError (a ValueError) for an input of less than two
     dimensions, or if all ranks together have a single value per channel.
@@ -47,14 +50,16 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
         *,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._group: tuple[int, ...] = ()
+        # The global one is known by its identity, which a deep copy of the layer would not keep.
+        self._process_set = None if process_set is global_process_set else process_set
         # Layers are made in the same order on all ranks, as optimizers are.
-        self._name = contexts.current().claim("SyncBatchNorm")
+        self._name = contexts.current().claim(prefix_of(process_set, "SyncBatchNorm"))
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -77,7 +82,8 @@ class SyncBatchNorm(_BatchNorm):
             if self.momentum is None:
                 factor = 1.0 / float(self.num_batches_tracked)
         context = contexts.current()
-        if (len(self._group) or context.session.size) == 1:
+        group = group_of(self._process_set or global_process_set)
+        if (len(group) or context.session.size) == 1:
             return functional.batch_norm(
                 input,
                 running_mean if tracked else None,
@@ -88,7 +94,7 @@ class SyncBatchNorm(_BatchNorm):
                 factor,
                 self.eps,
             )
-        total = _Total(context, self._name, self._group)
+        total = _Total(context, self._name, group)
         output, mean, var, count = _Normalize.apply(input, self.weight, self.bias, self.eps, total)  # type: ignore[no-untyped-call]
         if tracked and running_mean is not None and running_var is not None:
             with torch.no_grad():
@@ -98,7 +104,9 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
+    ) -> torch.nn.Module:
         """``module`` with a SyncBatchNorm in place of each BatchNorm in it, sharing its parameters and buffers."""
         converted = module
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
@@ -107,7 +115,7 @@ class SyncBatchNorm(_BatchNorm):
             converted._buffers.update(module._buffers)
             converted.training = module.training
         for name, child in module.named_children():
-            setattr(converted, name, cls.convert_sync_batchnorm(child))
+            setattr(converted, name, cls.convert_sync_batchnorm(child, process_set))
         return converted
 
 
