@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import MismatchError, ProtocolError
 from byteps_py.tensors import Layout, differing, key_of
+from byteps_py.worker.actions import AskSum
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.pieces import (
     ALL,
@@ -24,13 +25,13 @@ from byteps_py.worker.pieces import (
     Copy,
     Delivered,
     DirectAction,
-    Fetch,
     Member,
     Offer,
     Outgrown,
     Request,
     Serve,
     Transfer,
+    due,
 )
 from byteps_py.worker.tensor import RankSlot
 
@@ -48,7 +49,7 @@ class Direct:
         machine_of: Sequence[int],
         piece_bytes: int,
         local_piece_bytes: int,
-        queue: PushQueue[Transfer],
+        queue: PushQueue[Transfer | AskSum],
     ) -> None:
         self._machine = machine
         self._machine_of = machine_of
@@ -122,7 +123,7 @@ class Direct:
     def arrived(self, transfer: Transfer, source: int, now: float) -> list[DirectAction]:
         """The bytes of a Fetch lie at address ``source``, until ``copied``."""
         self._queue.give_back(transfer)
-        return [Copy(transfer, source, self._outputs(transfer)), *self.pump(now)]
+        return [Copy(transfer, source, self._outputs(transfer)), *due(self._queue, now)]
 
     def copied(self, transfer: Transfer) -> list[DirectAction]:
         """A Copy has ended."""
@@ -143,13 +144,6 @@ class Direct:
         request, channel = serve.request, serve.channel
         taker = -1 - request.machine if request.target == ALL else channel.ranks.index(request.target)
         return self._taken(serve.member, request.round, taker, request.offset, request.length)
-
-    def pump(self, now: float) -> list[DirectAction]:
-        """Ask for what the credit allows. Also called from time to time, see PushQueue."""
-        actions: list[DirectAction] = []
-        while (transfer := self._queue.take(now)) is not None:
-            actions.append(Fetch(transfer))
-        return actions
 
     def gone(self, machine: int) -> None:
         """What a machine has asked for can't be sent to it any more."""
@@ -235,7 +229,7 @@ class Direct:
                     channel, member.round, source, targets, offset, length, total, channel.machines[source]
                 )
                 self._queue.add(transfer, channel.spec.priority)
-        return self.pump(now) if remote else []
+        return [*due(self._queue, now)] if remote else []
 
     def _serve(self, channel: Channel, request: Request) -> list[DirectAction]:
         if request.source not in channel.ranks or (request.target != ALL and request.target not in channel.ranks):

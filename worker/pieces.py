@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from byteps_py.shm import Block
 from byteps_py.tensors import Layout, Op, TensorSpec
+from byteps_py.worker.actions import AskSum, Fetch
+from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.tensor import RankSlot
 
 #: The target of a Fetch on behalf of all ranks of a machine.
@@ -109,13 +111,6 @@ class Copy:
 
 
 @dataclass(slots=True)
-class Fetch:
-    """Ask the transfer's machine for it; its bytes go to ``Direct.arrived``."""
-
-    transfer: Transfer
-
-
-@dataclass(slots=True)
 class Serve:
     """Send these bytes of ``member``'s memory; once they can be overwritten call ``Direct.served``."""
 
@@ -142,3 +137,11 @@ class Outgrown:
 
 
 DirectAction = Copy | Fetch | Serve | Delivered | Outgrown
+
+
+def due(queue: PushQueue[Transfer | AskSum], now: float) -> list[Fetch]:
+    """What the credit allows to ask for. Also to be called from time to time, see PushQueue."""
+    fetches = []
+    while (item := queue.take(now)) is not None:
+        fetches.append(Fetch(item))
+    return fetches
