@@ -73,6 +73,7 @@ class Bucket:
         self.seen = [False] * len(self.params)
         self.missing = -1  # counted when the first one comes: requires_grad may change between rounds
         self.sent = False
+        self.kinds: Exchange | None = None  # what is sent instead if gradients turn out to be sparse: which ones
         self.takes_part = [False] * len(self.params)  # known once sent: requires_grad may change after that, too
         self.snapshot: list[tuple[torch.Tensor, int] | None] = [None] * len(self.params)  # final gradient, version
 
@@ -90,13 +91,16 @@ class Bucket:
         self.missing -= 1
         return self.missing <= 0
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """What to hand over: None (zeros) for unused parameters without a gradient, and for frozen ones."""
+    def gradients(self, sparse: bool = False) -> list[torch.Tensor | None]:
+        """What to hand over: None (zeros) for unused parameters without a gradient, and for frozen ones.
+
+        Raises UsageError for a gradient that has no values, and, but if ``sparse``, for one that is not dense.
+        """
         self.takes_part = [seen or param.requires_grad for param, seen in zip(self.params, self.seen, strict=True)]
         found: list[torch.Tensor | None] = []
         for param, takes_part, name in zip(self.params, self.takes_part, self.names, strict=True):
             grad = param.grad if takes_part else None
-            if grad is not None and (grad.layout is not torch.strided or grad.is_meta):
+            if grad is not None and (grad.is_meta or (grad.layout is not torch.strided and not sparse)):
                 check_dense(grad, name)  # raises
             found.append(grad)
         return found
@@ -110,6 +114,12 @@ class Bucket:
             gradients = [None if grad is None else grad.detach() / factor for grad in gradients]
         self.exchange.send(gradients)
 
+    def take_over(self, other: Bucket, positions: Sequence[int]) -> None:
+        """Go on with the round of ``other`` for its gradients at ``positions``, which are this bucket's."""
+        self.seen = [other.seen[i] for i in positions]
+        self.snapshot = [other.snapshot[i] for i in positions]
+        self.missing = 0
+
     @property
     def changed(self) -> str | None:
         """The parameter whose gradient was touched after it was final, if any."""
@@ -122,6 +132,9 @@ class Bucket:
     def wanted(self) -> bool:
         """False if all its parameters are frozen: it takes no part in the round."""
         return any(self.seen) or any(param.requires_grad for param in self.params)
+
+    def travel(self) -> None:
+        """Take what other ranks must say before the gradients can leave: nothing, if these are dense."""
 
     def receive(self) -> None:
         """Wait for the result and put it into ``param.grad``. Raises as ``wait`` does, and GradientOrderError."""

@@ -17,13 +17,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from byteps_py.errors import CommunicationError, GradientOrderError
+from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError
 from byteps_py.session import Session
-from byteps_py.tensors import TensorSpec
+from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.bucket import Bucket, Place, Scheme
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import wire_dtype
+from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.layout import plan_buckets
+from byteps_py.torch.sparse import SparseBucket
 
 
 class GradientReducer:
@@ -47,6 +49,8 @@ class GradientReducer:
         self._places: dict[torch.nn.Parameter, Place] = {}
         self._session: Session | None = None  # the one whose slots the buckets use
         self._lock = threading.Lock()
+        #: Whether a gradient may be sparse; if not, UsageError is raised where one is.
+        self.takes_sparse = not self._scheme.sparse_as_dense
         #: This rank takes no part: its gradients stay its own.
         self.outside = bool(self._scheme.group) and context.session.rank not in self._scheme.group
         self.add(named, groups)
@@ -66,20 +70,25 @@ class GradientReducer:
             indices = sorted(bucket_indices)
             names = [named[i][0] for i in indices]
             params = [named[i][1] for i in indices]
-            shapes = tuple(tuple(param.shape) for param in params)
-            count = sum(param.numel() for param in params)
-            spec = TensorSpec(
-                self._context.claim(scheme.prefix + _title(names)),
-                wire_dtype(dtypes[indices[0]], names[0]),
-                shapes[0] if len(shapes) == 1 else (count,),
-                scheme.op.wire_op,
-                average=scheme.divides,
-                priority=-(behind + min(indices)),  # what the next forward pass needs first goes first
-                group=scheme.group,
-            )
-            bucket = Bucket(Request(spec, dtypes[indices[0]], shapes, params[0].device), names, params, scheme)
+            # What the next forward pass needs first goes first.
+            bucket = Bucket(self._request(names, params, -(behind + min(indices))), names, params, scheme)
             self._buckets.append(bucket)
             self._places.update((param, Place(bucket, position)) for position, param in enumerate(params))
+
+    def _request(self, names: list[str], params: list[torch.nn.Parameter], priority: int) -> Request:
+        scheme = self._scheme
+        dtype = scheme.compression.wire_dtype(params[0].dtype)
+        shapes = tuple(tuple(param.shape) for param in params)
+        spec = TensorSpec(
+            self._context.claim(scheme.prefix + _title(names)),
+            wire_dtype(dtype, names[0]),
+            shapes[0] if len(shapes) == 1 else (sum(param.numel() for param in params),),
+            scheme.op.wire_op,
+            average=scheme.divides,
+            priority=priority,
+            group=scheme.group,
+        )
+        return Request(spec, dtype, shapes, params[0].device)
 
     @property
     def begun(self) -> bool:
@@ -112,9 +121,21 @@ class GradientReducer:
         errors: list[Exception] = []
         with self._lock:
             self._send_rest(errors)
-            for bucket in self._buckets:  # all of them, failures or not: none may stay pending
-                if bucket.sent:
-                    _attempt(errors, bucket.receive)
+            on_their_way = [bucket for bucket in self._buckets if bucket.sent]
+            disputed: list[tuple[Bucket, Exception | None]] = []
+            for bucket in on_their_way:
+                _attempt(errors, bucket.travel)
+            for bucket in on_their_way:  # all of them, failures or not: none may stay pending
+                _attempt(errors, self._receive, bucket, disputed)
+            settled: list[Bucket] = []
+            for bucket, error in disputed:
+                _attempt(errors, self._settle, bucket, error, settled)
+            for part in settled:
+                _attempt(errors, self._send, part)
+            for part in settled:
+                _attempt(errors, part.travel)
+            for part in settled:
+                _attempt(errors, part.receive)
             for bucket in self._buckets:
                 bucket.reset()
         if errors:
@@ -160,17 +181,86 @@ class GradientReducer:
             with self._lock:
                 bucket.reset()
 
+    # ---- sparse gradients: which they are turns out while the others may be on their way already -------------
+
+    @property
+    def has_sparse(self) -> bool:
+        """A gradient was sparse, and may be so again."""
+        return any(isinstance(bucket, SparseBucket) for bucket in self._buckets)
+
+    def _receive(self, bucket: Bucket, disputed: list[tuple[Bucket, Exception | None]]) -> None:
+        """As the bucket does; if its ranks were not all right to take it for dense, put it to ``disputed``."""
+        try:
+            if bucket.kinds is not None:
+                bucket.kinds.wait()
+                disputed.append((bucket, None))
+            else:
+                bucket.receive()
+        except MismatchError as error:
+            # Perhaps another rank's gradients are sparse: all its ranks have this error, and find out together.
+            if not self.takes_sparse or isinstance(bucket, SparseBucket):
+                raise
+            disputed.append((bucket, error))
+
+    def _ask(self, name: str, gradients: Sequence[torch.Tensor | None]) -> Exchange:
+        """Begin to find out which gradients of a bucket are sparse on any rank."""
+        spec = TensorSpec(name, DType.UINT8, (len(gradients),), Op.MAX, group=self._scheme.group)
+        request = Request(spec, torch.uint8, ((len(gradients),),), torch.device("cpu"))
+        (exchange,) = self._context.exchanges([request])
+        sparse = [grad is not None and grad.layout is not torch.strided for grad in gradients]
+        exchange.send([torch.tensor(sparse, dtype=torch.uint8)])
+        return exchange
+
+    def _settle(self, bucket: Bucket, error: Exception | None, settled: list[Bucket]) -> None:
+        """Find out which gradients of a bucket are sparse on any rank; those travel by themselves from now on.
+
+        Adds what comes in the bucket's place and takes part in the round to ``settled``. Raises ``error`` if none is.
+        """
+        kinds = bucket.kinds
+        if kinds is None or error is not None:
+            kinds = self._ask(f"{bucket.request.spec.name}.kinds", bucket.gradients(sparse=True))
+            kinds.wait()
+        sparse = kinds.results[0].tolist()
+        if error is not None and not any(sparse):
+            raise error
+        spec, params, names = bucket.request.spec, bucket.params, bucket.names
+        split: list[Bucket] = []
+        dense = [position for position, is_sparse in enumerate(sparse) if not is_sparse]
+        parts = [([position], True) for position, is_sparse in enumerate(sparse) if is_sparse]
+        for positions, is_sparse in [*parts, (dense, False)] if dense else parts:
+            its_names, its_params = [names[i] for i in positions], [params[i] for i in positions]
+            request = self._request(its_names, its_params, spec.priority)
+            if is_sparse:
+                part: Bucket = SparseBucket(self._context, request, its_names[0], its_params[0], self._scheme)
+            else:
+                part = Bucket(request, its_names, its_params, self._scheme)
+            part.take_over(bucket, positions)
+            split.append(part)
+            for position, param in enumerate(its_params):
+                self._places[param].bucket, self._places[param].position = part, position
+        index = self._buckets.index(bucket)
+        self._buckets[index : index + 1] = split
+        settled += [part for part in split if part.wanted]
+
+    # ---- sending -------------------------------------------------------------------------------------------
+
     def _send_rest(self, errors: list[Exception]) -> None:
         for bucket in self._buckets:
             if not bucket.sent and bucket.wanted:
                 _attempt(errors, self._send, bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        gradients = bucket.gradients()
+        gradients = bucket.gradients(self.takes_sparse)
         if self._exchanges_needed():
-            if bucket.exchange is None or not bucket.exchange.usable:
-                self._declare()
-            bucket.hand_over(gradients)
+            if isinstance(bucket, SparseBucket):
+                bucket.start()
+            elif any(grad is not None and grad.layout is not torch.strided for grad in gradients):
+                bucket.exchange = None
+                bucket.kinds = self._ask(bucket.request.spec.name, gradients)
+            else:
+                if bucket.exchange is None or not bucket.exchange.usable:
+                    self._declare()
+                bucket.hand_over(gradients)
         bucket.sent = True
 
     def _exchanges_needed(self) -> bool:
@@ -183,7 +273,14 @@ class GradientReducer:
 
     def _declare(self) -> None:
         """Declare all buckets that take part and are not declared, in one call."""
-        new = [b for b in self._buckets if b.wanted and (b.exchange is None or not b.exchange.usable)]
+        new = [
+            bucket
+            for bucket in self._buckets
+            if bucket.wanted
+            and not isinstance(bucket, SparseBucket)
+            and bucket.kinds is None
+            and (bucket.exchange is None or not bucket.exchange.usable)
+        ]
         for bucket, exchange in zip(new, self._context.exchanges([b.request for b in new]), strict=True):
             bucket.exchange = exchange
 

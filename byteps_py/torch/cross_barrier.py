@@ -188,6 +188,12 @@ def CrossBarrier(  # noqa: N802  BytePS's name
         raise UsageError("CrossBarrier needs a DistributedOptimizer: wrap the optimizer in one first")
     if isinstance(optimizer, _CrossBarrier):
         raise UsageError("the optimizer is a CrossBarrier already")
+    if optimizer._passes.reducer is not None:
+        if optimizer._passes.reducer.has_sparse:
+            raise UsageError(
+                "CrossBarrier can't overlap sparse gradients; use DistributedOptimizer(sparse_as_dense=True)"
+            )
+        optimizer._passes.reducer.takes_sparse = False
     base = type(optimizer)
     crossing: Any = object.__new__(type(base.__name__, (_CrossBarrier, base), {"__doc__": base.__doc__}))
     crossing.__dict__.update(optimizer.__dict__)
