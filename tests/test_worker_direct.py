@@ -16,7 +16,7 @@ from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.worker.actions import AskSum, Fetch
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.direct import Direct
-from byteps_py.worker.pieces import Copy, Delivered, DirectAction, Outgrown, Request, Serve, Transfer, due
+from byteps_py.worker.pieces import Copy, CopyHere, Delivered, DirectAction, Outgrown, Request, Serve, Transfer, due
 from byteps_py.worker.tensor import RankSlot
 
 ROOM = 64
@@ -54,7 +54,8 @@ class Machine:
     def __init__(self, world: World, index: int, machine_of: list[int], all_: list[Machine]) -> None:
         self.world, self.index, self.all = world, index, all_
         queue = self.queue = PushQueue[Transfer | AskSum](world.rng.choice((0, 8, 40)))
-        self.direct = Direct(index, machine_of, world.rng.choice((4, 7, 100)), world.rng.choice((5, 100)), queue)
+        piece, local_piece, small = (world.rng.choice(sizes) for sizes in ((4, 7, 100), (5, 100), (0, 5, 100)))
+        self.direct = Direct(index, machine_of, piece, local_piece, queue, small)
         self.on_delivered: dict[int, Callable[[int], None]] = {}  # by slot id
         self.outgrown: list[RankSlot] = []
         self.arrived: set[Transfer] = set()
@@ -63,7 +64,11 @@ class Machine:
     def run(self, actions: list[DirectAction]) -> None:
         world = self.world
         for action in actions:
-            if isinstance(action, Copy):
+            if isinstance(action, CopyHere):
+                for _, _, source, place, nbytes in action.pairs:
+                    world.memory[place : place + nbytes] = world.memory[source : source + nbytes]
+                self.run(self.direct.copied_here(action.pairs))
+            elif isinstance(action, Copy):
                 world.due.append(lambda a=action: self._copy(a))  # type: ignore[misc]
             elif isinstance(action, Fetch):
                 world.due.append(lambda a=action: self._ask(a.item))  # type: ignore[misc]

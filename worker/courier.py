@@ -22,7 +22,7 @@ from byteps_py.tensors import DType, Op
 from byteps_py.worker.actions import Action, AskSum, Fetch, Lend
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.memory import Memory
-from byteps_py.worker.pieces import Copy, Delivered, DirectAction, Outgrown, Serve, Transfer
+from byteps_py.worker.pieces import Copy, CopyHere, Delivered, DirectAction, Outgrown, Serve, Transfer
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.scatter import Scatter
 
@@ -72,7 +72,12 @@ class Courier:
         return 0.0 if self._at_work else now - self.moved_at
 
     def carry_out(self, action: Lend | DirectAction) -> None:
-        if isinstance(action, Copy):
+        if isinstance(action, CopyHere):
+            for _, _, source, place, nbytes in action.pairs:
+                ctypes.memmove(place, source, nbytes)
+            self.moved_at = time.monotonic()
+            self._run(self._direct.copied_here(action.pairs))
+        elif isinstance(action, Copy):
             self._copy(action, None)
         elif isinstance(action, Delivered):
             self._deliver(action.slot.local_rank, action.slot.id, action.round)

@@ -36,6 +36,8 @@ class Member:
     offers: dict[int, Offer] = field(default_factory=dict)  # by round
     due: dict[int, int] = field(default_factory=dict)
     layout: Layout | None = None  # of the last round
+    expects: dict[int, int] = field(default_factory=dict)  # ``due`` at the beginning of a round with this layout
+    takers: dict[int, int] = field(default_factory=dict)  # ``left`` of an offer with this layout
     outgrown: list[tuple[int, RankSlot]] = field(default_factory=list)  # the last round that used it, and the slot
 
     @property
@@ -110,6 +112,17 @@ class Copy:
     outputs: tuple[int, ...]
 
 
+#: source, target, the addresses from and to which a piece is copied, its bytes
+Pair = tuple[Member, Member, int, int, int]
+
+
+@dataclass(slots=True)
+class CopyHere:
+    """Make these copies, all small, at once and without another thread; then call ``Direct.copied_here``."""
+
+    pairs: list[Pair]
+
+
 @dataclass(slots=True)
 class Serve:
     """Send these bytes of ``member``'s memory; once they can be overwritten call ``Direct.served``."""
@@ -136,7 +149,7 @@ class Outgrown:
     slot: RankSlot
 
 
-DirectAction = Copy | Fetch | Serve | Delivered | Outgrown
+DirectAction = Copy | CopyHere | Fetch | Serve | Delivered | Outgrown
 
 
 def due(queue: PushQueue[Transfer | AskSum], now: float) -> list[Fetch]:
