@@ -1,8 +1,8 @@
-"""The functions of the package: who am I, push_pull and broadcast in their forms, poll, synchronize, barrier.
+"""The functions of the package: who am I, push_pull in its forms, poll, synchronize, barrier, join.
 
-Names and argument names are BytePS's (byteps.torch) and, for broadcast, Horovod's. Any thread may call, and
-may wait for a handle of another thread. Tensors: dense, on cpu or cuda, of dtype float16, bfloat16, float32,
-float64, int8, int16, int32, int64, uint8.
+Names and argument names are BytePS's (byteps.torch) and Horovod's; what is Horovod's alone is in allreduce.py,
+broadcasts.py, gathers.py and scatter.py. Any thread may call, and may wait for a handle of another thread. Tensors:
+dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64, uint8.
 
 All raise NotInitializedError outside init() … shutdown(), UsageError (a ValueError) for misuse, and when an
 operation is waited for MismatchError, StallError or PeerLostError.
@@ -19,7 +19,7 @@ from byteps_py.errors import UsageError
 from byteps_py.settings import Settings
 from byteps_py.torch import context as contexts
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.ops import Average, ReduceOp, Sum, broadcast_request, start_broadcast, start_reduction, which_op
+from byteps_py.torch.ops import Average, How, ReduceOp, Sum, start_reduction, which_op
 from byteps_py.torch.process_sets import ProcessSet, set_up
 
 # ---- life --------------------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def push_pull_async(
     priority: higher goes first when tensors compete. version: BytePS's, without effect.
     A CUDA tensor must not be changed before ``synchronize``; a CPU tensor may be.
     """
-    how = which_op(average, op)
-    return start_reduction(contexts.current(), tensor, None, how, name, priority, compression)
+    how = How(which_op(average, op), compression=compression, priority=priority)
+    return start_reduction(contexts.current(), [tensor], None, name, how)
 
 
 def push_pull_async_inplace(
@@ -150,8 +150,8 @@ def push_pull_async_inplace(
     compression: type[Compressor] = Compression.none,
 ) -> int:
     """Like push_pull_async, but the result goes into ``tensor`` when it is synchronized."""
-    how = which_op(average, op)
-    return start_reduction(contexts.current(), tensor, tensor, how, name, priority, compression)
+    how = How(which_op(average, op), compression=compression, priority=priority)
+    return start_reduction(contexts.current(), [tensor], [tensor], name, how)
 
 
 byteps_push_pull = push_pull_async_inplace
@@ -169,7 +169,7 @@ def push_pull_inplace(
 ) -> torch.Tensor:
     """Reduce ``tensor`` over all ranks in place, and return it."""
     handle = push_pull_async_inplace(tensor, average, name, version, priority, op=op, compression=compression)
-    return _result(handle)
+    return result_of(handle)
 
 
 def push_pull(
@@ -200,7 +200,7 @@ class _PushPull(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, priority: int, compression: type[Compressor]
     ) -> torch.Tensor:
         ctx.arguments = contexts.current(), op, name, priority, compression
-        return _result(push_pull_async(tensor, name=name, priority=priority, op=op, compression=compression))
+        return result_of(push_pull_async(tensor, name=name, priority=priority, op=op, compression=compression))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -218,50 +218,6 @@ class _PushPull(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-# ---- broadcast ---------------------------------------------------------------------------------------------
-
-
-def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
-    """Begin to copy the root's ``tensor`` to all ranks, bit by bit; ``synchronize`` gives a new tensor."""
-    return _broadcast(tensor, torch.empty_like(tensor, requires_grad=False), root_rank, name)
-
-
-def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
-    """Like broadcast_async, but the result goes into ``tensor`` when it is synchronized."""
-    return _broadcast(tensor, tensor, root_rank, name)
-
-
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """Copy the root's ``tensor`` into every rank's, and return it. Any dtype."""
-    return _result(broadcast_async_(tensor, root_rank, name))
-
-
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """A copy of the root's ``tensor``. Differentiable: the root's gradient is the sum of all ranks'. Any dtype."""
-    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
-        ctx.arguments = contexts.current(), root_rank, name
-        return _result(broadcast_async(tensor, root_rank, name))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        context, root_rank, name = ctx.arguments
-        with contexts.use(context):
-            total = push_pull(grads[0], average=False, name=None if name is None else f"broadcast.{name}.grad")
-            return total if rank() == root_rank else torch.zeros_like(total), None, None
-
-
-def _broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None) -> int:
-    context = contexts.current()
-    request = broadcast_request(context, tensor, root_rank, name)
-    return start_broadcast(context, request, tensor, output, named=name is not None)
-
-
 # ---- handles -----------------------------------------------------------------------------------------------
 
 
@@ -275,15 +231,18 @@ def poll(handle: int) -> bool:
     return operation.settled
 
 
-def synchronize(handle: int) -> torch.Tensor | None:
-    """Wait for an operation and return its result; None for a handle that does not exist (any more)."""
+def synchronize(handle: int) -> Any:
+    """Wait for an operation and return its result: a tensor, of a group a tuple of tensors, of alltoall_async the
+    tensor and the received splits. None for a handle that does not exist (any more).
+    """
     context = contexts.current()
     context.session  # noqa: B018  raises NotInitializedError
     operation = context.handles.pop(handle)
     return None if operation is None else operation.finish()
 
 
-def _result(handle: int) -> torch.Tensor:
+def result_of(handle: int) -> Any:
+    """For synchronous forms: ``synchronize`` of a handle of their own."""
     output = synchronize(handle)
     if output is None:
         raise UsageError(f"handle {handle} was cleared by a shutdown in another thread")
