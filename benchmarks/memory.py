@@ -128,13 +128,16 @@ def main() -> None:
     if arguments.as_rank:
         rank(arguments.tensors, arguments.rounds)
         return
+    from byteps_py import tuning
     from byteps_py.settings import Settings
 
-    credit = Settings.from_env().credit_bytes
+    settings = Settings.from_env()
     tensors = max(1, round(arguments.gigabytes * 1e9 / TENSOR_BYTES))
     whole = tensors * TENSOR_BYTES
     results = []
     for title, (machines, ranks, launcher) in LAYOUTS.items():
+        # Loopback is so fast that partitions are as large as they may be.
+        credit = settings.credit_bytes or tuning.credit_bytes(settings.max_partition_bytes, machines)
         before, peak, shared = run(launcher, tensors, arguments.rounds)
         print(f"\n{title}: {whole / 1e6:.0f} MB of gradients per rank, credit {credit / 1e6:.0f} MB; MB, largest seen")
         print(f"{'process':12}" + "".join(f"{field:>12}" for field in (*FIELDS, "own, idle", "own, grown")))

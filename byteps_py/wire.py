@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     SEGMENT = 6  # CS → SS on one machine: a shared-memory segment, its descriptor beside the message
     PROBE = 7  # CS → SS, and back as it came: how fast is the way?
     FETCH = 8  # CS → CS: give me bytes of a rank of yours; payload: a Fetch. The answer is an ANSWER with them
+    FETCH_SUM = 9  # CS → CS: give me your machine's sum of a part of a scattered reduction; its offset: which part
 
 
 @dataclass(slots=True)
@@ -112,7 +113,8 @@ _FETCH = struct.Struct("<IIQ")
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """The payload of a FETCH: of the piece, of ``total`` bytes, that rank ``source`` has for rank ``target``, the
-    header's ``length`` bytes at its ``offset`` are wanted. The header's ``index`` numbers the requests."""
+    header's ``length`` bytes at its ``offset`` are wanted. The header's ``index`` numbers the requests, of FETCH_SUM
+    as well."""
 
     source: int
     target: int

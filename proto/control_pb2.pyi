@@ -108,16 +108,18 @@ class Statistics(_message.Message):
     def __init__(self, bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_local: _Optional[int] = ..., rounds: _Optional[int] = ..., bytes_summed: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ...) -> None: ...
 
 class Waiting(_message.Message):
-    __slots__ = ("name", "round", "ready_ranks", "age_s")
+    __slots__ = ("name", "round", "ready_ranks", "age_s", "group")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     READY_RANKS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     name: str
     round: int
     ready_ranks: _containers.RepeatedScalarFieldContainer[int]
     age_s: float
-    def __init__(self, name: _Optional[str] = ..., round: _Optional[int] = ..., ready_ranks: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ...) -> None: ...
+    group: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., round: _Optional[int] = ..., ready_ranks: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ..., group: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Declare(_message.Message):
     __slots__ = ("ballots",)
@@ -146,20 +148,24 @@ class Vote(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ...) -> None: ...
 
 class Spec(_message.Message):
-    __slots__ = ("dtype", "shape", "op", "average", "root", "priority")
+    __slots__ = ("dtype", "shape", "op", "average", "root", "priority", "group", "scatters")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
     AVERAGE_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SCATTERS_FIELD_NUMBER: _ClassVar[int]
     dtype: int
     shape: _containers.RepeatedScalarFieldContainer[int]
     op: int
     average: bool
     root: int
     priority: int
-    def __init__(self, dtype: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., op: _Optional[int] = ..., average: bool = ..., root: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    group: _containers.RepeatedScalarFieldContainer[int]
+    scatters: bool
+    def __init__(self, dtype: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., op: _Optional[int] = ..., average: bool = ..., root: _Optional[int] = ..., priority: _Optional[int] = ..., group: _Optional[_Iterable[int]] = ..., scatters: bool = ...) -> None: ...
 
 class Arrive(_message.Message):
     __slots__ = ("sequence",)
@@ -290,16 +296,18 @@ class Verdicts(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("name", "generation", "spec", "error")
+    __slots__ = ("name", "generation", "spec", "error", "late")
     NAME_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
     name: str
     generation: int
     spec: Spec
     error: str
-    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
+    late: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ..., error: _Optional[str] = ..., late: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Reopen(_message.Message):
     __slots__ = ("name", "generation", "rounds")
@@ -324,14 +332,16 @@ class Stalled(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("error", "message", "orderly")
+    __slots__ = ("error", "message", "orderly", "ranks")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ORDERLY_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     error: str
     message: str
     orderly: bool
-    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., orderly: bool = ...) -> None: ...
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., orderly: bool = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("reason",)

@@ -1,4 +1,4 @@
-"""Gathers and exchanges with real processes, on one machine and on several."""
+"""Gathers, exchanges and scattered reductions with real processes, on one machine and on several."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ def test_every_piece_comes_where_it_belongs(machines: int, ranks: int, partition
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count(" operations") == machines * ranks
+
+
+@pytest.mark.parametrize(("machines", "ranks", "partition_bytes"), LAYOUTS)
+def test_a_scattered_reduction_is_the_whole_one_in_pieces(machines: int, ranks: int, partition_bytes: int) -> None:
+    run = bpslaunch(
+        ["-np", str(ranks), "--machines", str(machines)],
+        [PROGRAM.with_name("scatter.py"), "3"],
+        BYTEPS_PARTITION_BYTES=str(partition_bytes),
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count(" all equal") == machines * ranks

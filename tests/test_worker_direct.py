@@ -13,9 +13,10 @@ from support.worker_core import slot as make_slot
 from byteps_py.errors import MismatchError, ProtocolError
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.worker.actions import AskSum, Fetch
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.direct import Direct
-from byteps_py.worker.pieces import Copy, Delivered, DirectAction, Fetch, Outgrown, Request, Serve, Transfer
+from byteps_py.worker.pieces import Copy, CopyHere, Delivered, DirectAction, Outgrown, Request, Serve, Transfer, due
 from byteps_py.worker.tensor import RankSlot
 
 ROOM = 64
@@ -52,8 +53,9 @@ class World:
 class Machine:
     def __init__(self, world: World, index: int, machine_of: list[int], all_: list[Machine]) -> None:
         self.world, self.index, self.all = world, index, all_
-        queue: PushQueue[Transfer] = PushQueue(world.rng.choice((0, 8, 40)))
-        self.direct = Direct(index, machine_of, world.rng.choice((4, 7, 100)), world.rng.choice((5, 100)), queue)
+        queue = self.queue = PushQueue[Transfer | AskSum](world.rng.choice((0, 8, 40)))
+        piece, local_piece, small = (world.rng.choice(sizes) for sizes in ((4, 7, 100), (5, 100), (0, 5, 100)))
+        self.direct = Direct(index, machine_of, piece, local_piece, queue, small)
         self.on_delivered: dict[int, Callable[[int], None]] = {}  # by slot id
         self.outgrown: list[RankSlot] = []
         self.arrived: set[Transfer] = set()
@@ -62,12 +64,16 @@ class Machine:
     def run(self, actions: list[DirectAction]) -> None:
         world = self.world
         for action in actions:
-            if isinstance(action, Copy):
+            if isinstance(action, CopyHere):
+                for _, _, source, place, nbytes in action.pairs:
+                    world.memory[place : place + nbytes] = world.memory[source : source + nbytes]
+                self.run(self.direct.copied_here(action.pairs))
+            elif isinstance(action, Copy):
                 world.due.append(lambda a=action: self._copy(a))  # type: ignore[misc]
             elif isinstance(action, Fetch):
-                world.due.append(lambda a=action: self._ask(a.transfer))  # type: ignore[misc]
+                world.due.append(lambda a=action: self._ask(a.item))  # type: ignore[misc]
                 if world.rng.random() < 0.2:
-                    world.due.append(lambda a=action: self._ask(a.transfer))  # type: ignore[misc]
+                    world.due.append(lambda a=action: self._ask(a.item))  # type: ignore[misc]
             elif isinstance(action, Serve):
                 world.due.append(lambda a=action: self._send(a))  # type: ignore[misc]
             elif isinstance(action, Delivered):
@@ -183,10 +189,10 @@ def test_every_byte_arrives_in_every_order_of_events(seed: int) -> None:
 
     for rank in group:
         world.due.append(lambda rank=rank: live(rank))  # type: ignore[misc]
-    while world.step() or any(len(m.direct._queue) for m in machines):
+    while world.step() or any(len(m.queue) for m in machines):
         world.now += 1.0 if not world.due else 0.0
         for machine in machines:
-            machine.run(machine.direct.pump(world.now))
+            machine.run(due(machine.queue, world.now))
     assert not any(left.values())
     assert not any(m.offers for machine in machines for _, m in machine.direct.members())
 

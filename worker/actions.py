@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from byteps_py.errors import BytePSError
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.worker.tensor import Part, RankSlot, Tensor
+from byteps_py.worker.tensor import Part, RankSlot, ScatterPart, SumRequest, Tensor
+
+if TYPE_CHECKING:
+    from byteps_py.worker.pieces import Transfer
 
 
 @dataclass(slots=True)
@@ -31,6 +35,31 @@ class Push:
 
     part: Part
     round: int
+
+
+@dataclass(slots=True, eq=False)
+class AskSum:
+    """What is fetched of a part: the sum of machine ``server``."""
+
+    part: ScatterPart
+    round: int
+    server: int
+    length: int
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Ask machine ``item.server`` for it; its bytes go to ``Direct.arrived``, or to ``Scatter.arrived``."""
+
+    item: Transfer | AskSum
+
+
+@dataclass(slots=True)
+class Lend:
+    """Send this machine's sum of a part, from where it lies; once it may change, call ``Pipeline.lent``."""
+
+    part: ScatterPart
+    request: SumRequest
 
 
 @dataclass(slots=True)
@@ -68,4 +97,4 @@ class Release:
     tensor: Tensor | None = None  # also its contributions
 
 
-Action = Compute | Push | Done | Fail | SendBallot | Release
+Action = Compute | Push | Lend | Fetch | Done | Fail | SendBallot | Release

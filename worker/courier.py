@@ -1,4 +1,5 @@
-"""Does what the core of gathers and exchanges asks: copies on this machine, requests and answers between machines.
+"""Does what the cores of gathers, exchanges and scattered reductions ask: copies here, requests and answers between
+machines.
 
 Owned by the loop's thread; copies run on the engine's threads unless they are small.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import zmq
@@ -18,9 +19,12 @@ from byteps_py.errors import ProtocolError
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.loop import EventLoop
 from byteps_py.tensors import DType, Op
+from byteps_py.worker.actions import Action, AskSum, Fetch, Lend
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.memory import Memory
-from byteps_py.worker.pieces import Copy, Delivered, DirectAction, Fetch, Outgrown, Serve, Transfer
+from byteps_py.worker.pieces import Copy, CopyHere, Delivered, DirectAction, Outgrown, Serve, Transfer
+from byteps_py.worker.pipeline import Pipeline
+from byteps_py.worker.scatter import Scatter
 
 #: Copies of fewer bytes run on the loop's thread: see INLINE_BYTES of executor.py.
 _INLINE_BYTES = 256 << 10
@@ -30,10 +34,10 @@ _COPY = (Op.BROADCAST, DType.UINT8)
 class Peers(Protocol):
     """The other machines' communication services."""
 
-    def fetch(self, transfer: Transfer, then: Callable[[zmq.Frame], None]) -> None:
-        """Ask for a transfer; ``then`` gets its bytes."""
+    def fetch(self, item: Transfer | AskSum, then: Callable[[zmq.Frame], None]) -> None:
+        """Ask for it; ``then`` gets its bytes."""
 
-    def serve(self, serve: Serve, view: memoryview, then: Callable[[], None]) -> None:
+    def serve(self, origin: object, view: memoryview, then: Callable[[], None]) -> None:
         """Answer a request; ``then`` is called once ``view`` may change."""
 
 
@@ -46,7 +50,9 @@ class Courier:
         ready: Readiness,
         memory: Memory,
         direct: Direct,
-        run: Callable[[list[DirectAction]], None],
+        scatter: Scatter,
+        pipeline: Pipeline,
+        run: Callable[[Sequence[Action | DirectAction]], None],
         deliver: Callable[[int, int, int], None],
     ) -> None:
         self.peers: Peers | None = None  # None: this machine is the only one
@@ -56,6 +62,8 @@ class Courier:
         self._ready = ready
         self._memory = memory
         self._direct = direct
+        self._scatter = scatter
+        self._pipeline = pipeline
         self._run = run
         self._deliver = deliver
 
@@ -63,8 +71,13 @@ class Courier:
         """For how long no copy was made and nothing came."""
         return 0.0 if self._at_work else now - self.moved_at
 
-    def carry_out(self, action: DirectAction) -> None:
-        if isinstance(action, Copy):
+    def carry_out(self, action: Lend | DirectAction) -> None:
+        if isinstance(action, CopyHere):
+            for _, _, source, place, nbytes in action.pairs:
+                ctypes.memmove(place, source, nbytes)
+            self.moved_at = time.monotonic()
+            self._run(self._direct.copied_here(action.pairs))
+        elif isinstance(action, Copy):
             self._copy(action, None)
         elif isinstance(action, Delivered):
             self._deliver(action.slot.local_rank, action.slot.id, action.round)
@@ -73,7 +86,9 @@ class Courier:
         elif self.peers is None:
             raise ProtocolError("a job of one machine has no other to fetch from")
         elif isinstance(action, Fetch):
-            self.peers.fetch(action.transfer, functools.partial(self._arrived, action.transfer))
+            self.peers.fetch(action.item, functools.partial(self._arrived, action.item))
+        elif isinstance(action, Lend):
+            self._lend(self.peers, action)
         else:
             self._serve(self.peers, action)
 
@@ -100,13 +115,17 @@ class Courier:
         self.moved_at = time.monotonic()
         self._run(self._direct.copied(transfer))
 
-    def _arrived(self, transfer: Transfer, frame: zmq.Frame) -> None:
-        name = transfer.channel.spec.name
-        if len(frame) != transfer.length:
-            raise ProtocolError(f"tensor {name!r}: a piece of {len(frame)} bytes came, {transfer.length} were due")
+    def _arrived(self, item: Transfer | AskSum, frame: zmq.Frame) -> None:
+        if len(frame) != item.length:
+            name = item.part.tensor.name if isinstance(item, AskSum) else item.channel.spec.name
+            raise ProtocolError(f"tensor {name!r}: a piece of {len(frame)} bytes came, {item.length} were due")
         self.moved_at = time.monotonic()
         source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
-        first, *rest = self._direct.arrived(transfer, source, self.moved_at)
+        if isinstance(item, AskSum):
+            item.part.frames.append(frame)
+            self._run(self._scatter.arrived(item, source, self.moved_at))
+            return
+        first, *rest = self._direct.arrived(item, source, self.moved_at)
         if isinstance(first, Copy):
             self._copy(first, frame)
         self._run(rest)
@@ -114,4 +133,9 @@ class Courier:
     def _serve(self, peers: Peers, serve: Serve) -> None:
         rank, length = serve.member.slot.local_rank, serve.request.length
         view = self._memory.view_of(rank, serve.block, serve.offset, length)
-        peers.serve(serve, view, lambda: self._run(self._direct.served(serve)))
+        peers.serve(serve.request.origin, view, lambda: self._run(self._direct.served(serve)))
+
+    def _lend(self, peers: Peers, lend: Lend) -> None:
+        part = lend.part
+        view = self._memory.view(part.tensor.contribution, part.offset, part.length)
+        peers.serve(lend.request.origin, view, lambda: self._run(self._pipeline.lent(part, lend.request.round)))

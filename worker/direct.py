@@ -17,30 +17,35 @@ from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import MismatchError, ProtocolError
 from byteps_py.tensors import Layout, differing, key_of
+from byteps_py.worker.actions import AskSum
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.pieces import (
     ALL,
     Channel,
     Copy,
+    CopyHere,
     Delivered,
     DirectAction,
-    Fetch,
     Member,
     Offer,
     Outgrown,
+    Pair,
     Request,
     Serve,
     Transfer,
+    due,
 )
 from byteps_py.worker.tensor import RankSlot
 
+#: A copy of so many bytes takes less time than the way to another thread and back.
+SMALL_BYTES = 256 << 10
 #: Requests for names that no local rank has declared yet; more can't come from correct machines.
 MAX_EARLY = 1 << 16
 
 
 class Direct:
     """``machine``: the index of this one; ``machine_of``: of each rank; ``piece_bytes``: a transfer's limit;
-    ``local_piece_bytes``: that of a copy on this machine."""
+    ``local_piece_bytes``: that of a copy on this machine; pieces up to ``small_bytes`` are copied together."""
 
     def __init__(
         self,
@@ -48,8 +53,10 @@ class Direct:
         machine_of: Sequence[int],
         piece_bytes: int,
         local_piece_bytes: int,
-        queue: PushQueue[Transfer],
+        queue: PushQueue[Transfer | AskSum],
+        small_bytes: int = SMALL_BYTES,
     ) -> None:
+        self._small_bytes = small_bytes
         self._machine = machine
         self._machine_of = machine_of
         self._piece_bytes = piece_bytes
@@ -57,6 +64,7 @@ class Direct:
         self._queue = queue
         self._channels: dict[int, Channel] = {}
         self._early: dict[int, list[Request]] = {}
+        self._by_slot: dict[int, tuple[Channel, Member]] = {}  # by its id
 
     # ---- events ----------------------------------------------------------------------------------------
 
@@ -79,33 +87,38 @@ class Direct:
         position = channel.ranks.index(rank)
         member = channel.members.get(position)
         if member is None:
-            channel.members[position] = Member(position, slot)
+            member = channel.members[position] = Member(position, slot)
+            self._by_slot[slot.id] = (channel, member)
             return []
         old, member.slot = member.slot, slot
+        self._by_slot[slot.id] = self._by_slot.pop(old.id)
         slot.round = old.round
         member.outgrown.append((old.round, old))
         return self._let_go(member)
 
     def ready(self, slot: RankSlot, round_: int, layout: Layout | None, now: float) -> list[DirectAction]:
         """A rank hands over round ``round_``. ``layout``: if it differs from the last. Raises ProtocolError."""
-        channel = self._channels[key_of(slot.spec.name)]
-        member = next((m for m in channel.members.values() if m.slot is slot), None)
-        if member is None or member.is_open or round_ != slot.round + 1:
+        channel, member = self._by_slot.get(slot.id, (None, None))
+        if channel is None or member is None or member.is_open or round_ != slot.round + 1:
             raise ProtocolError(
                 f"tensor {slot.spec.name!r}: local rank {slot.local_rank} handed over round {round_} after round "
                 f"{slot.round}"
             )
-        layout = member.layout = layout or member.layout
-        if layout is None:
+        if layout is not None:
+            member.layout = layout
+            member.expects = {source: nbytes for source, (_, nbytes) in enumerate(layout.receives) if nbytes}
+            member.takers = self._takers(channel, layout)
+        elif member.layout is None:
             raise ProtocolError(f"tensor {slot.spec.name!r}: local rank {slot.local_rank} gave no layout")
         slot.round, slot.ready_since, slot.ready_bytes = round_, now, slot.spec.nbytes
-        member.due = {source: nbytes for source, (_, nbytes) in enumerate(layout.receives) if nbytes}
-        member.offers[round_] = Offer(slot.input, layout, self._takers(channel, layout))
+        member.due = member.expects.copy()
+        member.offers[round_] = Offer(slot.input, member.layout, member.takers.copy())
         actions = self._match_here(channel, member)
-        actions += self._ask(channel, member, now)
-        requests, channel.requests = channel.requests, []
-        for request in requests:
-            actions += self._serve(channel, request)
+        if len(channel.here) < len(channel.ranks):
+            actions += self._ask(channel, member, now)
+            requests, channel.requests = channel.requests, []
+            for request in requests:
+                actions += self._serve(channel, request)
         self._drop_if_taken(member, round_)
         return actions + self._finish(member)
 
@@ -122,7 +135,24 @@ class Direct:
     def arrived(self, transfer: Transfer, source: int, now: float) -> list[DirectAction]:
         """The bytes of a Fetch lie at address ``source``, until ``copied``."""
         self._queue.give_back(transfer)
-        return [Copy(transfer, source, self._outputs(transfer)), *self.pump(now)]
+        return [Copy(transfer, source, self._outputs(transfer)), *due(self._queue, now)]
+
+    def copied_here(self, pairs: Sequence[Pair]) -> list[DirectAction]:
+        """A CopyHere has ended."""
+        actions: list[DirectAction] = []
+        for source, target, _, _, _ in pairs:
+            del target.due[source.position]
+            round_ = target.round
+            offer = source.offers[round_]
+            del offer.left[target.position]
+            if not offer.left:
+                del source.offers[round_]
+                if source.outgrown:
+                    actions += self._let_go(source)
+                if source is not target:
+                    actions += self._finish(source)
+            actions += self._finish(target)
+        return actions
 
     def copied(self, transfer: Transfer) -> list[DirectAction]:
         """A Copy has ended."""
@@ -143,13 +173,6 @@ class Direct:
         request, channel = serve.request, serve.channel
         taker = -1 - request.machine if request.target == ALL else channel.ranks.index(request.target)
         return self._taken(serve.member, request.round, taker, request.offset, request.length)
-
-    def pump(self, now: float) -> list[DirectAction]:
-        """Ask for what the credit allows. Also called from time to time, see PushQueue."""
-        actions: list[DirectAction] = []
-        while (transfer := self._queue.take(now)) is not None:
-            actions.append(Fetch(transfer))
-        return actions
 
     def gone(self, machine: int) -> None:
         """What a machine has asked for can't be sent to it any more."""
@@ -180,14 +203,26 @@ class Direct:
     def _match_here(self, channel: Channel, member: Member) -> list[DirectAction]:
         """Copy between ``member`` and the local members that have come to its round, both ways."""
         actions: list[DirectAction] = []
+        pairs: list[Pair] = []
+        round_ = member.slot.round
+        mine = member.offers[round_]
         for other in channel.members.values():
-            if (offer := other.offers.get(member.round)) is not None:
-                actions += self._copy(channel, other, offer, member)
-            if other is not member and other.is_open and other.round == member.round:
-                actions += self._copy(channel, member, member.offers[member.round], other)
-        return actions
+            if (offer := other.offers.get(round_)) is not None:
+                self._copy(channel, other, offer, member, pairs, actions)
+            if other is not member and other.slot.round == round_ and other.slot.ready_bytes >= 0:
+                self._copy(channel, member, mine, other, pairs, actions)
+        return [CopyHere(pairs), *actions] if pairs else actions
 
-    def _copy(self, channel: Channel, source: Member, offer: Offer, target: Member) -> list[DirectAction]:
+    def _copy(
+        self,
+        channel: Channel,
+        source: Member,
+        offer: Offer,
+        target: Member,
+        pairs: list[Pair],
+        actions: list[DirectAction],
+    ) -> None:
+        """Add what ``source`` has for ``target`` to ``pairs``, or to ``actions`` if it is large."""
         start, nbytes = offer.layout.sends[0 if channel.is_gather else target.position]
         due = target.due.get(source.position, 0)
         if nbytes != due:
@@ -195,13 +230,18 @@ class Direct:
             raise MismatchError(
                 differing(channel.spec.name, ranks[source.position], nbytes, ranks[target.position], due)
             )
-        actions: list[DirectAction] = []
+        if not nbytes:
+            return
+        address = offer.block.address + start
+        if nbytes <= self._small_bytes and target.layout is not None:
+            place = target.slot.result.address + target.layout.receives[source.position][0]
+            pairs.append((source, target, address, place, nbytes))
+            return
         for offset, length in _pieces(nbytes, self._local_piece_bytes):
             transfer = Transfer(
                 channel, target.round, source.position, (target,), offset, length, nbytes, self._machine
             )
-            actions.append(Copy(transfer, offer.block.address + start + offset, self._outputs(transfer)))
-        return actions
+            actions.append(Copy(transfer, address + offset, self._outputs(transfer)))
 
     def _outputs(self, transfer: Transfer) -> tuple[int, ...]:
         places = [(m.slot.result.address, m.layout) for m in transfer.targets]
@@ -235,7 +275,7 @@ class Direct:
                     channel, member.round, source, targets, offset, length, total, channel.machines[source]
                 )
                 self._queue.add(transfer, channel.spec.priority)
-        return self.pump(now) if remote else []
+        return [*due(self._queue, now)] if remote else []
 
     def _serve(self, channel: Channel, request: Request) -> list[DirectAction]:
         if request.source not in channel.ranks or (request.target != ALL and request.target not in channel.ranks):

@@ -30,6 +30,7 @@ from byteps_py.worker.network import Network
 from byteps_py.worker.pieces import DirectAction
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.ranks import RankConnection
+from byteps_py.worker.scatter import Scatter
 from byteps_py.worker.tensor import Part, Tensor
 
 #: A kernel that reads and writes fewer bytes than this runs on the loop's thread: the way to the engine and back
@@ -49,13 +50,14 @@ class Executor:
         memory: Memory,
         pipeline: Pipeline,
         direct: Direct,
+        scatter: Scatter,
         first_rank: int,
         send: Callable[[pb.MemberMessage], None],
         fail: Callable[[BytePSError], None],
     ) -> None:
         self.ranks: dict[int, RankConnection] = {}
         self.network: Network | None = None  # None: this machine is the only one
-        self.courier = Courier(loop, ready, memory, direct, self.run, self._owe)
+        self.courier = Courier(loop, ready, memory, direct, scatter, pipeline, self.run, self._owe)
         self.rounds = 0  # partitions delivered
         self._loop = loop
         self._ready = ready

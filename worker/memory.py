@@ -17,12 +17,17 @@ from byteps_py.worker.topology import Topology
 
 class Memory:
     """``machines``, ``local_size``: as the topology says; they decide what needs memory of its own. ``elsewhere``:
-    see Arena."""
+    see Arena. ``ranks``: the global rank of the machine's first, and the number of ranks of the job."""
 
     def __init__(
-        self, machines: int, local_size: int, elsewhere: Callable[[Callable[[], None]], None] | None = None
+        self,
+        machines: int,
+        local_size: int,
+        elsewhere: Callable[[Callable[[], None]], None] | None = None,
+        ranks: tuple[int, int] = (0, 0),
     ) -> None:
         self._machines = machines
+        self._first_rank, self._size = ranks
         self._inputs_are_contributions = machines > 1 and local_size == 1
         self._ranks = [Arena(elsewhere=elsewhere) for _ in range(local_size)]
         #: What a summation service on this machine maps.
@@ -40,6 +45,9 @@ class Memory:
         if spec.op.is_direct:
             inputs: tuple[Block, ...] = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
             result = rank.allocate(spec.shape[1])
+        elif spec.scatters:
+            inputs = (rank.allocate(spec.nbytes),)
+            result = rank.allocate(spec.result_nbytes(self._first_rank + rank.local_rank, self._size))
         elif self._inputs_are_contributions:
             inputs = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
             result = rank.allocate(spec.nbytes)
@@ -51,6 +59,7 @@ class Memory:
 
     def equip(self, tensor: Tensor, topology: Topology) -> None:
         """Give an agreed tensor what it needs beside its slots."""
+        tensor.first_rank = topology.first_rank
         if tensor.spec.op is Op.BROADCAST:
             tensor.local_root = topology.local_rank_of(tensor.spec.root)
             tensor.root_machine = topology.machine_of(tensor.spec.root)

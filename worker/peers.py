@@ -18,8 +18,10 @@ from byteps_py.errors import BytePSError, ProtocolError, from_name
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.wire import Fetch, Header, Kind
+from byteps_py.worker.actions import AskSum
 from byteps_py.worker.links import OnLost, TcpLink
-from byteps_py.worker.pieces import Request, Serve, Transfer
+from byteps_py.worker.pieces import Request, Transfer
+from byteps_py.worker.tensor import SumRequest
 from byteps_py.worker.topology import Topology
 
 #: A frame that can't be sent from where it lies is sent in time so short that nothing sooner is worth asking.
@@ -38,7 +40,7 @@ class PeerMachines:
         self,
         loop: EventLoop,
         settings: Settings,
-        on_request: Callable[[Request], None],
+        on_request: Callable[[Request | SumRequest], None],
         on_gone: Callable[[int], None],
     ) -> None:
         self._loop = loop
@@ -49,7 +51,7 @@ class PeerMachines:
             machine.offered_host(settings),
             settings,
             self._traffic,
-            frozenset((Kind.FETCH,)),
+            frozenset((Kind.FETCH, Kind.FETCH_SUM)),
             self._requested,
             lambda peer: on_gone(peer.machine),
         )
@@ -86,21 +88,19 @@ class PeerMachines:
 
     # ---- asking ----------------------------------------------------------------------------------------
 
-    def fetch(self, transfer: Transfer, then: Then) -> None:
-        channel = transfer.channel
+    def fetch(self, item: Transfer | AskSum, then: Then) -> None:
         number = next(self._numbers) & 0xFFFFFFFF
         self._fetched[number] = then
-        header = Header(
-            Kind.FETCH,
-            self._settings.worker_id,
-            key=channel.key,
-            index=number,
-            round=transfer.round,
-            offset=transfer.offset,
-            length=transfer.length,
-        )
-        fetch = Fetch(channel.ranks[transfer.source], transfer.target, transfer.total)
-        self._link(transfer.server).ask(header, fetch.pack())
+        header = Header(Kind.FETCH, self._settings.worker_id, index=number, round=item.round, length=item.length)
+        if isinstance(item, AskSum):
+            tensor = item.part.tensor
+            header.kind, header.key, header.generation = Kind.FETCH_SUM, tensor.key, tensor.generation
+            header.offset = item.part.index
+            body = b""
+        else:
+            header.key, header.offset = item.channel.key, item.offset
+            body = Fetch(item.channel.ranks[item.source], item.target, item.total).pack()
+        self._link(item.server).ask(header, body)
 
     def _link(self, machine_index: int) -> TcpLink:
         link = self._links.get(machine_index)
@@ -138,19 +138,13 @@ class PeerMachines:
             self._early.append((header, peer, frame))
             return
         try:
-            fetch = Fetch.unpack(frame.bytes)
-            request = Request(
-                (peer, header), peer.machine, header.key, header.round, fetch.source, fetch.target, header.offset,
-                header.length, fetch.total,
-            )  # fmt: skip
-            self._on_request(request)
+            self._on_request(_request(header, peer, frame))
         except BytePSError as error:
             # The one who asked ends the job: it has the ranks that can't go on.
             self._traffic.note("refused a request of", f"machine {peer.machine}", error)
             peer.refuse(header, f"{type(error).__name__}\n{error}")
 
-    def serve(self, serve: Serve, view: memoryview, then: Callable[[], None]) -> None:
-        origin = serve.request.origin
+    def serve(self, origin: object, view: memoryview, then: Callable[[], None]) -> None:
         if not (isinstance(origin, tuple) and isinstance(origin[0], RemotePeer)):
             raise ProtocolError("an answer for nobody")
         peer, header = origin
@@ -182,6 +176,18 @@ class PeerMachines:
             link.close()
         self._context.term()
         self._listener.close()
+
+
+def _request(header: Header, peer: Peer, frame: zmq.Frame) -> Request | SumRequest:
+    """Raises ProtocolError."""
+    origin = (peer, header)
+    if header.kind is Kind.FETCH_SUM:
+        return SumRequest(origin, peer.machine, header.key, header.generation, header.offset, header.round)
+    fetch = Fetch.unpack(frame.bytes)
+    return Request(
+        origin, peer.machine, header.key, header.round, fetch.source, fetch.target, header.offset, header.length,
+        fetch.total,
+    )  # fmt: skip
 
 
 def _no_payload(*_: object) -> memoryview:

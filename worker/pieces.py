@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from byteps_py.shm import Block
 from byteps_py.tensors import Layout, Op, TensorSpec
+from byteps_py.worker.actions import AskSum, Fetch
+from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.tensor import RankSlot
 
 #: The target of a Fetch on behalf of all ranks of a machine.
@@ -34,6 +36,8 @@ class Member:
     offers: dict[int, Offer] = field(default_factory=dict)  # by round
     due: dict[int, int] = field(default_factory=dict)
     layout: Layout | None = None  # of the last round
+    expects: dict[int, int] = field(default_factory=dict)  # ``due`` at the beginning of a round with this layout
+    takers: dict[int, int] = field(default_factory=dict)  # ``left`` of an offer with this layout
     outgrown: list[tuple[int, RankSlot]] = field(default_factory=list)  # the last round that used it, and the slot
 
     @property
@@ -108,11 +112,15 @@ class Copy:
     outputs: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class Fetch:
-    """Ask the transfer's machine for it; its bytes go to ``Direct.arrived``."""
+#: source, target, the addresses from and to which a piece is copied, its bytes
+Pair = tuple[Member, Member, int, int, int]
 
-    transfer: Transfer
+
+@dataclass(slots=True)
+class CopyHere:
+    """Make these copies, all small, at once and without another thread; then call ``Direct.copied_here``."""
+
+    pairs: list[Pair]
 
 
 @dataclass(slots=True)
@@ -141,4 +149,12 @@ class Outgrown:
     slot: RankSlot
 
 
-DirectAction = Copy | Fetch | Serve | Delivered | Outgrown
+DirectAction = Copy | CopyHere | Fetch | Serve | Delivered | Outgrown
+
+
+def due(queue: PushQueue[Transfer | AskSum], now: float) -> list[Fetch]:
+    """What the credit allows to ask for. Also to be called from time to time, see PushQueue."""
+    fetches = []
+    while (item := queue.take(now)) is not None:
+        fetches.append(Fetch(item))
+    return fetches

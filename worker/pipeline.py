@@ -15,20 +15,27 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
 from byteps_py.worker.actions import Action, Compute, Done, Push, Release
 from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.tensor import Part, RankSlot, Stage, Tensor
+from byteps_py.worker.scatter import Scatter
+from byteps_py.worker.tensor import Part, RankSlot, ScatterPart, Stage, Tensor
 
 
 class Pipeline:
     """``machines``: number of GPU machines; ``size``: number of ranks (an average's divisor)."""
 
-    def __init__(self, machines: int, size: int, queue: PushQueue[Part]) -> None:
+    def __init__(self, machines: int, size: int, queue: PushQueue[Part], scatter: Scatter | None = None) -> None:
+        self._scatter = scatter
         self._machines = machines
         self._size = size
         self._queue = queue
 
     def start(self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]], now: float) -> list[Action]:
-        """A tensor is agreed. ``pieces``: (offset, length, server) of its partitions, in order of offset."""
-        tensor.parts = [Part(tensor, i, *piece) for i, piece in enumerate(pieces)]
+        """A tensor is agreed. ``pieces``: (offset, length, server) of its partitions, in order of offset; with the
+        owner for the server if it scatters."""
+        if tensor.spec.scatters:
+            tensor.parts = [ScatterPart(tensor, i, o, n, -1, owner=owner) for i, (o, n, owner) in enumerate(pieces)]
+            self._scatterer.start(tensor)
+        else:
+            tensor.parts = [Part(tensor, i, *piece) for i, piece in enumerate(pieces)]
         return self._advance(tensor, now)
 
     def ready(self, slot: RankSlot, round_: int, nbytes: int, now: float) -> list[Action]:
@@ -64,6 +71,8 @@ class Pipeline:
                 part.stage = Stage.REDUCING
                 tensor.running += 1
                 actions.append(compute)
+            elif isinstance(part, ScatterPart):
+                actions += self._scatterer.offer(part, now)
             else:
                 self._enqueue(part)
                 queued = True
@@ -86,8 +95,8 @@ class Pipeline:
             return None
         sources = tensor.slots if tensor.local_root is None else (tensor.slots[tensor.local_root],)
         inputs = tuple(slot.input.address + offset for slot in sources)
-        if alone:  # each rank's one block is input and result: the addresses never change
-            part.local_sum = Compute(part, spec.op, inputs, tensor.results(offset), spec.divisor(self._size))
+        if alone:  # each rank's input and result stay where they are: the addresses never change
+            part.local_sum = Compute(part, spec.op, inputs, part.outputs, spec.divisor(self._size))
             return part.local_sum
         return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
 
@@ -110,8 +119,12 @@ class Pipeline:
         if tensor.retired:
             return self._release(tensor)
         if part.stage is Stage.REDUCING and self._machines > 1:
+            if isinstance(part, ScatterPart):
+                return self._scatterer.offer(part, now)
             self._enqueue(part)
             return self.pump(now)
+        if isinstance(part, ScatterPart):
+            part.frames.clear()
         return self._finish(part)
 
     def awaits(self, part: Part, round_: int) -> bool:
@@ -137,6 +150,18 @@ class Pipeline:
         op = Op.SUM if divisor > 1 else Op.BROADCAST  # of one input: a division, or a copy
         return [*actions, Compute(part, op, (source,), outputs, divisor)]
 
+    def lent(self, part: ScatterPart, round_: int) -> list[Action]:
+        """This machine's sum of a part was taken by the machine that it is for."""
+        if part.tensor.retired or part.stage is not Stage.IN_FLIGHT or round_ != part.tensor.round:
+            return []
+        return self._finish(part)
+
+    @property
+    def _scatterer(self) -> Scatter:
+        if self._scatter is None:
+            raise ProtocolError("a tensor is scattered, and nobody here knows how")
+        return self._scatter
+
     def _finish(self, part: Part) -> list[Action]:
         tensor = part.tensor
         part.stage = Stage.DONE
@@ -160,6 +185,8 @@ class Pipeline:
         for part in tensor.parts:
             if part.stage is Stage.IN_FLIGHT:
                 self._queue.give_back(part)
+        if tensor.spec.scatters:
+            self._scatterer.retire(tensor)
         return self._release(tensor) + self.pump(now)
 
     def _release(self, tensor: Tensor) -> list[Action]:

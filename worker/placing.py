@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.table import PlacementTable
 from byteps_py.tensors import TensorSpec, key_of, split
+from byteps_py.worker.scatter import pieces as scattered_pieces
 from byteps_py.worker.topology import Topology
 
 #: With one machine nothing is sent; a tensor is cut only so that several threads can sum it.
@@ -22,6 +23,8 @@ class Placing:
 
     def __init__(self, topology: Topology) -> None:
         self._table: PlacementTable | None = None
+        self._size = topology.size
+        self._partition_bytes = topology.partition_bytes
         if topology.machines == 1:
             return
         try:
@@ -33,10 +36,15 @@ class Placing:
     def add(self, batch: Iterable[TensorSpec]) -> None:
         """Enter the tensors of one message of verdicts."""
         if self._table is not None:
-            self._table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in batch)
+            self._table.add(
+                (key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in batch if not spec.scatters
+            )
 
     def pieces(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
-        """(offset, length, server's member id) of a tensor's partitions, by offset."""
+        """(offset, length, server's member id, or the owner's rank if it scatters) of its partitions, by offset."""
+        if spec.scatters:
+            limit = LOCAL_PIECE_BYTES if self._table is None else self._partition_bytes
+            return scattered_pieces(spec, self._size, limit)
         if self._table is not None:
             return self._table.partitions(key_of(spec.name))
         return [(*piece, NO_SERVER) for piece in split(spec.nbytes, LOCAL_PIECE_BYTES, spec.dtype.itemsize)]

@@ -25,6 +25,7 @@ from byteps_py.scheduler.client import ControlLink, connect
 from byteps_py.scheduler.declarations import to_spec
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.worker.actions import AskSum
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.desk import Desk
@@ -33,12 +34,13 @@ from byteps_py.worker.executor import Executor
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
 from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import Request, Transfer
+from byteps_py.worker.pieces import Request, Transfer, due
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
 from byteps_py.worker.probe import Probe
 from byteps_py.worker.requests import Requests, describe_waiting
-from byteps_py.worker.tensor import Part, RankSlot
+from byteps_py.worker.scatter import Scatter
+from byteps_py.worker.tensor import Part, RankSlot, SumRequest
 from byteps_py.worker.topology import Topology
 
 #: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
@@ -64,7 +66,7 @@ class Service:
         self._ready = Readiness(self._engine, self._loop, self._kernel_failed)
         self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
         self._queue: PushQueue[Part] = PushQueue()
-        self._fetches: PushQueue[Transfer] = PushQueue()
+        self._fetches: PushQueue[Transfer | AskSum] = PushQueue()
         self._agreement = Agreement(settings.local_size)
         self._placing: Placing | None = None
         self._requests: Requests | None = None
@@ -76,6 +78,7 @@ class Service:
         self._probe: Probe | None = None
         self._pipeline: Pipeline | None = None
         self._direct: Direct | None = None
+        self._scatter: Scatter | None = None
         self._departed: tuple[float, BytePSError] | None = None
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._had_ranks = False
@@ -172,8 +175,11 @@ class Service:
     def _begin(self, membership: pb.Membership) -> None:
         """The cluster is complete."""
         topology = Topology.of(membership, self._settings.worker_id)
-        memory = Memory(topology.machines, topology.local_size, self._prefault)
-        pipeline = Pipeline(topology.machines, topology.size, self._queue)
+        ranks = (topology.first_rank, topology.size)
+        memory = Memory(topology.machines, topology.local_size, self._prefault, ranks)
+        machine_of = [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)]
+        scatter = self._scatter = Scatter(topology.machine_index, machine_of, self._fetches)
+        pipeline = Pipeline(topology.machines, topology.size, self._queue, scatter)
         self._placing = Placing(topology)
         self._pipeline = pipeline
         credit = self._settings.credit_bytes
@@ -185,13 +191,13 @@ class Service:
         self._fetches.credit_bytes, self._fetches.patience_s = self._queue.credit_bytes, self._queue.patience_s
         direct = self._direct = Direct(
             topology.machine_index,
-            [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)],
+            machine_of,
             topology.partition_bytes,
             LOCAL_PIECE_BYTES,
             self._fetches,
         )
         executor = self._executor = Executor(
-            self._loop, self._ready, memory, pipeline, direct, topology.first_rank, self._link.send, self._fail
+            self._loop, self._ready, memory, pipeline, direct, scatter, topology.first_rank, self._link.send, self._fail
         )
         if self._peers is not None:
             self._peers.open(topology, self._server_lost)
@@ -317,8 +323,8 @@ class Service:
         now = time.monotonic()
         if len(self._queue) and self._executor is not None and self._pipeline is not None:
             self._executor.run(self._pipeline.pump(now))
-        if len(self._fetches) and self._executor is not None and self._direct is not None:
-            self._executor.run(self._direct.pump(now))
+        if len(self._fetches) and self._executor is not None:
+            self._executor.run(due(self._fetches, now))
         waits = len(self._queue) or len(self._fetches)
         self._loop.call_later(PATIENCE_S / 5 if waits else PATIENCE_S, self._pump)
 
@@ -332,8 +338,12 @@ class Service:
         # It may have died, or ended because the job has failed: then the scheduler will say so.
         self._loop.call_later(0.0 if self._is_headless else grace_s, lambda: self._fail(error))
 
-    def _requested(self, request: Request) -> None:
-        if self._executor is not None and self._direct is not None:
+    def _requested(self, request: Request | SumRequest) -> None:
+        if self._executor is None or self._direct is None or self._scatter is None:
+            return  # not before ``open``
+        if isinstance(request, SumRequest):
+            self._executor.run(self._scatter.requested(request))
+        else:
             self._executor.run(self._direct.requested(request))
 
     def _machine_gone(self, machine: int) -> None:

@@ -18,7 +18,7 @@ from byteps_py.shm import Block
 from byteps_py.tensors import Op, TensorSpec, key_of
 
 if TYPE_CHECKING:
-    from byteps_py.worker.actions import Compute
+    from byteps_py.worker.actions import AskSum, Compute
 
 
 class Stage(enum.Enum):
@@ -55,6 +55,52 @@ class Part:
         """Number of elements."""
         return self.length // self.tensor.spec.dtype.itemsize
 
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Addresses of the local results that a delivery has to write."""
+        return self.tensor.results(self.offset)
+
+
+@dataclass(slots=True, eq=False)
+class SumRequest:
+    """Another machine wants this machine's sum of a part. ``origin``: whom to send it to, and as what; opaque."""
+
+    origin: object
+    machine: int
+    key: int
+    generation: int
+    index: int
+    round: int
+
+
+@dataclass(slots=True, eq=False)
+class ScatterPart(Part):
+    """A partition whose result is for one rank. ``owner``: its global rank; ``piece_offset``: where the owner's piece
+    begins in the tensor. ``request``: the owner's machine has asked for this machine's sum; ``lent_round``: the last
+    round that it was given.
+
+    At the owner's machine, in the current round: ``sums``, addresses of the machines' sums; ``missing``, machines that
+    have not sent theirs; ``asks``, under way; ``frames``, what keeps received memory.
+    """
+
+    owner: int = -1
+    piece_offset: int = 0
+    request: SumRequest | None = None
+    lent_round: int = 0
+    sums: dict[int, int] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+    asks: list[AskSum] = field(default_factory=list)
+    frames: list[object] = field(default_factory=list)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        slots = self.tensor.slots
+        return tuple(
+            slot.result.address + self.offset - self.piece_offset
+            for slot in slots
+            if slot.local_rank == self.owner - self.tensor.first_rank
+        )
+
 
 @dataclass(slots=True, eq=False)
 class RankSlot:
@@ -89,7 +135,8 @@ class RankSlot:
 class Tensor:
     """``slots``: by local rank. ``contributions``: where the machine's sums lie, by parity of the round (a
     contribution outlives its round, until the next one is complete); empty if a rank's own input serves.
-    ``local_root``: the local rank that a broadcast reads, None if it is on another machine."""
+    ``local_root``: the local rank that a broadcast reads, None if it is on another machine. ``first_rank``: the
+    global rank of this machine's first."""
 
     name: str
     generation: int
@@ -98,6 +145,7 @@ class Tensor:
     contributions: tuple[Block, ...] = ()
     local_root: int | None = None
     root_machine: int = 0xFFFF
+    first_rank: int = 0
     parts: list[Part] = field(default_factory=list)
     key: int = 0
     round: int = 1  # the current one

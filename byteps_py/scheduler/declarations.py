@@ -148,6 +148,8 @@ def to_spec(name: str, message: pb.Spec) -> TensorSpec:
             average=message.average,
             root=message.root,
             priority=message.priority,
+            group=tuple(message.group),
+            scatters=message.scatters,
         )
     except (ValueError, UsageError) as error:
         raise ProtocolError(f"tensor {name[:80]!r}: {error}") from error
@@ -165,4 +167,6 @@ def to_message(spec: TensorSpec) -> pb.Spec:
         average=spec.average,
         root=spec.root,
         priority=spec.priority,
+        group=spec.group,
+        scatters=spec.scatters,
     )

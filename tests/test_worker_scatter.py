@@ -1,0 +1,163 @@
+"""Scattered reductions under a seeded simulation: machines of several ranks, messages delayed, reordered, said twice.
+
+Memory is a list of numbers by address; a sum is a sum of numbers, so each contribution's part in it can be told.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from support.worker_core import block
+from support.worker_core import slot as make_slot
+
+from byteps_py.errors import ProtocolError
+from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.worker.actions import Action, AskSum, Compute, Done, Fetch, Lend
+from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.pieces import Transfer, due
+from byteps_py.worker.pipeline import Pipeline
+from byteps_py.worker.scatter import Scatter, pieces
+from byteps_py.worker.tensor import RankSlot, SumRequest, Tensor
+
+ROUNDS = 4
+ITEM = 4
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.memory: dict[int, int] = {}
+        self.due: list[Callable[[], None]] = []
+        self.now = 0.0
+        self.scratch = 1 << 30
+
+    def step(self) -> bool:
+        self.now += 0.01
+        if not self.due:
+            return False
+        self.due.pop(self.rng.randrange(len(self.due)))()
+        return True
+
+
+class Machine:
+    """``spec``'s ranks of machine ``index``, and its part of the protocol."""
+
+    def __init__(self, world: World, index: int, machine_of: list[int], spec: TensorSpec, all_: list[Machine]) -> None:
+        self.world, self.index, self.all, self.spec = world, index, all_, spec
+        self.first_rank, self.size = machine_of.index(index), len(machine_of)
+        self.queue = PushQueue[Transfer | AskSum](world.rng.choice((0, 8, 64)))
+        self.scatter = Scatter(index, machine_of, self.queue)
+        self.pipeline = Pipeline(len(set(machine_of)), self.size, PushQueue(0), self.scatter)
+        self.slots: list[RankSlot] = []
+        self.arrived: set[AskSum] = set()
+        for local_rank in range(machine_of.count(index)):
+            base = (index * 8 + local_rank) * 100_000
+            made = make_slot(local_rank, spec)
+            made.inputs, made.result = (block(base + 1000),), block(base + 50_000)
+            self.slots.append(made)
+        self.tensor = Tensor(spec.name, 1, spec, tuple(self.slots), first_rank=self.first_rank)
+        if len(set(machine_of)) > 1 and len(self.slots) > 1:
+            self.tensor.contributions = (block(index * 10**7 + 7_000_000), block(index * 10**7 + 8_000_000))
+        self.parts = pieces(spec, self.size, limit=8)
+        self.delivered = 0
+        # Machines hear at different times that the tensor is agreed; ranks may have come before.
+        world.due.append(self._agree)
+        for made in self.slots:
+            world.due.append(lambda made=made: self._give(made, 1))  # type: ignore[misc]
+
+    def _agree(self) -> None:
+        for slot in self.slots:
+            slot.tensor = self.tensor
+        self.run(self.pipeline.start(self.tensor, self.parts, self.world.now))
+
+    def value(self, rank: int, round_: int, element: int) -> int:
+        return 10**rank * (round_ + element % 3)
+
+    def _give(self, slot: RankSlot, round_: int) -> None:
+        rank = self.first_rank + slot.local_rank
+        for element in range(self.spec.count):
+            self.world.memory[slot.inputs[0].address + element * ITEM] = self.value(rank, round_, element)
+        self.run(self.pipeline.ready(slot, round_, self.spec.nbytes, self.world.now))
+
+    def run(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Compute):
+                self.world.due.append(lambda a=action: self._compute(a))  # type: ignore[misc]
+            elif isinstance(action, Fetch):
+                for _ in range(1 + (self.world.rng.random() < 0.3)):
+                    self.world.due.append(lambda a=action: self._ask(a.item))  # type: ignore[misc, arg-type]
+            elif isinstance(action, Lend):
+                self.world.due.append(lambda a=action: self._lend(a))  # type: ignore[misc]
+            else:
+                assert isinstance(action, Done)
+                self._check(action)
+
+    def _compute(self, compute: Compute) -> None:
+        memory = self.world.memory
+        for at in range(0, compute.part.length, ITEM):
+            total = sum(memory[address + at] for address in compute.inputs)
+            for output in compute.outputs:
+                memory[output + at] = total
+        self.run(self.pipeline.computed(compute.part, self.world.now))
+
+    def _ask(self, ask: AskSum) -> None:
+        part = ask.part
+        request = SumRequest((self, ask), self.index, part.tensor.key, 1, part.index, ask.round)
+        other = self.all[ask.server]
+        other.run(other.scatter.requested(request))
+
+    def _lend(self, lend: Lend) -> None:
+        asker, ask = lend.request.origin  # type: ignore[misc]
+        start = lend.part.tensor.contribution.address + lend.part.offset
+        data = [self.world.memory[start + at] for at in range(0, lend.part.length, ITEM)]
+
+        def arrive() -> None:
+            if ask in asker.arrived:
+                return  # requests are numbered
+            asker.arrived.add(ask)
+            self.world.scratch += 1000
+            for i, value in enumerate(data):
+                self.world.memory[self.world.scratch + i * ITEM] = value
+            asker.run(asker.scatter.arrived(ask, self.world.scratch, self.world.now))
+
+        self.world.due.append(arrive)
+        self.run(self.pipeline.lent(lend.part, lend.request.round))
+
+    def _check(self, done: Done) -> None:
+        self.delivered += 1
+        round_ = self.delivered
+        for slot in self.slots:
+            rank = self.first_rank + slot.local_rank
+            first, count = self.spec.piece(rank, self.size)
+            expected = [sum(self.value(r, round_, first + i) for r in range(self.size)) for i in range(count)]
+            assert [self.world.memory[slot.result.address + i * ITEM] for i in range(count)] == expected
+            if round_ < ROUNDS:
+                self.world.due.append(lambda slot=slot: self._give(slot, round_ + 1))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_contribution_counts_once_in_its_piece(seed: int) -> None:
+    world = World(seed)
+    rng = world.rng
+    sizes = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]
+    machine_of = [m for m, count in enumerate(sizes) for _ in range(count)]
+    spec = TensorSpec("x", DType.FLOAT32, (rng.choice((1, 2, 5, 9)),), Op.SUM, scatters=True)
+    machines: list[Machine] = []
+    for index in range(len(sizes)):
+        machines.append(Machine(world, index, machine_of, spec, machines))
+    while world.step() or any(len(m.queue) for m in machines):
+        for machine in machines:
+            machine.run([*due(machine.queue, world.now)])
+    assert [m.delivered for m in machines] == [ROUNDS] * len(sizes)
+
+
+def test_only_the_owners_machine_is_given_a_part() -> None:
+    world = World(0)
+    spec = TensorSpec("x", DType.FLOAT32, (4,), Op.SUM, scatters=True)
+    machine = Machine(world, 0, [0, 1, 2], spec, [])
+    machine._agree()
+    for index, sender in ((1, 2), (0, 1), (99, 1)):
+        with pytest.raises(ProtocolError, match=f"machine {sender} asks for part {index}"):
+            machine.scatter.requested(SumRequest(None, sender, machine.tensor.key, 1, index, 1))
