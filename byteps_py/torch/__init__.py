@@ -2,10 +2,10 @@
 
 Start with api.py (what a script calls) and optimizer.py (what most scripts use); then
 
-    api, functions ─ ops ─ handles ┐
-    optimizer ┐                    ├─ context ─ exchange ─ Session (byteps_py.session)
-    parallel  ┴ buckets ─ layout ──┘            └ cuda
-    cross_barrier ─ pending ─ optimizer
+    api, functions ─ ops ─ handles ─────────────────────┐
+    optimizer ─ distributed ┐                           ├─ context ─ exchange ─ Session (byteps_py.session)
+    parallel ───────────────┴ buckets ─ bucket, layout ─┘            └ cuda
+    cross_barrier ─ pending ─ distributed;  adasum_optimizer ─ adasum;  elastic
 """
 
 from byteps_py.errors import (
@@ -13,6 +13,8 @@ from byteps_py.errors import (
     CommunicationError,
     ConfigurationError,
     GradientOrderError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
     MismatchError,
     NotInitializedError,
     PeerLostError,
@@ -21,7 +23,7 @@ from byteps_py.errors import (
     StallError,
     UsageError,
 )
-from byteps_py.torch import parallel
+from byteps_py.torch import elastic, parallel
 from byteps_py.torch.api import (
     barrier,
     broadcast,
@@ -55,6 +57,7 @@ from byteps_py.torch.ops import Adasum, Average, Max, Min, Product, ReduceOp, Su
 from byteps_py.torch.optimizer import DistributedOptimizer
 from byteps_py.torch.parallel import DistributedDataParallel
 from byteps_py.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from byteps_py.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -67,6 +70,8 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedOptimizer",
     "GradientOrderError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "MismatchError",
@@ -79,6 +84,7 @@ __all__ = [
     "RendezvousError",
     "StallError",
     "Sum",
+    "SyncBatchNorm",
     "UsageError",
     "add_process_set",
     "barrier",
@@ -93,6 +99,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "declare",
+    "elastic",
     "global_process_set",
     "init",
     "is_initialized",
