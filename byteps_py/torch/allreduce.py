@@ -1,4 +1,4 @@
-"""Reductions with Horovod's names and arguments: allreduce and grouped_allreduce in their forms, sparse_allreduce_async.
+"""Reductions with Horovod's names and arguments: allreduce, grouped_allreduce and sparse_allreduce_async.
 
 Moves, per GPU machine and M bytes: see placement in the design; with k CPU machines beside n GPU machines
 2n(n-1) / (n² + kn - 2k) · M in and as much out, whatever the number of ranks on the machine. A group travels as one
@@ -22,9 +22,9 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.torch import context as contexts
 from byteps_py.torch.api import result_of, synchronize
-from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.compression import Compression
 from byteps_py.torch.gathers import allgather_async
-from byteps_py.torch.ops import Adasum, Average, How, ReduceOp, Sum, start_adasum, start_reduction
+from byteps_py.torch.ops import Adasum, Average, How, ReduceOp, Sum, listed, start_adasum, start_reduction
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of
 
 
@@ -112,7 +112,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Begin to reduce each of ``tensors``, all or none; ``synchronize`` gives a tuple of new tensors."""
     how = _how(op, average, prescale_factor, postscale_factor, process_set)
-    return _start(_list(tensors), None, name, how, is_group=True)
+    return _start(listed(tensors), None, name, how, is_group=True)
 
 
 def grouped_allreduce_async_(
@@ -126,7 +126,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Like grouped_allreduce_async, but the results go into ``tensors`` when they are synchronized."""
     how = _how(op, average, prescale_factor, postscale_factor, process_set)
-    return _start(_list(tensors), _list(tensors), name, how, is_group=True)
+    return _start(listed(tensors), listed(tensors), name, how, is_group=True)
 
 
 def grouped_allreduce_(
@@ -156,7 +156,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """The reductions of ``tensors``, in a list. Differentiable for Sum and Average."""
     how = _how(op, average, prescale_factor, postscale_factor, process_set)
-    pairs = [compression.compress(tensor) for tensor in _list(tensors)]
+    pairs = [compression.compress(tensor) for tensor in listed(tensors)]
     results = _Allreduce.apply(name, how, True, *[compressed for compressed, _ in pairs])  # type: ignore[no-untyped-call]
     return [compression.decompress(result, undo) for result, (_, undo) in zip(results, pairs, strict=True)]
 
@@ -220,9 +220,7 @@ def _start(
 
 
 def _how(op: ReduceOp | None, average: bool | None, before: float, after: float, process_set: ProcessSet) -> How:
-    return How(
-        chosen(op, average), "allreduce", group_of(process_set), before=float(before), after=float(after)
-    )
+    return How(chosen(op, average), "allreduce", group_of(process_set), before=float(before), after=float(after))
 
 
 def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
@@ -237,12 +235,3 @@ def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
         return Average
     warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=4)
     return Average if average else Sum
-
-
-def _list(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        raise UsageError("a group is a list of tensors, got one tensor")
-    return list(tensors)
-
-
-__all__ = ["Compressor"]

@@ -20,7 +20,7 @@ from byteps_py.settings import Settings
 from byteps_py.torch import context as contexts
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.ops import Average, How, ReduceOp, Sum, start_reduction, which_op
-from byteps_py.torch.process_sets import ProcessSet, set_up
+from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, meet, set_up
 
 # ---- life --------------------------------------------------------------------------------------------------
 
@@ -103,9 +103,33 @@ def cross_size() -> int:
     return contexts.current().session.num_machines
 
 
-def barrier() -> None:
-    """Return once every rank has called it."""
-    contexts.current().session.barrier()
+def is_homogeneous() -> bool:
+    """True if every machine has as many training processes as this one."""
+    session = contexts.current().session
+    first = session.rank - session.local_rank
+    return session.size == session.local_size * session.num_machines and first == (
+        session.local_size * session.machine_index
+    )
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return once every rank (of the set) has called it."""
+    context = contexts.current()
+    group = group_of(process_set)
+    if group:
+        meet(context, group)
+    else:
+        context.session.barrier()
+
+
+def join(device: int = -1) -> int:
+    """Tell the others that this rank has no more data, and wait until every rank has done so.
+
+    Until then it takes part in their reductions with zeros (the neutral element). Returns the rank that joined last.
+    ``device`` is Horovod's and changes nothing.
+    """
+    last: int = contexts.current().session.join()  # type: ignore[attr-defined]
+    return last
 
 
 def declare(name: str) -> None:
@@ -169,7 +193,8 @@ def push_pull_inplace(
 ) -> torch.Tensor:
     """Reduce ``tensor`` over all ranks in place, and return it."""
     handle = push_pull_async_inplace(tensor, average, name, version, priority, op=op, compression=compression)
-    return result_of(handle)
+    result: torch.Tensor = result_of(handle)
+    return result
 
 
 def push_pull(
@@ -200,7 +225,10 @@ class _PushPull(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, priority: int, compression: type[Compressor]
     ) -> torch.Tensor:
         ctx.arguments = contexts.current(), op, name, priority, compression
-        return result_of(push_pull_async(tensor, name=name, priority=priority, op=op, compression=compression))
+        result: torch.Tensor = result_of(
+            push_pull_async(tensor, name=name, priority=priority, op=op, compression=compression)
+        )
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

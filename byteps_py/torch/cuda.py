@@ -25,6 +25,9 @@ _JOIN_LIMIT_S = 10.0
 _log = logging.getLogger("byteps_py")
 
 
+_Departure = tuple[torch.cuda.Event, Session, Slot, Layout | None, Future[None]]
+
+
 class Courier:
     """The mover of one CUDA device. ``close`` ends its thread and unlocks the pages."""
 
@@ -32,9 +35,7 @@ class Courier:
         self._device = device
         self._side = torch.cuda.Stream(device)
         self._locked: dict[int, memoryview] = {}
-        self._outgoing: queue.SimpleQueue[tuple[torch.cuda.Event, Session, Slot, Layout | None, Future[None]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._outgoing: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._deliver, name=f"byteps-copy-{device}", daemon=True)
         self._thread.start()
 

@@ -16,7 +16,7 @@ from byteps_py.torch import context as contexts
 from byteps_py.torch.context import Context
 from byteps_py.torch.dtypes import as_bytes
 from byteps_py.torch.ops import broadcast_request, check_root, kind_in, start_broadcast
-from byteps_py.torch.pickling import NotPickled, packed, unpacked
+from byteps_py.torch.pickling import NotPickledError, packed, unpacked
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of
 from byteps_py.torch.stream import broadcast_stream
 
@@ -92,7 +92,7 @@ def broadcast_object(
         return obj
     try:
         return unpacked(data.numpy().tobytes())
-    except NotPickled as reason:
+    except NotPickledError as reason:
         raise CommunicationError(f"rank {root_rank} could not pickle the object to broadcast: {reason}") from None
 
 

@@ -15,21 +15,19 @@ from typing import Any
 
 import torch
 
-from byteps_py.errors import CommunicationError, UsageError
+from byteps_py.errors import CommunicationError
 from byteps_py.torch import context as contexts
 from byteps_py.torch.api import result_of
 from byteps_py.torch.collectives.alltoall import Splits, start_alltoall
 from byteps_py.torch.collectives.gather import start_gather
-from byteps_py.torch.ops import Average, How, start_reduction
-from byteps_py.torch.pickling import NotPickled, packed, unpacked
+from byteps_py.torch.ops import Average, How, listed, start_reduction
+from byteps_py.torch.pickling import NotPickledError, packed, unpacked
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, members_of
 
 # ---- allgather ---------------------------------------------------------------------------------------------
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Begin to put all ranks' tensors one after the other, along the first dimension; ``synchronize`` gives the
     result, a new tensor. The first dimension may be 0."""
     return start_gather(contexts.current(), [tensor], name, group_of(process_set))
@@ -38,7 +36,8 @@ def allgather_async(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """All ranks' tensors, one after the other. Differentiable: the gradient is the average of all ranks' for these rows.
+    """All ranks' tensors, one after the other. Differentiable: the gradient is the average of all ranks' for
+    its rows.
 
     >>> import torch, byteps_py as hvd
     >>> hvd.init()
@@ -55,14 +54,14 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin to gather each of ``tensors``, all or none; ``synchronize`` gives a tuple of new tensors."""
-    return start_gather(contexts.current(), _list(tensors), name, group_of(process_set), is_group=True)
+    return start_gather(contexts.current(), listed(tensors), name, group_of(process_set), is_group=True)
 
 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
     """Each of ``tensors`` of all ranks, one after the other, in a tuple. Differentiable, see allgather."""
-    results: tuple[torch.Tensor, ...] = _Allgather.apply(name, process_set, True, *_list(tensors))  # type: ignore[no-untyped-call]
+    results: tuple[torch.Tensor, ...] = _Allgather.apply(name, process_set, True, *listed(tensors))  # type: ignore[no-untyped-call]
     return results
 
 
@@ -86,19 +85,13 @@ class _Allgather(torch.autograd.Function):
             how = How(Average, "allgather.grad", group_of(process_set))
             means = result_of(start_reduction(context, grads, None, own, how, is_group=True))
             dimensions = torch.tensor([[shape[0] for shape in rows]])
-            handle = start_gather(
-                context, [dimensions], own and f"{own}.rows", group_of(process_set), background=False
-            )
+            handle = start_gather(context, [dimensions], own and f"{own}.rows", group_of(process_set), background=False)
             before = result_of(handle)[: members.index(context.session.rank)].sum(0).tolist()
-        mine = [
-            mean.narrow(0, first, shape[0]) for mean, first, shape in zip(means, before, rows, strict=True)
-        ]
+        mine = [mean.narrow(0, first, shape[0]) for mean, first, shape in zip(means, before, rows, strict=True)]
         return None, None, None, *mine
 
 
-def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's ``obj``, in a list in the order of the ranks: pickled by its rank, unpickled by the others.
 
     Raises CommunicationError on every rank, with the reason, if a rank can't pickle its own.
@@ -114,7 +107,7 @@ def allgather_object(
     for rank, piece in zip(members, data.split(lengths.tolist()), strict=True):
         try:
             objects.append(unpacked(piece.numpy().tobytes()))
-        except NotPickled as reason:
+        except NotPickledError as reason:
             raise CommunicationError(f"rank {rank} could not pickle its object to gather: {reason}") from failure
     return objects
 
@@ -170,9 +163,3 @@ class _Alltoall(torch.autograd.Function):
             nothing = gradient.new_zeros((rows - gradient.shape[0], *gradient.shape[1:]))
             gradient = torch.cat([gradient, nothing])
         return gradient, None, None, None
-
-
-def _list(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        raise UsageError("a group is a list of tensors, got one tensor")
-    return list(tensors)

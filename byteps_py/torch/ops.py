@@ -13,6 +13,7 @@ import enum
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -161,6 +162,13 @@ def start_adasum(
         return operation_of(context, full, name is None, lambda: running.done, complete)
 
     return begin_when_free(context, full, name, begin)
+
+
+def listed(tensors: Any) -> list[torch.Tensor]:
+    """The tensors of a group. Raises UsageError for one tensor, whose rows are no group."""
+    if isinstance(tensors, torch.Tensor):
+        raise UsageError("a group is a list of tensors, got one tensor")
+    return list(tensors)
 
 
 def kind_in(group: tuple[int, ...], kind: str) -> str:

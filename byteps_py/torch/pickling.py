@@ -14,7 +14,7 @@ from typing import Any
 _OBJECT, _FAILURE = b"o", b"f"
 
 
-class NotPickled(Exception):
+class NotPickledError(Exception):
     """A rank could not pickle its object; the message says why."""
 
 
@@ -27,9 +27,9 @@ def packed(obj: Any) -> tuple[bytes, Exception | None]:
 
 
 def unpacked(data: bytes) -> Any:
-    """The object. Raises NotPickled if its rank could not pack it."""
+    """The object. Raises NotPickledError if its rank could not pack it."""
     if data[:1] == _FAILURE:
-        raise NotPickled(data[1:].decode())
+        raise NotPickledError(data[1:].decode())
     return pickle.loads(memoryview(data)[1:])
 
 

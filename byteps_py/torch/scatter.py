@@ -20,7 +20,7 @@ from byteps_py.torch import context as contexts
 from byteps_py.torch.api import result_of
 from byteps_py.torch.collectives.gather import start_gather
 from byteps_py.torch.compression import Compression
-from byteps_py.torch.ops import Average, How, ReduceOp, Sum, start_reduction
+from byteps_py.torch.ops import Average, How, ReduceOp, Sum, listed, start_reduction
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, members_of
 from byteps_py.torch.scaling import scaled
 
@@ -74,7 +74,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin to reduce and deal out each of ``tensors``, all or none; ``synchronize`` gives a tuple of new tensors."""
-    how = _how(op, process_set, prescale_factor, postscale_factor, tensors, name)
+    how = _how(op, process_set, prescale_factor, postscale_factor, listed(tensors), name)
     return start_reduction(contexts.current(), list(tensors), None, name, how, is_group=True)
 
 
@@ -88,7 +88,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """This rank's rows of the reductions of ``tensors``, in a list. Differentiable, see reducescatter."""
-    how = _how(op, process_set, prescale_factor, postscale_factor, tensors, name)
+    how = _how(op, process_set, prescale_factor, postscale_factor, listed(tensors), name)
     pairs = [compression.compress(tensor) for tensor in tensors]
     results = _Reducescatter.apply(name, how, process_set, True, *[tensor for tensor, _ in pairs])  # type: ignore[no-untyped-call]
     return [compression.decompress(result, undo) for result, (_, undo) in zip(results, pairs, strict=True)]
@@ -125,8 +125,6 @@ def _how(
 ) -> How:
     if op not in (Average, Sum):
         raise UsageError(f"reducescatter takes op=Average or op=Sum, got {op!r}")
-    if isinstance(tensors, torch.Tensor):
-        raise UsageError("a group is a list of tensors, got one tensor")
     if any(tensor.dim() == 0 for tensor in tensors):
         raise UsageError(f"reducescatter: tensor {name!r} has no first dimension whose rows could be dealt out")
     group = group_of(process_set)

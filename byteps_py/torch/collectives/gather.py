@@ -115,9 +115,7 @@ class Gather(TwoRounds):
             return None
         self._starts = [0, *itertools.accumulate(lengths[:-1])]
         me = self._members.index(self._context.session.rank)
-        room = rooms_of(self._context).get(
-            self._name, Op.GATHER, self._group, lengths[me], sum(lengths), self._device
-        )
+        room = rooms_of(self._context).get(self._name, Op.GATHER, self._group, lengths[me], sum(lengths), self._device)
         layout = Layout(((0, lengths[me]),), tuple(zip(self._starts, lengths, strict=True)))
         room.send(self._inputs(room, 0, self._places(self._rows[me])), self._tensors, layout)
         return room
@@ -150,4 +148,3 @@ class Gather(TwoRounds):
     def _places(self, rows: Sequence[int]) -> list[int]:
         """Where each tensor of a rank with so many rows starts in its piece, and where the piece ends."""
         return [0, *itertools.accumulate(aligned(n * nbytes) for n, nbytes in zip(rows, self._row_bytes, strict=True))]
-

@@ -86,16 +86,19 @@ class Rooms:
         self._context = context
         self._rooms: dict[str, Room] = {}
 
-    def get(
-        self, name: str, op: Op, group: tuple[int, ...], room_in: int, room_out: int, device: torch.device
-    ) -> Room:
+    def get(self, name: str, op: Op, group: tuple[int, ...], room_in: int, room_out: int, device: torch.device) -> Room:
         """The room of a name, with at least so many bytes for the input and the result."""
         context = self._context
         with context.lock:
             session = context.session
             mover = context.mover(device)
             room = self._rooms.get(name)
-            if room is None or room.slot.error is not None or room.mover is not mover or not _holds(room, room_in, room_out):
+            if (
+                room is None
+                or room.slot.error is not None
+                or room.mover is not mover
+                or not _holds(room, room_in, room_out)
+            ):
                 shape = (size_class(room_in), size_class(room_out))
                 if room is not None and room.slot.spec.op is op:
                     shape = (max(shape[0], room.slot.spec.shape[0]), max(shape[1], room.slot.spec.shape[1]))
@@ -118,7 +121,7 @@ def rooms_of(context: Context) -> Rooms:
 
 def _holds(room: Room, room_in: int, room_out: int) -> bool:
     there_in, there_out = room.slot.spec.shape
-    return room_in <= there_in and room_out <= there_out
+    return room.slot.error is None and room_in <= there_in and room_out <= there_out
 
 
 def _octets(memory: memoryview) -> torch.Tensor:
