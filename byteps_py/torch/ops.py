@@ -97,12 +97,13 @@ def start_reduction(
     dtypes = [how.compression.wire_dtype(tensor.dtype) for tensor in bits]
     wires = [wire_dtype(dtype, name) for dtype in dtypes]
     terms = _terms(tensors, how, is_group)
+    kind = kind_in(how.group, f"grouped_{how.kind}" if is_group else how.kind or "push_pull")
     if name is None:
         what = (tuple(tuple(tensor.shape) for tensor in bits), tuple(wires), how.op, terms)
         nbytes = sum(tensor.numel() * dtype.itemsize for tensor, dtype in zip(bits, dtypes, strict=True))
-        full = context.names.next(kind_in(how.group, how.kind or "push_pull"), what, nbytes)
+        full = context.names.next(kind, what, nbytes)
     elif how.kind:
-        full = f"{kind_in(how.group, how.kind)}.{name}"
+        full = f"{kind}.{name}"
     elif context.is_claimed(name):
         raise UsageError(f"tensor name {name!r} belongs to a gradient of a DistributedOptimizer; choose another")
     else:
@@ -142,7 +143,7 @@ def start_adasum(
     from byteps_py.torch import adasum
 
     bits = [_reducible(tensor, name, how.op) for tensor in tensors]
-    kind = kind_in(how.group, "adasum")
+    kind = kind_in(how.group, "grouped_adasum" if is_group else "adasum")
     if name is None:
         what = tuple((tuple(tensor.shape), tensor.dtype) for tensor in bits)
         full = context.names.next(kind, (what, how.before, how.after), sum(tensor.nbytes for tensor in bits))
