@@ -16,9 +16,9 @@ from byteps_py.tensors import DType, Op
 MAGIC = 0x31535042  # "BPS1", little endian
 VERSION = 1
 
-# magic, version, kind, dtype, op | epoch, sender, root | key | generation, index | round | offset | length
+# magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset
-_LAYOUT = struct.Struct("<IBBBB IHH Q II Q Q Q IQIQ")
+_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ")
 HEADER_BYTES = _LAYOUT.size
 
 
@@ -40,7 +40,8 @@ class Kind(enum.IntEnum):
 class Header:
     """One message's header. ``sender``: machine index of the CS. ``root``: machine index of a broadcast's
     source. ``index``: which partition of the key; ``offset``, ``length``: where it lies in the tensor and how
-    long it is, in bytes. The last four fields place payload and answer in shared memory (0 over TCP)."""
+    long it is, in bytes. The next four fields place payload and answer in shared memory (0 over TCP). ``machines``:
+    how many contribute, 0 for all."""
 
     kind: Kind
     sender: int
@@ -58,6 +59,7 @@ class Header:
     segment_offset: int = 0
     answer_segment: int = 0
     answer_offset: int = 0
+    machines: int = 0
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
@@ -69,6 +71,7 @@ class Header:
             self.epoch,
             self.sender,
             self.root,
+            self.machines,
             self.key,
             self.generation,
             self.index,
@@ -86,7 +89,7 @@ class Header:
         """Raises ProtocolError for anything that no correct peer sends."""
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
-        (magic, version, kind, dtype, op, epoch, sender, root, key, generation, index, round_, offset, length,
+        (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
          segment, segment_offset, answer_segment, answer_offset) = _LAYOUT.unpack(data)  # fmt: skip
         if magic != MAGIC:
             raise ProtocolError(f"not a byteps_py message (magic {magic:#010x})")
@@ -95,7 +98,7 @@ class Header:
         try:
             return cls(
                 _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
-                offset, length, segment, segment_offset, answer_segment, answer_offset,
+                offset, length, segment, segment_offset, answer_segment, answer_offset, machines,
             )  # fmt: skip
         except KeyError:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None

@@ -296,18 +296,20 @@ class Verdicts(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("name", "generation", "spec", "error", "late")
+    __slots__ = ("name", "generation", "spec", "error", "late", "rounds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     generation: int
     spec: Spec
     error: str
     late: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ..., error: _Optional[str] = ..., late: _Optional[_Iterable[int]] = ...) -> None: ...
+    rounds: int
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ..., error: _Optional[str] = ..., late: _Optional[_Iterable[int]] = ..., rounds: _Optional[int] = ...) -> None: ...
 
 class Reopen(_message.Message):
     __slots__ = ("name", "generation", "rounds")

@@ -12,7 +12,8 @@ from byteps_py.wire import Header, Kind
 
 
 class Facts(NamedTuple):
-    """What all machines must say alike about a round of a partition. ``offset``, ``length`` in bytes."""
+    """What all machines must say alike about a round of a partition. ``offset``, ``length`` in bytes; ``machines``:
+    how many contribute, 0 for all."""
 
     round: int
     op: Op
@@ -20,15 +21,17 @@ class Facts(NamedTuple):
     length: int
     offset: int
     root: int
+    machines: int
 
     @classmethod
     def of(cls, header: Header) -> Facts:
-        return cls(header.round, header.op, header.dtype, header.length, header.offset, header.root)
+        return cls(header.round, header.op, header.dtype, header.length, header.offset, header.root, header.machines)
 
     def __str__(self) -> str:
         root = f" from machine {self.root}" if self.op is Op.BROADCAST else ""
+        group = f" among {self.machines} machines" if self.machines else ""
         return (
-            f"round {self.round}, {self.op.name.lower()} of {self.dtype.name.lower()}{root}, "
+            f"round {self.round}, {self.op.name.lower()} of {self.dtype.name.lower()}{root}{group}, "
             f"{self.length} bytes at offset {self.offset}"
         )
 
@@ -56,6 +59,8 @@ def objection(header: Header, nbytes: int, epoch: int, num_machines: int, partit
         return f"stale epoch: {what} was sent in epoch {header.epoch}, this is epoch {epoch}"
     if header.sender >= num_machines:
         return f"{what}: there are {num_machines} machines, from 0"
+    if header.machines > num_machines:
+        return f"{what}: {header.machines} machines were to contribute, there are {num_machines}"
     if not 0 < header.length <= partition_bytes:
         return f"{what}: {header.length} bytes; a partition has 1 to {partition_bytes}"
     if header.length % header.dtype.itemsize or header.offset % header.dtype.itemsize:

@@ -6,7 +6,7 @@ where a contribution's bytes lie or how an answer travels: it passes the shell's
 A partition is one object (partition.py), and its state is one of
 
     IDLE        ──first contribution──►  COLLECTING     of round r
-    COLLECTING  ──all n machines gave──► REDUCING       the engine reads and writes the contributions' memory
+    COLLECTING  ──all machines gave────► REDUCING       the engine reads and writes the contributions' memory
     COLLECTING  ──all givers gone──────► IDLE
     COLLECTING  ──machines disagree────► BROKEN         all who gave are refused; late ones get the same sentence
     REDUCING    ──reduced──────────────► IDLE           all are answered, r is the last completed round
@@ -14,7 +14,8 @@ A partition is one object (partition.py), and its state is one of
     BROKEN      ──newer round──────────► COLLECTING     a newer epoch makes it IDLE
     any         ──newer generation of the key, or another number of machines──► DROPPED, and forgotten
 
-Contributions are identified by their machine, never counted. Memory is held for rounds in flight only; it is
+All machines give, or as many as their messages say; who they are is for them to agree on (the control plane's vote).
+Each is identified by its machine: what one gives twice counts once. Memory is held for rounds in flight only; it is
 given back when the last reference to a contribution goes, so there is no action that says so.
 """
 
@@ -62,12 +63,14 @@ Action = Reduce[C] | Answer[C] | Refuse[C]
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A round that waits for machines."""
+    """A round that waits for machines. ``machines``: how many are to contribute; ``missing``: those of all that have
+    not, whether they are to or not."""
 
     key: int
     index: int
     round: int
     age_s: float
+    machines: int
     missing: tuple[int, ...]
 
 
@@ -170,6 +173,7 @@ class Rounds(Generic[C]):
                 partition.index,
                 partition.round,
                 now - partition.since_s,
+                next(iter(partition.contributions.values())).header.machines or self.num_machines,
                 tuple(m for m in range(self.num_machines) if m not in partition.contributions),
             )
             for partition in self._partitions(State.COLLECTING)
@@ -212,7 +216,7 @@ class Rounds(Generic[C]):
             self.counters.bytes_in_flight -= known.nbytes
         others[machine] = new
         self.counters.bytes_in_flight += new.nbytes
-        if len(others) < self.num_machines:
+        if len(others) < (new.header.machines or self.num_machines):
             return []
         partition.state = State.REDUCING
         return [Reduce(partition)]

@@ -170,9 +170,11 @@ class Service:
     def _warn_of_stalls(self) -> None:
         if stalls := self._rounds.stalled(time.monotonic(), self._settings.stall_warn_s):
             missing = sorted({machine for stall in stalls for machine in stall.missing})
+            first = stalls[0]
+            some = "some of " if any(stall.machines < self._rounds.num_machines for stall in stalls) else ""
             logger.warning(
-                "%d partitions wait for machines %s, the longest (key %#018x, round %d) for %.0f s",
-                len(stalls), missing, stalls[0].key, stalls[0].round, stalls[0].age_s,
+                "%d partitions wait for %smachines %s, the longest (key %#018x, round %d) for %.0f s",
+                len(stalls), some, missing, first.key, first.round, first.age_s,
             )  # fmt: skip
         self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
 

@@ -67,6 +67,16 @@ def test_a_round_is_reduced_once_in_machine_order_whatever_the_order_of_arrival(
     assert (rounds.counters.rounds, rounds.counters.bytes_summed, rounds.counters.bytes_in_flight) == (1, 64, 0)
 
 
+def test_of_a_group_as_many_machines_as_it_says_contribute_and_they_alone_are_answered() -> None:
+    rounds = started(4)
+    contributions = [given(3, machines=2), given(1, machines=2)]
+    assert rounds.contribution(contributions[0], 0.0) == []
+    (stall,) = rounds.stalled(1.0)
+    assert (stall.machines, stall.missing) == (2, (0, 1, 2))
+    partition = reduction(rounds.contribution(contributions[1], 0.0))
+    assert answered(rounds.reduced(partition)) == contributions[::-1]
+
+
 def test_a_broadcast_takes_one_push_and_the_others_pulls() -> None:
     rounds = started(3)
     facts = {"op": Op.BROADCAST, "root": 1}
@@ -84,6 +94,7 @@ REFUSED_ALONE = [
     ({"length": PARTITION_BYTES + 4}, "4100 bytes; a partition has 1 to 4096"),
     ({"length": 62}, "62 bytes at offset 0 are no whole float32s"),
     ({"offset": 2}, "64 bytes at offset 2 are no whole float32s"),
+    ({"machines": 3}, "3 machines were to contribute, there are 2"),
     ({"nbytes": 60}, "its header promises 64 bytes of payload, 60 came"),
     ({"nbytes": 1 << 40}, "its header promises 64 bytes of payload, 1099511627776 came"),
     ({"kind": Kind.PULL}, "only a broadcast can be pulled, not a sum"),
@@ -108,6 +119,7 @@ DISAGREEMENTS = [
     ({"dtype": DType.INT32}, "disagree about dtype: machine 0 gave round 1, sum of float32"),
     ({"op": Op.MAX}, "disagree about op: "),
     ({"length": 128}, "disagree about length: "),
+    ({"machines": 2}, "disagree about machines: "),
     ({"offset": 64}, "disagree about offset: "),
     ({"root": 0}, "disagree about root: "),
     ({"round": 2}, "disagree about round: "),

@@ -25,7 +25,7 @@ def declare(agreement: Agreement, local_rank: int, what: TensorSpec = OLD) -> tu
 
 
 def accept(agreement: Agreement, generation: int, what: TensorSpec) -> tuple[Tensor, Tensor | None]:
-    made, old = agreement.accepted("w", generation, what)
+    made, old, _ = agreement.accepted("w", generation, what)
     assert made is not None
     if old is not None:
         old.retired = True  # as the service does, by the pipeline
@@ -87,9 +87,9 @@ def test_a_verdict_makes_a_tensor_of_the_slots() -> None:
 
 def test_a_verdict_that_nobody_asked_for_changes_nothing() -> None:
     agreement, made = agreed(1)
-    assert agreement.accepted("w", 1, NEW) == (None, None)
-    assert agreement.accepted("w", 2, NEW) == (None, None)
-    assert agreement.rejected("w", 2, ERROR) == ([], None)
+    assert agreement.accepted("w", 1, NEW) == (None, None, [])
+    assert agreement.accepted("w", 2, NEW) == (None, None, [])
+    assert agreement.rejected("w", 1, ERROR) == ([], None)
     assert agreement.tensors() == [made]
 
 

@@ -19,7 +19,8 @@ ANSWER = 900_000
 def started(
     made: Tensor, machines: int, size: int, credit_bytes: int = 0, pieces: list[tuple[int, int, int]] | None = None
 ) -> Pipeline:
-    pipeline = Pipeline(machines, size, PushQueue(credit_bytes))
+    pipeline = Pipeline(size, PushQueue(credit_bytes))
+    made.machines = machines
     assert pipeline.start(made, PIECES if pieces is None else pieces, 0.0) == []
     return pipeline
 
@@ -171,9 +172,11 @@ def test_partitions_go_as_soon_as_all_local_ranks_have_written_them() -> None:
 
 def test_what_was_handed_over_before_the_agreement_starts_with_it() -> None:
     slots = [slot(0), slot(1)]
-    pipeline = Pipeline(1, 2, PushQueue(0))
+    pipeline = Pipeline(2, PushQueue(0))
     assert ready(pipeline, *slots) == []
-    assert [each[0] for each in computes(pipeline.start(tensor(slots), PIECES, 0.0))] == [0, 1]
+    made = tensor(slots)
+    made.machines = 1
+    assert [each[0] for each in computes(pipeline.start(made, PIECES, 0.0))] == [0, 1]
 
 
 def test_an_empty_tensor_is_done_when_all_local_ranks_have_come() -> None:

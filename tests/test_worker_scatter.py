@@ -49,7 +49,7 @@ class Machine:
         self.first_rank, self.size = machine_of.index(index), len(machine_of)
         self.queue = PushQueue[Transfer | AskSum](world.rng.choice((0, 8, 64)))
         self.scatter = Scatter(index, machine_of, self.queue)
-        self.pipeline = Pipeline(len(set(machine_of)), self.size, PushQueue(0), self.scatter)
+        self.pipeline = Pipeline(self.size, PushQueue(0), self.scatter)
         self.slots: list[RankSlot] = []
         self.arrived: set[AskSum] = set()
         for local_rank in range(machine_of.count(index)):
@@ -58,6 +58,7 @@ class Machine:
             made.inputs, made.result = (block(base + 1000),), block(base + 50_000)
             self.slots.append(made)
         self.tensor = Tensor(spec.name, 1, spec, tuple(self.slots), first_rank=self.first_rank)
+        self.tensor.machines = len(set(machine_of))
         if len(set(machine_of)) > 1 and len(self.slots) > 1:
             self.tensor.contributions = (block(index * 10**7 + 7_000_000), block(index * 10**7 + 8_000_000))
         self.parts = pieces(spec, self.size, limit=8)

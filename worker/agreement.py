@@ -1,19 +1,26 @@
 """How names become tensors: this machine's side of the declaration protocol. Pure; time is an argument.
 
-A rank's nth declaration of a name is its vote on the nth *generation* of it. When all local ranks have voted,
-the machine's ballot goes to the scheduler; when all machines' ballots are there, its verdict comes to all. A
-rank that declares an agreed name anew opens the next generation; ranks that wait in a round which it has not
-joined are thereby voters for the old spec, so that a disagreement ends in an error on every rank, not in a
-hang. After a mismatch the name is undeclared and may be used again.
+A rank's nth declaration of a name is its vote on the nth *generation* of it. When all local ranks of the tensor's
+group have voted, the machine's ballot goes to the scheduler; when the ballots of all of the group are there, its
+verdict comes to all machines, which count generations alike. A rank that declares an agreed name anew opens the next
+generation; ranks that wait in a round which it has not joined are thereby voters for the old spec, so that a
+disagreement ends in an error on every rank, not in a hang. After a mismatch the name is undeclared and may be used
+again.
+
+A disagreement about the group itself is found at once, before all have voted (see the scheduler's declarations.py).
+Who was named in it, and comes late, gets the same error. When others agree on a group without a rank that uses the
+name, or votes on it, that rank gets an error, too. Both can happen while this machine still waits for the result of
+a round that others have got: then the tensor is *ending*, and void only after that.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from byteps_py.errors import BytePSError
+from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.tensors import TensorSpec
 from byteps_py.worker.actions import Action, Fail, Release, SendBallot
 from byteps_py.worker.tensor import RankSlot, Tensor
@@ -35,7 +42,9 @@ class _Proposal:
 @dataclass(slots=True)
 class _Name:
     """By local rank: ``later``, declarations that came before the generation ahead of theirs was decided;
-    ``failed``, slots that are void, but whose memory the rank may write to until it declares the name again."""
+    ``failed``, slots that are void, but whose memory the rank may write to until it declares the name again;
+    ``late``, what becomes of the next declarations, which are votes on generations that are rejected already, and
+    the slot of the generation before, whose use would be such a vote as well."""
 
     name: str
     generation: int = 0  # the last one decided, either way
@@ -43,24 +52,41 @@ class _Name:
     proposal: _Proposal | None = None
     later: dict[int, deque[RankSlot]] = field(default_factory=dict)
     failed: dict[int, list[RankSlot]] = field(default_factory=dict)
+    late: dict[int, deque[tuple[BytePSError, RankSlot | None]]] = field(default_factory=dict)
+
+    def void(self, slots: Iterable[RankSlot], error: BytePSError) -> list[Action]:
+        """These declarations have failed."""
+        failed = tuple(slots)
+        for slot in failed:
+            slot.is_kept = True
+            self.failed.setdefault(slot.local_rank, []).append(slot)
+        return [Fail(failed, error)] if failed else []
 
 
 class Agreement:
-    """All names of one machine. ``local_size``: number of its ranks."""
+    """All names of one machine. ``local_size``: number of its ranks; ``first_rank``: the global number of the first
+    one, to be set before any is declared."""
 
-    def __init__(self, local_size: int) -> None:
+    def __init__(self, local_size: int, first_rank: int = 0) -> None:
+        self.first_rank = first_rank
         self._local_size = local_size
         self._names: dict[str, _Name] = {}
 
     def declare(self, slot: RankSlot) -> list[Action]:
         """A rank declares a name; ``slot`` is its memory."""
         name = self._names.setdefault(slot.spec.name, _Name(slot.spec.name))
+        actions = self._let_go(name, slot.local_rank)
+        if late := name.late.get(slot.local_rank):
+            return actions + name.void([slot], late.popleft()[0])
         name.later.setdefault(slot.local_rank, deque()).append(slot)
-        return self._let_go(name, slot.local_rank) + self._poll(name)
+        return actions + self._poll(name)
 
     def came(self, slot: RankSlot) -> list[Action]:
         """A rank handed over a round of ``slot``."""
-        return self._poll(self._names[slot.spec.name])
+        name = self._names[slot.spec.name]
+        if slot.is_kept and (late := name.late.get(slot.local_rank)) and late[0][1] is slot:
+            late.popleft()  # it gets the error for that round
+        return self._poll(name)
 
     def reopened(self, name_: str, generation: int, rounds: int) -> list[Action]:
         """Another machine, which had got ``rounds`` rounds of it, votes on the next generation of a name that
@@ -74,7 +100,8 @@ class Agreement:
         return self._poll(name)
 
     def _poll(self, name: _Name) -> list[Action]:
-        """Send the ballot once every local rank has voted, in words or by waiting for the old generation."""
+        """Send the ballot once every local rank of the group has voted, in words or by waiting for the old
+        generation; or once two disagree about the group."""
         if name.proposal is None and any(name.later.values()):
             name.proposal = _Proposal(name.generation + 1)
         proposal = name.proposal
@@ -90,7 +117,7 @@ class Agreement:
             for slot in name.tensor.slots:
                 if slot.waits:
                     proposal.votes.setdefault(slot.local_rank, slot.spec)
-        if len(proposal.votes) < self._local_size:
+        if not self._is_complete(proposal.votes):
             return []
         proposal.sent = True
         by_signature: dict[object, tuple[TensorSpec, list[int]]] = {}
@@ -100,42 +127,75 @@ class Agreement:
         votes = tuple((spec, tuple(ranks)) for spec, ranks in by_signature.values())
         return [SendBallot(name.name, proposal.generation, proposal.rounds, votes)]
 
-    def accepted(self, name_: str, generation: int, spec: TensorSpec) -> tuple[Tensor | None, Tensor | None]:
-        """All ranks agree on ``spec``. Returns the new tensor and the one it replaces, which is to be retired.
+    def _is_complete(self, votes: dict[int, TensorSpec]) -> bool:
+        groups = {spec.group for spec in votes.values()}
+        return len(groups) > 1 or (len(groups) == 1 and len(votes) == len(self._local(groups.pop())))
+
+    def _local(self, group: Sequence[int]) -> Sequence[int]:
+        """The local ranks of this machine in ``group``."""
+        here = range(self._local_size)
+        return [rank - self.first_rank for rank in group if rank - self.first_rank in here] if group else here
+
+    def accepted(
+        self, name_: str, generation: int, spec: TensorSpec, rounds: int = 0
+    ) -> tuple[Tensor | None, Tensor | None, list[Action]]:
+        """All ranks of its group agree on ``spec``. Returns the new tensor, if a local rank is in the group, and the
+        one that it replaces, which is to be retired. ``rounds``: of that one, which will be delivered.
 
         A rank that was waiting in the old generation keeps its slot, and its place, in the new one.
         """
-        name = self._names[name_]
-        proposal = name.proposal
-        if proposal is None or proposal.generation != generation:
-            return None, None
-        old = name.tensor
-        slots = []
-        for rank in range(self._local_size):
-            slot = proposal.slots.get(rank) or (old.slots[rank] if old else None)
-            if slot is None:
-                return None, None  # a verdict without this machine's ballot: the scheduler would be wrong
-            slots.append(slot)
-        tensor = Tensor(name_, generation, spec, tuple(slots))
-        for slot in slots:
+        name = self._names.setdefault(name_, _Name(name_))
+        members = self._local(spec.group)
+        proposal = name.proposal or _Proposal(name.generation + 1)
+        if proposal.generation != generation:
+            return None, None, []
+        if not all(rank in proposal.votes for rank in members):
+            return None, None, []  # a verdict without this machine's ballot: the scheduler would be wrong
+        old = name.tensor if name.tensor is not None and name.tensor.round > rounds else None
+        slots = {slot.local_rank: slot for slot in old.slots} if old else {}
+        slots |= proposal.slots
+        tensor = Tensor(name_, generation, spec, tuple(slots.pop(rank) for rank in members)) if members else None
+        for slot in tensor.slots if tensor is not None else ():
             slot.tensor = tensor
+        error = MismatchError(
+            f"tensor {name_!r}: other ranks agree on {spec.describe()}, without a rank that used it as another; let "
+            "all ranks of a group name the same group, and give each group a name of its own"
+        )
+        if name.tensor is not None and old is None:
+            name.tensor.ending = error
         name.generation, name.tensor, name.proposal = generation, tensor, None
-        return tensor, old
+        name.late.clear()
+        return tensor, old, name.void(slots.values(), error)
 
-    def rejected(self, name_: str, generation: int, error: BytePSError) -> tuple[list[Action], Tensor | None]:
-        """The ranks disagree: the name is undeclared. Returns the tensor to be retired, if there was one."""
-        name = self._names[name_]
-        proposal = name.proposal
-        if proposal is None or proposal.generation != generation:
+    def rejected(
+        self, name_: str, generation: int, error: BytePSError, late: Iterable[int] = (), rounds: int = 0
+    ) -> tuple[list[Action], Tensor | None]:
+        """The ranks disagree: the name is undeclared. Returns the tensor to be retired, if there was one. ``late``:
+        global ranks that should have voted, and whose votes the scheduler does not know. ``rounds``: as for
+        ``accepted``."""
+        name = self._names.setdefault(name_, _Name(name_))
+        proposal = name.proposal or _Proposal(name.generation + 1)
+        if proposal.generation != generation:
             return [], None
-        old = name.tensor
-        voters_by_waiting = [slot for slot in old.slots if slot.local_rank not in proposal.slots] if old else []
-        failed = (*proposal.slots.values(), *voters_by_waiting)
-        for slot in failed:
-            slot.is_kept = True
-            name.failed.setdefault(slot.local_rank, []).append(slot)
+        known = name.tensor
+        old = known if known is not None and known.round > rounds else None
+        if known is not None and old is None:
+            known.ending = error
+        # Who declared it after the ballot went, which did not wait, voted on this generation, too.
+        after = {rank: slots.popleft() for rank, slots in name.later.items() if slots and rank not in proposal.slots}
+        declared = {**after, **proposal.slots}
+        failed = [*declared.values(), *(slot for slot in (old.slots if old else ()) if slot.local_rank not in declared)]
         name.generation, name.tensor, name.proposal = generation, None, None
-        return [Fail(failed, error)], old
+        voted = {slot.local_rank for slot in failed if slot.local_rank in declared or slot.waits}
+        for rank in self._local(tuple(late)) if late else ():
+            if rank not in voted:
+                before = next((slot for slot in (known.slots if known else ()) if slot.local_rank == rank), None)
+                name.late.setdefault(rank, deque()).append((error, before))
+        return name.void(failed, error), old
+
+    def ended(self, tensor: Tensor) -> list[Action]:
+        """The last round of a tensor that is ending has been delivered; it is to be retired."""
+        return self._names[tensor.name].void(tensor.slots, tensor.ending) if tensor.ending is not None else []
 
     def _let_go(self, name: _Name, local_rank: int) -> list[Action]:
         """The rank does not write to its void slots any more; nor does the service, if no kernel runs there."""
@@ -154,6 +214,7 @@ class Agreement:
         actions: list[Action] = []
         for name in self._names.values():
             actions += self._let_go(name, local_rank)
+            name.late.pop(local_rank, None)
             slots = [
                 *(name.tensor.slots if name.tensor else ()),
                 *(name.proposal.slots.values() if name.proposal else ()),

@@ -41,7 +41,9 @@ LAST_INLINE_BYTES = 8 << 20
 
 
 class Executor:
-    """``fail`` is called with an error that ends the job."""
+    """``fail`` is called with an error that ends the job, ``on_end`` with a tensor whose last round is delivered."""
+
+    on_end: Callable[[Tensor], None]
 
     def __init__(
         self,
@@ -125,6 +127,8 @@ class Executor:
             self.rounds += len(action.tensor.parts)
             for local_rank, slot_id, round_ in action.slots:
                 self._owe(local_rank, slot_id, round_)
+            if action.tensor.ending is not None:
+                self.on_end(action.tensor)
         elif isinstance(action, Fail):
             self._tell_failed(action)
         elif isinstance(action, SendBallot):
@@ -158,7 +162,7 @@ class Executor:
             )
         pair = (compute.op, part.tensor.spec.dtype)
         touched = part.length * (len(compute.inputs) + len(compute.outputs))
-        is_last = self.network is None and part is part.tensor.parts[-1]
+        is_last = part.tensor.is_alone and part is part.tensor.parts[-1]
         if touched <= (LAST_INLINE_BYTES if is_last else INLINE_BYTES) and pair in self._ready:
             work()
             self._computed(part, None)
@@ -221,6 +225,7 @@ class Executor:
                 message = protocol.pack(
                     protocol.Kind.FAILED, slots=slots, error=type(action.error).__name__, message=str(action.error)
                 )
+                self._to_rank(rank, functools.partial(rank.send_done, in_order=True))  # a slot's last round, perhaps
                 self._to_rank(rank, functools.partial(rank.send, message))
 
     def _send_ballot(self, action: SendBallot) -> None:

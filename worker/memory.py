@@ -1,7 +1,8 @@
 """The shared memory of one communication service: its ranks' slots, its contributions, its answers.
 
 With one rank, the rank's inputs are the contributions; with several, the machine's sums lie in an arena that
-only the summation service of this machine maps as well. Owned by the loop's thread.
+only the summation service of this machine maps as well (also where one of them alone is in a group: its input is
+copied there). Owned by the loop's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ class Memory:
         elsewhere: Callable[[Callable[[], None]], None] | None = None,
         ranks: tuple[int, int] = (0, 0),
     ) -> None:
-        self._machines = machines
         self._first_rank, self._size = ranks
         self._inputs_are_contributions = machines > 1 and local_size == 1
         self._ranks = [Arena(elsewhere=elsewhere) for _ in range(local_size)]
@@ -48,7 +48,7 @@ class Memory:
         elif spec.scatters:
             inputs = (rank.allocate(spec.nbytes),)
             result = rank.allocate(spec.result_nbytes(self._first_rank + rank.local_rank, self._size))
-        elif self._inputs_are_contributions:
+        elif self._inputs_are_contributions and len(spec.group) != 1:
             inputs = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
             result = rank.allocate(spec.nbytes)
         else:
@@ -59,11 +59,13 @@ class Memory:
 
     def equip(self, tensor: Tensor, topology: Topology) -> None:
         """Give an agreed tensor what it needs beside its slots."""
+        tensor.machines = topology.machines_in(tensor.spec)
         tensor.first_rank = topology.first_rank
         if tensor.spec.op is Op.BROADCAST:
-            tensor.local_root = topology.local_rank_of(tensor.spec.root)
+            root = topology.local_rank_of(tensor.spec.root)
+            tensor.local_root = next((i for i, slot in enumerate(tensor.slots) if slot.local_rank == root), None)
             tensor.root_machine = topology.machine_of(tensor.spec.root)
-        if self._machines > 1 and not self._inputs_are_contributions and tensor.contributes:
+        if not tensor.is_alone and not self._inputs_are_contributions and tensor.contributes:
             tensor.contributions = (
                 self.machine.allocate(tensor.spec.nbytes),
                 self.machine.allocate(tensor.spec.nbytes),
@@ -82,7 +84,7 @@ class Memory:
     def free_slot(self, slot: RankSlot) -> None:
         del self.slots[slot.id]
         arena = self._ranks[slot.local_rank]
-        for block in {*slot.inputs, slot.result}:
+        for block in dict.fromkeys((*slot.inputs, slot.result)):
             arena.free(block)
 
     def free_contributions(self, tensor: Tensor) -> None:

@@ -59,6 +59,7 @@ class Network:
             round_,
             part.offset,
             part.length,
+            machines=tensor.machines,
         )
         answer = None
         if isinstance(link, LocalLink) and tensor.local_root is None:

@@ -3,7 +3,7 @@
     ready ─► [sum local ranks] ─► queue ─► push ─► answered ─► [deliver to local ranks] ─► done
              Compute               PushQueue       the server   Compute
 
-With a single machine the sum goes straight to the local ranks' results and the round is done.
+Where the ranks of one machine are alone the sum goes straight to their results and the round is done.
 The first Compute is left out when one rank's input, or another machine's, already is the contribution.
 """
 
@@ -20,11 +20,10 @@ from byteps_py.worker.tensor import Part, RankSlot, ScatterPart, Stage, Tensor
 
 
 class Pipeline:
-    """``machines``: number of GPU machines; ``size``: number of ranks (an average's divisor)."""
+    """``size``: number of ranks (an average's divisor)."""
 
-    def __init__(self, machines: int, size: int, queue: PushQueue[Part], scatter: Scatter | None = None) -> None:
+    def __init__(self, size: int, queue: PushQueue[Part], scatter: Scatter | None = None) -> None:
         self._scatter = scatter
-        self._machines = machines
         self._size = size
         self._queue = queue
 
@@ -90,12 +89,11 @@ class Pipeline:
             return part.local_sum
         if not tensor.contributes:
             return None
-        alone = self._machines == 1
-        if not alone and not tensor.contributions:
+        if not tensor.is_alone and not tensor.contributions:
             return None
         sources = tensor.slots if tensor.local_root is None else (tensor.slots[tensor.local_root],)
         inputs = tuple(slot.input.address + offset for slot in sources)
-        if alone:  # each rank's input and result stay where they are: the addresses never change
+        if tensor.is_alone:  # each rank's input and result stay where they are: the addresses never change
             part.local_sum = Compute(part, spec.op, inputs, part.outputs, spec.divisor(self._size))
             return part.local_sum
         return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
@@ -118,7 +116,7 @@ class Pipeline:
         tensor.running -= 1
         if tensor.retired:
             return self._release(tensor)
-        if part.stage is Stage.REDUCING and self._machines > 1:
+        if part.stage is Stage.REDUCING and not tensor.is_alone:
             if isinstance(part, ScatterPart):
                 return self._scatterer.offer(part, now)
             self._enqueue(part)

@@ -13,7 +13,7 @@ from byteps_py.tensors import TensorSpec, key_of, split
 from byteps_py.worker.scatter import pieces as scattered_pieces
 from byteps_py.worker.topology import Topology
 
-#: With one machine nothing is sent; a tensor is cut only so that several threads can sum it.
+#: Where one machine is alone nothing is sent; a tensor is cut only so that several threads can sum it.
 LOCAL_PIECE_BYTES = 1 << 20
 NO_SERVER = -1
 
@@ -23,8 +23,7 @@ class Placing:
 
     def __init__(self, topology: Topology) -> None:
         self._table: PlacementTable | None = None
-        self._size = topology.size
-        self._partition_bytes = topology.partition_bytes
+        self._topology = topology
         if topology.machines == 1:
             return
         try:
@@ -34,17 +33,22 @@ class Placing:
             raise ProtocolError(f"the scheduler's membership can't hold tensors: {error}") from error
 
     def add(self, batch: Iterable[TensorSpec]) -> None:
-        """Enter the tensors of one message of verdicts."""
+        """Enter the tensors of one message of verdicts. Those of one machine alone are no server's load."""
         if self._table is not None:
             self._table.add(
-                (key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in batch if not spec.scatters
+                (key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in batch if self._is_sent(spec)
             )
+
+    def _is_sent(self, spec: TensorSpec) -> bool:
+        """To servers; else it stays on one machine, or goes from machine to machine."""
+        return not spec.scatters and self._topology.machines_in(spec) != 1
 
     def pieces(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
         """(offset, length, server's member id, or the owner's rank if it scatters) of its partitions, by offset."""
+        is_alone = self._topology.machines_in(spec) == 1
         if spec.scatters:
-            limit = LOCAL_PIECE_BYTES if self._table is None else self._partition_bytes
-            return scattered_pieces(spec, self._size, limit)
-        if self._table is not None:
+            limit = LOCAL_PIECE_BYTES if is_alone else self._topology.partition_bytes
+            return scattered_pieces(spec, self._topology.size, limit)
+        if self._table is not None and not is_alone:
             return self._table.partitions(key_of(spec.name))
         return [(*piece, NO_SERVER) for piece in split(spec.nbytes, LOCAL_PIECE_BYTES, spec.dtype.itemsize)]

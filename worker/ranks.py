@@ -78,14 +78,14 @@ class RankConnection:
         """Note a delivered round; ``send_done`` tells the rank."""
         self._done.append((slot_id, round_, 0))
 
-    def send_done(self) -> None:
-        """Tell the rank of all rounds noted, unless its socket is full: then with the next chance. Raises
-        PeerLostError."""
+    def send_done(self, in_order: bool = False) -> None:
+        """Tell the rank of all rounds noted, unless its socket is full: then with the next chance; ``in_order``:
+        before whatever is sent next. Raises PeerLostError."""
         if len(self._done) == 1 and not self._backlog:
             (record,) = self._done
             self._done.clear()
             self.send(protocol.pack_record(Kind.DONE, *record))
-        while self._done and not self._backlog:
+        while self._done and (in_order or not self._backlog):
             records, self._done = self._done[: protocol.MAX_RECORDS], self._done[protocol.MAX_RECORDS :]
             self.send(protocol.pack_records(Kind.DONE, records))
 

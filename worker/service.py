@@ -40,7 +40,7 @@ from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
 from byteps_py.worker.probe import Probe
 from byteps_py.worker.requests import Requests, describe_waiting
 from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.tensor import Part, RankSlot, SumRequest
+from byteps_py.worker.tensor import Part, RankSlot, SumRequest, Tensor
 from byteps_py.worker.topology import Topology
 
 #: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
@@ -79,7 +79,7 @@ class Service:
         self._pipeline: Pipeline | None = None
         self._direct: Direct | None = None
         self._scatter: Scatter | None = None
-        self._departed: tuple[float, BytePSError] | None = None
+        self._departed: list[tuple[float, BytePSError, set[int]]] = []  # when, why, which ranks of other machines
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._had_ranks = False
         self._is_headless = False  # the scheduler is lost
@@ -157,7 +157,7 @@ class Service:
             answer = message.refused if body == "refused" else message.failure
             error = from_name(answer.error, answer.message)
             if body == "failure" and message.failure.orderly:
-                self._departed = self._departed or (time.monotonic(), error)
+                self._departed.append((time.monotonic(), error, set(message.failure.ranks)))
             else:
                 self._fail(error, report=False)
         elif body == "stop":
@@ -179,7 +179,8 @@ class Service:
         memory = Memory(topology.machines, topology.local_size, self._prefault, ranks)
         machine_of = [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)]
         scatter = self._scatter = Scatter(topology.machine_index, machine_of, self._fetches)
-        pipeline = Pipeline(topology.machines, topology.size, self._queue, scatter)
+        pipeline = Pipeline(topology.size, self._queue, scatter)
+        self._agreement.first_rank = topology.first_rank
         self._placing = Placing(topology)
         self._pipeline = pipeline
         credit = self._settings.credit_bytes
@@ -199,6 +200,7 @@ class Service:
         executor = self._executor = Executor(
             self._loop, self._ready, memory, pipeline, direct, scatter, topology.first_rank, self._link.send, self._fail
         )
+        executor.on_end = self._end_tensor
         if self._peers is not None:
             self._peers.open(topology, self._server_lost)
             executor.courier.peers = self._peers
@@ -226,17 +228,26 @@ class Service:
         for verdict in verdicts.verdicts:
             if verdict.error:
                 error = from_name("MismatchError", verdict.error)
-                actions, old = self._agreement.rejected(verdict.name, verdict.generation, error)
+                actions, old = self._agreement.rejected(
+                    verdict.name, verdict.generation, error, verdict.late, verdict.rounds
+                )
                 executor.run(actions)
             else:
                 spec = accepted[verdict.name]
-                tensor, old = self._agreement.accepted(verdict.name, verdict.generation, spec)
+                tensor, old, actions = self._agreement.accepted(verdict.name, verdict.generation, spec, verdict.rounds)
+                executor.run(actions)
                 if tensor is not None:
                     requests.memory.equip(tensor, requests.topology)
                     executor.start(tensor, placing.pieces(spec))
             if old is not None:
                 executor.retire(old)
             executor.run(self._agreement.decided(verdict.name))
+
+    def _end_tensor(self, tensor: Tensor) -> None:
+        """Its name is void, or other ranks', since a while, and now nothing of it is under way."""
+        if self._executor is not None:
+            self._executor.run(self._agreement.ended(tensor))
+            self._executor.retire(tensor)
 
     def _scheduler_lost(self, error: BytePSError) -> None:
         if self._requests is None:
@@ -275,7 +286,9 @@ class Service:
             age = max((now - slot.ready_since for slot in slots), default=0.0)
             if age > age_s:
                 ready = [first_rank + slot.local_rank for slot in slots]
-                found.append(pb.Waiting(name=name, round=round_, ready_ranks=ready, age_s=age))
+                groups = {slot.spec.group for slot in slots}  # while they are not agreed, they may differ
+                group = () if () in groups else sorted(set().union(*groups))
+                found.append(pb.Waiting(name=name, round=round_, ready_ranks=ready, age_s=age, group=group))
 
         for name, slots in self._agreement.undecided():
             add(name, 0, slots)
@@ -309,15 +322,21 @@ class Service:
 
     def _check_departures(self, now: float) -> None:
         """Fail if ranks wait for others that have shut down, and what these gave before has come to its end."""
-        waiting = self._waiting(DEPARTURE_GRACE_S)
-        if not waiting or self._requests is None or self._requests.executor.idle_s(now) < DEPARTURE_GRACE_S:
+        here = self._requests
+        if not (self._departed or self._desk.left) or here is None or here.executor.idle_s(now) < DEPARTURE_GRACE_S:
             return
         left = self._desk.gone if self._stay else self._desk.left
-        if self._departed is not None and now - self._departed[0] > DEPARTURE_GRACE_S:
-            self._fail(PeerLostError(f"{describe_waiting(waiting[0])}, but {self._departed[1]}"), report=False)
-        elif left and now - max(left.values()) > DEPARTURE_GRACE_S:
-            ranks = self._requests.topology.describe_ranks(list(left))
-            self._fail(PeerLostError(f"{describe_waiting(waiting[0])}, but {ranks} shut down"))
+        for waiting in self._waiting(DEPARTURE_GRACE_S):
+            group = set(waiting.group or range(here.topology.size))
+            for since, error, ranks in self._departed:
+                if now - since > DEPARTURE_GRACE_S and group & ranks:
+                    self._fail(PeerLostError(f"{describe_waiting(waiting)}, but {error}"), report=False)
+                    return
+            ours = [rank for rank in left if here.topology.first_rank + rank in group]
+            if ours and now - max(left[rank] for rank in ours) > DEPARTURE_GRACE_S:
+                text = f"{describe_waiting(waiting)}, but {here.topology.describe_ranks(ours)} shut down"
+                self._fail(PeerLostError(text))
+                return
 
     def _pump(self) -> None:
         now = time.monotonic()

@@ -14,6 +14,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from byteps_py.errors import BytePSError
 from byteps_py.shm import Block
 from byteps_py.tensors import Op, TensorSpec, key_of
 
@@ -133,10 +134,11 @@ class RankSlot:
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """``slots``: by local rank. ``contributions``: where the machine's sums lie, by parity of the round (a
-    contribution outlives its round, until the next one is complete); empty if a rank's own input serves.
-    ``local_root``: the local rank that a broadcast reads, None if it is on another machine. ``first_rank``: the
-    global rank of this machine's first."""
+    """``slots``: of the local ranks that take part, in order. ``contributions``: where the machine's sums lie, by
+    parity of the round (a contribution outlives its round, until the next one is complete); empty if a rank's own
+    input serves. ``local_root``: which of the slots a broadcast reads, None if it is on another machine.
+    ``machines``: how many take part; 0: all of several. ``first_rank``: the global rank of this machine's first.
+    ``ending``: why it is void once the current round is delivered; None if it is not."""
 
     name: str
     generation: int
@@ -145,6 +147,7 @@ class Tensor:
     contributions: tuple[Block, ...] = ()
     local_root: int | None = None
     root_machine: int = 0xFFFF
+    machines: int = 0
     first_rank: int = 0
     parts: list[Part] = field(default_factory=list)
     key: int = 0
@@ -153,9 +156,15 @@ class Tensor:
     finished: int = 0  # partitions of the current round that are DONE
     running: int = 0  # kernels at work on this tensor's memory
     retired: bool = False
+    ending: BytePSError | None = None
 
     def __post_init__(self) -> None:
         self.key = key_of(self.name)
+
+    @property
+    def is_alone(self) -> bool:
+        """No other machine takes part: nothing is sent."""
+        return self.machines == 1
 
     @property
     def is_pending(self) -> bool:
@@ -183,7 +192,7 @@ class Tensor:
         """Addresses, at ``offset``, of the local ranks' results that a delivery has to write."""
         return tuple(
             slot.result.address + offset
-            for slot in self.slots
+            for i, slot in enumerate(self.slots)
             # the root of a broadcast may already have its result: its own input
-            if not (slot.local_rank == self.local_root and slot.result.address == slot.input.address)
+            if not (i == self.local_root and slot.result.address == slot.input.address)
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,13 @@ class Topology:
 
     def machine_of(self, rank: int) -> int:
         """Index of the machine of global ``rank``."""
-        return max(w.machine_index for w in self.workers if w.first_rank <= rank)
+        return bisect.bisect(self.workers, rank, key=lambda worker: worker.first_rank) - 1
+
+    def machines_in(self, spec: TensorSpec) -> int:
+        """How many machines take part in a tensor; 0: all of several."""
+        if not spec.group:
+            return 0 if self.machines > 1 else 1
+        return len({self.machine_of(rank) for rank in spec.group})
 
     def describe_ranks(self, local_ranks: list[int]) -> str:
         """``rank 2`` or ``ranks 2, 3``, in global numbers."""

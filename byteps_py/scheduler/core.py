@@ -272,7 +272,7 @@ class SchedulerCore:
             return self._fail("PeerLostError", text, now_s) if member.holds_keys else []
         # Orderly: they raise it only if they still want something, so that at a normal end nobody sees it.
         self.reason = text
-        return to_each(workers, failure("PeerLostError", text, orderly=True))
+        return to_each(workers, failure("PeerLostError", text, member.ranks))
 
     def _gone(self, member: MemberRecord) -> Outgoing:
         """Its ranks have ended and won't come back. To others that is no different from a worker that left."""
@@ -281,7 +281,7 @@ class SchedulerCore:
         count = len(self._ranks_of(member))
         text = f"{member.describe()} has shut down: its {'rank has' if count == 1 else 'ranks have'} ended"
         others = [m for m in self._roster.workers() if m is not member]
-        return to_each(others, failure("PeerLostError", text, orderly=True))
+        return to_each(others, failure("PeerLostError", text, member.ranks))
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
         error = report.error if report.error in BY_NAME else "CommunicationError"

@@ -3,6 +3,12 @@
 A name's life:   VOTING(1) ─► ACCEPTED(1) ─► VOTING(2) ─► REJECTED(2) ─► VOTING(3) ─► …
 The first ballot of the next generation opens the vote. If the name was accepted, the other machines may not
 know of a new vote, and are told (Reopen); after a rejection every machine knows that it has to vote again.
+
+A vote is over when every rank of the tensor's group has voted. A name belongs to one group at a time: two votes that
+name different groups are a disagreement, and since nobody knows then who is to be waited for, the vote is over at
+once. Ranks of one of these groups that had not voted are named in the verdict (``late``): their next declaration of
+the name is their vote on this generation, and gets the same error. So all ranks of all groups named learn of it, and
+all count generations alike. Verdicts go to all machines, also to those without a rank in the group.
 """
 
 from __future__ import annotations
@@ -14,6 +20,8 @@ from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.words import ranks_text
 from byteps_py.tensors import DType, Op, TensorSpec
+
+_Votes = list[tuple[tuple[int, ...], TensorSpec]]  # (ranks, what they gave), of one machine
 
 MAX_TENSOR_BYTES = 1 << 48  # no machine holds more; keeps sums of sizes within the schema's integers
 
@@ -41,12 +49,14 @@ class _Declaration:
     generation: int = 0
     is_decided: bool = True
     accepted: TensorSpec | None = None
-    votes: dict[int, list[tuple[tuple[int, ...], TensorSpec]]] = field(default_factory=dict)
+    votes: dict[int, _Votes] = field(default_factory=dict)
+    voted: int = 0  # ranks
+    rounds: int = 0  # of the generation before, that a voter has got
 
 
 class Declarations:
     def __init__(self, num_machines: int, size: int) -> None:
-        """``num_machines`` each give one ballot; ``size``: number of ranks, which bounds broadcast roots."""
+        """``num_machines`` give at most one ballot each; ``size``: number of ranks."""
         self._num_machines = num_machines
         self._size = size
         self._by_name: dict[str, _Declaration] = {}
@@ -61,11 +71,11 @@ class Declarations:
         return {rank for votes in declaration.votes.values() for ranks, _ in votes for rank in ranks}
 
     def cast(self, machine_index: int, ranks: range, ballot: pb.Ballot) -> Outcome:
-        """Take the votes of one machine, whose global ranks are ``ranks``.
+        """Take the votes of one machine, whose global ranks are ``ranks``: of those that are in the group.
 
         Raises ProtocolError for a ballot that no correct machine sends.
         """
-        votes = _read_votes(ballot, ranks)
+        votes = _read_votes(ballot, ranks, self._size)
         declaration = self._by_name.setdefault(ballot.name, _Declaration(ballot.name))
         outcome: Outcome = None
         if ballot.generation == declaration.generation + 1 and declaration.is_decided:
@@ -82,9 +92,14 @@ class Declarations:
         elif machine_index in declaration.votes:
             raise ProtocolError(f"tensor {ballot.name!r}: machine {machine_index} voted twice on {ballot.generation}")
         declaration.votes[machine_index] = votes
-        if len(declaration.votes) < self._num_machines:
-            return outcome
-        return Decided(self._decide(declaration))
+        declaration.rounds = max(declaration.rounds, ballot.rounds)
+        declaration.voted += sum(len(voters) for voters, _ in votes)
+        return Decided(self._decide(declaration)) if self._is_over(declaration) else outcome
+
+    def _is_over(self, declaration: _Declaration) -> bool:
+        """All of the group have voted, or it is not known who is in it."""
+        groups = {spec.group for votes in declaration.votes.values() for _, spec in votes}
+        return len(groups) > 1 or declaration.voted == len(groups.pop() or range(self._size))
 
     def _open(self, declaration: _Declaration) -> None:
         if declaration.accepted is not None:
@@ -97,8 +112,9 @@ class Declarations:
     def _decide(self, declaration: _Declaration) -> pb.Verdict:
         votes = [vote for _, machine in sorted(declaration.votes.items()) for vote in machine]
         declaration.is_decided = True
+        verdict = pb.Verdict(name=declaration.name, generation=declaration.generation, rounds=declaration.rounds)
         declaration.votes.clear()
-        verdict = pb.Verdict(name=declaration.name, generation=declaration.generation)
+        declaration.voted = declaration.rounds = 0
         verdict.error = _disagreement(declaration.name, votes) or self._impossible(votes[0][1])
         if not verdict.error:
             # Priorities may differ; the lowest rank's is taken, so that all machines know the same.
@@ -107,6 +123,9 @@ class Declarations:
             self.accepted_count += 1
             self.accepted_bytes += spec.nbytes
             verdict.spec.CopyFrom(to_message(spec))
+        else:
+            named = {rank for _, spec in votes for rank in spec.members(self._size)}
+            verdict.late.extend(sorted(named.difference(*(ranks for ranks, _ in votes))))
         return verdict
 
     def _impossible(self, spec: TensorSpec) -> str:
@@ -115,7 +134,7 @@ class Declarations:
         return ""
 
 
-def _disagreement(name: str, votes: list[tuple[tuple[int, ...], TensorSpec]]) -> str:
+def _disagreement(name: str, votes: _Votes) -> str:
     """Which ranks gave what, when they don't agree; else empty."""
     camps: dict[tuple[object, ...], tuple[TensorSpec, list[int]]] = {}
     for ranks, spec in votes:
@@ -125,16 +144,31 @@ def _disagreement(name: str, votes: list[tuple[tuple[int, ...], TensorSpec]]) ->
     ordered = sorted(camps.values(), key=lambda camp: min(camp[1]))
     gave = ", ".join(f"{ranks_text(ranks)} gave {spec.describe()}" for spec, ranks in ordered[:6])
     more = f" and {len(ordered) - 6} other versions" if len(ordered) > 6 else ""
-    return f"tensor {name!r}: {gave}{more}; give it the same shape, dtype and operation on every rank"
+    if len({spec.group for spec, _ in camps.values()}) > 1:
+        remedy = "let all ranks of a group name the same group, and give each group a name of its own"
+    else:
+        remedy = "give it the same shape, dtype and operation on every rank"
+    return f"tensor {name!r}: {gave}{more}; {remedy}"
 
 
-def _read_votes(ballot: pb.Ballot, ranks: range) -> list[tuple[tuple[int, ...], TensorSpec]]:
-    voted = sorted(rank for vote in ballot.votes for rank in vote.ranks)
-    if voted != list(ranks):
+def _read_votes(ballot: pb.Ballot, ranks: range, size: int) -> _Votes:
+    """One vote of each of ``ranks`` that is in the group; of some of them if they disagree about the group."""
+    votes = [(tuple(sorted(vote.ranks)), to_spec(ballot.name, vote.spec)) for vote in ballot.votes if vote.ranks]
+    voted = sorted(rank for voters, _ in votes for rank in voters)
+    groups = {spec.group for _, spec in votes}
+    for voters, spec in votes:
+        if spec.group and spec.group[-1] >= size:
+            raise ProtocolError(f"tensor {ballot.name!r}: {spec.describe()}, but ranks end at {size - 1}")
+        if not set(voters) <= set(spec.members(size)):
+            raise ProtocolError(f"tensor {ballot.name!r}: {ranks_text(voters)} voted for {spec.describe()}")
+    due = [rank for rank in ranks if any(rank in spec.members(size) for _, spec in votes)]
+    if len(groups) > 1:
+        due = [rank for rank in due if rank in voted]
+    if not voted or voted != due:
         raise ProtocolError(
             f"tensor {ballot.name!r}: a machine with {ranks_text(ranks)} sent votes of {ranks_text(voted)}"
         )
-    return [(tuple(sorted(vote.ranks)), to_spec(ballot.name, vote.spec)) for vote in ballot.votes if vote.ranks]
+    return votes
 
 
 def to_spec(name: str, message: pb.Spec) -> TensorSpec:

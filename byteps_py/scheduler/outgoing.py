@@ -19,5 +19,7 @@ def refused(connection: int, error: str, message: str, later: bool = False) -> t
     return connection, pb.SchedulerMessage(refused=pb.Refused(error=error, message=message, later=later))
 
 
-def failure(error: str, message: str, orderly: bool = False) -> pb.SchedulerMessage:
-    return pb.SchedulerMessage(failure=pb.Failure(error=error, message=message, orderly=orderly))
+def failure(error: str, message: str, left: Iterable[int] = ()) -> pb.SchedulerMessage:
+    """``left``: ranks that have shut down in order, the only reason; none if there is a worse one."""
+    ranks = list(left)
+    return pb.SchedulerMessage(failure=pb.Failure(error=error, message=message, orderly=bool(ranks), ranks=ranks))

@@ -55,7 +55,10 @@ class StallWatch:
             # A rank that is ready for a later round has passed the oldest one: every report counts for it.
             ready = {rank for entry in entries for rank in entry.ready_ranks}
             voters = undecided_voters(name)
-            missing = [rank for rank in range(size) if rank not in (ready if voters is None else voters)]
+            there = ready if voters is None else voters
+            groups = {tuple(entry.group) for entry in entries}
+            members = range(size) if () in groups else sorted(set().union(*groups))
+            missing = [rank for rank in members if rank not in there]
             found.append(Stall(name, age_s, tuple(missing), voters is not None))
         return found
 

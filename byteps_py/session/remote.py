@@ -68,7 +68,8 @@ class RemoteSession(Session):
         self._is_asked = False  # whether the service is alive
         self._slots = Slots()
         self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the last one
-        self._declared: dict[int, list[dict[str, Any]]] = {}
+        self._asked: dict[int, Sequence[TensorSpec]] = {}  # by request: what is being declared
+        self._declared: dict[int, list[Slot]] = {}
         self._requests = 0
         self._barriers = self._released = 0
         self._welcome: dict[str, Any] | None = None
@@ -95,10 +96,7 @@ class RemoteSession(Session):
 
     def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
         for spec in specs:
-            if spec.root >= self.size:
-                raise UsageError(
-                    f"tensor {spec.name!r}: root rank {spec.root} does not exist, ranks go from 0 to {self.size - 1}"
-                )
+            words.check_ranks(spec, self.rank, self.size)
         with self._declaring:
             new: dict[str, TensorSpec] = {}
             slots: dict[str, Slot] = {}  # kept: while the new ones are declared, others may fail
@@ -129,6 +127,8 @@ class RemoteSession(Session):
     def _declare_new(self, specs: Sequence[TensorSpec]) -> dict[str, Slot]:
         self._requests += 1
         request = self._requests
+        with self._state:
+            self._asked[request] = specs
         self._send(protocol.pack(Kind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in specs]))
         self._wait_until(
             lambda: request in self._declared,
@@ -136,8 +136,7 @@ class RemoteSession(Session):
             lambda: "the communication service of this machine does not answer a declaration",
         )
         with self._state:
-            pairs = zip(specs, self._declared.pop(request), strict=True)
-            return {spec.name: self._slots.add(spec, fields) for spec, fields in pairs}
+            return {spec.name: slot for spec, slot in zip(specs, self._declared.pop(request), strict=True)}
 
     def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
         self._check_open()
@@ -157,8 +156,7 @@ class RemoteSession(Session):
         slot.begun_bytes = nbytes % whole if whole else 0
         if nbytes == whole:
             slot.round += 1  # before the message: its answer must find it
-        if slot.error is None:
-            self._send(message)
+        self._send(message)  # also if the slot is void: the service must know who has yet to learn that
 
     def _lay_out(self, slot: Slot, layout: Layout | None) -> None:
         """Tell the service of a round's layout, if it is not that of the round before."""
@@ -187,7 +185,7 @@ class RemoteSession(Session):
                 lambda: f"tensor {slot.spec.name!r}, round {slot.round}: no result",
             )
         self._check_open()
-        if slot.error is not None:
+        if slot.error is not None and slot.done_round < slot.round:  # else it became void after its last round
             raise slot.error.with_traceback(None)
 
     def barrier(self, timeout_s: float | None = None) -> None:
@@ -306,7 +304,9 @@ class RemoteSession(Session):
         if kind is Kind.SEGMENT:
             self._slots.add_segment(fields["id"], fds[0], fields["nbytes"])
         elif kind is Kind.DECLARED:
-            self._declared[fields["request"]] = fields["slots"]
+            # At once: the next message may be about them.
+            pairs = zip(self._asked.pop(fields["request"]), fields["slots"], strict=True)
+            self._declared[fields["request"]] = [self._slots.add(spec, place) for spec, place in pairs]
         elif kind is Kind.WELCOME:
             self._welcome = fields
         elif kind is Kind.RELEASED:

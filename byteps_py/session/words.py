@@ -7,8 +7,21 @@ import sys
 import threading
 
 from byteps_py.errors import PeerLostError, UsageError
+from byteps_py.tensors import TensorSpec
 
 _MAX_CHARS = 500
+
+
+def check_ranks(spec: TensorSpec, rank: int, size: int) -> None:
+    """Raises UsageError if ``rank``, of ``size``, can't declare this."""
+    for what, named in (("root rank", spec.root), ("rank", spec.group[-1] if spec.group else 0)):
+        if named >= size:
+            raise UsageError(f"tensor {spec.name!r}: {what} {named} does not exist, ranks go from 0 to {size - 1}")
+    if spec.group and rank not in spec.group:
+        raise UsageError(
+            f"tensor {spec.name!r}: rank {rank} is not in its group {list(spec.group)}; only ranks of the group may "
+            "declare it"
+        )
 
 
 def gone(service_pid: int) -> PeerLostError:

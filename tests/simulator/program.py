@@ -38,29 +38,37 @@ _POOL = _make_pool()
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One round of one name. ``specs``: what each rank says it is. ``first``: what each says before that, without
-    using it; None if it does not. They disagree if ``is_mismatch``."""
+    """One round of one name. ``specs``: what each rank says it is; None if it does not take part. ``first``: what each
+    says before that, without using it; None if it does not. They disagree if ``is_mismatch``."""
 
     id: int
     name: str
-    specs: tuple[TensorSpec, ...]
+    specs: tuple[TensorSpec | None, ...]
     first: TensorSpec | None = None
     is_mismatch: bool = False
 
-    def contribution(self, rank: int) -> Bytes:
+    def spec(self, rank: int) -> TensorSpec:
         spec = self.specs[rank]
+        if spec is None:
+            raise AssertionError(f"rank {rank} takes no part in use {self.id}")
+        return spec
+
+    def contribution(self, rank: int) -> Bytes:
+        spec = self.spec(rank)
         start = (self.id * 1136 + rank * 392) % (_POOL_BYTES // 2) // 8 * 8
         return _POOL[spec.dtype][start : start + spec.nbytes]
 
     def result(self, local_sizes: list[int]) -> bytes:
         """In two stages, as the contract says: over each machine's ranks, then over the machines."""
-        spec = self.specs[0]
+        spec = next(spec for spec in self.specs if spec is not None)
         if spec.op is Op.BROADCAST:
             return self.contribution(spec.root).tobytes()
         sums = []
         rank = 0
         for size in local_sizes:
-            sums.append(combine(spec.op, spec.dtype, [self.contribution(r) for r in range(rank, rank + size)]))
+            here = [r for r in range(rank, rank + size) if self.specs[r] is not None]
+            if here:
+                sums.append(combine(spec.op, spec.dtype, [self.contribution(r) for r in here]))
             rank += size
         return combine(spec.op, spec.dtype, sums, spec.divisor(rank)).tobytes()
 
@@ -76,15 +84,17 @@ class Program:
     def make(cls, rng: random.Random, size: int) -> Program:
         program = cls()
         names = [f"t{i}" for i in range(rng.randint(1, 5))]
+        # A name is one group's for good: ranks outside would not know what they interfere with.
+        groups = {name: _make_group(rng, size) for name in names}
         known: dict[str, TensorSpec] = {}
         uses = 0
         for step in range(rng.randint(1, 5)):
             chosen = rng.sample(names, rng.randint(1, len(names)))
             program.steps.append([])
             for name in chosen:
-                use = _make_use(rng, uses, name, known.pop(name, None), size)
+                use = _make_use(rng, uses, name, known.pop(name, None), size, groups[name])
                 if not use.is_mismatch:
-                    known[name] = use.specs[0]
+                    known[name] = use.spec((groups[name] or (0,))[0])
                 program.steps[-1].append(use)
                 uses += 1
             if rng.random() < 0.2:
@@ -92,23 +102,39 @@ class Program:
         return program
 
 
-def _make_spec(rng: random.Random, name: str, size: int) -> TensorSpec:
+def _make_group(rng: random.Random, size: int) -> tuple[int, ...]:
+    """Of most names all ranks."""
+    if rng.random() < 0.6:
+        return ()
+    return tuple(sorted(rng.sample(range(size), rng.randint(1, size))))
+
+
+def _make_spec(rng: random.Random, name: str, size: int, group: tuple[int, ...]) -> TensorSpec:
     op, dtype, count = rng.choice(_OPS), rng.choice(_DTYPES), rng.choice(_COUNTS)
     shape = (count,) if count % 2 else (2, count // 2)
-    root = rng.randrange(size) if op is Op.BROADCAST else -1
-    return TensorSpec(name, dtype, shape, op, op is Op.SUM and rng.random() < 0.3, root)
+    root = rng.choice(group or range(size)) if op is Op.BROADCAST else -1
+    return TensorSpec(name, dtype, shape, op, op is Op.SUM and rng.random() < 0.3, root, group=group)
 
 
-def _make_use(rng: random.Random, number: int, name: str, known: TensorSpec | None, size: int) -> Use:
-    spec = known if known is not None and rng.random() < 0.75 else _make_spec(rng, name, size)
+def _make_use(
+    rng: random.Random, number: int, name: str, known: TensorSpec | None, size: int, group: tuple[int, ...]
+) -> Use:
+    members = group or range(size)
+    spec = known if known is not None and rng.random() < 0.75 else _make_spec(rng, name, size, group)
     kind = rng.random()
     first = None
-    specs = [spec] * size
+    specs = dict.fromkeys(members, spec)
     # An empty tensor's round is over where it is handed over: nobody waits there for those who disagree.
-    if kind < 0.12 and size > 1 and (known is None or known.nbytes):
-        for rank in rng.sample(range(size), rng.randint(1, size - 1)):
-            specs[rank] = _make_spec(rng, name, size)
+    if kind < 0.12 and len(members) > 1 and (known is None or known.nbytes):
+        if kind < 0.04 and len(members) > 2:
+            # About the group: one rank leaves others out, but not all that say something else; so neither group is
+            # complete, and nobody can go on.
+            odd, *others = rng.sample(members, rng.randint(2, len(members) - 1))
+            specs[odd] = _make_spec(rng, name, size, tuple(sorted((odd, *others))))
+        else:
+            for rank in rng.sample(members, rng.randint(1, len(members) - 1)):
+                specs[rank] = _make_spec(rng, name, size, group)
     elif kind < 0.2:
-        first = _make_spec(rng, name, size)
-    is_mismatch = len({each.signature() for each in specs}) > 1
-    return Use(number, name, tuple(specs), first, is_mismatch)
+        first = _make_spec(rng, name, size, group)
+    is_mismatch = len({each.signature() for each in specs.values()}) > 1
+    return Use(number, name, tuple(specs.get(rank) for rank in range(size)), first, is_mismatch)

@@ -114,7 +114,7 @@ class Rank(Process):
         if self._session.rank != self._rank:
             raise InvariantError(f"rank {self._rank} is told that it is {self._session.rank}")
         for number, step in enumerate(self._program.steps):
-            yield from self._go(step)
+            yield from self._go([use for use in step if use.specs[self._rank] is not None])
             if number in self._program.barriers:
                 yield from self._barrier()
 
@@ -151,7 +151,7 @@ class Rank(Process):
         return self.world.delay() if self._random.random() < 0.5 else 0.0
 
     def _spec(self, use: Use) -> TensorSpec:
-        return replace(use.specs[self._rank], priority=self._random.randint(-3, 3))
+        return replace(use.spec(self._rank), priority=self._random.randint(-3, 3))
 
     def _declare(self, specs: list[TensorSpec]) -> Generator[float | Callable[[], bool], None, list[Slot]]:
         session = self._session

@@ -182,7 +182,12 @@ class Server(Process):
     def _check_reduce(self, partition: Partition[Any]) -> None:
         """Each machine is counted once, in order, and each round is summed once."""
         machines = [contribution.header.sender for contribution in partition.in_order()]
-        if machines != list(range(self._service._rounds.num_machines)):
+        group = partition.in_order()[0].header.machines
+        if group:
+            is_right = len(machines) == group and machines == sorted(set(machines))
+        else:
+            is_right = machines == list(range(self._service._rounds.num_machines))
+        if not is_right:
             raise InvariantError(f"round {partition.round} of {partition} is summed over machines {machines}")
         round_ = (partition.key, partition.generation, partition.index, partition.round)
         if round_ in self._reduced:
