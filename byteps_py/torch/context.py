@@ -37,12 +37,23 @@ def _open_session(settings: Settings) -> Session:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A tensor to declare: its spec, and how torch sees it (wire dtype, pieces, device)."""
+    """A tensor to declare: its spec, and how torch sees it (wire dtype, pieces, device).
+
+    ``result_shapes``: the pieces of the result, where they are others.
+    """
 
     spec: TensorSpec
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
     device: torch.device
+    result_shapes: tuple[tuple[int, ...], ...] | None = None
+
+
+class Closable(Protocol):
+    """Something that lives as long as the session."""
+
+    def close(self) -> None:
+        """The session is closed; end with it."""
 
 
 class Unfinished(Protocol):
@@ -67,6 +78,7 @@ class Context:
         self.handles = Handles()
         self.process_sets: dict[int, tuple[int, ...]] = {}  # id → ranks; see process_sets.py
         self.process_sets_added = 0
+        self.belongings: dict[type, Closable] = {}  # of modules that this one must not know, by their type
         self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -91,6 +103,8 @@ class Context:
         with self.lock:
             session, self._session = self._session, None
             movers, self._movers = self._movers, {}
+            belongings = list(self.belongings.values())
+            self.belongings.clear()
             self._exchanges.clear()
             self.handles.clear()
             self.names = NameSource()
@@ -100,6 +114,8 @@ class Context:
             mover.close()
         if session is not None:
             session.close()
+        for belonging in belongings:
+            belonging.close()
 
     def reopen(self, num_workers: int, num_servers: int, global_rank: int) -> None:
         """Join again after ``close``, as part of a job of another size."""
@@ -138,8 +154,8 @@ class Context:
             missing = [request for request in requests if not self._fits(request)]
             slots = session.declare([request.spec for request in missing]) if missing else []
             for request, slot in zip(missing, slots, strict=True):
-                mover = self._mover(request.device)
-                exchange = Exchange(session, slot, request.dtype, request.shapes, mover)
+                mover = self.mover(request.device)
+                exchange = Exchange(session, slot, request.dtype, request.shapes, mover, request.result_shapes)
                 self._exchanges[request.spec.name] = exchange
             return [self._exchanges[request.spec.name] for request in requests]
 
@@ -150,10 +166,11 @@ class Context:
             and exchange.usable
             and exchange.session is self._session
             and exchange.slot.spec.agrees_with(request.spec)
-            and exchange.mover is self._mover(request.device)
+            and exchange.mover is self.mover(request.device)
         )
 
-    def _mover(self, device: torch.device) -> Mover:
+    def mover(self, device: torch.device) -> Mover:
+        """Who carries tensors of this device to and from slots."""
         mover = self._movers.get(device)
         if mover is None:
             if device.type == "cuda":

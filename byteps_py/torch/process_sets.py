@@ -6,13 +6,14 @@ collective, so that all ranks number and know the same sets; one thread at a tim
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from byteps_py.errors import MismatchError, UsageError
-from byteps_py.tensors import DType, TensorSpec
+from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch import context as contexts
 from byteps_py.torch.context import Context, Request
 
@@ -191,6 +192,15 @@ def set_up(context: Context, process_sets: Sequence[ProcessSet]) -> None:
             identifier = _register(context, ranks)
             if ranks == mine:
                 process_set.process_set_id = identifier
+
+
+def meet(context: Context, group: tuple[int, ...]) -> None:
+    """Return once every rank of ``group`` has called it: a gather of one byte. Raises what Session.wait raises."""
+    count = len(group)
+    name = f"barrier[{hashlib.blake2b(repr(group).encode(), digest_size=8).hexdigest()}]"
+    (slot,) = context.session.declare([TensorSpec(name, DType.UINT8, (1, count), Op.GATHER, group=group)])
+    context.session.hand_over(slot, layout=Layout(((0, 1),), tuple((i, 1) for i in range(count))))
+    context.session.wait(slot)
 
 
 # ---- what a context knows ----------------------------------------------------------------------------------
