@@ -96,6 +96,7 @@ from byteps_py.torch.scatter import (
     reducescatter_async,
 )
 from byteps_py.torch.sync_batch_norm import SyncBatchNorm
+from byteps_py.torch.timeline import get_pushpull_speed, start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",
@@ -150,6 +151,7 @@ __all__ = [
     "ddl_built",
     "declare",
     "elastic",
+    "get_pushpull_speed",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -186,6 +188,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "suspend",
     "synchronize",
 ]

@@ -18,6 +18,7 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.settings import Settings
 from byteps_py.torch import context as contexts
+from byteps_py.torch import timeline
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.ops import Average, How, ReduceOp, Sum, start_reduction, which_op
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, meet, set_up
@@ -42,12 +43,13 @@ def init(
     if context.is_open:
         return
     context.open(settings)
-    if process_sets and not isinstance(process_sets, str):
-        try:
+    try:
+        timeline.set_up(context)
+        if process_sets and not isinstance(process_sets, str):
             set_up(context, list(process_sets))
-        except BaseException:
-            context.close()
-            raise
+    except BaseException:
+        context.close()
+        raise
 
 
 def shutdown() -> None:
@@ -65,7 +67,9 @@ def resume(num_workers: int, num_servers: int, global_rank: int = -1) -> None:
 
     ``global_rank``: this process's new rank; default: its machine keeps its index.
     """
-    contexts.current().reopen(num_workers, num_servers, global_rank)
+    context = contexts.current()
+    context.reopen(num_workers, num_servers, global_rank)
+    timeline.set_up(context)
 
 
 def is_initialized() -> bool:
