@@ -222,6 +222,19 @@ def test_the_credit_holds_pushes_back_and_answers_set_them_free() -> None:
     assert pushes([push]) == [(1, 1)]  # before the delivery: the network must not wait for it
 
 
+def test_nothing_is_pushed_while_answers_wait_for_the_processor() -> None:
+    only = slot(0, what=spec(count=8), inputs=2)
+    made = tensor([only])
+    pipeline = started(made, 2, 2, credit_bytes=8, pieces=[(8 * i, 8, 5) for i in range(4)])
+    assert pushes(ready(pipeline, only)) == [(0, 1)]
+    push, _ = pipeline.answered(made.parts[0], 1, ANSWER, 0.0)
+    assert pushes([push]) == [(1, 1)]
+    (second,) = pipeline.answered(made.parts[1], 1, ANSWER, 0.0)  # more than the credit is undelivered
+    assert pushes(pipeline.pump(0.0)) == []
+    assert isinstance(second, Compute)
+    assert pushes(pipeline.computed(made.parts[0], 0.0)) == [(2, 1)]
+
+
 def test_what_waits_for_other_machines_gives_its_credit_back_on_the_timer() -> None:
     only = slot(0, inputs=2)
     pipeline = started(tensor([only]), 2, 2, credit_bytes=8)

@@ -26,6 +26,7 @@ class Pipeline:
         self._scatter = scatter
         self._size = size
         self._queue = queue
+        self._undelivered_bytes = 0  # of answers that kernels have yet to read, or are reading
 
     def start(self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]], now: float) -> list[Action]:
         """A tensor is agreed. ``pieces``: (offset, length, server) of its partitions, in order of offset; with the
@@ -103,9 +104,16 @@ class Pipeline:
         self._queue.add(part, part.tensor.spec.priority)
 
     def pump(self, now: float) -> list[Action]:
-        """Push what the credit allows. Also called from time to time, see PushQueue."""
+        """Push what the credit allows. Also called from time to time, see PushQueue.
+
+        Not while answers wait for kernels, that is for the processor: they would only wait there, in memory.
+        """
         actions: list[Action] = []
-        while (part := self._queue.take(now)) is not None:
+        limit = self._queue.credit_bytes
+        while not limit or self._undelivered_bytes <= limit:
+            part = self._queue.take(now)
+            if part is None:
+                break
             part.stage = Stage.IN_FLIGHT
             actions.append(Push(part, part.tensor.round))
         return actions
@@ -114,8 +122,13 @@ class Pipeline:
         """A Compute has ended."""
         tensor = part.tensor
         tensor.running -= 1
+        actions: list[Action] = []
+        if part.stage is Stage.DELIVERING and not isinstance(part, ScatterPart):
+            was_full = self._undelivered_bytes > self._queue.credit_bytes
+            self._undelivered_bytes -= part.length
+            actions += self.pump(now) if was_full else ()
         if tensor.retired:
-            return self._release(tensor)
+            return [*actions, *self._release(tensor)]
         if part.stage is Stage.REDUCING and not tensor.is_alone:
             if isinstance(part, ScatterPart):
                 return self._scatterer.offer(part, now)
@@ -123,7 +136,7 @@ class Pipeline:
             return self.pump(now)
         if isinstance(part, ScatterPart):
             part.frames.clear()
-        return self._finish(part)
+        return [*actions, *self._finish(part)]
 
     def awaits(self, part: Part, round_: int) -> bool:
         """True if an answer to, or a refusal of, this round's push still matters; else it is of a void tensor,
@@ -136,14 +149,15 @@ class Pipeline:
             return []
         tensor = part.tensor
         self._queue.give_back(part)
-        actions = self.pump(now)
         if tensor.local_root is not None:
             source = tensor.contribution.address + part.offset
         outputs = tensor.results(part.offset)
         if not outputs:
-            return actions + self._finish(part)
+            return self.pump(now) + self._finish(part)
         part.stage = Stage.DELIVERING
+        self._undelivered_bytes += part.length
         tensor.running += 1
+        actions = self.pump(now)
         divisor = tensor.spec.divisor(self._size)
         op = Op.SUM if divisor > 1 else Op.BROADCAST  # of one input: a division, or a copy
         return [*actions, Compute(part, op, (source,), outputs, divisor)]

@@ -1,0 +1,135 @@
+"""What a communication service (machine 0) answers other machines (machine 1: the test), and what it does not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+from support.data_plane import Machine
+from zmq.utils import garbage
+
+from byteps_py.errors import MismatchError
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.settings import Settings
+from byteps_py.wire import Fetch, Header, Kind
+from byteps_py.worker.peers import PeerMachines
+from byteps_py.worker.pieces import Request
+from byteps_py.worker.tensor import SumRequest
+from byteps_py.worker.topology import Topology
+
+SETTINGS = Settings(
+    scheduler_host="127.0.0.1",
+    scheduler_port=9999,
+    node_host="127.0.0.1",
+    job_id="test",
+    num_workers=2,
+    secret="s3cret",
+)
+Connect = Callable[..., Machine]
+LARGE = bytes(range(256)) * 4096
+
+
+class Service:
+    """Answers a request for key 1 with LARGE, for key 2 with a few bytes, and refuses others."""
+
+    def __init__(self) -> None:
+        self.loop = EventLoop()
+        self.peers = PeerMachines(self.loop, SETTINGS, self._requested, lambda machine: None)
+        self.requests: list[Request | SumRequest] = []
+        self.served = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self.loop.run)
+        self._thread.start()
+
+    def open(self) -> None:
+        workers = tuple(pb.Member(machine_index=i) for i in range(2))
+        self.loop.post(lambda: self.peers.open(Topology(1, 0, workers, (), 1 << 20), lambda *lost: None))
+
+    def _requested(self, request: Request | SumRequest) -> None:
+        self.requests.append(request)
+        if request.key not in (1, 2):
+            raise MismatchError("sizes differ")
+        data = memoryview(LARGE if request.key == 1 else b"few")
+        self.peers.serve(request.origin, data, self.served.release)
+
+    def close(self) -> None:
+        self.loop.stop()
+        self._thread.join()
+        self.peers.close()
+        self.loop.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def zeromq_collector() -> Iterator[None]:
+    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
+    zmq.Frame(bytearray(1 << 20))
+    yield
+    garbage.gc.stop()
+
+
+@pytest.fixture(name="service")
+def real_machine() -> Iterator[Service]:
+    service = Service()
+    yield service
+    service.close()
+
+
+@pytest.fixture(name="connect")
+def other_machine(service: Service) -> Iterator[Connect]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    machines = []
+
+    def connect(shown: str | None = None) -> Machine:
+        machines.append(Machine(context, service.peers.address, 1, SETTINGS, shown))
+        return machines[-1]
+
+    yield connect
+    for machine in machines:
+        machine.socket.close()
+    context.term()
+
+
+def fetch(machine: Machine, key: int, body: bytes | None = None, kind: Kind = Kind.FETCH) -> tuple[Header, bytes]:
+    header = Header(kind, machine.index, key=key, index=77, round=3, offset=5, length=9)
+    machine.socket.send_multipart([header.pack(), Fetch(0, 1, 9).pack() if body is None else body])
+    return machine.receive()
+
+
+def test_who_asks_before_the_cluster_is_known_here_is_answered_after(service: Service, connect: Connect) -> None:
+    machine = connect()
+    service.loop.call_later(0.0, service.open)
+    header, answer = fetch(machine, 2)
+    assert (header.kind, header.index, answer) == (Kind.ANSWER, 77, b"few")
+    (request,) = service.requests
+    assert isinstance(request, Request)
+    facts = (request.machine, request.round, request.source, request.target, request.offset, request.length)
+    assert (*facts, request.total) == (1, 3, 0, 1, 5, 9, 9)
+
+
+def test_large_answers_leave_from_where_they_lie_and_then_it_is_told(service: Service, connect: Connect) -> None:
+    service.open()
+    machine = connect()
+    assert fetch(machine, 1, b"", Kind.FETCH_SUM)[1] == LARGE
+    assert service.served.acquire(timeout=10)
+    assert isinstance(service.requests[0], SumRequest)
+    assert service.peers.bytes_sent == len(LARGE)
+
+
+def test_strangers_and_nonsense_are_refused_and_nothing_else_happens(service: Service, connect: Connect) -> None:
+    service.open()
+    stranger = connect("guessed")
+    assert stranger.refusal().endswith("its proof of membership is wrong: do job and secret agree?")
+    assert "no HELLO was accepted" in fetch(stranger, 1)[1].decode()
+    assert service.requests == []
+    machine = connect()
+    for kind, body, text in (
+        (Kind.FETCH, b"short", "a FETCH has a payload of 16 bytes, got 5"),
+        (Kind.FETCH, None, "MismatchError\nsizes differ"),
+        (Kind.PUSH, b"", "PUSH in the name of machine 1 is not for machine 1 to send"),
+    ):
+        header, answer = fetch(machine, 9, body, kind)
+        assert header.kind is Kind.REFUSED
+        assert text in answer.decode()
+    assert fetch(machine, 2)[1] == b"few"
