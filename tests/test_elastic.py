@@ -160,7 +160,7 @@ def test_a_job_that_cant_be_joined_again() -> None:
             disagree()
 
         with pytest.raises(
-            bps.RendezvousError, match=r"can't be joined again after MismatchError .*nobody there.*same"
+            bps.RendezvousError, match=r"can't be joined again after MismatchError: nobody there.*the same"
         ):
             loop(TorchState(step=0))
 

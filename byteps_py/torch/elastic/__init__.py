@@ -3,8 +3,8 @@
 Start with running.py (what ``run`` does), then state.py (what is committed and restored), sampler.py (which samples
 an epoch still has).
 
-What this version does: after an error of the job (HorovodInternalError) the ranks that are still there leave, join
-again, restore the last commit, make themselves equal to rank 0 and go on. What it does not do yet: change the
+What this version does: after an error of the job (HorovodInternalError) that all ranks see and survive, they leave,
+join again, restore the last commit, make themselves equal to rank 0 and go on. What it does not do yet: change the
 membership. A rank whose process is gone is not replaced and the others do not go on without it; ``run`` then raises an
 error that says so. No notice of new hosts comes, unless you call ``State.on_hosts_updated`` yourself.
 """

@@ -30,13 +30,15 @@ _log = logging.getLogger("byteps_py")
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Decorate a training function whose first argument is a State; it is called again after a failure of the job.
 
-    Before each call all ranks' states are made equal. After a HorovodInternalError (any CommunicationError: a peer
-    lost, a stall, ranks that disagree) the job is left and joined again and the last commit restored; after a
-    HostsUpdatedInterrupt nothing is restored. Everything collective belongs into ``func``.
+    Before each call all ranks' states are made equal. After a HorovodInternalError (any CommunicationError) the job is
+    left and joined again and the last commit restored; after a HostsUpdatedInterrupt nothing is restored. Everything
+    collective belongs into ``func``.
 
     Raises the function's other errors; the job's error after three failures in a row without a commit between them;
-    RendezvousError if the job can't be joined again, because a process of it is gone: this version does not change
-    the membership of a job.
+    RendezvousError if the job can't be joined again. That is so where a process of it is gone or was given up: this
+    version does not change the membership of a job. What can be gone on from is what all ranks see and survive, such
+    as a tensor that they disagree about. A rank that fails alone, and lives, keeps the others waiting until the stall
+    limit.
 
     >>> import byteps_py as bps
     >>> bps.init()
@@ -86,7 +88,7 @@ def _rejoin(why: Exception) -> None:
         init()
     except BytePSError as error:
         raise RendezvousError(
-            f"elastic: the job can't be joined again after {type(why).__name__} ({why}): {error}. This version goes on "
-            "with the same ranks only: it does not replace a process that is gone, nor go on without it. Start the job "
-            "again, from a checkpoint"
+            f"elastic: the job can't be joined again after {type(why).__name__}: {error}. This version of byteps_py "
+            "goes on with the same ranks only: it does not replace a process that is gone, nor go on without it. Start "
+            "the job again, from a checkpoint"
         ) from why
