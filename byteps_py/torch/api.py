@@ -20,8 +20,10 @@ from byteps_py.session.subset import among, rank_in
 from byteps_py.settings import Settings
 from byteps_py.torch import context as contexts
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.ops import Average, How, ReduceOp, Sum, start_reduction, which_op
+from byteps_py.torch.ops import Average, ReduceOp, Sum, which_op
+from byteps_py.torch.plans import How
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, is_communicator, meet, set_up
+from byteps_py.torch.reductions import start_reduction
 
 # ---- life --------------------------------------------------------------------------------------------------
 
