@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import subprocess
 import sys
 import uuid
@@ -11,6 +12,7 @@ import pytest
 from support.clusters import bpslaunch, clean_environment
 
 import byteps_py.torch as hvd
+from byteps_py.session import subset
 from byteps_py.session.subset import among
 from byteps_py.settings import Settings
 
@@ -32,6 +34,10 @@ def test_settings_of_some_of_the_ranks() -> None:
     for ranks in ([3, 2], [3, 3], [-1, 3], [3, 4]):
         with pytest.raises(ValueError, match="ascending ranks from 0 to 3"):
             among(two_machines, ranks)
+
+
+def test_the_example() -> None:
+    assert doctest.testmod(subset).failed == 0
 
 
 def test_under_our_launcher() -> None:
