@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.table import PlacementTable
-from byteps_py.tensors import TensorSpec, key_of, split
+from byteps_py.tensors import Op, TensorSpec, key_of, split
+from byteps_py.worker.relaying import broadcast_pieces
 from byteps_py.worker.scatter import pieces as scattered_pieces
 from byteps_py.worker.topology import Topology
 
@@ -33,15 +34,15 @@ class Placing:
             raise ProtocolError(f"the scheduler's membership can't hold tensors: {error}") from error
 
     def add(self, batch: Iterable[TensorSpec]) -> None:
-        """Enter the tensors of one message of verdicts. Those of one machine alone are no server's load."""
+        """Enter the tensors of one message of verdicts: those whose partitions the table places."""
         if self._table is not None:
             self._table.add(
-                (key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in batch if self._is_sent(spec)
+                (key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in batch if self._is_placed(spec)
             )
 
-    def _is_sent(self, spec: TensorSpec) -> bool:
-        """To servers; else it stays on one machine, or goes from machine to machine."""
-        return not spec.scatters and self._topology.machines_in(spec) != 1
+    def _is_placed(self, spec: TensorSpec) -> bool:
+        """It is summed by servers; else it stays on one machine, goes from machine to machine, or is handed on."""
+        return spec.op is not Op.BROADCAST and not spec.scatters and self._topology.machines_in(spec) != 1
 
     def pieces(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
         """(offset, length, server's member id, or the owner's rank if it scatters) of its partitions, by offset."""
@@ -49,6 +50,8 @@ class Placing:
         if spec.scatters:
             limit = LOCAL_PIECE_BYTES if is_alone else self._topology.partition_bytes
             return scattered_pieces(spec, self._topology.size, limit)
+        if spec.op is Op.BROADCAST and not is_alone:
+            return broadcast_pieces(spec, self._topology)
         if self._table is not None and not is_alone:
             return self._table.partitions(key_of(spec.name))
         return [(*piece, NO_SERVER) for piece in split(spec.nbytes, LOCAL_PIECE_BYTES, spec.dtype.itemsize)]
