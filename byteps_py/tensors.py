@@ -143,6 +143,11 @@ class TensorSpec:
         object.__setattr__(self, "count", self.shape[0] if self.op.is_direct else math.prod(self.shape))
         object.__setattr__(self, "nbytes", self.count * self.dtype.itemsize)
 
+    @property
+    def needs_all(self) -> bool:
+        """It can't go on without a rank that has joined."""
+        return self.scatters or not self.op.is_reduction
+
     def members(self, size: int) -> Sequence[int]:
         """The ranks that take part, of ``size`` in the job."""
         return self.group or range(size)

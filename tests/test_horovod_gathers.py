@@ -153,6 +153,18 @@ def test_gathers_among_some_of_the_ranks() -> None:
     assert [objects for _, _, objects in found] == [[0, 3], [1, 2], [1, 2], [0, 3]]
 
 
+def test_what_is_under_way_ends_with_the_session() -> None:
+    def main(rank: int):
+        if rank == 0:
+            handles = [hvd.allgather_async(torch.ones(2), "a"), hvd.alltoall_async(torch.ones(2), name="b")]
+            assert not any(hvd.poll(handle) for handle in handles)
+        hvd.shutdown()
+        with pytest.raises(ValueError, match="has not been initialized"):
+            hvd.allgather_async(torch.ones(2), "a")
+
+    ThreadedCluster((1, 1)).run(main)
+
+
 def test_alone() -> None:
     with use(Context(lambda settings: SoloSession())):
         hvd.init(settings=Settings())

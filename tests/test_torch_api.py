@@ -287,7 +287,13 @@ def test_importing_shared_ground_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["api", "layout", "names", "optimizer", "parallel", "stream"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("api", "layout", "names", "optimizer", "parallel", "stream"),
+        *("allreduce", "gathers", "scatter", "scaling", "collectives.alltoall", "collectives.rooms"),
+    ],
+)
 def test_examples_in_the_documentation(module) -> None:
     with use(Context(lambda settings: byteps_py.session.solo.SoloSession())):
         result = doctest.testmod(importlib.import_module(f"byteps_py.torch.{module}"))

@@ -31,6 +31,7 @@ from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.executor import Executor
+from byteps_py.worker.joining import Joining
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
 from byteps_py.worker.peers import PeerMachines
@@ -150,6 +151,10 @@ class Service:
             self._executor.run(self._agreement.reopened(reopen.name, reopen.generation, reopen.rounds))
         elif body == "release" and self._requests is not None:
             self._requests.release_barrier(message.release.sequence)
+        elif body == "joined" and self._requests is not None:
+            self._requests.joining.told(message.joined)
+        elif body == "all_joined" and self._requests is not None:
+            self._requests.joining.all_joined(message.all_joined.last)
         elif body == "stalled":
             self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
             logger.warning("%s", message.stalled.message)
@@ -208,7 +213,10 @@ class Service:
             self._network = executor.network = Network(
                 self._loop, self._settings, topology, memory, executor.answered, self._server_lost
             )
-        self._requests = Requests(topology, memory, self._agreement, pipeline, direct, executor, self._link.send)
+        joining = Joining(topology, self._agreement, pipeline, direct, executor, self._link.send)
+        self._requests = Requests(
+            topology, memory, self._agreement, pipeline, direct, executor, joining, self._link.send
+        )
         self._desk.open(self._requests)
         logger.info(
             "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
@@ -227,7 +235,7 @@ class Service:
         placing.add(accepted.values())
         for verdict in verdicts.verdicts:
             if verdict.error:
-                error = from_name("MismatchError", verdict.error)
+                error = from_name("UsageError" if verdict.unsupported else "MismatchError", verdict.error)
                 actions, old = self._agreement.rejected(
                     verdict.name, verdict.generation, error, verdict.late, verdict.rounds
                 )
@@ -239,6 +247,7 @@ class Service:
                 if tensor is not None:
                     requests.memory.equip(tensor, requests.topology)
                     executor.start(tensor, placing.pieces(spec))
+                    requests.joining.agreed(tensor)
             if old is not None:
                 executor.retire(old)
             executor.run(self._agreement.decided(verdict.name))

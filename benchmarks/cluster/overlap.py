@@ -3,9 +3,10 @@
     python -m benchmarks.cluster.overlap [--compute 0.5 1 2] [--rounds 1] [--mparams 32] [--json FILE]
     python -m benchmarks.cluster.overlap --contenders cross --partition-kb 64 1024 4096 --credit-kb 1024 16384
 
-Hosts are network namespaces (root needed), four workers and four CPU machines unless told otherwise. The model: 12
-equal layers and a last one four times as large, each computing (by waiting) equally long. ``--compute`` is the
-computation of a step in units of its optimum communication. A step can't take less than the longer of the two.
+Hosts are network namespaces (root needed), four workers and four CPU machines unless told otherwise. The model:
+ResNet-50's layers, or 12 equal ones and a last one four times as large, each computing (by waiting) equally long.
+``--compute`` is the computation of a step in units of its optimum communication. A step can't take less than the longer
+of the two.
 Contenders take turns: torch's DistributedDataParallel over gloo, DistributedOptimizer, the same with CrossBarrier,
 and that with all gradients of one priority.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -24,6 +26,7 @@ from typing import Any
 
 from benchmarks.cluster.contenders import PORT, finish, start
 from benchmarks.cluster.hosts import Host, cluster
+from byteps_py.placement.models import load_model
 from byteps_py.placement.shares import Optimum
 
 RANK = Path(__file__).with_name("overlap_rank.py")
@@ -33,6 +36,8 @@ NAMES = {
     "cross": "+ CrossBarrier",
     "cross-flat": "+ CrossBarrier, one priority",
 }
+#: A model's tensors of fewer elements (norms, biases) belong to the layer before them.
+SMALL = 1 << 13
 EQUAL_LAYERS = 12
 LARGE = 4  # times as large as an equal one
 
@@ -42,6 +47,18 @@ def counts_of(elements: int, large: str) -> list[int]:
     equal = elements // (EQUAL_LAYERS + LARGE)
     one = [elements - EQUAL_LAYERS * equal]
     return one + [equal] * EQUAL_LAYERS if large == "first" else [equal] * EQUAL_LAYERS + one
+
+
+def layers_of(model: str) -> list[int]:
+    """Elements of each layer of a model known to bps placement."""
+    counts: list[int] = []
+    for _, shape in load_model(model):
+        count = math.prod(shape)
+        if counts and count < SMALL:
+            counts[-1] += count
+        else:
+            counts.append(count)
+    return counts
 
 
 def run(
@@ -94,8 +111,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--mbit", type=float, default=400)
-    parser.add_argument("--mparams", type=float, default=32, help="millions of float32 parameters")
-    parser.add_argument("--large", choices=["first", "last"], default="last", help="which layer is the large one")
+    parser.add_argument("--model", default="resnet50", help="known to bps placement; or equal: 12 equal layers and one")
+    parser.add_argument("--mparams", type=float, default=32, help="of equal layers: millions of float32 parameters")
+    parser.add_argument("--large", choices=["first", "last"], default="last", help="of equal ones: which is large")
     parser.add_argument("--compute", type=float, nargs="+", default=[0.5, 1, 2])
     parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--partition-kb", type=int, nargs="+", default=[0], help="0: the product's own choice")
@@ -105,7 +123,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     n, k = arguments.workers, arguments.servers
-    counts = counts_of(int(arguments.mparams * 1e6), arguments.large)
+    equal = arguments.model == "equal"
+    counts = counts_of(int(arguments.mparams * 1e6), arguments.large) if equal else layers_of(arguments.model)
     optimum_s = float(Optimum(n, k).time) * sum(counts) * 4 * 8 / (arguments.mbit * 1e6)
     cases = [
         (compute, contender, tuning)
@@ -121,8 +140,8 @@ def main() -> None:
             seen[index] += run(contender, hosts[:n], hosts[n:], program, tuning)
             print(contender, compute, tuning, [round(s, 2) for s in seen[index]], file=sys.stderr, flush=True)
     print(
-        f"n = {n}, k = {k}, {arguments.mbit:g} Mbit/s each way, {sum(counts) * 4 / 1e6:.0f} MB of gradients, large "
-        f"layer {arguments.large}; optimum communication {optimum_s:.2f} s"
+        f"n = {n}, k = {k}, {arguments.mbit:g} Mbit/s each way, {sum(counts) * 4 / 1e6:.0f} MB of gradients in "
+        f"{len(counts)} layers ({arguments.model}); optimum communication {optimum_s:.2f} s"
     )
     print("compute s  contender                      step s  step / max(compute, optimum)  settings")
     rows: list[dict[str, Any]] = []
@@ -133,7 +152,7 @@ def main() -> None:
         print(f"{compute_s:9.2f}  {NAMES[contender]:28s} {step_s:8.2f} {ratio:29.3f}  {settings}")
         rows.append(
             {
-                "n": n, "k": k, "mbit": arguments.mbit, "bytes": sum(counts) * 4, "large": arguments.large,
+                "n": n, "k": k, "mbit": arguments.mbit, "bytes": sum(counts) * 4, "model": arguments.model,
                 "optimum_s": optimum_s, "compute_s": compute_s, "contender": contender, "tuning": tuning,
                 "steps_s": seen[index], "step_s": step_s, "ratio": ratio,
             }

@@ -105,5 +105,16 @@ class Session(ABC):
         """Return when every rank has called it. One thread at a time."""
 
     @abstractmethod
+    def join(self, timeout_s: float | None = None) -> int:
+        """This rank has no more data. Returns, on every rank, the rank that joined last, once all have.
+
+        Until then, reductions go on without the ranks that have joined, from the round on that these have not handed
+        over; an average still divides by the number of all ranks of its group. What needs every rank (a broadcast, a
+        gather, an exchange, a scattered reduction) raises UsageError where it is waited for. Afterwards nothing is
+        declared any more: each name must be declared again. One thread at a time, and no other uses the session.
+        Raises UsageError if a round is handed over in part.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Leave the job. Pending rounds are abandoned; every later call raises NotInitializedError."""

@@ -72,6 +72,7 @@ class RemoteSession(Session):
         self._declared: dict[int, list[Slot]] = {}
         self._requests = 0
         self._barriers = self._released = 0
+        self._last_joined: int | None = None
         self._welcome: dict[str, Any] | None = None
         self._fatal: BytePSError | None = None
         self._closed = False
@@ -200,6 +201,17 @@ class RemoteSession(Session):
             lambda: "a barrier that not all ranks have reached",
         )
 
+    def join(self, timeout_s: float | None = None) -> int:
+        with self._state:
+            if (begun := self._slots.begun()) is not None:
+                raise UsageError(f"tensor {begun.spec.name!r} is handed over in part; hand over the rest before join()")
+            self._last_joined = None
+        self._send(protocol.pack(Kind.JOIN))
+        # The others may have data for hours: no stall limit.
+        self._wait_until(lambda: self._last_joined is not None, timeout_s, lambda: "not all ranks have joined")
+        with self._state:
+            return -1 if self._last_joined is None else self._last_joined
+
     def _limit(self, timeout_s: float | None) -> float | None:
         """How long to wait: by itself, the service gives up at the stall limit."""
         return self._stall_limit_s + _PATIENCE_S if timeout_s is None and self._stall_limit_s else timeout_s
@@ -313,6 +325,8 @@ class RemoteSession(Session):
             self._welcome = fields
         elif kind is Kind.RELEASED:
             self._released = fields["sequence"]
+        elif kind is Kind.JOINED:
+            self._last_joined = int(fields["last"])
         elif kind is Kind.FAILED:
             self._slots.fail(fields["slots"], from_name(fields["error"], fields["message"]))
         elif kind is Kind.FATAL:

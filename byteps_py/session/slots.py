@@ -60,6 +60,10 @@ class Slots:
                 if self._by_name.get(slot.spec.name) is slot:
                     del self._by_name[slot.spec.name]
 
+    def begun(self) -> Slot | None:
+        """One that is handed over in part, if there is any."""
+        return next((slot for slot in self._by_id.values() if slot.begun_bytes), None)
+
     def close(self) -> None:
         self._by_name.clear()  # views of the segments
         self._by_id.clear()

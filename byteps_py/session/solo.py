@@ -67,6 +67,10 @@ class SoloSession(Session):
     def barrier(self, timeout_s: float | None = None) -> None:
         self._check_open()
 
+    def join(self, timeout_s: float | None = None) -> int:
+        self._check_open()
+        return 0
+
     def close(self) -> None:
         self._closed = True
         self._slots.clear()

@@ -24,8 +24,10 @@ from byteps_py.torch import context as contexts
 from byteps_py.torch.api import result_of, synchronize
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.gathers import allgather_async
-from byteps_py.torch.ops import Adasum, Average, How, ReduceOp, Sum, listed, start_adasum, start_reduction
+from byteps_py.torch.ops import Adasum, Average, ReduceOp, Sum, listed
+from byteps_py.torch.plans import How
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of
+from byteps_py.torch.reductions import start_adasum, start_reduction
 
 
 def allreduce_async(

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.session.subset import among, rank_in
 from byteps_py.settings import Settings
 from byteps_py.torch import context as contexts
 from byteps_py.torch import timeline
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.ops import Average, How, ReduceOp, Sum, start_reduction, which_op
-from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, meet, set_up
+from byteps_py.torch.ops import Average, ReduceOp, Sum, which_op
+from byteps_py.torch.plans import How
+from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, is_communicator, meet, set_up
+from byteps_py.torch.reductions import start_reduction
 
 # ---- life --------------------------------------------------------------------------------------------------
 
@@ -35,13 +38,19 @@ def init(
 ) -> None:
     """Join the job that the environment (or ``settings``) describes; blocks until all ranks are there.
 
-    A no-op if joined already. process_sets: sets to add at once, the same on all ranks; "dynamic" is Horovod's and
-    changes nothing, sets can always be added later. ``lazy`` is BytePS's (there the first argument) and changes
-    nothing either. Raises ConfigurationError, RendezvousError; UsageError for a duplicate set.
+    A no-op if joined already. comm: the ranks, of one machine, that form a job of their own, numbered anew; or an
+    mpi4py communicator of such ranks; default: all. process_sets: sets to add at once, the same on all ranks;
+    "dynamic" is Horovod's and changes nothing, sets can always be added later. ``lazy`` is BytePS's (there the first
+    argument) and changes nothing either. Raises ConfigurationError, RendezvousError; UsageError for a duplicate set.
     """
     context = contexts.current()
     if context.is_open:
         return
+    settings = settings or Settings.from_env()
+    if is_communicator(comm):
+        settings = among(settings, comm.allgather(rank_in(settings)))
+    elif comm is not None and not isinstance(comm, bool):
+        settings = among(settings, comm)
     context.open(settings)
     try:
         timeline.set_up(context)

@@ -20,8 +20,10 @@ from byteps_py.torch import context as contexts
 from byteps_py.torch.api import result_of
 from byteps_py.torch.collectives.gather import start_gather
 from byteps_py.torch.compression import Compression
-from byteps_py.torch.ops import Average, How, ReduceOp, Sum, listed, start_reduction
+from byteps_py.torch.ops import Average, ReduceOp, Sum, listed
+from byteps_py.torch.plans import How
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, members_of
+from byteps_py.torch.reductions import start_reduction
 from byteps_py.torch.scaling import scaled
 
 

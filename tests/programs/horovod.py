@@ -60,6 +60,8 @@ def among(members: list[int], process_set: hvd.ProcessSet, names: bool) -> None:
     both = hvd.grouped_allgather([rows[me], small[me].bool()], name("x"), **where)
     equal(both[0], torch.cat(rows), "grouped allgather")
     equal(both[1], torch.cat(small).bool(), "grouped allgather")
+    many = hvd.grouped_allgather([small[me] + i for i in range(10)], name("x"), **where)
+    equal(many[9], torch.cat(small) + 9, "grouped allgather of many")
     splits = [(rank + r) % 3 for r in members]
     received, counts = hvd.alltoall(torch.full((sum(splits), 300), float(rank)), splits, name("x"), **where)
     equal(counts, torch.tensor([(rank + r) % 3 for r in members], dtype=torch.int32), "received splits")
@@ -119,6 +121,9 @@ def mismatches(name: str | None) -> None:
     fails(lambda: hvd.allgather(flat, name), "Mismatched allgather tensor shapes", "float32[*]", last)
     fails(lambda: hvd.allgather(dtype, name), "Mismatched data types", "float64[*, 2]", last)
     fails(lambda: hvd.grouped_allgather([x, tail], name), "number 1 of its group", "float32[*, 3]", last)
+    fails(lambda: hvd.grouped_allgather([x] * (2 + odd), name), "Mismatched number of tensors", "group of 3", last)
+    fails(lambda: hvd.grouped_allgather([x] * (10 * odd), name), "group of 0", "group of 10")
+    fails(lambda: hvd.grouped_allgather([x] * 9 + [tail], name), "number 9 of its group", last)
     splits = [2] + [0] * (hvd.size() - 1)
     fails(lambda: hvd.alltoall(dtype, splits, name), "Mismatched data types", "float64[*, 2]", last)
     fails(lambda: hvd.alltoall(tail, splits, name), "Mismatched alltoall tensor shapes", "float32[*, 3]", last)

@@ -6,8 +6,9 @@
     workers   threads that begin the second round of operations nobody is waiting for yet
     gather, alltoall  the two operations
 
-Bytes, per machine of l ranks in a job of n: the first round moves 128 bytes per tensor, and for a gather 896 more,
-from each rank to each rank of other machines: l(n-l)·(128k + 896) in and as much out (l(n-l)·128 for an exchange).
-A gather whose tensors are small on all ranks (896 bytes together) is over with it. The second round moves what it
-must: a gather every rank's bytes to every other machine, an exchange each piece to its rank.
+Bytes, per machine of l ranks in a job of n: the first round moves 1024 bytes for a gather, 128 for an exchange, from
+each rank to each rank of other machines, l(n-l) times that in and as much out. Most of a gather's are room for data:
+if that is small on all ranks (896 bytes for one tensor, 128 less for each more), it is over with the first round. The
+second round moves what it must: a gather every rank's bytes to every other machine, an exchange each piece to its rank.
+(A group of more than 7 tensors has a round in between, of 128 bytes for each.)
 """

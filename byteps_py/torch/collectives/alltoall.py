@@ -142,9 +142,7 @@ class Alltoall(TwoRounds):
 
     def _deliver(self, room: Room) -> tuple[torch.Tensor, torch.Tensor]:
         output = self._tensor.new_empty((sum(self._received), *self._tensor.shape[1:]))
-        if output.numel():
-            with torch.no_grad():
-                room.mover.fetch([room.result(0, output.dtype, tuple(output.shape))], [output])
+        room.fetch([room.result(0, output.dtype, tuple(output.shape))] if output.numel() else [], [output])
         return output, torch.tensor(self._received, dtype=torch.int32, device=self._splits_device)
 
     def _pieces(self, rows: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -22,8 +22,11 @@ from byteps_py.torch.dtypes import check_dense
 from byteps_py.torch.handles import Operation
 from byteps_py.torch.ops import begin_when_free, kind_in, operation_of
 
-#: So many bytes of data ride in the first round.
-INLINE_BYTES = 896
+#: Of the first round, from each rank: its headers, then its data if there is room. Always as much, since ranks don't
+#: know yet that they agree about anything.
+FIRST_BYTES = 1024
+#: A group of more has its headers in a round of their own.
+MOST_AT_ONCE = FIRST_BYTES // headers.NBYTES - 1
 
 
 def start_gather(
@@ -41,7 +44,7 @@ def start_gather(
     for tensor in tensors:
         check_dense(tensor, name)
     found = [tensor.detach() for tensor in tensors]
-    words = [headers.header("allgather", tensor, name) for tensor in found]  # raises UsageError
+    words = [headers.header("allgather", t, name, number_of_tensors=len(found)) for t in found]  # raises UsageError
     kind = kind_in(group, "grouped_allgather" if is_group else "allgather")
     full = context.names.in_turn(kind) if name is None else f"{kind}.{name}"
 
@@ -82,43 +85,46 @@ class Gather(TwoRounds):
         super().__init__(context, self._device)
 
     def _send_headers(self) -> Room:
-        count = len(self._members)
+        at_once = len(self._tensors) <= MOST_AT_ONCE
         self._header_bytes = headers.NBYTES * len(self._tensors)
-        piece = self._header_bytes + INLINE_BYTES
-        room = rooms_of(self._context).get(
-            f"sizes.{self._name}", Op.GATHER, self._group, piece, piece * count, self._device
-        )
-        layout = Layout(((0, piece),), tuple((i * piece, piece) for i in range(count)))
-        if self._tensors:
-            about = torch.tensor(self._words, dtype=torch.int64)
-            room.input(0, torch.int64, (len(self._tensors), headers.WORDS)).copy_(about)
+        self._inline_bytes = FIRST_BYTES - self._header_bytes if at_once else -1
+        room = self._room("sizes.", FIRST_BYTES, FIRST_BYTES * len(self._members))
+        layout = self._equal(FIRST_BYTES)
+        room.input(0, torch.int64, (headers.WORDS,)).zero_()  # what a group of none says
+        self._write(room, self._words[:MOST_AT_ONCE])
         mine = self._places([tensor.shape[0] for tensor in self._tensors])
-        if mine[-1] > INLINE_BYTES:
+        if mine[-1] > self._inline_bytes:
             room.send_as_it_is(layout)
         else:
             room.send(self._inputs(room, self._header_bytes, mine), self._tensors, layout)
         return room
 
     def _send_data(self, headers_room: Room) -> Room | None:
-        count, piece = len(self._members), self._header_bytes + INLINE_BYTES
-        words = np.stack(
-            [
-                headers_room.result(i * piece, torch.int64, (len(self._tensors), headers.WORDS)).numpy()
-                for i in range(count)
-            ]
-        )
+        first = self._read(headers_room, FIRST_BYTES, 1)
+        headers.check_numbers(self._name, self._members, first[:, 0])
+        words = self._all_headers(headers_room)
         headers.check("allgather", self._name, self._members, words)
         self._rows = headers.rows_of(words)
         lengths = [self._places(rows)[-1] for rows in self._rows]
-        if max(lengths) <= INLINE_BYTES:
-            self._starts = [i * piece + self._header_bytes for i in range(count)]
+        if max(lengths) <= self._inline_bytes:
+            self._starts = [i * FIRST_BYTES + self._header_bytes for i in range(len(self._members))]
             return None
         self._starts = [0, *itertools.accumulate(lengths[:-1])]
         me = self._members.index(self._context.session.rank)
-        room = rooms_of(self._context).get(self._name, Op.GATHER, self._group, lengths[me], sum(lengths), self._device)
+        room = self._room("", lengths[me], sum(lengths))
         layout = Layout(((0, lengths[me]),), tuple(zip(self._starts, lengths, strict=True)))
         room.send(self._inputs(room, 0, self._places(self._rows[me])), self._tensors, layout)
         return room
+
+    def _all_headers(self, headers_room: Room) -> headers.Words:
+        """[position in members, tensor, word]"""
+        if len(self._tensors) <= MOST_AT_ONCE:
+            return self._read(headers_room, FIRST_BYTES, len(self._tensors))
+        room = self._room("more sizes.", self._header_bytes, self._header_bytes * len(self._members))
+        self._write(room, self._words)
+        room.send_as_it_is(self._equal(self._header_bytes))
+        room.wait()
+        return self._read(room, self._header_bytes, len(self._tensors))
 
     def _deliver(self, room: Room) -> list[torch.Tensor]:
         outputs = []
@@ -134,10 +140,24 @@ class Gather(TwoRounds):
                     targets.append(output[first : first + rows[number]])
                 first += rows[number]
             outputs.append(output)
-        if views:
-            with torch.no_grad():
-                room.mover.fetch(views, targets)
+        room.fetch(views, targets)
         return outputs
+
+    def _room(self, prefix: str, room_in: int, room_out: int) -> Room:
+        rooms = rooms_of(self._context)
+        return rooms.get(f"{prefix}{self._name}", Op.GATHER, self._group, room_in, room_out, self._device)
+
+    def _equal(self, piece: int) -> Layout:
+        """Of a round in which every rank gives as much."""
+        return Layout(((0, piece),), tuple((i * piece, piece) for i in range(len(self._members))))
+
+    def _write(self, room: Room, words: Sequence[Sequence[int]]) -> None:
+        if words:
+            room.input(0, torch.int64, (len(words), headers.WORDS)).copy_(torch.tensor(words, dtype=torch.int64))
+
+    def _read(self, room: Room, piece: int, count: int) -> headers.Words:
+        shape = (count, headers.WORDS)
+        return np.stack([room.result(i * piece, torch.int64, shape).numpy() for i in range(len(self._members))])
 
     def _inputs(self, room: Room, start: int, places: Sequence[int]) -> list[torch.Tensor]:
         return [

@@ -12,10 +12,11 @@ from byteps_py.errors import MismatchError, UsageError
 
 Words = npt.NDArray[np.int64]
 
-#: int64 words of a header: kind, dtype, number of dimensions, rows, the other dimensions.
+#: int64 words of a header: kind and number of tensors, dtype, number of dimensions, rows, the other dimensions.
 WORDS = 16
 NBYTES = WORDS * 8
 _FIXED = 4
+_KIND_BITS = 8
 MAX_DIMENSIONS = WORDS - _FIXED + 1
 
 #: Codes of dtypes and kinds are their places here; only ever append.
@@ -28,8 +29,10 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 KINDS = ("allgather", "alltoall")
 
 
-def header(kind: str, tensor: torch.Tensor, name: str | None, rows: int | None = None) -> list[int]:
-    """The words that describe ``tensor`` (``rows`` of it, default all).
+def header(
+    kind: str, tensor: torch.Tensor, name: str | None, rows: int | None = None, number_of_tensors: int = 1
+) -> list[int]:
+    """The words that describe ``tensor`` (``rows`` of it, default all), one of so many.
 
     Raises UsageError for a tensor without dimensions or with too many, and for an unknown dtype.
     """
@@ -42,8 +45,27 @@ def header(kind: str, tensor: torch.Tensor, name: str | None, rows: int | None =
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise UsageError(f"{kind}: {who} has dtype {tensor.dtype}; supported are {supported}")
     shape = tensor.shape
-    words = [KINDS.index(kind), _CODES[tensor.dtype], tensor.dim(), shape[0] if rows is None else rows, *shape[1:]]
+    words = [
+        KINDS.index(kind) + (number_of_tensors << _KIND_BITS),
+        _CODES[tensor.dtype],
+        tensor.dim(),
+        shape[0] if rows is None else rows,
+        *shape[1:],
+    ]
     return words + [0] * (WORDS - len(words))
+
+
+def check_numbers(name: str, members: Sequence[int], headers: Words) -> None:
+    """``headers``: [position in members, word], of each rank's first tensor. Raises MismatchError, the same on every
+    rank, if they are of different numbers of tensors."""
+    numbers = (headers[:, 0] >> _KIND_BITS).tolist()
+    if len(set(numbers)) > 1:
+        camps: dict[str, list[int]] = {}
+        for rank, number in zip(members, numbers, strict=True):
+            camps.setdefault(f"a group of {number}", []).append(rank)
+        raise MismatchError(
+            f"tensor {name!r}: Mismatched number of tensors: {_gave(camps)}; give equally many on every rank"
+        )
 
 
 def check(kind: str, name: str, members: Sequence[int], headers: Words) -> None:
@@ -59,10 +81,9 @@ def check(kind: str, name: str, members: Sequence[int], headers: Words) -> None:
     camps: dict[str, list[int]] = {}
     for position, rank in enumerate(members):
         camps.setdefault(_describe(headers[position, number]), []).append(rank)
-    said = "; ".join(f"{_ranks(ranks)} gave {what}" for what, ranks in list(camps.items())[:6])
     which = f", number {number} of its group" if headers.shape[1] > 1 else ""
     raise MismatchError(
-        f"tensor {name!r}{which}: {_difference(kind, first, other)}: {said}; give the same dtype and the same "
+        f"tensor {name!r}{which}: {_difference(kind, first, other)}: {_gave(camps)}; give the same dtype and the same "
         "dimensions, except the first, on every rank"
     )
 
@@ -74,18 +95,20 @@ def rows_of(headers: Words) -> list[list[int]]:
 
 
 def _difference(kind: str, one: Words, other: Words) -> str:
-    if one[0] != other[0]:
-        return "Mismatched operations"
     if one[1] != other[1]:
         return "Mismatched data types"
     return f"Mismatched {kind} tensor shapes"
 
 
 def _describe(words: Words) -> str:
-    kind, dtype, dimensions = (int(word) for word in words[:3])
+    kind, dtype, dimensions = int(words[0]) & ((1 << _KIND_BITS) - 1), int(words[1]), int(words[2])
     shape = ", ".join(["*", *(str(int(word)) for word in words[_FIXED : _FIXED + dimensions - 1])])
     known = 0 <= dtype < len(_DTYPES)
     return f"{KINDS[kind]} of {str(_DTYPES[dtype]).removeprefix('torch.') if known else '?'}[{shape}]"
+
+
+def _gave(camps: dict[str, list[int]]) -> str:
+    return "; ".join(f"{_ranks(ranks)} gave {what}" for what, ranks in list(camps.items())[:6])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

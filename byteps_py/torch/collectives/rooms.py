@@ -45,6 +45,7 @@ class Room:
         self.slot = slot
         self.mover = mover
         self._departure: Future[None] | None = None
+        self._is_fetched = False
         for memory in {id(m): m for m in (*slot.inputs, slot.result)}.values():
             mover.adopt(memory)
         self._inputs = [_octets(memory) for memory in slot.inputs]
@@ -60,12 +61,23 @@ class Room:
 
     def send(self, views: list[torch.Tensor], tensors: Tensors, layout: Layout) -> None:
         """Copy tensors to views of the input, and hand it over."""
+        self._is_fetched = False
         with torch.no_grad():
             self._departure = self.mover.send(self._session, self.slot, views, tensors, layout)
 
     def send_as_it_is(self, layout: Layout) -> None:
         """Hand over what the input holds."""
-        self._session.hand_over(self.slot, layout=layout)
+        if self._is_fetched:
+            self.send([], [], layout)  # a copy from the result to its device may not be over yet: the mover knows
+        else:
+            self._session.hand_over(self.slot, layout=layout)
+
+    def fetch(self, views: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Copy pieces of the result to outputs."""
+        if views:
+            self._is_fetched = True
+            with torch.no_grad():
+                self.mover.fetch(views, outputs)
 
     @property
     def done(self) -> bool:
