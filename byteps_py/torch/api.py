@@ -141,8 +141,7 @@ def join(device: int = -1) -> int:
     Until then it takes part in their reductions with zeros (the neutral element). Returns the rank that joined last.
     ``device`` is Horovod's and changes nothing.
     """
-    last: int = contexts.current().session.join()  # type: ignore[attr-defined]
-    return last
+    return contexts.current().session.join()
 
 
 def declare(name: str) -> None:

@@ -89,6 +89,7 @@ class ThreadedCluster:
         self.rounds: list[tuple[str, int]] = []  # (name, priority) of every completed round, in order
         self.fatal: BytePSError | None = None
         self.arrived = 0
+        self.joined: list[int] = []
 
     def settings_of(self, rank: int) -> Settings:
         machine, local = self.place(rank)
@@ -277,6 +278,16 @@ class ThreadedSession(Session):
             target = -(-self.cluster.arrived // self.size) * self.size
             self.cluster.state.notify_all()
         self._wait_until(lambda: self.cluster.arrived >= target, timeout_s, "a barrier")
+
+    def join(self, timeout_s: float | None = None) -> int:
+        """For ranks that all join after the same rounds; the real service takes the others' rounds on."""
+        with self.cluster.state:
+            self.cluster.joined.append(self.rank)
+            target = -(-len(self.cluster.joined) // self.size) * self.size
+            self.cluster.state.notify_all()
+        self._wait_until(lambda: len(self.cluster.joined) >= target, timeout_s, "join")
+        self._slots.clear()
+        return self.cluster.joined[target - 1]
 
     def close(self) -> None:
         with self.cluster.state:
