@@ -49,6 +49,9 @@ class Observer(Protocol):
     def delivered(self, slot: Slot) -> None:
         """Its result is there."""
 
+    def closed(self) -> None:
+        """No more is to come. Said by the one who closes the session."""
+
 
 class Session(ABC):
     """One rank's membership in a job. Methods may be called by any thread unless they say otherwise.

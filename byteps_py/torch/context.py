@@ -114,6 +114,8 @@ class Context:
             mover.close()
         if session is not None:
             session.close()
+            if session.observer is not None:
+                session.observer.closed()
         for belonging in belongings:
             belonging.close()
 
@@ -158,6 +160,10 @@ class Context:
                 exchange = Exchange(session, slot, request.dtype, request.shapes, mover, request.result_shapes)
                 self._exchanges[request.spec.name] = exchange
             return [self._exchanges[request.spec.name] for request in requests]
+
+    def holds(self, exchange: Exchange) -> bool:
+        """False once its tensor must be declared again: after a failure, in another job, after ``join``."""
+        return exchange.usable and self._exchanges.get(exchange.slot.spec.name) is exchange
 
     def _fits(self, request: Request) -> bool:
         exchange = self._exchanges.get(request.spec.name)

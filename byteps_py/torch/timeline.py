@@ -157,8 +157,8 @@ class Watch(Observer):
         if timeline is not None:
             timeline.close()
 
-    def close(self) -> None:
-        """The session is closed."""
+    def closed(self) -> None:
+        """See Observer."""
         self.stop_timeline()
 
 
@@ -202,10 +202,9 @@ def get_pushpull_speed() -> tuple[int, float]:
 
 def _watch(context: Context) -> Watch:
     session = context.session
-    watch = context.belongings.setdefault(Watch, Watch())
+    watch = session.observer
     if not isinstance(watch, Watch):
-        raise TypeError(f"not a Watch: {watch!r}")
-    session.observer = watch
+        watch = session.observer = Watch()
     return watch
 
 
