@@ -195,12 +195,13 @@ def joined() -> None:
             equal(hvd.allreduce(torch.ones(2), name="j"), torch.full((2,), takes_part / size), "average of all")
             handles.append(hvd.allreduce_async(torch.ones(1), name=f"j{batch}", op=hvd.Sum))
         if rank + 1 == size > 1:
-            try:
-                hvd.broadcast(torch.ones(1), 0)
-            except ValueError as error:
-                check("join" in str(error), str(error))
-            else:
-                check(False, "a broadcast with ranks that have joined")
+            for call in (lambda: hvd.broadcast(torch.ones(1), 0), lambda: hvd.allgather(torch.ones(1), "j")):
+                try:
+                    call()
+                except ValueError as error:
+                    check("join" in str(error), str(error))
+                else:
+                    check(False, "something else than a reduction without ranks that have joined")
         check(hvd.join() == size - 1, "who joined last")
         for batch, handle in enumerate(handles):
             equal(hvd.synchronize(handle), torch.tensor([float(size - batch)]), "under way while joining")
