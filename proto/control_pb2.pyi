@@ -194,8 +194,10 @@ class Report(_message.Message):
     def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Gone(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("rank", "last")

@@ -61,6 +61,7 @@ class _Name:
     name: str
     generation: int = 0  # the last one decided, either way
     tensor: Tensor | None = None
+    rounds: int = 0  # of the last generation's tensor, if it has ended by itself
     proposal: _Proposal | None = None
     later: dict[int, deque[RankSlot]] = field(default_factory=dict)
     failed: dict[int, list[RankSlot]] = field(default_factory=dict)
@@ -73,6 +74,11 @@ class _Name:
             slot.is_kept = True
             self.failed.setdefault(slot.local_rank, []).append(slot)
         return [Fail(failed, error)] if failed else []
+
+
+def fail_all(slots: Sequence[RankSlot], error: BytePSError) -> list[Action]:
+    """Tell ranks of any number of void slots."""
+    return [Fail(tuple(slots[i : i + _MAX_SLOTS]), error) for i in range(0, len(slots), _MAX_SLOTS)]
 
 
 class Agreement:
@@ -128,7 +134,7 @@ class Agreement:
                 slot = proposal.slots[rank] = slots.popleft()
                 proposal.votes[rank] = slot.spec
                 # Who declares anew has got all its rounds, and joins no more of them.
-                proposal.rounds = name.tensor.round - 1 if name.tensor is not None else 0
+                proposal.rounds = name.tensor.round - 1 if name.tensor is not None else name.rounds
         if name.tensor is not None and name.tensor.round > proposal.rounds:
             for slot in name.tensor.slots:
                 if slot.waits:
@@ -171,7 +177,7 @@ class Agreement:
             return None, None, []
         if not self._has_all(proposal.votes, members):
             return None, None, []  # a verdict without this machine's ballot: the scheduler would be wrong
-        old = name.tensor if name.tensor is not None and name.tensor.round > rounds else None
+        old = name.tensor if name.tensor is not None and name.tensor.is_past(rounds) else None
         slots = {slot.local_rank: slot for slot in (*old.slots, *old.joined)} if old else {}
         slots |= proposal.slots
         voters = [rank for rank in members if rank in proposal.votes]
@@ -184,7 +190,7 @@ class Agreement:
         )
         if name.tensor is not None and old is None:
             self.end_after(name.tensor, rounds, error)
-        name.generation, name.tensor, name.proposal = generation, tensor, None
+        name.generation, name.tensor, name.proposal, name.rounds = generation, tensor, None, 0
         name.late.clear()
         return tensor, old, name.void(slots.values(), error)
 
@@ -199,7 +205,7 @@ class Agreement:
         if proposal.generation != generation:
             return [], None
         known = name.tensor
-        old = known if known is not None and known.round > rounds else None
+        old = known if known is not None and known.is_past(rounds) else None
         if known is not None and old is None:
             self.end_after(known, rounds, error)
         # Who declared it after the ballot went, which did not wait, voted on this generation, too.
@@ -207,7 +213,7 @@ class Agreement:
         declared = {**after, **proposal.slots}
         in_old = (*old.slots, *old.joined) if old else ()
         failed = [*declared.values(), *(slot for slot in in_old if slot.local_rank not in declared)]
-        name.generation, name.tensor, name.proposal = generation, None, None
+        name.generation, name.tensor, name.proposal, name.rounds = generation, None, None, 0
         voted = {slot.local_rank for slot in failed if slot.local_rank in declared or slot.waits}
         for rank in self._local(tuple(late)) if late else ():
             if rank not in voted:
@@ -219,14 +225,14 @@ class Agreement:
         """A tensor is void after ``round_``. True if that is over."""
         tensor.ending, tensor.last_round = error, round_
         self._ending.append(tensor)
-        return tensor.round > round_
+        return tensor.is_past(round_)
 
     def ended(self, tensor: Tensor) -> list[Action]:
         """The last round of a tensor that is ending has been delivered; it is to be retired."""
         name = self._names[tensor.name]
         self._ending = [other for other in self._ending if other is not tensor]
         if name.tensor is tensor and tensor.ending is not None:  # not by a vote: who does not wait has yet to learn it
-            name.tensor = None
+            name.tensor, name.rounds = None, tensor.round - 1
             anew = {*(name.proposal.slots if name.proposal else ()), *(r for r, slots in name.later.items() if slots)}
             for slot in tensor.slots:
                 if not slot.waits and slot.local_rank not in self._joined | anew:
@@ -259,10 +265,10 @@ class Agreement:
             name.void(slots, error)
             failed += slots
             name.tensor = name.proposal = None
+            name.rounds = 0
             name.later.clear()
             name.late.clear()
-        chunks = [tuple(failed[i : i + _MAX_SLOTS]) for i in range(0, len(failed), _MAX_SLOTS)]
-        return [Fail(chunk, error) for chunk in chunks], tensors
+        return fail_all(failed, error), tensors
 
     # ---- leaving -----------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ class Direct:
         """A CopyHere has ended."""
         actions: list[DirectAction] = []
         for source, target, _, _, _ in pairs:
-            del target.due[source.position]
+            target.due.pop(source.position, None)  # unless it was abandoned
             round_ = target.round
             offer = source.offers[round_]
             del offer.left[target.position]
@@ -158,6 +158,8 @@ class Direct:
         """A Copy has ended."""
         actions: list[DirectAction] = []
         for member in transfer.targets:
+            if transfer.source not in member.due or transfer.round != member.round:
+                continue  # it was abandoned
             member.due[transfer.source] -= transfer.length
             if not member.due[transfer.source]:
                 del member.due[transfer.source]
@@ -178,6 +180,19 @@ class Direct:
         """What a machine has asked for can't be sent to it any more."""
         for requests in [*self._early.values(), *(channel.requests for channel in self._channels.values())]:
             requests[:] = [request for request in requests if request.machine != machine]
+
+    def abandon(self, member: Member) -> None:
+        """The member's round will never be complete, and its rank knows."""
+        member.slot.ready_bytes = -1
+        member.due = {}
+
+    def start_anew(self) -> list[RankSlot]:
+        """All ranks have joined, and none waits: nothing is declared any more. Returns the slots."""
+        slots = [slot for _, m in self.members() for slot in (m.slot, *(old for _, old in m.outgrown))]
+        self._channels.clear()
+        self._by_slot.clear()
+        self._early.clear()
+        return slots
 
     # ---- questions -------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from byteps_py.scheduler.words import ranks_text
 from byteps_py.session import protocol
 from byteps_py.session.protocol import Kind
 from byteps_py.tensors import Layout
-from byteps_py.worker.actions import Action
+from byteps_py.worker.actions import Action, Fail
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.executor import Executor
@@ -98,7 +98,11 @@ class Requests:
             if slot is None:  # its declaration failed while the message was on its way
                 continue
             if slot.spec.op.is_direct:
-                actions += self._direct.ready(slot, round_, self._layouts.pop(slot_id, None), now)
+                layout = self._layouts.pop(slot_id, None)
+                if (error := self.joining.objection(slot.spec, round_)) is not None:
+                    actions.append(Fail((slot,), error))
+                else:
+                    actions += self._direct.ready(slot, round_, layout, now)
             else:
                 actions += self._pipeline.ready(slot, round_, nbytes, now)
                 actions += self._agreement.came(slot)

@@ -82,6 +82,7 @@ class Service:
         self._scatter: Scatter | None = None
         self._departed: list[tuple[float, BytePSError, set[int]]] = []  # when, why, which ranks of other machines
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
+        self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
         self._is_headless = False  # the scheduler is lost
         self._link: ControlLink = connect(
@@ -213,7 +214,7 @@ class Service:
             self._network = executor.network = Network(
                 self._loop, self._settings, topology, memory, executor.answered, self._server_lost
             )
-        joining = Joining(topology, self._agreement, pipeline, direct, executor, self._link.send)
+        joining = Joining(topology, self._agreement, pipeline, direct, executor, self._link.send, self._fail)
         self._requests = Requests(
             topology, memory, self._agreement, pipeline, direct, executor, joining, self._link.send
         )
@@ -263,6 +264,7 @@ class Service:
             self._fail(error, report=False)
         elif self._desk.failure is None:
             self._is_headless = True
+            self._requests.joining.scheduler_lost(error)
             # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
 
@@ -329,9 +331,21 @@ class Service:
             self._exit_code = 1
             self._loop.stop()
 
+    def _leaver(self, now: float) -> str | None:
+        """Who has left, a while ago, without having joined."""
+        here = self._requests
+        left = self._desk.gone if self._stay else self._desk.left
+        if here is not None and any(now - since > DEPARTURE_GRACE_S for since in left.values()):
+            return f"{here.topology.describe_ranks(sorted(left))} shut down"
+        return next((str(error) for since, error, _ in self._departed if now - since > DEPARTURE_GRACE_S), None)
+
     def _check_departures(self, now: float) -> None:
         """Fail if ranks wait for others that have shut down, and what these gave before has come to its end."""
         here = self._requests
+        if here is not None and here.joining.here and self._leaver(now) is not None:
+            joined = here.topology.describe_ranks(sorted(here.joining.here))
+            self._fail(PeerLostError(f"join(): {joined} wait for all others to join, but {self._leaver(now)}"))
+            return
         if not (self._departed or self._desk.left) or here is None or here.executor.idle_s(now) < DEPARTURE_GRACE_S:
             return
         left = self._desk.gone if self._stay else self._desk.left
@@ -403,8 +417,11 @@ class Service:
     def _ranks_changed(self) -> None:
         here = self._desk.ranks_here
         self._had_ranks = self._had_ranks or here > 0
-        if self._stay and len(self._desk.gone) == self._settings.local_size:
-            self._link.send(pb.MemberMessage(gone=pb.Gone()))
+        left = self._desk.gone if self._stay else self._desk.left
+        if self._requests is not None and self._desk.failure is None and (news := sorted(set(left) - self._told_left)):
+            self._told_left.update(news)
+            first_rank = self._requests.topology.first_rank
+            self._link.send(pb.MemberMessage(gone=pb.Gone(ranks=[first_rank + rank for rank in news])))
         all_have_come = self._requests is None or len(self._desk.left) >= self._settings.local_size
         if here or self._stay:
             return

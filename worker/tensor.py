@@ -173,6 +173,10 @@ class Tensor:
         """No other machine takes part: nothing is sent."""
         return self.machines == 1
 
+    def is_past(self, round_: int) -> bool:
+        """No local rank waits for this round, or an earlier one, or will."""
+        return self.round > round_ or not self.slots
+
     @property
     def is_pending(self) -> bool:
         """Some local rank has come to the current round."""

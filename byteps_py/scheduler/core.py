@@ -27,7 +27,7 @@ from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
 from byteps_py.scheduler.roster import Refusal, Roster
 from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.survey import Survey
-from byteps_py.scheduler.words import count_text
+from byteps_py.scheduler.words import count_text, ranks_text
 
 REGISTER_TIMEOUT_S = 10.0  # a connection that has not said by then who it is, is turned away
 
@@ -100,7 +100,7 @@ class SchedulerCore:
                 case "leave":
                     return self._leave(member, message.leave.reason, now_s)
                 case "gone":
-                    return self._gone(member)
+                    return self._gone(member, message.gone)
                 case "measured":
                     return self._measured(member, message.measured, now_s)
                 case "report":
@@ -308,14 +308,19 @@ class SchedulerCore:
         self.reason = text
         return to_each(workers, failure("PeerLostError", text, member.ranks))
 
-    def _gone(self, member: MemberRecord) -> Outgoing:
+    def _gone(self, member: MemberRecord, gone: pb.Gone) -> Outgoing:
         """Its ranks have ended and won't come back. To others that is no different from a worker that left."""
         if self.state != RUNNING:
             return self._too_early(member, "gone")
-        count = len(self._ranks_of(member))
-        text = f"{member.describe()} has shut down: its {'rank has' if count == 1 else 'ranks have'} ended"
+        if not gone.ranks or not set(gone.ranks) <= set(self._ranks_of(member)):
+            raise ProtocolError(f"it says that {ranks_text(gone.ranks)} have shut down, which are not all its own")
+        if set(gone.ranks) == set(member.ranks):
+            count = len(gone.ranks)
+            text = f"{member.describe()} has shut down: its {'rank has' if count == 1 else 'ranks have'} ended"
+        else:
+            text = f"{ranks_text(gone.ranks)} of {member.describe()} has shut down"
         others = [m for m in self._roster.workers() if m is not member]
-        return to_each(others, failure("PeerLostError", text, member.ranks))
+        return to_each(others, failure("PeerLostError", text, gone.ranks))
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
         error = report.error if report.error in BY_NAME else "CommunicationError"

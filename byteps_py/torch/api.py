@@ -138,10 +138,11 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Tell the others that this rank has no more data, and wait until every rank has done so.
 
-    Until then it takes part in their reductions with zeros (the neutral element). Returns the rank that joined last.
-    ``device`` is Horovod's and changes nothing.
+    Until then the others' reductions go on without it; averages still divide by the number of all ranks. What needs
+    every rank (broadcast, allgather, alltoall, reducescatter) raises UsageError at the others where it is waited for.
+    Returns the rank that joined last. ``device`` is Horovod's and changes nothing.
     """
-    return contexts.current().session.join()
+    return contexts.current().join()
 
 
 def declare(name: str) -> None:

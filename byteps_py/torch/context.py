@@ -119,6 +119,21 @@ class Context:
         for belonging in belongings:
             belonging.close()
 
+    def join(self) -> int:
+        """See Session.join. All that is under way is completed first; what follows declares its tensors anew."""
+        for work in list(self.unfinished):
+            work.finish()
+        self.handles.settle()
+        last = self.session.join()
+        with self.lock:
+            self._exchanges.clear()
+            self.names.restart(self.names.epoch)  # ranks that joined early have counted less
+            belongings = list(self.belongings.values())
+            self.belongings.clear()
+        for belonging in belongings:
+            belonging.close()
+        return last
+
     def reopen(self, num_workers: int, num_servers: int, global_rank: int) -> None:
         """Join again after ``close``, as part of a job of another size."""
         with self.lock:

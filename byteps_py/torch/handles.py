@@ -98,6 +98,11 @@ class Handles:
     def pop(self, handle: int) -> Operation | None:
         return self._operations.pop(handle, None)
 
+    def settle(self) -> None:
+        """Wait for all; their owners get the results, or errors, later."""
+        for operation in list(self._operations.values()):
+            operation.settle()
+
     def clear(self) -> None:
         self._operations.clear()
         self._occupants.clear()

@@ -184,9 +184,34 @@ def everything() -> None:
             among(last, ends, names=True)
 
 
+def joined() -> None:
+    """Ranks whose data ends earlier; afterwards all go on together."""
+    rank, size = hvd.rank(), hvd.size()
+    for turn in range(2):
+        handles = []
+        for batch in range(rank + 1):
+            takes_part = float(size - batch)
+            equal(hvd.allreduce(torch.ones(3), op=hvd.Sum), torch.full((3,), takes_part), "sum of those left")
+            equal(hvd.allreduce(torch.ones(2), name="j"), torch.full((2,), takes_part / size), "average of all")
+            handles.append(hvd.allreduce_async(torch.ones(1), name=f"j{batch}", op=hvd.Sum))
+        if rank + 1 == size > 1:
+            for call in (lambda: hvd.broadcast(torch.ones(1), 0), lambda: hvd.allgather(torch.ones(1), "j")):
+                try:
+                    call()
+                except ValueError as error:
+                    check("join" in str(error), str(error))
+                else:
+                    check(False, "something else than a reduction without ranks that have joined")
+        check(hvd.join() == size - 1, "who joined last")
+        for batch, handle in enumerate(handles):
+            equal(hvd.synchronize(handle), torch.tensor([float(size - batch)]), "under way while joining")
+        among(list(range(size)), hvd.global_process_set, names=bool(turn))
+
+
 if __name__ == "__main__":
     hvd.init()
     everything()
+    joined()
     hvd.shutdown()
     hvd.init()
     among(list(range(hvd.size())), hvd.global_process_set, names=True)
