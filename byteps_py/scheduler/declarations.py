@@ -221,6 +221,7 @@ def to_spec(name: str, message: pb.Spec) -> TensorSpec:
             priority=message.priority,
             group=tuple(message.group),
             scatters=message.scatters,
+            terms=message.terms,
         )
     except (ValueError, UsageError) as error:
         raise ProtocolError(f"tensor {name[:80]!r}: {error}") from error
@@ -240,4 +241,5 @@ def to_message(spec: TensorSpec) -> pb.Spec:
         priority=spec.priority,
         group=spec.group,
         scatters=spec.scatters,
+        terms=spec.terms,
     )
