@@ -43,6 +43,21 @@ class CommunicationError(BytePSError, RuntimeError):
     """A reduction can't be completed, for a reason outside the call that reports it."""
 
 
+#: Horovod's name for it: what elastic training goes back to its last commit after.
+HorovodInternalError = CommunicationError
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
+    """Not a failure: hosts came or are about to go, and the job must be joined again.
+
+    skip_sync: hosts only went, so that the ranks that stay are equal already.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the job's hosts have changed")
+        self.skip_sync = skip_sync
+
+
 class MismatchError(CommunicationError):
     """Ranks gave different shapes, dtypes or operations under one name."""
 

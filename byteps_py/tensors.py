@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from byteps_py.errors import UsageError
 
 MAX_NAME_BYTES = 1024
+MAX_TERMS_BYTES = 256
 PAGE_BYTES = 4096
 
 
@@ -115,6 +116,7 @@ class TensorSpec:
     priority: int = 0
     group: tuple[int, ...] = ()
     scatters: bool = False
+    terms: str = ""
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -133,11 +135,18 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: root rank {self.root} is not in its group {list(self.group)}")
         if self.scatters and not (self.op.is_reduction and self.shape):
             raise UsageError(f"tensor {self.name!r}: only a reduction of one or more dimensions can be scattered")
+        if len(self.terms.encode()) > MAX_TERMS_BYTES:
+            raise UsageError(f"tensor {self.name!r}: terms of more than {MAX_TERMS_BYTES} bytes: {self.terms[:40]!r}…")
         if self.op.is_direct and not (self.dtype is DType.UINT8 and len(self.shape) == 2):
             raise UsageError(f"tensor {self.name!r}: a {self.op.name.lower()} is uint8, of shape (input, result)")
         # Once: rounds ask for them again and again.
         object.__setattr__(self, "count", self.shape[0] if self.op.is_direct else math.prod(self.shape))
         object.__setattr__(self, "nbytes", self.count * self.dtype.itemsize)
+
+    @property
+    def needs_all(self) -> bool:
+        """It can't go on without a rank that has joined."""
+        return self.scatters or not self.op.is_reduction
 
     def members(self, size: int) -> Sequence[int]:
         """The ranks that take part, of ``size`` in the job."""
@@ -173,7 +182,7 @@ class TensorSpec:
 
     def signature(self) -> tuple[object, ...]:
         shape = () if self.op.is_direct else self.shape
-        return (self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters)
+        return (self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms)
 
     def describe(self) -> str:
         """The part that ranks must agree on, for messages: ``average of float32[3, 4]``."""
@@ -182,7 +191,8 @@ class TensorSpec:
         root = f" from rank {self.root}" if self.op is Op.BROADCAST else ""
         group = f" among ranks {', '.join(map(str, self.group))}" if self.group else ""
         what = "bytes" if self.op.is_direct else f"{self.dtype.name.lower()}{list(self.shape)}"
-        return f"{op} of {what}{root}{group}"
+        terms = f" ({self.terms})" if self.terms else ""
+        return f"{op} of {what}{root}{group}{terms}"
 
 
 @dataclass(frozen=True, slots=True)

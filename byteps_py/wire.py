@@ -34,6 +34,7 @@ class Kind(enum.IntEnum):
     PROBE = 7  # CS → SS, and back as it came: how fast is the way?
     FETCH = 8  # CS → CS: give me bytes of a rank of yours; payload: a Fetch. The answer is an ANSWER with them
     FETCH_SUM = 9  # CS → CS: give me your machine's sum of a part of a scattered reduction; its offset: which part
+    PASS = 10  # CS → SS: my ranks have joined, and I contribute nothing; tell me, without the result, when it is there
 
 
 @dataclass(slots=True)

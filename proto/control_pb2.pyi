@@ -26,7 +26,7 @@ MACHINE_KIND_GPU: MachineKind
 MACHINE_KIND_CPU: MachineKind
 
 class MemberMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured")
+    __slots__ = ("register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured", "join", "idle")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DECLARE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,8 @@ class MemberMessage(_message.Message):
     REPORT_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     declare: Declare
@@ -43,7 +45,9 @@ class MemberMessage(_message.Message):
     report: Report
     gone: Gone
     measured: Measured
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ...) -> None: ...
+    join: Join
+    idle: Idle
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit")
@@ -148,7 +152,7 @@ class Vote(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ...) -> None: ...
 
 class Spec(_message.Message):
-    __slots__ = ("dtype", "shape", "op", "average", "root", "priority", "group", "scatters")
+    __slots__ = ("dtype", "shape", "op", "average", "root", "priority", "group", "scatters", "terms")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +161,7 @@ class Spec(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     SCATTERS_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
     dtype: int
     shape: _containers.RepeatedScalarFieldContainer[int]
     op: int
@@ -165,7 +170,8 @@ class Spec(_message.Message):
     priority: int
     group: _containers.RepeatedScalarFieldContainer[int]
     scatters: bool
-    def __init__(self, dtype: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., op: _Optional[int] = ..., average: bool = ..., root: _Optional[int] = ..., priority: _Optional[int] = ..., group: _Optional[_Iterable[int]] = ..., scatters: bool = ...) -> None: ...
+    terms: str
+    def __init__(self, dtype: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., op: _Optional[int] = ..., average: bool = ..., root: _Optional[int] = ..., priority: _Optional[int] = ..., group: _Optional[_Iterable[int]] = ..., scatters: bool = ..., terms: _Optional[str] = ...) -> None: ...
 
 class Arrive(_message.Message):
     __slots__ = ("sequence",)
@@ -188,8 +194,34 @@ class Report(_message.Message):
     def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Gone(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("rank", "last")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    last: _containers.RepeatedCompositeFieldContainer[LastRound]
+    def __init__(self, rank: _Optional[int] = ..., last: _Optional[_Iterable[_Union[LastRound, _Mapping]]] = ...) -> None: ...
+
+class LastRound(_message.Message):
+    __slots__ = ("name", "generation", "round")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    generation: int
+    round: int
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+
+class Idle(_message.Message):
+    __slots__ = ("direct_round",)
+    DIRECT_ROUND_FIELD_NUMBER: _ClassVar[int]
+    direct_round: int
+    def __init__(self, direct_round: _Optional[int] = ...) -> None: ...
 
 class Measured(_message.Message):
     __slots__ = ("turn", "mbit")
@@ -200,7 +232,7 @@ class Measured(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., mbit: _Optional[float] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure")
+    __slots__ = ("welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +243,8 @@ class SchedulerMessage(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     MEASURE_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    ALL_JOINED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     membership: Membership
@@ -221,7 +255,9 @@ class SchedulerMessage(_message.Message):
     failure: Failure
     stop: Stop
     measure: Measure
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ...) -> None: ...
+    joined: Join
+    all_joined: AllJoined
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("member_id",)
@@ -296,20 +332,22 @@ class Verdicts(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("name", "generation", "spec", "error", "late", "rounds")
+    __slots__ = ("name", "generation", "spec", "error", "late", "rounds", "unsupported")
     NAME_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    UNSUPPORTED_FIELD_NUMBER: _ClassVar[int]
     name: str
     generation: int
     spec: Spec
     error: str
     late: _containers.RepeatedScalarFieldContainer[int]
     rounds: int
-    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ..., error: _Optional[str] = ..., late: _Optional[_Iterable[int]] = ..., rounds: _Optional[int] = ...) -> None: ...
+    unsupported: bool
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ..., error: _Optional[str] = ..., late: _Optional[_Iterable[int]] = ..., rounds: _Optional[int] = ..., unsupported: bool = ...) -> None: ...
 
 class Reopen(_message.Message):
     __slots__ = ("name", "generation", "rounds")
@@ -326,6 +364,14 @@ class Release(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class AllJoined(_message.Message):
+    __slots__ = ("last", "direct_round")
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_ROUND_FIELD_NUMBER: _ClassVar[int]
+    last: int
+    direct_round: int
+    def __init__(self, last: _Optional[int] = ..., direct_round: _Optional[int] = ...) -> None: ...
 
 class Stalled(_message.Message):
     __slots__ = ("message",)

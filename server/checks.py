@@ -66,6 +66,9 @@ def objection(header: Header, nbytes: int, epoch: int, num_machines: int, partit
     if header.length % header.dtype.itemsize or header.offset % header.dtype.itemsize:
         return f"{what}: {header.length} bytes at offset {header.offset} are no whole {header.dtype.name.lower()}s"
     is_pull = header.kind is Kind.PULL
+    is_pass = header.kind is Kind.PASS
+    if is_pass and header.op is Op.BROADCAST:
+        return f"{what}: a broadcast does without nobody"
     if header.op is Op.BROADCAST:
         if header.root >= num_machines:
             return f"{what}: broadcast from machine {header.root} of {num_machines}"
@@ -73,7 +76,7 @@ def objection(header: Header, nbytes: int, epoch: int, num_machines: int, partit
             return f"{what}: in a broadcast machine {header.root} pushes and the others pull"
     elif is_pull:
         return f"{what}: only a broadcast can be pulled, not a {header.op.name.lower()}"
-    expected = 0 if is_pull else header.length
+    expected = 0 if is_pull or is_pass else header.length
     if nbytes != expected:
         return f"{what}: its header promises {expected} bytes of payload, {nbytes} came"
     return ""

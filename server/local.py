@@ -94,7 +94,7 @@ class LocalPeer(Peer):
         payload = answer = None
         if header.kind is Kind.PUSH:
             payload = self._place(header, header.segment, header.segment_offset)
-        if header.op is not Op.BROADCAST or header.kind is Kind.PULL:
+        if header.kind is not Kind.PASS and (header.op is not Op.BROADCAST or header.kind is Kind.PULL):
             answer = self._place(header, header.answer_segment, header.answer_offset)
             if payload and 0 < abs(payload.address - answer.address) < header.length:
                 raise ProtocolError("the answer's place overlaps the contribution")
@@ -175,7 +175,7 @@ class Local:
             raise ProtocolError(f"{header.kind.name} in the name of machine {header.sender} before a HELLO as such")
         elif header.kind is Kind.SEGMENT:
             peer.accept_segment(header, fds)
-        elif header.kind in (Kind.PUSH, Kind.PULL) and len(data) == HEADER_BYTES:
+        elif header.kind in (Kind.PUSH, Kind.PULL, Kind.PASS) and len(data) == HEADER_BYTES:
             self._contribution(peer, header)
         else:
             raise ProtocolError(f"{header.kind.name} of {len(data)} bytes is not for it to send")

@@ -29,4 +29,4 @@ class Network(DataListener):
             payload = FrameMemory(frame)
             on_arrival(Arrival(header, peer, payload.nbytes, payload if payload.nbytes else None))
 
-        super().__init__(host, settings, traffic, frozenset((Kind.PUSH, Kind.PULL)), on_message, on_gone)
+        super().__init__(host, settings, traffic, frozenset((Kind.PUSH, Kind.PULL, Kind.PASS)), on_message, on_gone)

@@ -15,7 +15,8 @@ A partition is one object (partition.py), and its state is one of
     any         ──newer generation of the key, or another number of machines──► DROPPED, and forgotten
 
 All machines give, or as many as their messages say; who they are is for them to agree on (the control plane's vote).
-Each is identified by its machine: what one gives twice counts once. Memory is held for rounds in flight only; it is
+Each is identified by its machine: what one gives twice counts once. A machine whose ranks have joined gives nothing,
+and says so; a round in which all say so never ends. Memory is held for rounds in flight only; it is
 given back when the last reference to a contribution goes, so there is no action that says so.
 """
 
@@ -28,7 +29,7 @@ from typing import Generic
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError
 from byteps_py.server.checks import Facts, difference, objection
 from byteps_py.server.partition import C, Partition, State
-from byteps_py.wire import Header
+from byteps_py.wire import Header, Kind
 
 #: Contributions that wait for news of a newer epoch; beyond either limit they are refused.
 HELD_COUNT = 4096
@@ -124,6 +125,8 @@ class Rounds(Generic[C]):
         if text:
             return self._refuse([new], ProtocolError, text)
         partition = self._find(header)
+        if partition is None and header.kind is Kind.PASS:
+            return []  # it does not know yet that the others have moved on without it, and misses nothing
         if partition is None:
             return self._refuse([new], ProtocolError, f"stale: tensor key {header.key:#018x} was declared again")
         if header.round <= partition.last_round:
@@ -218,6 +221,8 @@ class Rounds(Generic[C]):
         self.counters.bytes_in_flight += new.nbytes
         if len(others) < (new.header.machines or self.num_machines):
             return []
+        if all(contribution.header.kind is Kind.PASS for contribution in others.values()):
+            return []  # all ranks of the group have joined: there will be nothing to sum
         partition.state = State.REDUCING
         return [Reduce(partition)]
 

@@ -34,6 +34,7 @@ from byteps_py.server.reducer import Reducer, plan
 from byteps_py.server.rounds import Action, Answer, Reduce, Refuse, Rounds
 from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
+from byteps_py.wire import Kind
 
 _ORPHAN_CHECK_S = 0.5
 _ORPHAN_S = 2.0  # at most: workers reconnect within less
@@ -150,8 +151,10 @@ class Service:
                     message = result.message() if result is not None else None
                     for arrival in contributions:
                         # A local machine has it in its memory by now, and a broadcast's root had it all along.
-                        is_needed = arrival.answer is None and arrival.header.sender != arrival.header.root
-                        arrival.origin.answer(arrival.header, message if is_needed else None)
+                        header = arrival.header
+                        is_needed = arrival.answer is None and header.sender != header.root
+                        is_needed = is_needed and header.kind is not Kind.PASS
+                        arrival.origin.answer(header, message if is_needed else None)
                 case Refuse(contributions, error, text):
                     self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)
                     for arrival in contributions:

@@ -33,7 +33,7 @@ def test_every_op_and_form(dtype) -> None:
     def main(rank: int):
         x = values(rank, dtype)
         found = {}
-        for op in bps.ReduceOp:
+        for op in (bps.ReduceOp[name] for name in OPS):
             found[op.name] = bps.push_pull(x, op=op, name=f"x.{op.name}")
         inplace = x.clone()
         assert bps.push_pull_inplace(inplace, average=False, name="in place") is inplace
@@ -125,9 +125,26 @@ def test_unnamed_tensors_meet_in_order_and_share_few_names() -> None:
 
 def test_names_of_unnamed_tensors() -> None:
     source = NameSource()
+    given = 0
     for nbytes, count in ((8, 32), (64 << 10, 8), (4 << 20, 2)):
-        names = [source.next("sum", "uint8", (nbytes,), nbytes) for _ in range(40)]
-        assert list(dict.fromkeys(names)) == [f"sum.noname.uint8.{nbytes}.{i}" for i in range(count)]
+        names = [source.next("sum", nbytes, nbytes) for _ in range(40)]
+        assert list(dict.fromkeys(names)) == [f"sum.noname.{given + i}" for i in range(count)]
+        given += count
+    source.restart(0)
+    source.restart(0)  # whoever finds out second changes nothing
+    assert [source.next("sum", 8, 8), source.in_turn("gather")] == ["sum.noname.1.0", "gather.noname.1.0"]
+
+
+def test_unnamed_tensors_that_differ_are_an_error_and_ranks_go_on_alike() -> None:
+    def main(rank: int):
+        assert bps.push_pull(torch.ones(2)).tolist() == [1.0, 1.0]
+        with pytest.raises(bps.MismatchError, match=r"rank 0 gave average of float32\[2\]; rank 1 .*\[3\]"):
+            bps.push_pull(torch.ones(2 + rank))
+        for _ in range(40):
+            assert bps.push_pull(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+            assert bps.push_pull(torch.ones(2)).tolist() == [1.0, 1.0]
+
+    ThreadedCluster((1, 1)).run(main)
 
 
 def test_priority_reaches_the_service_and_a_name_may_change_its_shape() -> None:
@@ -146,9 +163,9 @@ def test_priority_reaches_the_service_and_a_name_may_change_its_shape() -> None:
 def test_misuse() -> None:
     def main(rank: int):
         handle = bps.push_pull_async(torch.ones(2), name="a")
-        with pytest.raises(ValueError, match="duplicate name"):
+        with pytest.raises(ValueError, match="Duplicate tensor name 'a'"):
             bps.push_pull_async(torch.ones(2), name="a")
-        with pytest.raises(ValueError, match="duplicate name"):
+        with pytest.raises(ValueError, match="Duplicate tensor name 'a'"):
             bps.push_pull_async(torch.ones(3), name="a")
         assert bps.synchronize(handle).tolist() == [1.0, 1.0]
         assert bps.synchronize(handle) is None
@@ -270,7 +287,14 @@ def test_importing_shared_ground_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["api", "layout", "names", "optimizer", "parallel", "stream"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("api", "layout", "names", "optimizer", "parallel", "stream", "cross_barrier", "adasum", "sync_batch_norm"),
+        *("elastic.running", "elastic.sampler", "elastic.state", "elastic.torch_state"),
+        *("allreduce", "gathers", "scatter", "scaling", "collectives.alltoall", "collectives.rooms"),
+    ],
+)
 def test_examples_in_the_documentation(module) -> None:
     with use(Context(lambda settings: byteps_py.session.solo.SoloSession())):
         result = doctest.testmod(importlib.import_module(f"byteps_py.torch.{module}"))

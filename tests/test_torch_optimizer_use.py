@@ -223,17 +223,6 @@ def test_passes_can_be_changed_between_steps_only() -> None:
     ThreadedCluster((2,)).run(main)
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
-    def main(rank: int) -> None:
-        model = nn.Embedding(4, 2, sparse=True)
-        optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=0.1))
-        with pytest.raises(ValueError, match="'weight' is sparse"):
-            model(torch.tensor([1])).sum().backward()
-        assert optimizer.param_groups
-
-    ThreadedCluster((1, 1)).run(main)
-
-
 def test_ranks_that_disagree_are_told_and_may_go_on() -> None:
     def main(rank: int):
         wrong = nn.Linear(2, 2 + rank)

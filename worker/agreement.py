@@ -25,6 +25,9 @@ from byteps_py.tensors import TensorSpec
 from byteps_py.worker.actions import Action, Fail, Release, SendBallot
 from byteps_py.worker.tensor import RankSlot, Tensor
 
+#: Void slots that ranks are told of in one message.
+_MAX_SLOTS = 4096
+
 
 @dataclass(slots=True)
 class _Proposal:
@@ -39,20 +42,30 @@ class _Proposal:
     sent: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    """An error that a rank has yet to get. ``slot``: whose use, which crosses the news, would get it. ``spec``: it is
+    only for who declares this once more; None if it is for any declaration."""
+
+    error: BytePSError
+    slot: RankSlot | None
+    spec: TensorSpec | None = None
+
+
 @dataclass(slots=True)
 class _Name:
     """By local rank: ``later``, declarations that came before the generation ahead of theirs was decided;
     ``failed``, slots that are void, but whose memory the rank may write to until it declares the name again;
-    ``late``, what becomes of the next declarations, which are votes on generations that are rejected already, and
-    the slot of the generation before, whose use would be such a vote as well."""
+    ``late``, what becomes of the next declarations, which are votes on generations that are rejected already."""
 
     name: str
     generation: int = 0  # the last one decided, either way
     tensor: Tensor | None = None
+    rounds: int = 0  # of the last generation's tensor, if it has ended by itself
     proposal: _Proposal | None = None
     later: dict[int, deque[RankSlot]] = field(default_factory=dict)
     failed: dict[int, list[RankSlot]] = field(default_factory=dict)
-    late: dict[int, deque[tuple[BytePSError, RankSlot | None]]] = field(default_factory=dict)
+    late: dict[int, deque[_Missed]] = field(default_factory=dict)
 
     def void(self, slots: Iterable[RankSlot], error: BytePSError) -> list[Action]:
         """These declarations have failed."""
@@ -63,6 +76,11 @@ class _Name:
         return [Fail(failed, error)] if failed else []
 
 
+def fail_all(slots: Sequence[RankSlot], error: BytePSError) -> list[Action]:
+    """Tell ranks of any number of void slots."""
+    return [Fail(tuple(slots[i : i + _MAX_SLOTS]), error) for i in range(0, len(slots), _MAX_SLOTS)]
+
+
 class Agreement:
     """All names of one machine. ``local_size``: number of its ranks; ``first_rank``: the global number of the first
     one, to be set before any is declared."""
@@ -70,6 +88,8 @@ class Agreement:
     def __init__(self, local_size: int, first_rank: int = 0) -> None:
         self.first_rank = first_rank
         self._local_size = local_size
+        self._joined: set[int] = set()
+        self._ending: list[Tensor] = []
         self._names: dict[str, _Name] = {}
 
     def declare(self, slot: RankSlot) -> list[Action]:
@@ -77,14 +97,16 @@ class Agreement:
         name = self._names.setdefault(slot.spec.name, _Name(slot.spec.name))
         actions = self._let_go(name, slot.local_rank)
         if late := name.late.get(slot.local_rank):
-            return actions + name.void([slot], late.popleft()[0])
+            missed = late.popleft()
+            if missed.spec is None or missed.spec.agrees_with(slot.spec):
+                return actions + name.void([slot], missed.error)
         name.later.setdefault(slot.local_rank, deque()).append(slot)
         return actions + self._poll(name)
 
     def came(self, slot: RankSlot) -> list[Action]:
         """A rank handed over a round of ``slot``."""
         name = self._names[slot.spec.name]
-        if slot.is_kept and (late := name.late.get(slot.local_rank)) and late[0][1] is slot:
+        if slot.is_kept and (late := name.late.get(slot.local_rank)) and late[0].slot is slot:
             late.popleft()  # it gets the error for that round
         return self._poll(name)
 
@@ -112,7 +134,7 @@ class Agreement:
                 slot = proposal.slots[rank] = slots.popleft()
                 proposal.votes[rank] = slot.spec
                 # Who declares anew has got all its rounds, and joins no more of them.
-                proposal.rounds = name.tensor.round - 1 if name.tensor is not None else 0
+                proposal.rounds = name.tensor.round - 1 if name.tensor is not None else name.rounds
         if name.tensor is not None and name.tensor.round > proposal.rounds:
             for slot in name.tensor.slots:
                 if slot.waits:
@@ -129,7 +151,11 @@ class Agreement:
 
     def _is_complete(self, votes: dict[int, TensorSpec]) -> bool:
         groups = {spec.group for spec in votes.values()}
-        return len(groups) > 1 or (len(groups) == 1 and len(votes) == len(self._local(groups.pop())))
+        return len(groups) > 1 or (len(groups) == 1 and self._has_all(votes, self._local(groups.pop())))
+
+    def _has_all(self, votes: dict[int, TensorSpec], members: Sequence[int]) -> bool:
+        """Those of all ``members`` that have not joined."""
+        return all(rank in votes or rank in self._joined for rank in members)
 
     def _local(self, group: Sequence[int]) -> Sequence[int]:
         """The local ranks of this machine in ``group``."""
@@ -149,12 +175,13 @@ class Agreement:
         proposal = name.proposal or _Proposal(name.generation + 1)
         if proposal.generation != generation:
             return None, None, []
-        if not all(rank in proposal.votes for rank in members):
+        if not self._has_all(proposal.votes, members):
             return None, None, []  # a verdict without this machine's ballot: the scheduler would be wrong
-        old = name.tensor if name.tensor is not None and name.tensor.round > rounds else None
-        slots = {slot.local_rank: slot for slot in old.slots} if old else {}
+        old = name.tensor if name.tensor is not None and name.tensor.is_past(rounds) else None
+        slots = {slot.local_rank: slot for slot in (*old.slots, *old.joined)} if old else {}
         slots |= proposal.slots
-        tensor = Tensor(name_, generation, spec, tuple(slots.pop(rank) for rank in members)) if members else None
+        voters = [rank for rank in members if rank in proposal.votes]
+        tensor = Tensor(name_, generation, spec, tuple(slots.pop(rank) for rank in voters)) if members else None
         for slot in tensor.slots if tensor is not None else ():
             slot.tensor = tensor
         error = MismatchError(
@@ -162,8 +189,8 @@ class Agreement:
             "all ranks of a group name the same group, and give each group a name of its own"
         )
         if name.tensor is not None and old is None:
-            name.tensor.ending = error
-        name.generation, name.tensor, name.proposal = generation, tensor, None
+            self.end_after(name.tensor, rounds, error)
+        name.generation, name.tensor, name.proposal, name.rounds = generation, tensor, None, 0
         name.late.clear()
         return tensor, old, name.void(slots.values(), error)
 
@@ -178,24 +205,72 @@ class Agreement:
         if proposal.generation != generation:
             return [], None
         known = name.tensor
-        old = known if known is not None and known.round > rounds else None
+        old = known if known is not None and known.is_past(rounds) else None
         if known is not None and old is None:
-            known.ending = error
+            self.end_after(known, rounds, error)
         # Who declared it after the ballot went, which did not wait, voted on this generation, too.
         after = {rank: slots.popleft() for rank, slots in name.later.items() if slots and rank not in proposal.slots}
         declared = {**after, **proposal.slots}
-        failed = [*declared.values(), *(slot for slot in (old.slots if old else ()) if slot.local_rank not in declared)]
-        name.generation, name.tensor, name.proposal = generation, None, None
+        in_old = (*old.slots, *old.joined) if old else ()
+        failed = [*declared.values(), *(slot for slot in in_old if slot.local_rank not in declared)]
+        name.generation, name.tensor, name.proposal, name.rounds = generation, None, None, 0
         voted = {slot.local_rank for slot in failed if slot.local_rank in declared or slot.waits}
         for rank in self._local(tuple(late)) if late else ():
             if rank not in voted:
                 before = next((slot for slot in (known.slots if known else ()) if slot.local_rank == rank), None)
-                name.late.setdefault(rank, deque()).append((error, before))
+                name.late.setdefault(rank, deque()).append(_Missed(error, before))
         return name.void(failed, error), old
+
+    def end_after(self, tensor: Tensor, round_: int, error: BytePSError) -> bool:
+        """A tensor is void after ``round_``. True if that is over."""
+        tensor.ending, tensor.last_round = error, round_
+        self._ending.append(tensor)
+        return tensor.is_past(round_)
 
     def ended(self, tensor: Tensor) -> list[Action]:
         """The last round of a tensor that is ending has been delivered; it is to be retired."""
-        return self._names[tensor.name].void(tensor.slots, tensor.ending) if tensor.ending is not None else []
+        name = self._names[tensor.name]
+        self._ending = [other for other in self._ending if other is not tensor]
+        if name.tensor is tensor and tensor.ending is not None:  # not by a vote: who does not wait has yet to learn it
+            name.tensor, name.rounds = None, tensor.round - 1
+            anew = {*(name.proposal.slots if name.proposal else ()), *(r for r, slots in name.later.items() if slots)}
+            for slot in tensor.slots:
+                if not slot.waits and slot.local_rank not in self._joined | anew:
+                    missed = _Missed(tensor.ending, slot, tensor.spec)
+                    name.late.setdefault(slot.local_rank, deque()).append(missed)
+        return name.void((*tensor.slots, *tensor.joined), tensor.ending) if tensor.ending is not None else []
+
+    # ---- joining -----------------------------------------------------------------------------------------
+
+    def join(self, local_rank: int) -> list[Action]:
+        """A rank votes no more, unless it has already."""
+        self._joined.add(local_rank)
+        return [action for name in self._names.values() for action in self._poll(name)]
+
+    def is_awaited(self) -> bool:
+        """A local rank waits for a round."""
+        tensors = [*self.tensors(), *self._ending]
+        return bool(self.undecided()) or any(slot.waits for tensor in tensors for slot in tensor.slots)
+
+    def start_anew(self, error: BytePSError) -> tuple[list[Action], list[Tensor]]:
+        """All ranks have joined, and none waits: all declarations are void. Returns the tensors, which are to be
+        retired. Generations go on, so that what servers still hold is not mistaken for something new."""
+        self._joined.clear()
+        tensors = self.tensors()
+        failed: list[RankSlot] = []
+        for name in self._names.values():
+            slots = [slot for slots in name.later.values() for slot in slots]
+            slots += name.proposal.slots.values() if name.proposal is not None else ()
+            slots += (*name.tensor.slots, *name.tensor.joined) if name.tensor is not None else ()
+            name.void(slots, error)
+            failed += slots
+            name.tensor = name.proposal = None
+            name.rounds = 0
+            name.later.clear()
+            name.late.clear()
+        return fail_all(failed, error), tensors
+
+    # ---- leaving -----------------------------------------------------------------------------------------
 
     def _let_go(self, name: _Name, local_rank: int) -> list[Action]:
         """The rank does not write to its void slots any more; nor does the service, if no kernel runs there."""

@@ -190,6 +190,9 @@ class Desk:
                 elif kind is Kind.BARRIER:
                     rank.barriers = rank.barriers_before + int(protocol.fields_of(message)["sequence"])
                     here.poll_barrier()
+                elif kind is Kind.JOIN:
+                    here.joining.join(rank)
+                    here.poll_barrier()
                 elif kind is Kind.PING:
                     rank.send(protocol.pack(Kind.PONG))
                 elif kind is Kind.LEAVE:

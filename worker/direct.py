@@ -63,6 +63,7 @@ class Direct:
         self._local_piece_bytes = local_piece_bytes
         self._queue = queue
         self._channels: dict[int, Channel] = {}
+        self._before = 0  # rounds up to this one were before all ranks joined
         self._early: dict[int, list[Request]] = {}
         self._by_slot: dict[int, tuple[Channel, Member]] = {}  # by its id
 
@@ -87,6 +88,7 @@ class Direct:
         position = channel.ranks.index(rank)
         member = channel.members.get(position)
         if member is None:
+            slot.round = self._before
             member = channel.members[position] = Member(position, slot)
             self._by_slot[slot.id] = (channel, member)
             return []
@@ -141,7 +143,7 @@ class Direct:
         """A CopyHere has ended."""
         actions: list[DirectAction] = []
         for source, target, _, _, _ in pairs:
-            del target.due[source.position]
+            target.due.pop(source.position, None)  # unless it was abandoned
             round_ = target.round
             offer = source.offers[round_]
             del offer.left[target.position]
@@ -158,6 +160,8 @@ class Direct:
         """A Copy has ended."""
         actions: list[DirectAction] = []
         for member in transfer.targets:
+            if transfer.source not in member.due or transfer.round != member.round:
+                continue  # it was abandoned
             member.due[transfer.source] -= transfer.length
             if not member.due[transfer.source]:
                 del member.due[transfer.source]
@@ -178,6 +182,24 @@ class Direct:
         """What a machine has asked for can't be sent to it any more."""
         for requests in [*self._early.values(), *(channel.requests for channel in self._channels.values())]:
             requests[:] = [request for request in requests if request.machine != machine]
+
+    def abandon(self, member: Member) -> None:
+        """The member's round will never be complete, and its rank knows."""
+        member.slot.ready_bytes = -1
+        member.due = {}
+
+    def start_anew(self, round_: int) -> list[RankSlot]:
+        """All ranks have joined, and none waits: nothing is declared any more. Returns the slots. All names go on with
+        the round after ``round_``: a machine that hears of this earlier may ask for it already."""
+        self._before = round_
+        early = [*self._early.values(), *(channel.requests for channel in self._channels.values())]
+        slots = [slot for _, m in self.members() for slot in (m.slot, *(old for _, old in m.outgrown))]
+        self._channels.clear()
+        self._by_slot.clear()
+        self._early.clear()
+        for request in (request for requests in early for request in requests if request.round > round_):
+            self._early.setdefault(request.key, []).append(request)
+        return slots
 
     # ---- questions -------------------------------------------------------------------------------------
 
@@ -280,6 +302,8 @@ class Direct:
     def _serve(self, channel: Channel, request: Request) -> list[DirectAction]:
         if request.source not in channel.ranks or (request.target != ALL and request.target not in channel.ranks):
             raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} or {request.target} has no part")
+        if request.round <= self._before:
+            return []  # of a round that was abandoned before all ranks joined
         position = channel.ranks.index(request.source)
         if position not in channel.here:
             raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} is not a rank of this machine")

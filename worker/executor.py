@@ -41,7 +41,8 @@ LAST_INLINE_BYTES = 8 << 20
 
 
 class Executor:
-    """``fail`` is called with an error that ends the job, ``on_end`` with a tensor whose last round is delivered."""
+    """``fail`` is called with an error that ends the job, ``on_end`` with a tensor whose last round is delivered,
+    ``after_run``, if set, when all that followed from an event has been done."""
 
     on_end: Callable[[Tensor], None]
 
@@ -61,6 +62,7 @@ class Executor:
         self.network: Network | None = None  # None: this machine is the only one
         self.courier = Courier(loop, ready, memory, direct, scatter, pipeline, self.run, self._owe)
         self.rounds = 0  # partitions delivered
+        self.after_run: Callable[[], None] | None = None
         self._loop = loop
         self._ready = ready
         self._memory = memory
@@ -116,6 +118,8 @@ class Executor:
             owed, self._owed = self._owed, {}
             for rank in owed.values():
                 self._to_rank(rank, rank.send_done)
+        if self.after_run is not None:
+            self.after_run()
 
     def _carry_out(self, action: Action | DirectAction) -> None:
         if isinstance(action, Compute):
@@ -127,7 +131,7 @@ class Executor:
             self.rounds += len(action.tensor.parts)
             for local_rank, slot_id, round_ in action.slots:
                 self._owe(local_rank, slot_id, round_)
-            if action.tensor.ending is not None:
+            if action.tensor.ending is not None and action.tensor.round > action.tensor.last_round:
                 self.on_end(action.tensor)
         elif isinstance(action, Fail):
             self._tell_failed(action)
@@ -199,7 +203,7 @@ class Executor:
         source = 0
         if part.answer is not None:
             source = part.answer.address
-        elif part.tensor.local_root is None:
+        elif part.tensor.local_root is None and part.tensor.slots:
             if frame is None or len(frame) != part.length:
                 raise ProtocolError(
                     f"tensor {part.tensor.name!r}: an answer of {len(frame or b'')} bytes, {part.length} were due"

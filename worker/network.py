@@ -46,8 +46,9 @@ class Network:
         if link is None:
             raise ProtocolError(f"tensor {tensor.name!r} is placed on server {part.server}, which is no member")
         contributes = tensor.contributes
+        kind = Kind.PUSH if contributes else Kind.PULL if tensor.slots else Kind.PASS
         header = Header(
-            Kind.PUSH if contributes else Kind.PULL,
+            kind,
             self._me,
             self._epoch,
             tensor.spec.dtype,
@@ -62,7 +63,7 @@ class Network:
             machines=tensor.machines,
         )
         answer = None
-        if isinstance(link, LocalLink) and tensor.local_root is None:
+        if isinstance(link, LocalLink) and tensor.local_root is None and tensor.slots:
             answer = self._memory.give_answer_block(part)
         link.push(header, tensor.contribution if contributes else None, part.offset, answer)
 

@@ -57,7 +57,36 @@ class Pipeline:
         slot.ready_bytes = nbytes
         return self._advance(slot.tensor, now) if slot.tensor is not None else []
 
+    def leave_out(self, slot: RankSlot, now: float) -> list[Action]:
+        """The slot's rank has joined: from the next round on, which may be the current one, it takes no part."""
+        tensor = slot.tensor
+        slot.has_joined = True
+        if tensor is None or tensor.retired:
+            return []
+        if slot.ready_bytes >= 0:
+            tensor.is_leaving = True
+            return []
+        self._drop_joined(tensor)
+        return self._advance(tensor, now)
+
+    def _drop_joined(self, tensor: Tensor) -> None:
+        gone = tuple(slot for slot in tensor.slots if slot.has_joined and slot.ready_bytes < 0)
+        tensor.joined += gone
+        tensor.slots = tuple(slot for slot in tensor.slots if slot not in gone)
+        for part in tensor.parts:
+            part.local_sum = None
+
+    def _pass(self, tensor: Tensor) -> list[Action]:
+        """All local ranks have joined: tell the servers that this machine contributes nothing to the round."""
+        if tensor.is_alone:
+            return []
+        for part in tensor.parts:
+            part.stage = Stage.IN_FLIGHT
+        return [Push(part, tensor.round) for part in tensor.parts]
+
     def _advance(self, tensor: Tensor, now: float) -> list[Action]:
+        if not tensor.slots:
+            return self._pass(tensor)
         ready = tensor.ready_bytes
         if ready < 0:
             return []
@@ -178,7 +207,10 @@ class Pipeline:
         tensor = part.tensor
         part.stage = Stage.DONE
         tensor.finished += 1
-        return [self._complete(tensor)] if tensor.finished == len(tensor.parts) else []
+        if tensor.finished < len(tensor.parts):
+            return []
+        done = self._complete(tensor)
+        return [done] if tensor.slots else [done, *self._pass(tensor)]
 
     def _complete(self, tensor: Tensor) -> Done:
         done = Done(tensor, tuple((slot.local_rank, slot.id, slot.round) for slot in tensor.slots))
@@ -188,6 +220,9 @@ class Pipeline:
             slot.ready_bytes = -1
         for part in tensor.parts:
             part.stage = Stage.WAITING
+        if tensor.is_leaving:
+            tensor.is_leaving = False
+            self._drop_joined(tensor)
         return done
 
     def retire(self, tensor: Tensor, now: float) -> list[Action]:
@@ -205,4 +240,6 @@ class Pipeline:
         if tensor.running:
             return []
         # A slot that lives on in the tensor's next generation stays.
-        return [Release(tuple(s for s in tensor.slots if s.tensor is tensor and not s.is_kept), tensor)]
+        return [
+            Release(tuple(s for s in (*tensor.slots, *tensor.joined) if s.tensor is tensor and not s.is_kept), tensor)
+        ]

@@ -13,10 +13,11 @@ from byteps_py.scheduler.words import ranks_text
 from byteps_py.session import protocol
 from byteps_py.session.protocol import Kind
 from byteps_py.tensors import Layout
-from byteps_py.worker.actions import Action
+from byteps_py.worker.actions import Action, Fail
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.executor import Executor
+from byteps_py.worker.joining import Joining
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.pieces import DirectAction
 from byteps_py.worker.pipeline import Pipeline
@@ -35,11 +36,13 @@ class Requests:
         pipeline: Pipeline,
         direct: Direct,
         executor: Executor,
+        joining: Joining,
         send: Callable[[pb.MemberMessage], None],
     ) -> None:
         self.topology = topology
         self.memory = memory
         self.executor = executor
+        self.joining = joining
         self.released = 0  # barriers passed
         self._arrived = 0
         self._barrier_since: float | None = None
@@ -95,27 +98,37 @@ class Requests:
             if slot is None:  # its declaration failed while the message was on its way
                 continue
             if slot.spec.op.is_direct:
-                actions += self._direct.ready(slot, round_, self._layouts.pop(slot_id, None), now)
+                layout = self._layouts.pop(slot_id, None)
+                if (error := self.joining.objection(slot.spec, round_)) is not None:
+                    actions.append(Fail((slot,), error))
+                else:
+                    actions += self._direct.ready(slot, round_, layout, now)
             else:
                 actions += self._pipeline.ready(slot, round_, nbytes, now)
                 actions += self._agreement.came(slot)
         return actions
 
     def poll_barrier(self) -> None:
-        """A local rank has come to a barrier: tell the scheduler when all have come to the next one."""
-        self._barrier_since = self._barrier_since or time.monotonic()
+        """A local rank has come to a barrier, or joined: tell the scheduler when all have come to the next one."""
         ranks = self.executor.ranks.values()
-        if len(ranks) == self.topology.local_size and min(rank.barriers for rank in ranks) > self._arrived:
+        active = [rank.barriers for rank in ranks if rank.local_rank not in self.joining.here]
+        if max(active, default=0) > self.released:
+            self._barrier_since = self._barrier_since or time.monotonic()
+        if len(ranks) == self.topology.local_size and min(active, default=0) > self._arrived:
             self._arrived += 1
             self._send(pb.MemberMessage(arrive=pb.Arrive(sequence=self._arrived)))
 
     def release_barrier(self, sequence: int) -> None:
         self.released = sequence
+        self._arrived = max(self._arrived, sequence)  # if all local ranks have joined, it did not wait for them
         self._barrier_since = None
         for rank in self.executor.ranks.values():
             if rank.barriers >= sequence:
                 with contextlib.suppress(PeerLostError):  # it is found out by its own connection
                     rank.send(protocol.pack(Kind.RELEASED, sequence=sequence - rank.barriers_before))
+            else:  # it has joined; its own count goes on from here
+                rank.barriers_before += 1
+                rank.barriers += 1
 
     def at_barrier(self) -> tuple[list[int], float]:
         """The local ranks that wait at a barrier, and for how long the first has."""

@@ -105,7 +105,8 @@ class ScatterPart(Part):
 
 @dataclass(slots=True, eq=False)
 class RankSlot:
-    """One local rank's memory for a tensor, and how much of the current round's contribution is there.
+    """One local rank's memory for a tensor, and how much of the current round's contribution is there. ``has_joined``:
+    the rank takes part in no further round.
     ``is_kept``: it is void, but the rank may not know yet, and write there. ``has_left``: the rank; what it had
     handed over still counts, but it waits for nothing."""
 
@@ -120,6 +121,7 @@ class RankSlot:
     tensor: Tensor | None = None  # once all ranks agreed
     is_kept: bool = False
     has_left: bool = False
+    has_joined: bool = False
 
     @property
     def waits(self) -> bool:
@@ -138,7 +140,9 @@ class Tensor:
     parity of the round (a contribution outlives its round, until the next one is complete); empty if a rank's own
     input serves. ``local_root``: which of the slots a broadcast reads, None if it is on another machine.
     ``machines``: how many take part; 0: all of several. ``first_rank``: the global rank of this machine's first.
-    ``ending``: why it is void once the current round is delivered; None if it is not."""
+    ``ending``: why it is void once ``last_round`` is delivered; None if it is not. ``joined``: slots of local ranks
+    that have joined, and take no more part; ``is_leaving``: others do so after the current round. Without any slot
+    the machine contributes nothing."""
 
     name: str
     generation: int
@@ -157,6 +161,9 @@ class Tensor:
     running: int = 0  # kernels at work on this tensor's memory
     retired: bool = False
     ending: BytePSError | None = None
+    last_round: int = 0
+    joined: tuple[RankSlot, ...] = ()
+    is_leaving: bool = False
 
     def __post_init__(self) -> None:
         self.key = key_of(self.name)
@@ -165,6 +172,10 @@ class Tensor:
     def is_alone(self) -> bool:
         """No other machine takes part: nothing is sent."""
         return self.machines == 1
+
+    def is_past(self, round_: int) -> bool:
+        """No local rank waits for this round, or an earlier one, or will."""
+        return self.round > round_ or not self.slots
 
     @property
     def is_pending(self) -> bool:
@@ -185,8 +196,8 @@ class Tensor:
 
     @property
     def contributes(self) -> bool:
-        """False if the tensor is broadcast from another machine."""
-        return self.spec.op is not Op.BROADCAST or self.local_root is not None
+        """False if the tensor is broadcast from another machine, or all local ranks of its group have joined."""
+        return bool(self.slots) and (self.spec.op is not Op.BROADCAST or self.local_root is not None)
 
     def results(self, offset: int) -> tuple[int, ...]:
         """Addresses, at ``offset``, of the local ranks' results that a delivery has to write."""

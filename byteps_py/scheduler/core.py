@@ -21,12 +21,13 @@ from byteps_py.scheduler.barrier import Barriers
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.declarations import Decided, Declarations, Reopened
 from byteps_py.scheduler.ending import Finish, finish
+from byteps_py.scheduler.joining import Joining
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
 from byteps_py.scheduler.roster import Refusal, Roster
 from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.survey import Survey
-from byteps_py.scheduler.words import count_text
+from byteps_py.scheduler.words import count_text, ranks_text
 
 REGISTER_TIMEOUT_S = 10.0  # a connection that has not said by then who it is, is turned away
 
@@ -43,6 +44,7 @@ class SchedulerCore:
         self._declarations = Declarations(config.num_workers, 0)
         self._stalls = stalls.StallWatch(config.stall_warn_s)
         self._barriers = Barriers(config.num_workers)
+        self._joining = Joining(config.num_workers)
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
         self._connections: set[int] = set()
         self._first_registration_s: float | None = None
@@ -91,10 +93,14 @@ class SchedulerCore:
                     return self._declare(member, message.declare)
                 case "arrive":
                     return self._arrive(member, message.arrive.sequence)
+                case "join":
+                    return self._join(member, message.join)
+                case "idle":
+                    return self._idle(member, message.idle)
                 case "leave":
                     return self._leave(member, message.leave.reason, now_s)
                 case "gone":
-                    return self._gone(member)
+                    return self._gone(member, message.gone)
                 case "measured":
                     return self._measured(member, message.measured, now_s)
                 case "report":
@@ -247,9 +253,37 @@ class SchedulerCore:
         if self.state != RUNNING:
             return self._too_early(member, "arrive")
         self._ranks_of(member)
-        if not self._barriers.arrive(member.facts.machine_index, sequence):
+        is_last = self._barriers.arrive(member.facts.machine_index, sequence)
+        return self._release([sequence] if is_last else [])
+
+    def _release(self, sequences: list[int]) -> Outgoing:
+        out: Outgoing = []
+        for sequence in sequences:
+            out += to_each(self._roster.workers(), pb.SchedulerMessage(release=pb.Release(sequence=sequence)))
+        return out
+
+    def _join(self, member: MemberRecord, join: pb.Join) -> Outgoing:
+        if self.state != RUNNING:
+            return self._too_early(member, "join")
+        ranks = self._ranks_of(member)
+        is_new = self._joining.join(ranks, join.rank)
+        out = to_each(self._roster.workers(), pb.SchedulerMessage(joined=join))
+        if is_new and (verdicts := self._declarations.join(join.rank)):
+            batch = pb.SchedulerMessage(verdicts=pb.Verdicts(verdicts=verdicts))
+            out += to_each(self._roster.workers(), batch)
+        if self._joining.ranks.issuperset(ranks):
+            out += self._release(self._barriers.excuse(member.facts.machine_index))
+        return out
+
+    def _idle(self, member: MemberRecord, idle: pb.Idle) -> Outgoing:
+        if self.state != RUNNING:
+            return self._too_early(member, "idle")
+        over = self._joining.idle(member.facts.machine_index, self._ranks_of(member), idle.direct_round)
+        if over is None:
             return []
-        return to_each(self._roster.workers(), pb.SchedulerMessage(release=pb.Release(sequence=sequence)))
+        self._declarations.start_anew()
+        self._barriers.expect_all()
+        return to_each(self._roster.workers(), pb.SchedulerMessage(all_joined=over))
 
     def _leave(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
         self._roster.remove(member, Presence.LEFT)
@@ -274,14 +308,19 @@ class SchedulerCore:
         self.reason = text
         return to_each(workers, failure("PeerLostError", text, member.ranks))
 
-    def _gone(self, member: MemberRecord) -> Outgoing:
+    def _gone(self, member: MemberRecord, gone: pb.Gone) -> Outgoing:
         """Its ranks have ended and won't come back. To others that is no different from a worker that left."""
         if self.state != RUNNING:
             return self._too_early(member, "gone")
-        count = len(self._ranks_of(member))
-        text = f"{member.describe()} has shut down: its {'rank has' if count == 1 else 'ranks have'} ended"
+        if not gone.ranks or not set(gone.ranks) <= set(self._ranks_of(member)):
+            raise ProtocolError(f"it says that {ranks_text(gone.ranks)} have shut down, which are not all its own")
+        if set(gone.ranks) == set(member.ranks):
+            count = len(gone.ranks)
+            text = f"{member.describe()} has shut down: its {'rank has' if count == 1 else 'ranks have'} ended"
+        else:
+            text = f"{ranks_text(gone.ranks)} of {member.describe()} has shut down"
         others = [m for m in self._roster.workers() if m is not member]
-        return to_each(others, failure("PeerLostError", text, member.ranks))
+        return to_each(others, failure("PeerLostError", text, gone.ranks))
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
         error = report.error if report.error in BY_NAME else "CommunicationError"
@@ -328,7 +367,7 @@ class SchedulerCore:
 
     def _current_stalls(self) -> list[stalls.Stall]:
         size = sum(len(m.ranks) for m in self._roster.everyone)
-        return self._stalls.stalls(size, self._declarations.undecided_voters)
+        return self._stalls.stalls(size, self._declarations.undecided_voters, self._joining.ranks)
 
     def _who(self, ranks: Iterable[int]) -> str:
         wanted = set(ranks)

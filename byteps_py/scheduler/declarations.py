@@ -9,11 +9,14 @@ name different groups are a disagreement, and since nobody knows then who is to 
 once. Ranks of one of these groups that had not voted are named in the verdict (``late``): their next declaration of
 the name is their vote on this generation, and gets the same error. So all ranks of all groups named learn of it, and
 all count generations alike. Verdicts go to all machines, also to those without a rank in the group.
+
+Nobody waits for the vote of a rank that has joined. What can't do without it is rejected.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from byteps_py.errors import ProtocolError, UsageError
@@ -53,6 +56,9 @@ class _Declaration:
     voted: int = 0  # ranks
     rounds: int = 0  # of the generation before, that a voter has got
 
+    def voters(self) -> Iterable[int]:
+        return (rank for votes in self.votes.values() for ranks, _ in votes for rank in ranks)
+
 
 class Declarations:
     def __init__(self, num_machines: int, size: int) -> None:
@@ -60,6 +66,7 @@ class Declarations:
         self._num_machines = num_machines
         self._size = size
         self._by_name: dict[str, _Declaration] = {}
+        self._joined: set[int] = set()
         self.accepted_count = 0
         self.accepted_bytes = 0
 
@@ -68,14 +75,14 @@ class Declarations:
         declaration = self._by_name.get(name)
         if declaration is None or declaration.is_decided:
             return None
-        return {rank for votes in declaration.votes.values() for ranks, _ in votes for rank in ranks}
+        return set(declaration.voters())
 
     def cast(self, machine_index: int, ranks: range, ballot: pb.Ballot) -> Outcome:
         """Take the votes of one machine, whose global ranks are ``ranks``: of those that are in the group.
 
         Raises ProtocolError for a ballot that no correct machine sends.
         """
-        votes = _read_votes(ballot, ranks, self._size)
+        votes = _read_votes(ballot, ranks, self._size, self._joined)
         declaration = self._by_name.setdefault(ballot.name, _Declaration(ballot.name))
         outcome: Outcome = None
         if ballot.generation == declaration.generation + 1 and declaration.is_decided:
@@ -99,7 +106,25 @@ class Declarations:
     def _is_over(self, declaration: _Declaration) -> bool:
         """All of the group have voted, or it is not known who is in it."""
         groups = {spec.group for votes in declaration.votes.values() for _, spec in votes}
-        return len(groups) > 1 or declaration.voted == len(groups.pop() or range(self._size))
+        if len(groups) > 1:
+            return True
+        members = groups.pop() or range(self._size)
+        if not self._joined:
+            return declaration.voted == len(members)
+        return self._joined.union(declaration.voters()).issuperset(members)
+
+    def join(self, rank: int) -> list[pb.Verdict]:
+        """A rank has joined. Returns the outcomes of votes that waited only for it."""
+        self._joined.add(rank)
+        open_ = [each for each in self._by_name.values() if not each.is_decided]
+        return [self._decide(each) for each in open_ if self._is_over(each)]
+
+    def start_anew(self) -> None:
+        """All have joined: every name is undeclared, and all vote again. Generations go on."""
+        self._joined.clear()
+        self.accepted_count = self.accepted_bytes = 0
+        for declaration in self._by_name.values():
+            declaration.accepted = None
 
     def _open(self, declaration: _Declaration) -> None:
         if declaration.accepted is not None:
@@ -115,7 +140,12 @@ class Declarations:
         verdict = pb.Verdict(name=declaration.name, generation=declaration.generation, rounds=declaration.rounds)
         declaration.votes.clear()
         declaration.voted = declaration.rounds = 0
-        verdict.error = _disagreement(declaration.name, votes) or self._impossible(votes[0][1])
+        voters = {rank for ranks, _ in votes for rank in ranks}
+        spec = votes[0][1]
+        absent = self._joined.intersection(spec.members(self._size)) - voters
+        verdict.error = _disagreement(declaration.name, votes) or self._impossible(spec)
+        if not verdict.error and absent and spec.needs_all:
+            verdict.error, verdict.unsupported = unsupported(spec, absent), True
         if not verdict.error:
             # Priorities may differ; the lowest rank's is taken, so that all machines know the same.
             spec = min(votes, key=lambda vote: vote[0])[1]
@@ -125,13 +155,20 @@ class Declarations:
             verdict.spec.CopyFrom(to_message(spec))
         else:
             named = {rank for _, spec in votes for rank in spec.members(self._size)}
-            verdict.late.extend(sorted(named.difference(*(ranks for ranks, _ in votes))))
+            verdict.late.extend(sorted(named - voters - self._joined))
         return verdict
 
     def _impossible(self, spec: TensorSpec) -> str:
         if spec.op is Op.BROADCAST and spec.root >= self._size:
             return f"tensor {spec.name!r}: rank {spec.root} was to broadcast it, but ranks end at {self._size - 1}"
         return ""
+
+
+def unsupported(spec: TensorSpec, joined: Iterable[int]) -> str:
+    """What to say when ranks have joined and a tensor can't do without them."""
+    ranks = sorted(joined)
+    have = "has" if len(ranks) == 1 else "have"
+    return f"tensor {spec.name!r}: {spec.describe()} is not supported while {ranks_text(ranks)} {have} joined"
 
 
 def _disagreement(name: str, votes: _Votes) -> str:
@@ -151,8 +188,9 @@ def _disagreement(name: str, votes: _Votes) -> str:
     return f"tensor {name!r}: {gave}{more}; {remedy}"
 
 
-def _read_votes(ballot: pb.Ballot, ranks: range, size: int) -> _Votes:
-    """One vote of each of ``ranks`` that is in the group; of some of them if they disagree about the group."""
+def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int]) -> _Votes:
+    """One vote of each of ``ranks`` that is in the group and has not joined since it voted; of some of them if they
+    disagree about the group."""
     votes = [(tuple(sorted(vote.ranks)), to_spec(ballot.name, vote.spec)) for vote in ballot.votes if vote.ranks]
     voted = sorted(rank for voters, _ in votes for rank in voters)
     groups = {spec.group for _, spec in votes}
@@ -162,8 +200,7 @@ def _read_votes(ballot: pb.Ballot, ranks: range, size: int) -> _Votes:
         if not set(voters) <= set(spec.members(size)):
             raise ProtocolError(f"tensor {ballot.name!r}: {ranks_text(voters)} voted for {spec.describe()}")
     due = [rank for rank in ranks if any(rank in spec.members(size) for _, spec in votes)]
-    if len(groups) > 1:
-        due = [rank for rank in due if rank in voted]
+    due = [rank for rank in due if rank in voted or not (len(groups) > 1 or rank in joined)]
     if not voted or voted != due:
         raise ProtocolError(
             f"tensor {ballot.name!r}: a machine with {ranks_text(ranks)} sent votes of {ranks_text(voted)}"
@@ -184,6 +221,7 @@ def to_spec(name: str, message: pb.Spec) -> TensorSpec:
             priority=message.priority,
             group=tuple(message.group),
             scatters=message.scatters,
+            terms=message.terms,
         )
     except (ValueError, UsageError) as error:
         raise ProtocolError(f"tensor {name[:80]!r}: {error}") from error
@@ -203,4 +241,5 @@ def to_message(spec: TensorSpec) -> pb.Spec:
         priority=spec.priority,
         group=spec.group,
         scatters=spec.scatters,
+        terms=spec.terms,
     )

@@ -7,7 +7,7 @@ every ``warn_s`` while it lasts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from byteps_py.proto import control_pb2 as pb
@@ -38,8 +38,11 @@ class StallWatch:
         else:
             self._reports.pop(member_id, None)
 
-    def stalls(self, size: int, undecided_voters: Callable[[str], set[int] | None]) -> list[Stall]:
-        """All tensors whose oldest wait has reached ``warn_s``, of a job with ``size`` ranks.
+    def stalls(
+        self, size: int, undecided_voters: Callable[[str], set[int] | None], joined: Collection[int] = ()
+    ) -> list[Stall]:
+        """All tensors whose oldest wait has reached ``warn_s``, of a job with ``size`` ranks. Nobody waits for those
+        that have ``joined``.
 
         ``undecided_voters``: the ranks that have voted on a name, None when no vote on it is open.
         """
@@ -58,7 +61,7 @@ class StallWatch:
             there = ready if voters is None else voters
             groups = {tuple(entry.group) for entry in entries}
             members = range(size) if () in groups else sorted(set().union(*groups))
-            missing = [rank for rank in members if rank not in there]
+            missing = [rank for rank in members if rank not in there and rank not in joined]
             found.append(Stall(name, age_s, tuple(missing), voters is not None))
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from byteps_py.tensors import Layout, TensorSpec
 
@@ -38,11 +39,27 @@ class Slot:
         return self.error is None and self.done_round < self.round
 
 
+class Observer(Protocol):
+    """Hears of a session's rounds. Called by any thread, ``delivered`` with the session's lock held: must be quick, and
+    must not call the session."""
+
+    def begun(self, slot: Slot) -> None:
+        """The slot's round number ``slot.round`` was handed over."""
+
+    def delivered(self, slot: Slot) -> None:
+        """Its result is there."""
+
+    def closed(self) -> None:
+        """No more is to come. Said by the one who closes the session."""
+
+
 class Session(ABC):
     """One rank's membership in a job. Methods may be called by any thread unless they say otherwise.
 
     Ranks are numbered machine by machine: ``rank = first rank of the machine + local_rank``.
     """
+
+    observer: Observer | None = None
 
     rank: int
     size: int
@@ -89,6 +106,17 @@ class Session(ABC):
     @abstractmethod
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when every rank has called it. One thread at a time."""
+
+    @abstractmethod
+    def join(self, timeout_s: float | None = None) -> int:
+        """This rank has no more data. Returns, on every rank, the rank that joined last, once all have.
+
+        Until then, reductions go on without the ranks that have joined, from the round on that these have not handed
+        over; an average still divides by the number of all ranks of its group. What needs every rank (a broadcast, a
+        gather, an exchange, a scattered reduction) raises UsageError where it is waited for. Afterwards nothing is
+        declared any more: each name must be declared again. One thread at a time, and no other uses the session.
+        Raises UsageError if a round is handed over in part.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -3,8 +3,8 @@
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
 a message; the rest is JSON.
 
-    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, LEAVE, PING
-    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, FATAL, PONG
+    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, LEAVE, PING
+    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, FATAL, PONG
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Kind(enum.IntEnum):
     LEAVE = 5  # {error}: the rank ends, in order unless an exception that nobody caught ended it
     LAYOUT = 7  # {slot, sends, receives}: of the slot's next round and those after it
     PING = 6  # {}: a rank that has waited for long asks whether the service is alive
+    JOIN = 8  # {}: the rank has no more data
     WELCOME = 11  # {rank, size, …}
     SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
     DECLARED = 13  # {request, slots: [{id, inputs: [[segment, offset]], result: [segment, offset]}]}
@@ -39,6 +40,7 @@ class Kind(enum.IntEnum):
     RELEASED = 16  # {sequence}
     FATAL = 17  # {error, message}: nothing works any more
     PONG = 18  # {}
+    JOINED = 19  # {last}: all ranks have joined, that one as the last
 
 
 _KINDS = {int(k): k for k in Kind}
@@ -90,17 +92,17 @@ def records_of(message: bytes) -> Iterator[tuple[int, int, int]]:
 def spec_to_json(spec: TensorSpec) -> list[Any]:
     return [
         spec.name, spec.dtype, list(spec.shape), spec.op, spec.average, spec.root, spec.priority, list(spec.group),
-        spec.scatters,
+        spec.scatters, spec.terms,
     ]  # fmt: skip
 
 
 def spec_from_json(fields: list[Any]) -> TensorSpec:
     """Raises ProtocolError."""
     try:
-        name, dtype, shape, op, average, root, priority, group, scatters = fields
+        name, dtype, shape, op, average, root, priority, group, scatters, terms = fields
         return TensorSpec(
             str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority),
-            tuple(int(r) for r in group), bool(scatters),
+            tuple(int(r) for r in group), bool(scatters), str(terms),
         )  # fmt: skip
     except (ValueError, TypeError) as error:
         raise ProtocolError(f"malformed tensor declaration: {error}") from None

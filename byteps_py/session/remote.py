@@ -72,6 +72,7 @@ class RemoteSession(Session):
         self._declared: dict[int, list[Slot]] = {}
         self._requests = 0
         self._barriers = self._released = 0
+        self._last_joined: int | None = None
         self._welcome: dict[str, Any] | None = None
         self._fatal: BytePSError | None = None
         self._closed = False
@@ -156,6 +157,8 @@ class RemoteSession(Session):
         slot.begun_bytes = nbytes % whole if whole else 0
         if nbytes == whole:
             slot.round += 1  # before the message: its answer must find it
+            if self.observer is not None:
+                self.observer.begun(slot)
         self._send(message)  # also if the slot is void: the service must know who has yet to learn that
 
     def _lay_out(self, slot: Slot, layout: Layout | None) -> None:
@@ -197,6 +200,17 @@ class RemoteSession(Session):
             self._limit(timeout_s),
             lambda: "a barrier that not all ranks have reached",
         )
+
+    def join(self, timeout_s: float | None = None) -> int:
+        with self._state:
+            if (begun := self._slots.begun()) is not None:
+                raise UsageError(f"tensor {begun.spec.name!r} is handed over in part; hand over the rest before join()")
+            self._last_joined = None
+        self._send(protocol.pack(Kind.JOIN))
+        # The others may have data for hours: no stall limit.
+        self._wait_until(lambda: self._last_joined is not None, timeout_s, lambda: "not all ranks have joined")
+        with self._state:
+            return -1 if self._last_joined is None else self._last_joined
 
     def _limit(self, timeout_s: float | None) -> float | None:
         """How long to wait: by itself, the service gives up at the stall limit."""
@@ -297,7 +311,7 @@ class RemoteSession(Session):
 
     def _handle(self, message: bytes, fds: list[int]) -> None:
         if message[0] == _DONE:
-            self._slots.done(protocol.records_of(message))
+            self._slots.done(protocol.records_of(message), self.observer)
             return
         kind = protocol.kind_of(message)
         fields = protocol.fields_of(message)
@@ -311,6 +325,8 @@ class RemoteSession(Session):
             self._welcome = fields
         elif kind is Kind.RELEASED:
             self._released = fields["sequence"]
+        elif kind is Kind.JOINED:
+            self._last_joined = int(fields["last"])
         elif kind is Kind.FAILED:
             self._slots.fail(fields["slots"], from_name(fields["error"], fields["message"]))
         elif kind is Kind.FATAL:

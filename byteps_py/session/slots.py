@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from byteps_py.errors import BytePSError
-from byteps_py.session.base import Slot
+from byteps_py.session.base import Observer, Slot
 from byteps_py.shm import Segment
 from byteps_py.tensors import TensorSpec
 
@@ -44,10 +44,12 @@ class Slots:
         segment, offset = place
         return self._segments[segment].view[offset : offset + nbytes]
 
-    def done(self, records: Iterable[tuple[int, int, int]]) -> None:
+    def done(self, records: Iterable[tuple[int, int, int]], observer: Observer | None = None) -> None:
         for slot_id, round_, _ in records:
             if (slot := self._by_id.get(slot_id)) is not None:
                 slot.done_round = round_
+                if observer is not None:
+                    observer.delivered(slot)
 
     def fail(self, slot_ids: Iterable[int], error: BytePSError) -> None:
         """Their declarations are void."""
@@ -57,6 +59,10 @@ class Slots:
                 slot.error = error
                 if self._by_name.get(slot.spec.name) is slot:
                     del self._by_name[slot.spec.name]
+
+    def begun(self) -> Slot | None:
+        """One that is handed over in part, if there is any."""
+        return next((slot for slot in self._by_id.values() if slot.begun_bytes), None)
 
     def close(self) -> None:
         self._by_name.clear()  # views of the segments

@@ -23,9 +23,10 @@ from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 
 _END_S = 10.0
-#: Sessions of this process so far. All ranks come and go alike, so each time they have services of their own: a
-#: rank that comes back early must not meet those that others have yet to leave.
-_opened = 0
+_OF_OTHER_SERVICES = ("BYTEPS_SOCKET_NAME", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_ROLE")
+#: Sessions of this process so far, by job. All ranks of a job come and go alike, so each time they have services of
+#: their own: a rank that comes back early must not meet those that others have yet to leave.
+_opened: dict[str, int] = {}
 
 
 def open_session(settings: Settings | None = None) -> Session:
@@ -33,7 +34,6 @@ def open_session(settings: Settings | None = None) -> Session:
 
     Blocks until the cluster is complete. Raises ConfigurationError, RendezvousError or PeerLostError.
     """
-    global _opened
     settings = settings or Settings.from_env()
     if settings.is_alone:
         return SoloSession()
@@ -41,15 +41,15 @@ def open_session(settings: Settings | None = None) -> Session:
     if not settings.socket_name:
         is_given = bool(settings.scheduler_host)
         settings = _complete(settings, os.environ)
-        if _opened:
-            settings = dataclasses.replace(settings, socket_name=f"{local_socket(settings, 'cs')}-{_opened + 1}")
+        if before := _opened.get(settings.job, 0):
+            settings = dataclasses.replace(settings, socket_name=f"{local_socket(settings, 'cs')}-{before + 1}")
         if settings.local_rank == 0:
             services = _start_services(settings, scheduler_too=not is_given and settings.worker_id == 0)
     try:
         link = _connect(settings, services)
         try:
             session = _Owner(link, settings, services)
-            _opened += 1
+            _opened[settings.job] = _opened.get(settings.job, 0) + 1
             return session
         except BaseException:
             link.close()
@@ -101,12 +101,16 @@ def _start_services(settings: Settings, scheduler_too: bool) -> list[subprocess.
     modules.append(["byteps_py.worker"])
     if settings.gpu_machines_sum:
         modules.append(["byteps_py.server", "--gpu-machine"])
+    # What a launcher says of its own services does not hold for these.
+    kept = {name: text for name, text in os.environ.items() if name not in _OF_OTHER_SERVICES}
     environ = {
-        **os.environ,
+        **kept,
         "BYTEPS_JOB_ID": settings.job,
         "DMLC_NUM_WORKER": str(settings.num_workers),
+        "DMLC_NUM_SERVER": str(settings.num_servers),
         "DMLC_WORKER_ID": str(settings.worker_id),
         "BYTEPS_LOCAL_SIZE": str(settings.local_size),
+        "BYTEPS_LOCAL_RANK": "0",
     }
     if settings.socket_name:
         environ["BYTEPS_SOCKET_NAME"] = settings.socket_name

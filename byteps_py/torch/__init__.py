@@ -2,10 +2,11 @@
 
 Start with api.py (what a script calls) and optimizer.py (what most scripts use); then
 
-    api, functions ─ ops ─ handles ┐
-    optimizer ┐                    ├─ context ─ exchange ─ Session (byteps_py.session)
-    parallel  ┴ buckets ─ layout ──┘            └ cuda
-    cross_barrier ─ pending ─ optimizer
+    api, allreduce, broadcasts, scatter ─ ops ─ handles ┐
+    gathers ─ collectives ─ ops;  functions ─ ops       │
+    optimizer ─ hooks ──────┐                           ├─ context ─ exchange ─ Session (byteps_py.session)
+    parallel ───────────────┴ buckets ─ bucket, layout ─┘            └ cuda
+    cross_barrier ─ pending ─ hooks;  adasum_optimizer ─ adasum;  elastic;  distributed (the torch.distributed backend)
 """
 
 from byteps_py.errors import (
@@ -13,6 +14,8 @@ from byteps_py.errors import (
     CommunicationError,
     ConfigurationError,
     GradientOrderError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
     MismatchError,
     NotInitializedError,
     PeerLostError,
@@ -21,19 +24,28 @@ from byteps_py.errors import (
     StallError,
     UsageError,
 )
-from byteps_py.torch import parallel
+from byteps_py.torch import elastic, parallel
+from byteps_py.torch.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
 from byteps_py.torch.api import (
     barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
     byteps_push_pull,
     cross_rank,
     cross_size,
     declare,
     init,
+    is_homogeneous,
     is_initialized,
+    join,
     local_rank,
     local_size,
     poll,
@@ -48,16 +60,48 @@ from byteps_py.torch.api import (
     suspend,
     synchronize,
 )
+from byteps_py.torch.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
+from byteps_py.torch.builds import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from byteps_py.torch.comm_hook import CommHookOptions, ddp_comm_hook
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.cross_barrier import CrossBarrier
 from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum
+from byteps_py.torch.gathers import (
+    allgather,
+    allgather_async,
+    allgather_object,
+    alltoall,
+    alltoall_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from byteps_py.torch.ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from byteps_py.torch.optimizer import DistributedOptimizer
 from byteps_py.torch.parallel import DistributedDataParallel
+from byteps_py.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from byteps_py.torch.scatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from byteps_py.torch.sync_batch_norm import SyncBatchNorm
+from byteps_py.torch.timeline import get_pushpull_speed, start_timeline, stop_timeline
 from byteps_py.torch_backend import register as _register_backend
 
 __all__ = [
+    "Adasum",
     "Average",
     "BytePSError",
     "CommHookOptions",
@@ -68,18 +112,32 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedOptimizer",
     "GradientOrderError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "Product",
     "ProtocolError",
     "ReduceOp",
     "RendezvousError",
     "StallError",
     "Sum",
+    "SyncBatchNorm",
     "UsageError",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -89,14 +147,36 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "byteps_push_pull",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "ddp_comm_hook",
     "declare",
+    "elastic",
+    "get_pushpull_speed",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "parallel",
     "poll",
     "push_pull",
@@ -104,9 +184,16 @@ __all__ = [
     "push_pull_async_inplace",
     "push_pull_inplace",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "resume",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "suspend",
     "synchronize",
 ]

@@ -1,8 +1,8 @@
-"""The functions of the package: who am I, push_pull and broadcast in their forms, poll, synchronize, barrier.
+"""The functions of the package: who am I, push_pull in its forms, poll, synchronize, barrier, join.
 
-Names and argument names are BytePS's (byteps.torch) and, for broadcast, Horovod's. Any thread may call, and
-may wait for a handle of another thread. Tensors: dense, on cpu or cuda, of dtype float16, bfloat16, float32,
-float64, int8, int16, int32, int64, uint8.
+Names and argument names are BytePS's (byteps.torch) and Horovod's; what is Horovod's alone is in allreduce.py,
+broadcasts.py, gathers.py and scatter.py. Any thread may call, and may wait for a handle of another thread. Tensors:
+dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64, uint8.
 
 All raise NotInitializedError outside init() … shutdown(), UsageError (a ValueError) for misuse, and when an
 operation is waited for MismatchError, StallError or PeerLostError.
@@ -10,26 +10,55 @@ operation is waited for MismatchError, StallError or PeerLostError.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.session.subset import among, rank_in
 from byteps_py.settings import Settings
 from byteps_py.torch import context as contexts
+from byteps_py.torch import timeline
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.ops import Average, ReduceOp, Sum, broadcast_request, start_broadcast, start_reduction, which_op
+from byteps_py.torch.ops import Average, ReduceOp, Sum, which_op
+from byteps_py.torch.plans import How
+from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, is_communicator, meet, set_up
+from byteps_py.torch.reductions import start_reduction
 
 # ---- life --------------------------------------------------------------------------------------------------
 
 
-def init(lazy: bool = True, *, settings: Settings | None = None) -> None:
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    lazy: bool = True,
+    *,
+    settings: Settings | None = None,
+) -> None:
     """Join the job that the environment (or ``settings``) describes; blocks until all ranks are there.
 
-    A no-op if joined already. ``lazy`` is BytePS's and changes nothing. Raises ConfigurationError,
-    RendezvousError.
+    A no-op if joined already. comm: the ranks, of one machine, that form a job of their own, numbered anew; or an
+    mpi4py communicator of such ranks; default: all. process_sets: sets to add at once, the same on all ranks;
+    "dynamic" is Horovod's and changes nothing, sets can always be added later. ``lazy`` is BytePS's (there the first
+    argument) and changes nothing either. Raises ConfigurationError, RendezvousError; UsageError for a duplicate set.
     """
-    contexts.current().open(settings)
+    context = contexts.current()
+    if context.is_open:
+        return
+    settings = settings or Settings.from_env()
+    if is_communicator(comm):
+        settings = among(settings, comm.allgather(rank_in(settings)))
+    elif comm is not None and not isinstance(comm, bool):
+        settings = among(settings, comm)
+    context.open(settings)
+    try:
+        timeline.set_up(context)
+        if process_sets and not isinstance(process_sets, str):
+            set_up(context, list(process_sets))
+    except BaseException:
+        context.close()
+        raise
 
 
 def shutdown() -> None:
@@ -47,7 +76,9 @@ def resume(num_workers: int, num_servers: int, global_rank: int = -1) -> None:
 
     ``global_rank``: this process's new rank; default: its machine keeps its index.
     """
-    contexts.current().reopen(num_workers, num_servers, global_rank)
+    context = contexts.current()
+    context.reopen(num_workers, num_servers, global_rank)
+    timeline.set_up(context)
 
 
 def is_initialized() -> bool:
@@ -85,9 +116,33 @@ def cross_size() -> int:
     return contexts.current().session.num_machines
 
 
-def barrier() -> None:
-    """Return once every rank has called it."""
-    contexts.current().session.barrier()
+def is_homogeneous() -> bool:
+    """True if every machine has as many training processes as this one."""
+    session = contexts.current().session
+    first = session.rank - session.local_rank
+    return session.size == session.local_size * session.num_machines and first == (
+        session.local_size * session.machine_index
+    )
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return once every rank (of the set) has called it."""
+    context = contexts.current()
+    group = group_of(process_set)
+    if group:
+        meet(context, group)
+    else:
+        context.session.barrier()
+
+
+def join(device: int = -1) -> int:
+    """Tell the others that this rank has no more data, and wait until every rank has done so.
+
+    Until then the others' reductions go on without it; averages still divide by the number of all ranks. What needs
+    every rank (broadcast, allgather, alltoall, reducescatter) raises UsageError at the others where it is waited for.
+    Returns the rank that joined last. ``device`` is Horovod's and changes nothing.
+    """
+    return contexts.current().join()
 
 
 def declare(name: str) -> None:
@@ -117,8 +172,8 @@ def push_pull_async(
     priority: higher goes first when tensors compete. version: BytePS's, without effect.
     A CUDA tensor must not be changed before ``synchronize``; a CPU tensor may be.
     """
-    how = which_op(average, op)
-    return start_reduction(contexts.current(), tensor, None, how, name, priority, compression)
+    how = How(which_op(average, op), compression=compression, priority=priority)
+    return start_reduction(contexts.current(), [tensor], None, name, how)
 
 
 def push_pull_async_inplace(
@@ -132,8 +187,8 @@ def push_pull_async_inplace(
     compression: type[Compressor] = Compression.none,
 ) -> int:
     """Like push_pull_async, but the result goes into ``tensor`` when it is synchronized."""
-    how = which_op(average, op)
-    return start_reduction(contexts.current(), tensor, tensor, how, name, priority, compression)
+    how = How(which_op(average, op), compression=compression, priority=priority)
+    return start_reduction(contexts.current(), [tensor], [tensor], name, how)
 
 
 byteps_push_pull = push_pull_async_inplace
@@ -151,7 +206,8 @@ def push_pull_inplace(
 ) -> torch.Tensor:
     """Reduce ``tensor`` over all ranks in place, and return it."""
     handle = push_pull_async_inplace(tensor, average, name, version, priority, op=op, compression=compression)
-    return _result(handle)
+    result: torch.Tensor = result_of(handle)
+    return result
 
 
 def push_pull(
@@ -182,7 +238,10 @@ class _PushPull(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, priority: int, compression: type[Compressor]
     ) -> torch.Tensor:
         ctx.arguments = contexts.current(), op, name, priority, compression
-        return _result(push_pull_async(tensor, name=name, priority=priority, op=op, compression=compression))
+        result: torch.Tensor = result_of(
+            push_pull_async(tensor, name=name, priority=priority, op=op, compression=compression)
+        )
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -200,50 +259,6 @@ class _PushPull(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-# ---- broadcast ---------------------------------------------------------------------------------------------
-
-
-def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
-    """Begin to copy the root's ``tensor`` to all ranks, bit by bit; ``synchronize`` gives a new tensor."""
-    return _broadcast(tensor, torch.empty_like(tensor, requires_grad=False), root_rank, name)
-
-
-def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
-    """Like broadcast_async, but the result goes into ``tensor`` when it is synchronized."""
-    return _broadcast(tensor, tensor, root_rank, name)
-
-
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """Copy the root's ``tensor`` into every rank's, and return it. Any dtype."""
-    return _result(broadcast_async_(tensor, root_rank, name))
-
-
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """A copy of the root's ``tensor``. Differentiable: the root's gradient is the sum of all ranks'. Any dtype."""
-    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
-        ctx.arguments = contexts.current(), root_rank, name
-        return _result(broadcast_async(tensor, root_rank, name))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        context, root_rank, name = ctx.arguments
-        with contexts.use(context):
-            total = push_pull(grads[0], average=False, name=None if name is None else f"broadcast.{name}.grad")
-            return total if rank() == root_rank else torch.zeros_like(total), None, None
-
-
-def _broadcast(tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None) -> int:
-    context = contexts.current()
-    request = broadcast_request(context, tensor, root_rank, name)
-    return start_broadcast(context, request, tensor, output, named=name is not None)
-
-
 # ---- handles -----------------------------------------------------------------------------------------------
 
 
@@ -257,15 +272,18 @@ def poll(handle: int) -> bool:
     return operation.settled
 
 
-def synchronize(handle: int) -> torch.Tensor | None:
-    """Wait for an operation and return its result; None for a handle that does not exist (any more)."""
+def synchronize(handle: int) -> Any:
+    """Wait for an operation and return its result: a tensor, of a group a tuple of tensors, of alltoall_async the
+    tensor and the received splits. None for a handle that does not exist (any more).
+    """
     context = contexts.current()
     context.session  # noqa: B018  raises NotInitializedError
     operation = context.handles.pop(handle)
     return None if operation is None else operation.finish()
 
 
-def _result(handle: int) -> torch.Tensor:
+def result_of(handle: int) -> Any:
+    """For synchronous forms: ``synchronize`` of a handle of their own."""
     output = synchronize(handle)
     if output is None:
         raise UsageError(f"handle {handle} was cleared by a shutdown in another thread")

@@ -1,4 +1,4 @@
-"""Gradients on their way: from "this one is final" to "all of them are averaged", bucket by bucket.
+"""Gradients on their way: from "this one is final" to "all of them are combined", bucket by bucket.
 
 Owns which gradients of a round were handed over. Must not know optimizers, hooks or accumulation: those are
 in optimizer.py and parallel.py, which share this. Autograd's threads call ``ready`` (one at a time per
@@ -17,84 +17,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from byteps_py.errors import GradientOrderError
+from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError
 from byteps_py.session import Session
-from byteps_py.tensors import TensorSpec
-from byteps_py.torch.compression import Compressor
+from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.torch.bucket import Bucket, Place, Scheme
 from byteps_py.torch.context import Context, Request
-from byteps_py.torch.dtypes import check_dense, wire_dtype
+from byteps_py.torch.dtypes import wire_dtype
 from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.layout import plan_buckets
-
-
-class Place:
-    """Where a parameter's gradient travels. Looked up once: a parameter is slow to hash."""
-
-    __slots__ = ("bucket", "position")
-
-    def __init__(self, bucket: Bucket, position: int) -> None:
-        self.bucket = bucket
-        self.position = position
-
-
-class Bucket:
-    """Gradients that are one tensor to the service. Its state is that of the current round."""
-
-    def __init__(self, request: Request, names: list[str], params: list[torch.nn.Parameter]) -> None:
-        self.request = request
-        self.names = names
-        self.params = params
-        self.exchange: Exchange | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """Before the first gradient of a round."""
-        self.seen = [False] * len(self.params)
-        self.missing = -1  # counted when the first one comes: requires_grad may change between rounds
-        self.sent = False
-        self.takes_part = [False] * len(self.params)  # known once sent: requires_grad may change after that, too
-        self.snapshot: list[tuple[torch.Tensor, int] | None] = [None] * len(self.params)  # final gradient, version
-
-    def mark(self, position: int) -> bool:
-        """Note that a gradient is final; True if it was the last one of the bucket."""
-        if self.missing < 0:
-            self.missing = sum(param.requires_grad for param in self.params)
-        self.seen[position] = True
-        grad = self.params[position].grad
-        if grad is not None:
-            self.snapshot[position] = grad, grad._version
-        self.missing -= 1
-        return self.missing <= 0
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """What to hand over: None (zeros) for unused parameters without a gradient, and for frozen ones."""
-        self.takes_part = [seen or param.requires_grad for param, seen in zip(self.params, self.seen, strict=True)]
-        found: list[torch.Tensor | None] = []
-        for param, takes_part, name in zip(self.params, self.takes_part, self.names, strict=True):
-            grad = param.grad if takes_part else None
-            if grad is not None and (grad.layout is not torch.strided or grad.is_meta):
-                check_dense(grad, name)  # raises
-            found.append(grad)
-        return found
-
-    @property
-    def changed(self) -> str | None:
-        """The parameter whose gradient was touched after it was final, if any."""
-        for name, param, was in zip(self.names, self.params, self.snapshot, strict=True):
-            if was is not None and (param.grad is not was[0] or was[0]._version != was[1]):
-                return name
-        return None
-
-    @property
-    def wanted(self) -> bool:
-        """False if all its parameters are frozen: it takes no part in the round."""
-        return any(self.seen) or any(param.requires_grad for param in self.params)
+from byteps_py.torch.sparse import SparseBucket
 
 
 class GradientReducer:
-    """Averages the gradients of named parameters over all ranks, each round once.
+    """Combines the gradients of named parameters over the ranks as ``scheme`` says, each round once.
 
-    named: in order of the forward pass. The result replaces ``param.grad``: it is a view of the service's
+    named: in order of the forward pass. groups: names that travel together, whatever their sizes; the others do as
+    their sizes suggest. The result replaces ``param.grad``: it is a view of the service's
     memory, valid until the gradient is handed over again, or (CUDA, compression) the gradient's own memory.
     """
 
@@ -102,40 +40,55 @@ class GradientReducer:
         self,
         context: Context,
         named: Sequence[tuple[str, torch.nn.Parameter]],
-        compression: type[Compressor],
-        prefix: str = "Gradient.",
+        scheme: Scheme | None = None,
+        groups: Sequence[Sequence[str]] = (),
     ) -> None:
         self._context = context
-        self._compression = compression
-        self._prefix = prefix
+        self._scheme = scheme or Scheme()
         self._buckets: list[Bucket] = []
         self._places: dict[torch.nn.Parameter, Place] = {}
         self._session: Session | None = None  # the one whose slots the buckets use
         self._lock = threading.Lock()
-        self.add(named)
+        #: Whether a gradient may be sparse; if not, UsageError is raised where one is.
+        self.takes_sparse = not self._scheme.sparse_as_dense
+        #: This rank takes no part: its gradients stay its own.
+        self.outside = bool(self._scheme.group) and context.session.rank not in self._scheme.group
+        self.add(named, groups)
 
-    def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def add(self, named: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[Sequence[str]] = ()) -> None:
         """Take more parameters in. They come behind the earlier ones."""
+        if self.outside:
+            return
         behind = len(self._places)
-        dtypes = [self._compression.wire_dtype(param.dtype) for _, param in named]
+        scheme = self._scheme
+        dtypes = [scheme.compression.wire_dtype(param.dtype) for _, param in named]
         sizes = [param.numel() * dtype.itemsize for (_, param), dtype in zip(named, dtypes, strict=True)]
         kinds = [(dtype, p.device, p.requires_grad) for (_, p), dtype in zip(named, dtypes, strict=True)]
-        for bucket_indices in plan_buckets(sizes, kinds, self._context.settings.fusion_bytes):
+        index_of = {name: index for index, (name, _) in enumerate(named)}
+        together = [[index_of[name] for name in group] for group in groups]
+        for bucket_indices in plan_buckets(sizes, kinds, self._context.settings.fusion_bytes, together):
             indices = sorted(bucket_indices)
             names = [named[i][0] for i in indices]
             params = [named[i][1] for i in indices]
-            shapes = tuple(tuple(param.shape) for param in params)
-            count = sum(param.numel() for param in params)
-            spec = TensorSpec(
-                self._context.claim(self._prefix + _title(names)),
-                wire_dtype(dtypes[indices[0]], names[0]),
-                shapes[0] if len(shapes) == 1 else (count,),
-                average=True,
-                priority=-(behind + min(indices)),  # what the next forward pass needs first goes first
-            )
-            bucket = Bucket(Request(spec, dtypes[indices[0]], shapes, params[0].device), names, params)
+            # What the next forward pass needs first goes first.
+            bucket = Bucket(self._request(names, params, -(behind + min(indices))), names, params, scheme)
             self._buckets.append(bucket)
             self._places.update((param, Place(bucket, position)) for position, param in enumerate(params))
+
+    def _request(self, names: list[str], params: list[torch.nn.Parameter], priority: int) -> Request:
+        scheme = self._scheme
+        dtype = scheme.compression.wire_dtype(params[0].dtype)
+        shapes = tuple(tuple(param.shape) for param in params)
+        spec = TensorSpec(
+            self._context.claim(scheme.prefix + _title(names)),
+            wire_dtype(dtype, names[0]),
+            shapes[0] if len(shapes) == 1 else (sum(param.numel() for param in params),),
+            scheme.op.wire_op,
+            average=scheme.divides,
+            priority=priority,
+            group=scheme.group,
+        )
+        return Request(spec, dtype, shapes, params[0].device)
 
     @property
     def begun(self) -> bool:
@@ -160,7 +113,7 @@ class GradientReducer:
                 self._send(bucket)
 
     def finish(self) -> None:
-        """Hand over what is left, wait for everything, and put the averages into ``param.grad``.
+        """Hand over what is left, wait for everything, and put the results into ``param.grad``.
 
         Raises GradientOrderError if a gradient was touched after it was handed over, else the first error of
         the session; the round is over in either case.
@@ -168,13 +121,38 @@ class GradientReducer:
         errors: list[Exception] = []
         with self._lock:
             self._send_rest(errors)
-            for bucket in self._buckets:  # all of them, failures or not: none may stay pending
-                if bucket.sent:
-                    _attempt(errors, _receive, bucket)
+            on_their_way = [bucket for bucket in self._buckets if bucket.sent]
+            disputed: list[tuple[Bucket, Exception | None]] = []
+            for bucket in on_their_way:
+                _attempt(errors, bucket.travel)
+            for bucket in on_their_way:  # all of them, failures or not: none may stay pending
+                _attempt(errors, self._receive, bucket, disputed)
+            settled: list[Bucket] = []
+            for bucket, error in disputed:
+                _attempt(errors, self._settle, bucket, error, settled)
+            for part in settled:
+                _attempt(errors, self._send, part)
+            for part in settled:
+                _attempt(errors, part.travel)
+            for part in settled:
+                _attempt(errors, part.receive)
             for bucket in self._buckets:
                 bucket.reset()
         if errors:
             raise errors[0]
+
+    def drop(self) -> None:
+        """Forget the round, if one has begun: its gradients are of no use any more.
+
+        In a job that goes on the other ranks wait for them, so that they are sent all the same.
+        """
+        if self.begun:
+            if self._context.is_open and self._context.session is self._session:
+                with contextlib.suppress(CommunicationError, GradientOrderError):  # of a round that nobody wants
+                    self.finish()
+            with self._lock:
+                for bucket in self._buckets:
+                    bucket.reset()
 
     def depart(self) -> list[Bucket]:
         """The first half of ``finish``: hand over what is left. Returns the buckets on their way, in forward order.
@@ -186,7 +164,7 @@ class GradientReducer:
             self._send_rest(errors)
             departed = [bucket for bucket in self._buckets if bucket.sent]
             for bucket in departed:
-                _attempt(errors, _check_untouched, bucket)
+                _attempt(errors, bucket.check_untouched)
         if errors:
             with contextlib.suppress(Exception):  # the first one is raised below
                 self.finish()
@@ -194,14 +172,77 @@ class GradientReducer:
         return sorted(departed, key=lambda bucket: -bucket.request.spec.priority)
 
     def arrive(self, bucket: Bucket) -> None:
-        """The second half of ``finish``, for one bucket: its averages into ``param.grad``. Raises its error."""
+        """The second half of ``finish``, for one bucket: its results into ``param.grad``. Raises its error."""
         try:
             if bucket.exchange is not None:
                 bucket.exchange.wait()
-                _deliver(bucket, bucket.exchange)
+                bucket.deliver()
         finally:
             with self._lock:
                 bucket.reset()
+
+    # ---- sparse gradients: which they are turns out while the others may be on their way already -------------
+
+    @property
+    def has_sparse(self) -> bool:
+        """A gradient was sparse, and may be so again."""
+        return any(isinstance(bucket, SparseBucket) for bucket in self._buckets)
+
+    def _receive(self, bucket: Bucket, disputed: list[tuple[Bucket, Exception | None]]) -> None:
+        """As the bucket does; if its ranks were not all right to take it for dense, put it to ``disputed``."""
+        try:
+            if bucket.kinds is not None:
+                bucket.kinds.wait()
+                disputed.append((bucket, None))
+            else:
+                bucket.receive()
+        except MismatchError as error:
+            # Perhaps another rank's gradients are sparse: all its ranks have this error, and find out together.
+            if not self.takes_sparse or isinstance(bucket, SparseBucket):
+                raise
+            disputed.append((bucket, error))
+
+    def _ask(self, name: str, gradients: Sequence[torch.Tensor | None]) -> Exchange:
+        """Begin to find out which gradients of a bucket are sparse on any rank."""
+        spec = TensorSpec(name, DType.UINT8, (len(gradients),), Op.MAX, group=self._scheme.group)
+        request = Request(spec, torch.uint8, ((len(gradients),),), torch.device("cpu"))
+        (exchange,) = self._context.exchanges([request])
+        sparse = [grad is not None and grad.layout is not torch.strided for grad in gradients]
+        exchange.send([torch.tensor(sparse, dtype=torch.uint8)])
+        return exchange
+
+    def _settle(self, bucket: Bucket, error: Exception | None, settled: list[Bucket]) -> None:
+        """Find out which gradients of a bucket are sparse on any rank; those travel by themselves from now on.
+
+        Adds what comes in the bucket's place and takes part in the round to ``settled``. Raises ``error`` if none is.
+        """
+        kinds = bucket.kinds
+        if kinds is None or error is not None:
+            kinds = self._ask(f"{bucket.request.spec.name}.kinds", bucket.gradients(sparse=True))
+            kinds.wait()
+        sparse = kinds.results[0].tolist()
+        if error is not None and not any(sparse):
+            raise error
+        spec, params, names = bucket.request.spec, bucket.params, bucket.names
+        split: list[Bucket] = []
+        dense = [position for position, is_sparse in enumerate(sparse) if not is_sparse]
+        parts = [([position], True) for position, is_sparse in enumerate(sparse) if is_sparse]
+        for positions, is_sparse in [*parts, (dense, False)] if dense else parts:
+            its_names, its_params = [names[i] for i in positions], [params[i] for i in positions]
+            request = self._request(its_names, its_params, spec.priority)
+            if is_sparse:
+                part: Bucket = SparseBucket(self._context, request, its_names[0], its_params[0], self._scheme)
+            else:
+                part = Bucket(request, its_names, its_params, self._scheme)
+            part.take_over(bucket, positions)
+            split.append(part)
+            for position, param in enumerate(its_params):
+                self._places[param].bucket, self._places[param].position = part, position
+        index = self._buckets.index(bucket)
+        self._buckets[index : index + 1] = split
+        settled += [part for part in split if part.wanted]
+
+    # ---- sending -------------------------------------------------------------------------------------------
 
     def _send_rest(self, errors: list[Exception]) -> None:
         for bucket in self._buckets:
@@ -209,12 +250,17 @@ class GradientReducer:
                 _attempt(errors, self._send, bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        gradients = bucket.gradients()
+        gradients = bucket.gradients(self.takes_sparse)
         if self._exchanges_needed():
-            if bucket.exchange is None or not bucket.exchange.usable:
-                self._declare()
-            if bucket.exchange is not None:
-                bucket.exchange.send(gradients)
+            if isinstance(bucket, SparseBucket):
+                bucket.start()
+            elif any(grad is not None and grad.layout is not torch.strided for grad in gradients):
+                bucket.exchange = None
+                bucket.kinds = self._ask(bucket.request.spec.name, gradients)
+            else:
+                if bucket.exchange is None or not self._context.holds(bucket.exchange):
+                    self._declare()
+                bucket.hand_over(gradients)
         bucket.sent = True
 
     def _exchanges_needed(self) -> bool:
@@ -223,11 +269,18 @@ class GradientReducer:
             self._session = session
             for bucket in self._buckets:
                 bucket.exchange = None
-        return session.size > 1 or self._context.settings.force_distributed
+        return self._scheme.members(session.size) > 1 or self._context.settings.force_distributed
 
     def _declare(self) -> None:
         """Declare all buckets that take part and are not declared, in one call."""
-        new = [b for b in self._buckets if b.wanted and (b.exchange is None or not b.exchange.usable)]
+        new = [
+            bucket
+            for bucket in self._buckets
+            if bucket.wanted
+            and not isinstance(bucket, SparseBucket)
+            and bucket.kinds is None
+            and (bucket.exchange is None or not self._context.holds(bucket.exchange))
+        ]
         for bucket, exchange in zip(new, self._context.exchanges([b.request for b in new]), strict=True):
             bucket.exchange = exchange
 
@@ -245,40 +298,3 @@ def _attempt(errors: list[Exception], action: Callable[..., None], *arguments: o
         action(*arguments)
     except Exception as error:
         errors.append(error)
-
-
-def _receive(bucket: Bucket) -> None:
-    exchange = bucket.exchange
-    if exchange is not None:
-        exchange.wait()
-    _check_untouched(bucket)
-    if exchange is not None:
-        _deliver(bucket, exchange)
-
-
-def _check_untouched(bucket: Bucket) -> None:
-    touched = bucket.changed
-    if touched is not None:
-        raise GradientOrderError(
-            f"the gradient of {touched!r} was changed after backward() and before synchronize(): the change would "
-            "be lost. Call optimizer.synchronize() first, then clip or unscale, then step() inside "
-            "optimizer.skip_synchronize()"
-        )
-
-
-def _deliver(bucket: Bucket, exchange: Exchange) -> None:
-    copied: list[int] = []
-    outputs: list[torch.Tensor] = []
-    for position, (param, takes_part) in enumerate(zip(bucket.params, bucket.takes_part, strict=True)):
-        if not takes_part:
-            continue  # frozen: must stay without a gradient
-        view = exchange.results[position]
-        if view.dtype == param.dtype and view.device == param.device:
-            if param.grad is not view:
-                param.grad = view
-        else:
-            if param.grad is None:
-                param.grad = torch.empty_like(param)
-            copied.append(position)
-            outputs.append(param.grad)
-    exchange.fetch(outputs, copied)

@@ -37,12 +37,23 @@ def _open_session(settings: Settings) -> Session:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A tensor to declare: its spec, and how torch sees it (wire dtype, pieces, device)."""
+    """A tensor to declare: its spec, and how torch sees it (wire dtype, pieces, device).
+
+    ``result_shapes``: the pieces of the result, where they are others.
+    """
 
     spec: TensorSpec
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
     device: torch.device
+    result_shapes: tuple[tuple[int, ...], ...] | None = None
+
+
+class Closable(Protocol):
+    """Something that lives as long as the session."""
+
+    def close(self) -> None:
+        """The session is closed; end with it."""
 
 
 class Unfinished(Protocol):
@@ -66,6 +77,9 @@ class Context:
         self._holders: set[str] = set()
         self.names = NameSource()
         self.handles = Handles()
+        self.process_sets: dict[int, tuple[int, ...]] = {}  # id → ranks; see process_sets.py
+        self.process_sets_added = 0
+        self.belongings: dict[type, Closable] = {}  # of modules that this one must not know, by their type
         self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -100,14 +114,37 @@ class Context:
         with self.lock:
             session, self._session = self._session, None
             movers, self._movers = self._movers, {}
+            belongings = list(self.belongings.values())
+            self.belongings.clear()
             self._holders.clear()
             self._exchanges.clear()
             self.handles.clear()
             self.names = NameSource()
+            self.process_sets.clear()
+            self.process_sets_added = 0
         for mover in movers.values():
             mover.close()
         if session is not None:
             session.close()
+            if session.observer is not None:
+                session.observer.closed()
+        for belonging in belongings:
+            belonging.close()
+
+    def join(self) -> int:
+        """See Session.join. All that is under way is completed first; what follows declares its tensors anew."""
+        for work in list(self.unfinished):
+            work.finish()
+        self.handles.settle()
+        last = self.session.join()
+        with self.lock:
+            self._exchanges.clear()
+            self.names.restart(self.names.epoch)  # ranks that joined early have counted less
+            belongings = list(self.belongings.values())
+            self.belongings.clear()
+        for belonging in belongings:
+            belonging.close()
+        return last
 
     def reopen(self, num_workers: int, num_servers: int, global_rank: int) -> None:
         """Join again after ``close``, as part of a job of another size."""
@@ -127,14 +164,14 @@ class Context:
         """Raises NotInitializedError before ``open`` and after ``close``."""
         session = self._session
         if session is None:
-            raise NotInitializedError("byteps_py has not been initialized; call byteps_py.init() first")
+            raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
         return session
 
     @property
     def settings(self) -> Settings:
         """Raises NotInitializedError before the first ``open``."""
         if self._settings is None:
-            raise NotInitializedError("byteps_py has not been initialized; call byteps_py.init() first")
+            raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
         return self._settings
 
     # ---- tensors ---------------------------------------------------------------------------------------
@@ -147,9 +184,13 @@ class Context:
             slots = session.declare([request.spec for request in missing]) if missing else []
             for request, slot in zip(missing, slots, strict=True):
                 mover = self.mover(request.device)
-                exchange = Exchange(session, slot, request.dtype, request.shapes, mover)
+                exchange = Exchange(session, slot, request.dtype, request.shapes, mover, request.result_shapes)
                 self._exchanges[request.spec.name] = exchange
             return [self._exchanges[request.spec.name] for request in requests]
+
+    def holds(self, exchange: Exchange) -> bool:
+        """False once its tensor must be declared again: after a failure, in another job, after ``join``."""
+        return exchange.usable and self._exchanges.get(exchange.slot.spec.name) is exchange
 
     def _fits(self, request: Request) -> bool:
         exchange = self._exchanges.get(request.spec.name)
@@ -162,7 +203,7 @@ class Context:
         )
 
     def mover(self, device: torch.device) -> Mover:
-        """What carries tensors of ``device`` to and from slots."""
+        """Who carries tensors of this device to and from slots."""
         mover = self._movers.get(device)
         if mover is None:
             if device.type == "cuda":

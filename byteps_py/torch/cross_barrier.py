@@ -20,14 +20,15 @@ from torch.optim import optimizer as torch_optimizer
 
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch import context as contexts
-from byteps_py.torch.optimizer import _Distributed
+from byteps_py.torch.adasum_optimizer import AdasumDistributed
+from byteps_py.torch.hooks import Distributed
 from byteps_py.torch.pending import Hyperparameters, PendingUpdates
 
 #: These use their children's parameters without calling the children.
 _WHOLE = (torch.nn.MultiheadAttention,)
 
 
-class _CrossBarrier(_Distributed):
+class _CrossBarrier(Distributed):
     """What CrossBarrier puts before the DistributedOptimizer's class."""
 
     _pending: PendingUpdates
@@ -90,7 +91,7 @@ class _CrossBarrier(_Distributed):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer."""
         self._pending.finish()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch.optim.Optimizer."""
@@ -112,7 +113,7 @@ class _CrossBarrier(_Distributed):
         self.param_groups = [group for _, group in numbered]
         try:
             # The wrapped optimizer's.
-            super(_Distributed, self).step()  # type: ignore[misc]
+            super(Distributed, self).step()  # type: ignore[misc]
         finally:
             self.param_groups = all_groups
         for number, group in numbered:  # some optimizers count in their groups
@@ -181,10 +182,18 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     ...     opt.zero_grad()
     >>> bps.shutdown()
     """
-    if not isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, AdasumDistributed):
+        raise UsageError("CrossBarrier can't overlap Adasum, which combines whole steps; use the optimizer as it is")
+    if not isinstance(optimizer, Distributed):
         raise UsageError("CrossBarrier needs a DistributedOptimizer: wrap the optimizer in one first")
     if isinstance(optimizer, _CrossBarrier):
         raise UsageError("the optimizer is a CrossBarrier already")
+    if optimizer._passes.reducer is not None:
+        if optimizer._passes.reducer.has_sparse:
+            raise UsageError(
+                "CrossBarrier can't overlap sparse gradients; use DistributedOptimizer(sparse_as_dense=True)"
+            )
+        optimizer._passes.reducer.takes_sparse = False
     base = type(optimizer)
     crossing: Any = object.__new__(type(base.__name__, (_CrossBarrier, base), {"__doc__": base.__doc__}))
     crossing.__dict__.update(optimizer.__dict__)

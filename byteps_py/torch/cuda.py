@@ -18,10 +18,14 @@ import torch
 from byteps_py.errors import NotInitializedError
 from byteps_py.session import Session, Slot
 from byteps_py.shm import PAGE
+from byteps_py.tensors import Layout
 from byteps_py.torch.exchange import Tensors
 
 _JOIN_LIMIT_S = 10.0
 _log = logging.getLogger("byteps_py")
+
+
+_Departure = tuple[torch.cuda.Event, Session, Slot, Layout | None, Future[None]]
 
 
 class Courier:
@@ -31,9 +35,7 @@ class Courier:
         self._device = device
         self._side = torch.cuda.Stream(device)
         self._locked: dict[int, memoryview] = {}
-        self._outgoing: queue.SimpleQueue[tuple[torch.cuda.Event, Session, Slot, Future[None]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._outgoing: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._deliver, name=f"byteps-copy-{device}", daemon=True)
         self._thread.start()
 
@@ -51,7 +53,14 @@ class Courier:
         else:
             self._locked[address] = memory
 
-    def send(self, session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors) -> Future[None]:
+    def send(
+        self,
+        session: Session,
+        slot: Slot,
+        views: Sequence[torch.Tensor],
+        tensors: Tensors,
+        layout: Layout | None = None,
+    ) -> Future[None]:
         """See Mover. The tensors must stay unchanged until the exchange has been waited for."""
         if any(tensor is None for tensor in tensors):
             self._side.synchronize()  # the host writes below; an earlier fetch may still read the same memory
@@ -65,7 +74,7 @@ class Courier:
                     tensor.record_stream(self._side)
             copied = self._side.record_event(torch.cuda.Event(blocking=True))  # its waiter sleeps, not spins
         departure: Future[None] = Future()
-        self._outgoing.put((copied, session, slot, departure))
+        self._outgoing.put((copied, session, slot, layout, departure))
         return departure
 
     def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
@@ -88,14 +97,14 @@ class Courier:
 
     def _deliver(self) -> None:
         while (item := self._outgoing.get()) is not None:
-            copied, session, slot, departure = item
+            copied, session, slot, layout, departure = item
             try:
                 copied.synchronize()  # frees the GIL
-                session.hand_over(slot)
+                session.hand_over(slot, layout=layout)
             except Exception as error:
                 departure.set_exception(error)
             else:
                 departure.set_result(None)
         while not self._outgoing.empty():
             if (item := self._outgoing.get()) is not None:
-                item[3].set_exception(NotInitializedError("shut down before the tensor was copied from its device"))
+                item[4].set_exception(NotInitializedError("shut down before the tensor was copied from its device"))

@@ -19,6 +19,7 @@ import torch
 
 from byteps_py.errors import StallError
 from byteps_py.session import Session, Slot
+from byteps_py.tensors import Layout
 
 #: A device-to-host copy that takes longer than this has failed.
 _COPY_LIMIT_S = 600.0
@@ -33,7 +34,12 @@ class Mover(Protocol):
         """``memory`` will be used for copies from now on."""
 
     def send(
-        self, session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors
+        self,
+        session: Session,
+        slot: Slot,
+        views: Sequence[torch.Tensor],
+        tensors: Tensors,
+        layout: Layout | None = None,
     ) -> Future[None] | None:
         """Copy tensors (zeros for None) to views, then hand the slot over. None: it is done already."""
 
@@ -50,9 +56,16 @@ class HostMover:
     def adopt(self, memory: memoryview) -> None:
         pass
 
-    def send(self, session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors) -> None:
+    def send(
+        self,
+        session: Session,
+        slot: Slot,
+        views: Sequence[torch.Tensor],
+        tensors: Tensors,
+        layout: Layout | None = None,
+    ) -> None:
         copy_in(views, tensors)
-        session.hand_over(slot)
+        session.hand_over(slot, layout=layout)
 
     def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_(list(outputs), list(views))
@@ -74,11 +87,30 @@ def copy_in(views: Sequence[torch.Tensor], tensors: Tensors) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def finish_departure(departure: Future[None] | None, slot: Slot) -> None:
+    """Wait for a mover's copy to the slot. Raises what it raises, or StallError."""
+    if departure is not None:
+        try:
+            departure.result(_COPY_LIMIT_S)
+        except TimeoutError as error:
+            name = slot.spec.name
+            raise StallError(f"tensor {name!r}: not copied from its device within {_COPY_LIMIT_S:g} s") from error
+
+
 class Exchange:
-    """``slot`` seen as pieces of ``shapes``, all of ``dtype`` (the wire's)."""
+    """``slot`` seen as pieces of ``shapes``, all of ``dtype`` (the wire's).
+
+    ``result_shapes``: those of the result, where they are others.
+    """
 
     def __init__(
-        self, session: Session, slot: Slot, dtype: torch.dtype, shapes: Sequence[Sequence[int]], mover: Mover
+        self,
+        session: Session,
+        slot: Slot,
+        dtype: torch.dtype,
+        shapes: Sequence[Sequence[int]],
+        mover: Mover,
+        result_shapes: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.session = session
         self.slot = slot
@@ -90,7 +122,7 @@ class Exchange:
             mover.adopt(memory)
         self._inputs = [_pieces(memory, dtype, shapes) for memory in slot.inputs]
         #: The pieces of the result; what they show is valid from ``wait`` to the next ``send``.
-        self.results = _pieces(slot.result, dtype, shapes)
+        self.results = _pieces(slot.result, dtype, shapes if result_shapes is None else result_shapes)
 
     @property
     def usable(self) -> bool:
@@ -118,17 +150,12 @@ class Exchange:
         """True once ``wait`` would not block."""
         return (self._departure is None or self._departure.done()) and self.session.is_done(self.slot)
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Return when ``results`` is there. Raises what Session.wait raises."""
         departure, self._departure = self._departure, None
         self.in_flight = False
-        if departure is not None:
-            try:
-                departure.result(_COPY_LIMIT_S)
-            except TimeoutError as error:
-                name = self.slot.spec.name
-                raise StallError(f"tensor {name!r}: not copied from its device within {_COPY_LIMIT_S:g} s") from error
-        self.session.wait(self.slot)
+        finish_departure(departure, self.slot)
+        self.session.wait(self.slot, timeout_s)
 
     def fetch(self, outputs: Sequence[torch.Tensor], pieces: Sequence[int] | None = None) -> None:
         """Copy the results (of ``pieces``; default all) to ``outputs``, converting dtypes."""

@@ -5,7 +5,6 @@ Names and arguments as in byteps.torch and horovod.torch. One thread at a time, 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,9 @@ from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch import context as contexts
 from byteps_py.torch.context import Context
 from byteps_py.torch.dtypes import as_bytes
-from byteps_py.torch.ops import broadcast_request, start_broadcast
+from byteps_py.torch.ops import broadcast_request, check_root, kind_in, start_broadcast
+from byteps_py.torch.pickling import NotPickledError, packed, unpacked
+from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of
 from byteps_py.torch.stream import broadcast_stream
 
 NamedTensors = Mapping[str, Any] | Sequence[tuple[str, Any]]
@@ -25,14 +26,17 @@ NamedTensors = Mapping[str, Any] | Sequence[tuple[str, Any]]
 def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Parameter.") -> None:
     """Copy the root's tensors into every rank's, in place. Any dtype, bit by bit.
 
-    params: a ``state_dict()``, or a list of (name, tensor) such as ``list(model.named_parameters())``.
+    params: a ``state_dict()``, a list of (name, tensor) such as ``list(model.named_parameters())``, or a list of
+    tensors, which are matched by their places in it.
     Raises UsageError for anything else, a generator included, and MismatchError where ranks' shapes differ.
     """
     context = contexts.current()
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
-    elif isinstance(params, list | tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in params):
+    elif isinstance(params, list | tuple) and all(_is_pair(p) for p in params):
         pairs = list(params)
+    elif isinstance(params, list | tuple) and all(isinstance(p, torch.Tensor) for p in params):
+        pairs = [(f"number {i}", tensor) for i, tensor in enumerate(params)]
     else:
         raise UsageError(
             f"invalid params of type {type(params)}: give model.state_dict() or list(model.named_parameters())"
@@ -44,7 +48,8 @@ def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Pa
     requests = [broadcast_request(context, tensor, root_rank, f"{prefix}{name}") for name, tensor in pairs]
     context.exchanges(requests)  # one declaration for all
     handles = [
-        start_broadcast(context, request, tensor, tensor) for request, (_, tensor) in zip(requests, pairs, strict=True)
+        start_broadcast(context, request, tensor, tensor, name)
+        for request, (name, tensor) in zip(requests, pairs, strict=True)
     ]
     operations = [context.handles.pop(handle) for handle in handles]
     for operation in operations:  # all of them before the first error is raised, so that none stays pending
@@ -55,41 +60,40 @@ def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Pa
             operation.finish()
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
     """The root's ``obj`` on every rank: pickled by the root, unpickled by the others.
 
-    Raises CommunicationError on the other ranks, with the reason, if the root can't pickle it.
+    root_rank: a global rank, also with a process set. Raises CommunicationError on the other ranks, with the reason,
+    if the root can't pickle it.
     """
     context = contexts.current()
-    label = f"broadcast_object.{name or 'noname'}"
+    group = group_of(process_set)
+    check_root(context, root_rank, group)
+    label = f"{kind_in(group, 'broadcast_object')}.{name or 'noname'}"
     is_root = context.session.rank == root_rank
-    if not 0 <= root_rank < context.session.size:
-        raise UsageError(f"root rank {root_rank} does not exist, ranks go from 0 to {context.session.size - 1}")
-    failure: Exception | None = None
-    payload = b""
-    if is_root:
-        try:
-            payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # told to the others, who would wait for ever otherwise
-            failure = error
-            payload = f"{type(error).__name__}: {error}".encode()
-    length = torch.tensor([-len(payload) if failure else len(payload)])
-    broadcast_stream(context, [as_bytes(length)], root_rank, label)
-    nbytes = int(length)
+    payload, failure = packed(obj) if is_root else (b"", None)
+    length = torch.tensor([len(payload)])
+    broadcast_stream(context, [as_bytes(length)], root_rank, label, group)
     data = (
         torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         if is_root
-        else torch.empty(abs(nbytes), dtype=torch.uint8)
+        else torch.empty(int(length), dtype=torch.uint8)
     )
-    broadcast_stream(context, [data], root_rank, label)
+    broadcast_stream(context, [data], root_rank, label, group)
     if failure is not None:
         raise failure
     if is_root:
         return obj
-    received = data.numpy().tobytes()
-    if nbytes < 0:
-        raise CommunicationError(f"rank {root_rank} could not pickle the object to broadcast: {received.decode()}")
-    return pickle.loads(received)
+    try:
+        return unpacked(data.numpy().tobytes())
+    except NotPickledError as reason:
+        raise CommunicationError(f"rank {root_rank} could not pickle the object to broadcast: {reason}") from None
 
 
 @dataclass(frozen=True)

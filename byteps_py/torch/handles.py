@@ -9,51 +9,63 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
-import torch
-
-from byteps_py.errors import UsageError
-from byteps_py.torch.exchange import Exchange
+from byteps_py.errors import MismatchError, UsageError
 
 
 class Operation:
-    """One started exchange of a single tensor. ``deliver`` brings the result from the exchange to ``output``."""
+    """One started operation.
 
-    def __init__(self, exchange: Exchange, output: torch.Tensor, deliver: Callable[[], None]) -> None:
-        self.exchange = exchange
-        self.output = output
-        self._deliver = deliver
+    ``is_done``: true if ``complete`` would not block. ``complete`` waits, brings the results where they belong and
+    returns what ``synchronize`` returns; it is called once. ``on_mismatch``: for who is told that ranks disagree.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        is_done: Callable[[], bool],
+        complete: Callable[[], Any],
+        on_mismatch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = name
+        self._is_done = is_done
+        self._complete: Callable[[], Any] | None = complete
+        self._on_mismatch = on_mismatch
+        self._result: Any = None
         self._error: Exception | None = None
         self._settled = False
         self._lock = threading.Lock()
 
     @property
     def settled(self) -> bool:
-        """The output holds the result, or there is an error to raise; the exchange is free for others."""
+        """The outputs hold the result, or there is an error to raise; its name is free for others."""
         return self._settled
 
     @property
     def done(self) -> bool:
         """True if ``settle`` would not block."""
-        return self._settled or self.exchange.done
+        return self._settled or self._is_done()
 
     def settle(self) -> None:
         """Wait and deliver, once. An error is kept for ``finish``, which its owner calls."""
         with self._lock:
-            if not self._settled:
+            complete, self._complete = self._complete, None
+            if complete is not None:
                 try:
-                    self.exchange.wait()
-                    self._deliver()
+                    self._result = complete()
                 except Exception as error:
                     self._error = error
                 self._settled = True
 
-    def finish(self) -> torch.Tensor:
-        """The output, holding the result. Raises the operation's error."""
+    def finish(self) -> Any:
+        """The result, delivered. Raises the operation's error."""
         self.settle()
         if self._error is not None:
+            if isinstance(self._error, MismatchError):
+                self._on_mismatch()
             raise self._error
-        return self.output
+        return self._result
 
 
 class Handles:
@@ -68,11 +80,11 @@ class Handles:
     def add(self, operation: Operation) -> int:
         handle = next(self._next)
         self._operations[handle] = operation
-        self._occupants[operation.exchange.slot.spec.name] = operation
+        self._occupants[operation.name] = operation
         return handle
 
     def occupant(self, name: str) -> Operation | None:
-        """The operation that still needs the exchange of this name."""
+        """The operation that still needs this name."""
         operation = self._occupants.get(name)
         return None if operation is None or operation.settled else operation
 
@@ -80,11 +92,16 @@ class Handles:
         """Raises UsageError for a handle that was never given out or was waited for already."""
         try:
             return self._operations[handle]
-        except KeyError:
+        except (KeyError, TypeError):
             raise UsageError(f"handle {handle} was not created or has been cleared") from None
 
     def pop(self, handle: int) -> Operation | None:
         return self._operations.pop(handle, None)
+
+    def settle(self) -> None:
+        """Wait for all; their owners get the results, or errors, later."""
+        for operation in list(self._operations.values()):
+            operation.settle()
 
     def clear(self) -> None:
         self._operations.clear()

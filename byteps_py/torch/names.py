@@ -1,33 +1,72 @@
-"""Names for tensors that the user gave none. Pure; any thread."""
+"""Names for tensors that the user gave none. Pure; any thread.
+
+Unnamed operations meet in the order of their calls: the nth of one rank with the nth of the others.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 
 #: Below this many bytes, so many names are used in turn; above, the last: memory stays bounded.
 _ROTATION = ((64 << 10, 32), (4 << 20, 8))
 _NAMES_OF_LARGE = 2
+#: For operations whose sizes may change from call to call.
+_NAMES_OF_VARYING = 8
 
 
 class NameSource:
-    """Numbers unnamed operations by signature (operation, dtype, shape).
+    """Numbers unnamed operations of each kind in the order of their calls.
 
-    So the nth unnamed operation of a signature has the same name on every rank, whatever else ran between.
+    A name keeps its shape, because another would have to be agreed anew: an operation that looks like an earlier one
+    is given the earlier one's names again. The first ones of a kind get new names, so that ranks whose calls differ
+    find that out by it. After such a disagreement all ranks ``restart``, since they no longer count alike.
     """
 
     def __init__(self) -> None:
-        self._counters: dict[str, int] = {}
+        self.epoch = 0
+        self._given: dict[str, int] = {}  # names per kind
+        self._of: dict[tuple[str, Hashable], tuple[list[str], int]] = {}  # (names, uses) per kind and signature
         self._lock = threading.Lock()
 
-    def next(self, kind: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> str:
-        """
+    def next(self, kind: str, signature: Hashable, nbytes: int) -> str:
+        """``signature``: what ranks must agree on (dtype, shape …).
+
         >>> source = NameSource()
-        >>> source.next("sum", "float32", (2, 3), 24), source.next("sum", "float32", (2, 3), 24)
-        ('sum.noname.float32.2x3.0', 'sum.noname.float32.2x3.1')
+        >>> source.next("sum", "float32[2]", 8), source.next("sum", "float32[3]", 12)
+        ('sum.noname.0', 'sum.noname.1')
         """
-        signature = f"{kind}.noname.{dtype}.{'x'.join(map(str, shape))}"
-        names = next((names for limit, names in _ROTATION if nbytes < limit), _NAMES_OF_LARGE)
+        limit = next((names for limit, names in _ROTATION if nbytes < limit), _NAMES_OF_LARGE)
         with self._lock:
-            count = self._counters.get(signature, 0)
-            self._counters[signature] = count + 1
-        return f"{signature}.{count % names}"
+            names, uses = self._of.get((kind, signature), ([], 0))
+            if len(names) < limit:
+                names.append(self._new(kind))
+            self._of[kind, signature] = names, uses + 1
+            return names[uses % limit]
+
+    def in_turn(self, kind: str) -> str:
+        """For kinds of which nothing has to be agreed beforehand: a few names, strictly in turn.
+
+        >>> source = NameSource()
+        >>> [source.in_turn("gather") for _ in range(9)][-2:]
+        ['gather.noname.7', 'gather.noname.0']
+        """
+        with self._lock:
+            names, uses = self._of.get((kind, None), ([], 0))
+            if len(names) < _NAMES_OF_VARYING:
+                names.append(self._new(kind))
+            self._of[kind, None] = names, uses + 1
+            return names[uses % _NAMES_OF_VARYING]
+
+    def restart(self, epoch: int) -> None:
+        """Count anew, with other names than in ``epoch``; a no-op if that is over already."""
+        with self._lock:
+            if epoch == self.epoch:
+                self.epoch += 1
+                self._given.clear()
+                self._of.clear()
+
+    def _new(self, kind: str) -> str:
+        number = self._given.get(kind, 0)
+        self._given[kind] = number + 1
+        return f"{kind}.noname.{self.epoch}.{number}" if self.epoch else f"{kind}.noname.{number}"

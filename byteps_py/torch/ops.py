@@ -1,35 +1,40 @@
-"""Starting and finishing reductions and broadcasts of single tensors. Any thread.
+"""What operations can be called, how they get their names, and how broadcasts are started. Any thread.
 
-The public functions are in api.py; what they differ in (synchronous or not, in place or not) is there.
+Reductions are started in reductions.py; what is gathered or exchanged without being combined, in collectives/. The
+public functions are elsewhere: what they differ in (synchronous or not, in place or not) is there.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.torch.compression import Compressor
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import bits_of, check_dense, wire_dtype
-from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.handles import Operation
 
 
 class ReduceOp(enum.Enum):
-    """How push_pull combines the ranks' tensors."""
+    """How the ranks' tensors are combined."""
 
     AVERAGE = "average"
     SUM = "sum"
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    ADASUM = "adasum"
 
     @property
     def wire_op(self) -> Op:
+        """Raises UsageError for Adasum, which is no single operation of the service."""
+        if self is ReduceOp.ADASUM:
+            raise UsageError("op=Adasum is not possible here, only in allreduce and its kin")
         return Op.SUM if self is ReduceOp.AVERAGE else Op[self.name]
 
 
@@ -38,6 +43,7 @@ Sum = ReduceOp.SUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
+Adasum = ReduceOp.ADASUM
 
 
 def which_op(average: bool, op: ReduceOp | None) -> ReduceOp:
@@ -51,85 +57,112 @@ def which_op(average: bool, op: ReduceOp | None) -> ReduceOp:
     return op
 
 
-def start_reduction(
-    context: Context,
-    tensor: torch.Tensor,
-    into: torch.Tensor | None,
-    op: ReduceOp,
-    name: str | None,
-    priority: int,
-    compression: type[Compressor],
-) -> int:
-    """Begin to reduce ``tensor`` into ``into`` (may be the same tensor; None: a new one). Returns a handle."""
-    check_dense(tensor, name)
-    dtype = compression.wire_dtype(tensor.dtype)
-    wire = wire_dtype(dtype, name)
-    shape = tuple(tensor.shape)
-    if name is None:
-        full = context.names.next(op.value, wire.name.lower(), shape, tensor.numel() * dtype.itemsize)
-    else:
-        full = name
-        if context.is_claimed(name):
-            raise UsageError(f"tensor name {name!r} belongs to a gradient of a DistributedOptimizer; choose another")
-    spec = TensorSpec(full, wire, shape, op.wire_op, op is Average, priority=priority)
-    request = Request(spec, dtype, (shape,), tensor.device)
-    output = torch.empty(shape, dtype=tensor.dtype, device=tensor.device) if into is None else into
-
-    def begin(exchange: Exchange) -> Operation:
-        exchange.send([tensor.detach()])
-        return Operation(exchange, output, lambda: exchange.fetch([output.detach()]))
-
-    return _begin(context, request, name is not None, begin)
+def listed(tensors: Any) -> list[torch.Tensor]:
+    """The tensors of a group. Raises UsageError for one tensor, whose rows are no group."""
+    if isinstance(tensors, torch.Tensor):
+        raise UsageError("a group is a list of tensors, got one tensor")
+    return list(tensors)
 
 
-def broadcast_request(context: Context, tensor: torch.Tensor, root_rank: int, name: str | None) -> Request:
+def kind_in(group: tuple[int, ...], kind: str) -> str:
+    """``kind`` among the ranks of ``group``: the start of a name that belongs to this group alone."""
+    if not group:
+        return kind
+    text = "-".join(map(str, group))
+    if len(text) > 48:
+        text = f"{len(group)} ranks {hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    return f"{kind}[{text}]"
+
+
+# ---- broadcast ---------------------------------------------------------------------------------------------
+
+
+def check_root(context: Context, root_rank: int, group: tuple[int, ...] = ()) -> None:
+    """Raises UsageError unless ``root_rank``, a global rank, takes part."""
+    size = context.session.size
+    if not 0 <= root_rank < size:
+        raise UsageError(f"invalid root rank: {root_rank} does not exist, ranks go from 0 to {size - 1}")
+    if group and root_rank not in group:
+        raise UsageError(
+            f"broadcast received invalid root rank {root_rank} for provided process set of ranks {list(group)}; it is "
+            "a global rank, and must be in the set"
+        )
+
+
+def broadcast_request(
+    context: Context, tensor: torch.Tensor, root_rank: int, name: str | None, group: tuple[int, ...] = ()
+) -> Request:
     """What must be declared to broadcast ``tensor``. Raises UsageError."""
-    session = context.session
-    if not 0 <= root_rank < session.size:
-        raise UsageError(f"root rank {root_rank} does not exist, ranks go from 0 to {session.size - 1}")
+    check_root(context, root_rank, group)
     check_dense(tensor, name)
     bits = bits_of(tensor)
     wire, shape = wire_dtype(bits.dtype, name), tuple(bits.shape)
+    terms = "" if bits.dtype is tensor.dtype else str(tensor.dtype).removeprefix("torch.")
+    kind = kind_in(group, "broadcast")
     if name is None:
-        full = context.names.next(f"broadcast{root_rank}", wire.name.lower(), shape, bits.nbytes)
+        full = context.names.next(kind, (root_rank, wire, shape, terms), bits.nbytes)
     else:
-        full = f"broadcast.{name}"
-    spec = TensorSpec(full, wire, shape, Op.BROADCAST, root=root_rank)
+        full = f"{kind}.{name}"
+    spec = TensorSpec(full, wire, shape, Op.BROADCAST, root=root_rank, group=group, terms=terms)
     return Request(spec, bits.dtype, (shape,), tensor.device)
 
 
 def start_broadcast(
-    context: Context, request: Request, tensor: torch.Tensor, output: torch.Tensor, named: bool = True
+    context: Context, request: Request, tensor: torch.Tensor, output: torch.Tensor, name: str | None
 ) -> int:
     """Begin to broadcast the root's ``tensor`` into ``output`` (may be the same tensor). Returns a handle."""
 
-    def begin(exchange: Exchange) -> Operation:
-        if context.session.rank != request.spec.root:
+    def begin() -> Operation:
+        (exchange,) = context.exchanges([request])
+        is_root = context.session.rank == request.spec.root
+        if not is_root:
             exchange.send_nothing()
-            return Operation(exchange, output, lambda: exchange.fetch([bits_of(output)]))
-        if output is not tensor:
-            output.detach().copy_(tensor.detach())
-        exchange.send([bits_of(tensor)])
-        return Operation(exchange, output, lambda: None)  # the root has the result already
+        else:
+            if output is not tensor:
+                output.detach().copy_(tensor.detach())
+            exchange.send([bits_of(tensor)])
 
-    return _begin(context, request, named, begin)
+        def complete() -> torch.Tensor:
+            exchange.wait()
+            if not is_root:
+                exchange.fetch([bits_of(output)])
+            return output
+
+        return operation_of(context, request.spec.name, name is None, lambda: exchange.done, complete)
+
+    return begin_when_free(context, request.spec.name, name, begin)
 
 
-def _begin(context: Context, request: Request, named: bool, begin: Callable[[Exchange], Operation]) -> int:
-    """Run ``begin`` on the request's exchange once nobody else needs it.
+# ---- names -------------------------------------------------------------------------------------------------
 
-    An earlier operation of the same name: an error if the user gave the name; a name of ours was merely
-    given again because the numbers went round, so the earlier one is settled for its owner first.
+
+def operation_of(
+    context: Context, full: str, is_unnamed: bool, is_done: Callable[[], bool], complete: Callable[[], object]
+) -> Operation:
+    """An operation after whose disagreement the ranks count unnamed ones anew."""
+    epoch = context.names.epoch
+
+    def recount() -> None:
+        if is_unnamed:
+            context.names.restart(epoch)
+
+    return Operation(full, is_done, complete, recount)
+
+
+def begin_when_free(context: Context, full: str, name: str | None, begin: Callable[[], Operation]) -> int:
+    """Run ``begin`` once nobody else needs the name ``full``. Returns the operation's handle.
+
+    An earlier operation of the same name: an error if the user gave the name; a name of ours was merely given again
+    because the numbers went round, so the earlier one is settled for its owner first.
     """
-    name = request.spec.name
     while True:
         with context.lock:
-            earlier = context.handles.occupant(name)
+            earlier = context.handles.occupant(full)
             if earlier is None:
-                (exchange,) = context.exchanges([request])
-                return context.handles.add(begin(exchange))
-        if named:
+                return context.handles.add(begin())
+        if name is not None:
             raise UsageError(
-                f"duplicate name: tensor {name!r} is in flight already; call synchronize() on its handle first"
+                f"Duplicate tensor name {name!r}: a tensor with the same name is currently being processed; use a "
+                "different tensor name, or call synchronize() on its handle first"
             )
         earlier.settle()

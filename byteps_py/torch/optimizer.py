@@ -1,182 +1,34 @@
-"""DistributedOptimizer: a wrapped optimizer whose step() works with gradients averaged over all ranks.
+"""DistributedOptimizer: from an optimizer and what is asked of it to one that works on all ranks together.
 
-Owns hooks, accumulation over passes and the order of calls; what happens to a final gradient is the
-GradientReducer's. Hooks run on autograd's threads, everything else on the training thread.
+Owns the choice of parts, nothing of what they do: distributed.py (hooks, order of calls), buckets.py (gradients on
+their way), adasum_optimizer.py. The training thread calls.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from byteps_py.errors import GradientOrderError, UsageError
+from byteps_py.errors import UsageError
 from byteps_py.torch import context as contexts
-from byteps_py.torch.buckets import Bucket, GradientReducer, Place
+from byteps_py.torch.adasum_optimizer import AdasumDistributed, Deltas
+from byteps_py.torch.arguments import (
+    Groups,
+    NamedParameters,
+    check_names,
+    check_passes,
+    check_predivide,
+    prefix_of,
+    ranks_of,
+    which_groups,
+)
+from byteps_py.torch.bucket import Scheme
+from byteps_py.torch.buckets import GradientReducer
 from byteps_py.torch.compression import Compression, Compressor
-
-NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
-
-
-class _Watched:
-    """A parameter with a hook. ``passes``: backward passes since the last synchronization."""
-
-    __slots__ = ("passes", "place")
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.passes = 0
-
-
-class _Passes:
-    """Counts backward passes of each parameter; on the last one its gradient is ready."""
-
-    def __init__(self, reducer: GradientReducer, passes: int) -> None:
-        self.reducer = reducer
-        self.per_step = passes
-        self._hooked: dict[torch.nn.Parameter, _Watched] = {}
-        self._begun: list[_Watched] = []  # has had a pass since the last synchronization
-
-    @property
-    def begun(self) -> bool:
-        """True if a gradient was computed since the last synchronization."""
-        return bool(self._begun)
-
-    def hook(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Watch those that require gradients and are not watched yet."""
-        # Weak: the parameters outlive this optimizer, and the next one has hooks of its own.
-        me = weakref.ref(self)
-
-        def computed(watched: _Watched, _: torch.Tensor) -> None:
-            passes = me()
-            if passes is not None:
-                passes._computed(watched)
-
-        for param in params:
-            if param.requires_grad and param not in self._hooked:
-                watched = self._hooked[param] = _Watched(self.reducer.place(param))
-                param.register_post_accumulate_grad_hook(functools.partial(computed, watched))
-
-    def _computed(self, watched: _Watched) -> None:
-        done = watched.passes + 1
-        if done > self.per_step:
-            raise GradientOrderError(
-                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally."
-            )
-        if done == 1:
-            self._begun.append(watched)
-        watched.passes = done
-        if done == self.per_step:
-            self.reducer.ready(watched.place)
-
-    def finish(self) -> None:
-        try:
-            self.reducer.finish()
-        finally:
-            self._over()
-
-    def depart(self) -> list[Bucket]:
-        """The first half of ``finish``, see GradientReducer."""
-        try:
-            return self.reducer.depart()
-        finally:
-            self._over()
-
-    def _over(self) -> None:
-        for watched in self._begun:
-            watched.passes = 0
-        self._begun.clear()
-
-
-class _Distributed:
-    """What DistributedOptimizer puts before the wrapped optimizer's class."""
-
-    param_groups: list[dict[str, Any]]
-    _passes: _Passes
-    _named: dict[torch.nn.Parameter, str]
-    _synchronized: bool
-    _should_synchronize: bool
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        return self._passes.per_step
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum gradients over so many backward passes from the next step on."""
-        _check_passes(passes)
-        if self._passes.begun:
-            raise GradientOrderError("set_backward_passes_per_step() was called between backward() and step()")
-        self._passes.per_step = passes
-
-    def synchronize(self) -> None:
-        """Wait until every ``p.grad`` is the average over all ranks. Unused parameters count as zeros.
-
-        step() does it by itself; call it to clip or unscale gradients, then step() in skip_synchronize().
-        """
-        self._passes.finish()
-        self._synchronized = True
-        self._passes.hook(p for group in self.param_groups for p in group["params"])  # unfrozen meanwhile
-
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Inside, step() takes the gradients as they are."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average what was not averaged yet, then let the wrapped optimizer step.
-
-        With a closure, the gradients of each evaluation are averaged. A loss it returns stays this rank's:
-        an optimizer that branches on it (LBFGS) needs the average, see push_pull.
-        """
-        if self._should_synchronize:
-            if closure is not None:
-                closure = self._synchronizing(closure)
-            elif not self._synchronized or self._passes.begun:
-                self.synchronize()
-        self._synchronized = False
-        return super().step(closure)  # type: ignore[misc]
-
-    # torch wraps a class's step() for its profiler and hooks; the wrapped optimizer's is wrapped already.
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
-            loss = closure()
-            self.synchronize()
-            return loss
-
-        return evaluate
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See torch.optim.Optimizer. Raises GradientOrderError while gradients are on their way."""
-        if self._passes.begun:
-            raise GradientOrderError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition. To drop the "
-                "gradients, call optimizer.synchronize() first."
-            )
-        self._synchronized = False
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer. New parameters have the names that named_parameters gave them, if it did."""
-        super().add_param_group(param_group)  # type: ignore[misc]
-        number = len(self.param_groups) - 1
-        new = [
-            (self._named.setdefault(param, f"push_pull.noname.{number}.{i}"), param)
-            for i, param in enumerate(self.param_groups[-1]["params"])
-        ]
-        self._passes.reducer.add(new)
-        self._passes.hook(param for _, param in new)
+from byteps_py.torch.hooks import Distributed, Names, Passes
+from byteps_py.torch.ops import Adasum, Average, ReduceOp
+from byteps_py.torch.process_sets import ProcessSet, global_process_set
 
 
 def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and Horovod
@@ -184,6 +36,12 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     named_parameters: NamedParameters | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """``optimizer``, with gradients averaged over all ranks before each step; communication overlaps backward.
 
@@ -192,8 +50,16 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     named_parameters: usually model.named_parameters(), all or more of the optimizer's, in order of the forward
     pass; the names must be the same on all ranks. Without it, numbers are used.
     compression: Compression.none, .fp16 or .bf16. backward_passes_per_step: gradients of so many passes are
-    summed before they are averaged over ranks.
-    Raises UsageError (a ValueError) for duplicate or missing names, NotInitializedError before init().
+    summed before they are combined over ranks.
+    op: Average, Sum, Min, Max, Product; or Adasum: each rank steps by itself, and what the steps changed is combined.
+    gradient_predivide_factor: with f, an average divides by f before the sum and
+    multiplies by f/size after it.
+    num_groups, groups: which gradients travel together. A number: so many groups of neighbours. A list of lists of
+    parameters: these groups, and the others as their sizes suggest. Without it, small ones do (BYTEPS_FUSION_BYTES).
+    sparse_as_dense: make sparse gradients dense before they are combined.
+    process_set: the ranks among which gradients are combined; on others the optimizer works with its own gradients.
+    Raises UsageError (a ValueError) for arguments that contradict each other and for duplicate or missing names,
+    NotInitializedError before init().
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -205,64 +71,48 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     True
     >>> bps.shutdown()
     """
-    _check_passes(backward_passes_per_step)
-    if isinstance(optimizer, _Distributed):
+    check_passes(backward_passes_per_step)
+    check_predivide(gradient_predivide_factor, op)
+    if isinstance(optimizer, Distributed):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    names = _check_names(optimizer, named_parameters)
+    names = check_names(optimizer, named_parameters)
     mine = set(params)
+    context = contexts.current()
+    together = which_groups(num_groups, groups, params)
+    ranks = ranks_of(process_set)
+    if op is Adasum:
+        prefix = prefix_of(process_set, "Delta")
+        adasum: AdasumDistributed = _dress(optimizer, AdasumDistributed, Passes(None, backward_passes_per_step), names)
+        adasum._deltas = Deltas(context, context.claim(prefix), ranks, compression)
+        adasum._passes.hook(params)
+        return adasum
     reducer = GradientReducer(
-        contexts.current(), [(name, param) for param, name in names.items() if param in mine], compression
+        context,
+        [(name, param) for param, name in names.items() if param in mine],
+        Scheme(
+            compression,
+            op,
+            gradient_predivide_factor,
+            group=ranks,
+            prefix=prefix_of(process_set, "Gradient."),
+            sparse_as_dense=sparse_as_dense,
+        ),
+        [[names[param] for param in group] for group in together],
     )
-    base = type(optimizer)
-    wrapped: Any = object.__new__(type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__}))
-    wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, which would step around us
-    wrapped._passes = _Passes(reducer, backward_passes_per_step)
-    wrapped._named = names
-    wrapped._synchronized = False
-    wrapped._should_synchronize = True
+    wrapped = _dress(optimizer, Distributed, Passes(reducer, backward_passes_per_step), names)
     wrapped._passes.hook(params)
     return wrapped
 
 
-def _check_passes(passes: int) -> None:
-    if passes < 1:
-        raise UsageError(f"backward_passes_per_step must be at least 1, got {passes}")
-
-
-def _check_names(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
-) -> dict[torch.nn.Parameter, str]:
-    """Parameter → name, in the given order. Raises UsageError."""
-    named = list(named_parameters) if named_parameters is not None else []
-    if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) for pair in named):
-        raise UsageError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    seen: set[str] = set()
-    duplicates = {name for name, _ in named if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
-    if duplicates:
-        raise UsageError(
-            "Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(sorted(duplicates))
-        )
-    if not named:
-        return {
-            param: f"push_pull.noname.{g}.{i}"
-            for g, group in enumerate(optimizer.param_groups)
-            for i, param in enumerate(group["params"])
-        }
-    names = {param: name for name, param in reversed(named)}
-    unnamed = [
-        f"{tuple(param.shape)} at position {i} of group {g}"
-        for g, group in enumerate(optimizer.param_groups)
-        for i, param in enumerate(group["params"])
-        if param not in names
-    ]
-    if unnamed:
-        raise UsageError(
-            "named_parameters was specified, but one or more model parameters were not named. Parameters of shape: "
-            + ", ".join(unnamed)
-        )
-    return dict(reversed(names.items()))
+def _dress(optimizer: torch.optim.Optimizer, kind: type[Distributed], passes: Passes, names: Names) -> Any:
+    """An object of ``kind`` and the optimizer's class that shares the optimizer's state."""
+    base = type(optimizer)
+    wrapped: Any = object.__new__(type(base.__name__, (kind, base), {"__doc__": base.__doc__}))
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, which would step around us
+    wrapped._passes = passes
+    wrapped._named = names
+    wrapped._synchronized = False
+    wrapped._should_synchronize = True
+    return wrapped

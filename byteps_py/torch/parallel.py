@@ -20,7 +20,8 @@ import torch
 
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch import context as contexts
-from byteps_py.torch.buckets import GradientReducer, Place
+from byteps_py.torch.bucket import Place, Scheme
+from byteps_py.torch.buckets import GradientReducer
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import bits_of, wire_dtype
@@ -62,7 +63,7 @@ class DistributedDataParallel(torch.nn.Module):
         tensors = [*module.named_parameters(), *module.named_buffers()]
         broadcast_parameters(tensors, 0, prefix=f"{name}.Parameter.")
         named = list(module.named_parameters())
-        self._backward = _Backward(GradientReducer(context, named, compression, f"{name}.Gradient."))
+        self._backward = _Backward(GradientReducer(context, named, Scheme(compression, prefix=f"{name}.Gradient.")))
         self._buffers_of_root = _Buffers(context, module, f"{name}.Buffer.")
         self._buffers_are_stale = False  # a training pass has changed them since they were last equal
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from byteps_py.torch.buckets import Bucket, GradientReducer
+from byteps_py.torch.bucket import Bucket
+from byteps_py.torch.buckets import GradientReducer
 
 Hyperparameters = list[dict[str, Any]]  # of each parameter group, without its parameters
 Update = Callable[[Hyperparameters, list[torch.nn.Parameter]], None]

@@ -49,8 +49,13 @@ def cut(lengths: Sequence[int]) -> Iterator[tuple[int, list[Piece]]]:
         yield size, pieces
 
 
-def broadcast_stream(context: Context, buffers: Sequence[torch.Tensor], root: int, label: str) -> None:
-    """Fill flat uint8 ``buffers`` (host memory) with the root's. ``label`` keeps streams of different kinds apart."""
+def broadcast_stream(
+    context: Context, buffers: Sequence[torch.Tensor], root: int, label: str, group: tuple[int, ...] = ()
+) -> None:
+    """Fill flat uint8 ``buffers`` (host memory) with the root's, among the ranks of ``group`` (empty: all).
+
+    ``label`` keeps streams of different kinds, and of different groups, apart.
+    """
     is_root = context.session.rank == root
     under_way: deque[tuple[Exchange, list[Piece]]] = deque()
 
@@ -67,7 +72,7 @@ def broadcast_stream(context: Context, buffers: Sequence[torch.Tensor], root: in
         if len(under_way) == WINDOW:
             receive()
         name = f"{label}.{root}.{size}.{number % WINDOW}"
-        spec = TensorSpec(name, DType.UINT8, (size,), Op.BROADCAST, root=root)
+        spec = TensorSpec(name, DType.UINT8, (size,), Op.BROADCAST, root=root, group=group)
         (exchange,) = context.exchanges([Request(spec, torch.uint8, ((size,),), torch.device("cpu"))])
         if is_root:
             offset = 0

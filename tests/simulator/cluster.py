@@ -67,7 +67,10 @@ class Cluster:
         self.surroundings = Surroundings(world, self.memory, self.local, self.network, self.scheduler)
         self.program = Program.make(rng, sum(self.local_sizes))
         self.results = {
-            use.id: use.result(self.local_sizes) for step in self.program.steps for use in step if not use.is_mismatch
+            use.id: use.result(self.local_sizes)
+            for step in self.program.steps
+            for use in step
+            if not (use.is_mismatch or use.is_unsupported)
         }
         self.ranks: list[Rank] = []
         self.workers: list[Worker] = []

@@ -155,7 +155,8 @@ class ServerNetwork:
     def open_echo(self) -> None: ...
 
     def receive(self, peer: TcpPeer, header: Header, frame: Frame | None) -> None:
-        if (frame is None) != (header.kind is Kind.PULL and header.op is Op.BROADCAST):
+        has_none = header.kind is Kind.PASS or (header.kind is Kind.PULL and header.op is Op.BROADCAST)
+        if (frame is None) != has_none:
             raise InvariantError(f"a message has a payload that it should not, or lacks one: {describe(header)}")
         payload = FrameMemory(frame) if frame is not None else None  # type: ignore[arg-type]
         self._on_arrival(Arrival(header, peer, payload.nbytes if payload else 0, payload))

@@ -46,6 +46,7 @@ class Use:
     specs: tuple[TensorSpec | None, ...]
     first: TensorSpec | None = None
     is_mismatch: bool = False
+    is_unsupported: bool = False  # it can't do without ranks that have joined
 
     def spec(self, rank: int) -> TensorSpec:
         spec = self.specs[rank]
@@ -75,31 +76,73 @@ class Use:
 
 @dataclass(slots=True)
 class Program:
-    """``steps``: the uses of each step. ``barriers``: after which steps all ranks meet."""
+    """``steps``: the uses of each step. ``barriers``: after which steps all ranks meet. ``joins``: how many steps each
+    rank goes through before it joins, from one join to the next."""
 
     steps: list[list[Use]] = field(default_factory=list)
     barriers: set[int] = field(default_factory=set)
+    joins: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def make(cls, rng: random.Random, size: int) -> Program:
         program = cls()
         names = [f"t{i}" for i in range(rng.randint(1, 5))]
-        # A name is one group's for good: ranks outside would not know what they interfere with.
+        # A name is one group's for good, or until all have joined: ranks outside don't know what they interfere with.
         groups = {name: _make_group(rng, size) for name in names}
+        uses = program._add_steps(rng, groups, size, 0)
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            uses = program._add_uneven(rng, groups, size, uses)
+            groups = {name: _make_group(rng, size) for name in names}
+        if program.joins:
+            program._add_steps(rng, groups, size, uses)
+        return program
+
+    def _add_uneven(self, rng: random.Random, groups: dict[str, tuple[int, ...]], size: int, uses: int) -> int:
+        """Steps which some ranks go through and others don't, and a join at the end."""
+        first = len(self.steps)
+        counts = [rng.randint(0, 4) for _ in range(size)]
+        self.joins.append([first + count for count in counts])
+        names = list(groups)
         known: dict[str, TensorSpec] = {}
-        uses = 0
-        for step in range(rng.randint(1, 5)):
+        for step in range(max(counts)):
+            self.steps.append([])
+            for name in rng.sample(names, rng.randint(1, len(names))):
+                members = groups[name] or range(size)
+                here = [rank for rank in members if counts[rank] > step]
+                if not here:
+                    continue
+                spec = known.get(name)
+                if spec is None or rng.random() < 0.25:
+                    spec = _make_spec(rng, name, size, groups[name])
+                is_unsupported = spec.needs_all and len(here) < len(members)
+                specs = dict.fromkeys(here, spec)
+                self.steps[-1].append(
+                    Use(uses, name, tuple(specs.get(r) for r in range(size)), is_unsupported=is_unsupported)
+                )
+                known[name] = spec
+                if is_unsupported:
+                    del known[name]
+                uses += 1
+            if rng.random() < 0.2:
+                self.barriers.add(len(self.steps) - 1)
+        return uses
+
+    def _add_steps(self, rng: random.Random, groups: dict[str, tuple[int, ...]], size: int, uses: int) -> int:
+        """Steps which all go through."""
+        names = list(groups)
+        known: dict[str, TensorSpec] = {}
+        for _ in range(rng.randint(1, 5)):
             chosen = rng.sample(names, rng.randint(1, len(names)))
-            program.steps.append([])
+            self.steps.append([])
             for name in chosen:
                 use = _make_use(rng, uses, name, known.pop(name, None), size, groups[name])
                 if not use.is_mismatch:
                     known[name] = use.spec((groups[name] or (0,))[0])
-                program.steps[-1].append(use)
+                self.steps[-1].append(use)
                 uses += 1
             if rng.random() < 0.2:
-                program.barriers.add(step)
-        return program
+                self.barriers.add(len(self.steps) - 1)
+        return uses
 
 
 def _make_group(rng: random.Random, size: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from byteps_py.errors import BytePSError, MismatchError
+from byteps_py.errors import BytePSError, MismatchError, UsageError
 from byteps_py.machine import local_socket
 from byteps_py.session import Slot, protocol
 from byteps_py.session.protocol import Kind
@@ -55,6 +55,7 @@ class Rank(Process):
         self._random = world.random
         self._life = self._live()
         self._waiting: Callable[[], bool] | None = None
+        self._back_at = 0  # the step with which it goes on after a join
         self._session: RemoteSession
         world.after(world.delay(), self, "starts", self._resume)
 
@@ -113,10 +114,20 @@ class Rank(Process):
         self.has_joined = True
         if self._session.rank != self._rank:
             raise InvariantError(f"rank {self._rank} is told that it is {self._session.rank}")
-        for number, step in enumerate(self._program.steps):
+        joins = [(counts[self._rank], max(counts)) for counts in self._program.joins]
+        for number, step in enumerate([*self._program.steps, []]):
+            while joins and joins[0][0] == number and not self._is_away(number):
+                yield from self._join(len(joins))
+                self._back_at = joins.pop(0)[1]
+            if self._is_away(number):
+                continue
             yield from self._go([use for use in step if use.specs[self._rank] is not None])
             if number in self._program.barriers:
                 yield from self._barrier()
+
+    def _is_away(self, number: int) -> bool:
+        """It had joined when the others went through this step."""
+        return number < self._back_at
 
     def _ask(self, message: bytes, answer: Kind) -> Life:
         """Send what the session is about to send, and wait for what it is about to wait for."""
@@ -195,6 +206,10 @@ class Rank(Process):
         yield lambda: session.is_done(slot)
         try:
             session.wait(slot, 1.0)
+        except UsageError as error:
+            if not use.is_unsupported or use.name not in str(error) or "joined" not in str(error):
+                raise
+            return
         except MismatchError as error:
             if not use.is_mismatch:
                 raise
@@ -202,6 +217,8 @@ class Rank(Process):
             if use.name not in str(error):
                 raise InvariantError(f"an error does not name its tensor: {error}") from None
             return
+        if use.is_unsupported:
+            raise InvariantError(f"{self.name} got {use.name} (use {use.id}) though ranks have joined")
         if use.is_mismatch:
             raise InvariantError(f"{self.name} got a result of {use.name} (use {use.id}), about which ranks disagree")
         result = np.frombuffer(slot.result, np.uint8)
@@ -214,6 +231,13 @@ class Rank(Process):
         if got != expected:
             raise InvariantError(f"{self.name} got another result of {use.name} (use {use.id}) than it should")
         self.world.note(self.name, f"has got {use.name} (use {use.id})")
+
+    def _join(self, number: int) -> Life:
+        self.world.note(self.name, "joins")
+        yield from self._ask(protocol.pack(Kind.JOIN), Kind.JOINED)
+        last = self._session.join(1.0)
+        if self._results.setdefault(-number, b"%d" % last) != b"%d" % last:
+            raise InvariantError(f"{self.name} hears that rank {last} joined last, others hear otherwise")
 
     def _barrier(self) -> Life:
         session = self._session

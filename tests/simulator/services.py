@@ -108,7 +108,9 @@ class Worker(Process):
         if executor is not None:
             if "_carry_out" not in vars(executor):
                 self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
-            in_flight = sum(part.length for part in executor._parts.values() if part.stage is Stage.IN_FLIGHT)
+            in_flight = sum(
+                part.length for part in executor._parts.values() if part.stage is Stage.IN_FLIGHT and part.tensor.slots
+            )
             queue: Queue = self._service._queue  # type: ignore[assignment]
             counted, limited = queue.pushed_bytes, queue.in_flight_bytes
             if in_flight != counted or limited > in_flight:

@@ -20,7 +20,7 @@ import torch
 from byteps_py.errors import BytePSError, MismatchError, NotInitializedError, PeerLostError, StallError, UsageError
 from byteps_py.session import Session, Slot
 from byteps_py.settings import Settings
-from byteps_py.tensors import Op, TensorSpec
+from byteps_py.tensors import Layout, Op, TensorSpec
 from byteps_py.torch.context import Context, use
 from byteps_py.torch.dtypes import WIRE
 
@@ -73,6 +73,7 @@ def contract(
 class _Contribution:
     slot: Slot
     data: bytes
+    layout: Layout | None = None
 
 
 class ThreadedCluster:
@@ -88,6 +89,7 @@ class ThreadedCluster:
         self.rounds: list[tuple[str, int]] = []  # (name, priority) of every completed round, in order
         self.fatal: BytePSError | None = None
         self.arrived = 0
+        self.joined: list[int] = []  # ranks, in the order in which they came, of all joins
 
     def settings_of(self, rank: int) -> Settings:
         machine, local = self.place(rank)
@@ -145,20 +147,37 @@ class ThreadedCluster:
             self.fatal = error
             self.state.notify_all()
 
-    def contribute(self, rank: int, slot: Slot, data: bytes) -> None:
+    def contribute(self, rank: int, slot: Slot, data: bytes, layout: Layout | None = None) -> None:
         """Called with ``state`` held. The last rank's contribution completes the round."""
         name = slot.spec.name
         ready = self.waiting.setdefault(name, {})
-        ready[rank] = _Contribution(slot, data)
-        if len(ready) == self.size:
-            self._complete(name, [ready[rank] for rank in range(self.size)])
+        ready[rank] = _Contribution(slot, data, layout)
+        members = slot.spec.members(self.size)
+        if len(ready) == len(members):
             del self.waiting[name]
+            if slot.spec.op.is_direct:
+                self._exchange(name, [ready[rank] for rank in members])
+            else:
+                self._complete(name, members, [ready[rank] for rank in members])
             self.state.notify_all()
 
-    def _complete(self, name: str, contributions: list[_Contribution]) -> None:
+    def _exchange(self, name: str, contributions: list[_Contribution]) -> None:
+        """A round of a GATHER or an EXCHANGE."""
+        for receiver, taker in enumerate(contributions):
+            for giver, (start, due) in zip(contributions, taker.layout.receives, strict=True):
+                sends = giver.layout.sends
+                offset, nbytes = sends[0] if len(sends) == 1 else sends[receiver]
+                if nbytes != due:
+                    taker.slot.error = MismatchError(f"tensor {name!r}: {nbytes} bytes for {due}")
+                    break
+                taker.slot.result[start : start + due] = giver.data[offset : offset + nbytes]
+            taker.slot.done_round = taker.slot.round
+        self.rounds.append((name, 0))
+
+    def _complete(self, name: str, members: Sequence[int], contributions: list[_Contribution]) -> None:
         specs = [contribution.slot.spec for contribution in contributions]
         if not all(specs[0].agrees_with(spec) for spec in specs):
-            said = "; ".join(f"rank {rank} gave {spec.describe()}" for rank, spec in enumerate(specs))
+            said = "; ".join(f"rank {rank} gave {spec.describe()}" for rank, spec in zip(members, specs, strict=True))
             for contribution in contributions:
                 contribution.slot.error = MismatchError(f"tensor {name!r}: {said}")
             return
@@ -167,12 +186,18 @@ class ThreadedCluster:
         if spec.nbytes:
             parts = [torch.frombuffer(bytearray(c.data), dtype=TORCH[spec.dtype]) for c in contributions]
             if spec.op is Op.BROADCAST:
-                result = parts[spec.root]
+                result = parts[members.index(spec.root)]
             else:
-                result = contract(parts, self.machines, spec.op, spec.average)
+                hosts = [self.place(rank)[0] for rank in members]
+                machines = [hosts.count(machine) for machine in sorted(set(hosts))]
+                result = contract(parts, machines, spec.op, spec.average)
             answer = result.view(torch.uint8).numpy().tobytes()
-        for contribution in contributions:
-            contribution.slot.result[:] = answer
+        for position, contribution in enumerate(contributions):
+            mine = answer
+            if spec.scatters:
+                first, count = (n * spec.dtype.itemsize for n in spec.piece(position, len(members)))
+                mine = answer[first : first + count]
+            contribution.slot.result[:] = mine
             contribution.slot.done_round = contribution.slot.round
         self.rounds.append((name, spec.priority))
 
@@ -189,6 +214,7 @@ class ThreadedSession(Session):
         self.local_size = cluster.machines[self.machine_index]
         self.declarations = 0  # calls of declare that had something new
         self._slots: dict[str, Slot] = {}
+        self._layouts: dict[Slot, Layout] = {}
         self._closed = False
 
     def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
@@ -208,25 +234,32 @@ class ThreadedSession(Session):
             return True
         if slot.pending and not slot.spec.agrees_with(spec):
             raise UsageError(f"tensor {spec.name!r} is pending as {slot.spec.describe()}")
-        return not slot.spec.agrees_with(spec)
+        return not slot.spec.agrees_with(spec) or not spec.fits_in(slot.spec)
 
     def _declare(self, spec: TensorSpec) -> None:
-        count = 1 if self.cluster.shared_memory else 3
-        blocks = [memoryview(bytearray(b"\xff" * spec.nbytes)) for _ in range(count)]
+        if self.rank not in spec.members(self.size):
+            raise UsageError(f"tensor {spec.name!r}: rank {self.rank} is not in its group {spec.group}")
+        lengths = [spec.nbytes, spec.nbytes, spec.result_nbytes(self.rank, self.size)]
+        if self.cluster.shared_memory and lengths[0] == lengths[2] and not spec.op.is_direct:
+            lengths = lengths[:1]
+        blocks = [memoryview(bytearray(b"\xff" * length)) for length in lengths]
         self._slots[spec.name] = Slot(spec, tuple(blocks[:2]), blocks[-1])
 
-    def hand_over(self, slot: Slot, nbytes: int | None = None) -> None:
+    def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
         with self.cluster.state:
             self._check()
             if slot.pending:
                 raise UsageError(f"tensor {slot.spec.name!r} is pending")
             if nbytes is not None and nbytes < slot.spec.nbytes:
                 return
+            if slot.spec.op.is_direct:
+                layout = self._layouts[slot] = layout or self._layouts[slot]
+                layout.check(slot.spec, len(slot.spec.members(self.size)))
             data, memory = bytes(slot.input), slot.input
             for block in (memory, slot.result):
                 block[:] = b"\xff" * len(block)
             slot.round += 1
-            self.cluster.contribute(self.rank, slot, data)
+            self.cluster.contribute(self.rank, slot, data, layout)
 
     def is_done(self, slot: Slot) -> bool:
         self._check()
@@ -245,6 +278,18 @@ class ThreadedSession(Session):
             target = -(-self.cluster.arrived // self.size) * self.size
             self.cluster.state.notify_all()
         self._wait_until(lambda: self.cluster.arrived >= target, timeout_s, "a barrier")
+
+    def join(self, timeout_s: float | None = None) -> int:
+        """Of ranks that all have the same data: here nothing goes on without a rank that has joined."""
+        with self.cluster.state:
+            self.cluster.joined.append(self.rank)
+            target = -(-len(self.cluster.joined) // self.size) * self.size
+            self.cluster.state.notify_all()
+        self._wait_until(lambda: len(self.cluster.joined) >= target, timeout_s, "join")
+        with self.cluster.state:
+            for slot in self._slots.values():
+                slot.error = UsageError(f"tensor {slot.spec.name!r} was declared before join(): declare it again")
+            return self.cluster.joined[target - 1]
 
     def close(self) -> None:
         with self.cluster.state:

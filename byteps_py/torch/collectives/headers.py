@@ -1,0 +1,116 @@
+"""What a rank says about its tensors before it sends them: 128 bytes each. Pure; any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from byteps_py.errors import MismatchError, UsageError
+
+Words = npt.NDArray[np.int64]
+
+#: int64 words of a header: kind and number of tensors, dtype, number of dimensions, rows, the other dimensions.
+WORDS = 16
+NBYTES = WORDS * 8
+_FIXED = 4
+_KIND_BITS = 8
+MAX_DIMENSIONS = WORDS - _FIXED + 1
+
+#: Codes of dtypes and kinds are their places here; only ever append.
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16,
+    torch.uint32, torch.uint64,
+)  # fmt: skip
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+KINDS = ("allgather", "alltoall")
+
+
+def header(
+    kind: str, tensor: torch.Tensor, name: str | None, rows: int | None = None, number_of_tensors: int = 1
+) -> list[int]:
+    """The words that describe ``tensor`` (``rows`` of it, default all), one of so many.
+
+    Raises UsageError for a tensor without dimensions or with too many, and for an unknown dtype.
+    """
+    who = f"tensor {name!r}" if name else "the tensor"
+    if tensor.dim() == 0:
+        raise UsageError(f"{kind}: {who} has no first dimension, along which to put ranks; give tensor.reshape(1)")
+    if tensor.dim() > MAX_DIMENSIONS:
+        raise UsageError(f"{kind}: {who} has {tensor.dim()} dimensions, more than {MAX_DIMENSIONS}; reshape it")
+    if tensor.dtype not in _CODES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise UsageError(f"{kind}: {who} has dtype {tensor.dtype}; supported are {supported}")
+    shape = tensor.shape
+    words = [
+        KINDS.index(kind) + (number_of_tensors << _KIND_BITS),
+        _CODES[tensor.dtype],
+        tensor.dim(),
+        shape[0] if rows is None else rows,
+        *shape[1:],
+    ]
+    return words + [0] * (WORDS - len(words))
+
+
+def check_numbers(name: str, members: Sequence[int], headers: Words) -> None:
+    """``headers``: [position in members, word], of each rank's first tensor. Raises MismatchError, the same on every
+    rank, if they are of different numbers of tensors."""
+    numbers = (headers[:, 0] >> _KIND_BITS).tolist()
+    if len(set(numbers)) > 1:
+        camps: dict[str, list[int]] = {}
+        for rank, number in zip(members, numbers, strict=True):
+            camps.setdefault(f"a group of {number}", []).append(rank)
+        raise MismatchError(
+            f"tensor {name!r}: Mismatched number of tensors: {_gave(camps)}; give equally many on every rank"
+        )
+
+
+def check(kind: str, name: str, members: Sequence[int], headers: Words) -> None:
+    """``headers``: [position in members, tensor, word]. Raises MismatchError, the same on every rank, if ranks gave
+    different dtypes or dimensions (but for the first)."""
+    ours = np.delete(headers, 3, axis=2)
+    differing = np.argwhere((ours != ours[:1]).any(axis=2))
+    if not len(differing):
+        return
+    number = min(int(tensor) for _, tensor in differing)
+    there = [int(position) for position, tensor in differing if tensor == number]
+    first, other = headers[0, number], headers[there[0], number]
+    camps: dict[str, list[int]] = {}
+    for position, rank in enumerate(members):
+        camps.setdefault(_describe(headers[position, number]), []).append(rank)
+    which = f", number {number} of its group" if headers.shape[1] > 1 else ""
+    raise MismatchError(
+        f"tensor {name!r}{which}: {_difference(kind, first, other)}: {_gave(camps)}; give the same dtype and the same "
+        "dimensions, except the first, on every rank"
+    )
+
+
+def rows_of(headers: Words) -> list[list[int]]:
+    """[position in members][tensor]: the first dimension."""
+    rows: list[list[int]] = headers[:, :, 3].tolist()
+    return rows
+
+
+def _difference(kind: str, one: Words, other: Words) -> str:
+    if one[1] != other[1]:
+        return "Mismatched data types"
+    return f"Mismatched {kind} tensor shapes"
+
+
+def _describe(words: Words) -> str:
+    kind, dtype, dimensions = int(words[0]) & ((1 << _KIND_BITS) - 1), int(words[1]), int(words[2])
+    shape = ", ".join(["*", *(str(int(word)) for word in words[_FIXED : _FIXED + dimensions - 1])])
+    known = 0 <= dtype < len(_DTYPES)
+    return f"{KINDS[kind]} of {str(_DTYPES[dtype]).removeprefix('torch.') if known else '?'}[{shape}]"
+
+
+def _gave(camps: dict[str, list[int]]) -> str:
+    return "; ".join(f"{_ranks(ranks)} gave {what}" for what, ranks in list(camps.items())[:6])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,0 +1,154 @@
+"""TorchState: what of a torch training is committed, restored and made equal. The training thread calls."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from byteps_py.torch.api import push_pull
+from byteps_py.torch.elastic.sampler import ElasticSampler
+from byteps_py.torch.elastic.state import ObjectState
+from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from byteps_py.torch.ops import Max
+
+
+class StateHandler(ABC):
+    """How one attribute of a TorchState is saved. Keeps a copy of its ``state_dict``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        # A copy: optimizers take tensors of a state over as they are, and would change what was saved.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make all ranks' values equal to rank 0's."""
+
+    def set_value(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+
+class ModelStateHandler(StateHandler):
+    """A torch.nn.Module."""
+
+    def sync(self) -> None:
+        state = self.value.state_dict()
+        broadcast_parameters({name: t for name, t in state.items() if isinstance(t, torch.Tensor)}, 0)
+
+
+class OptimizerStateHandler(StateHandler):
+    """A torch.optim.Optimizer, distributed or not. Gradients are not saved: restored, there are none."""
+
+    def restore(self) -> None:
+        super().restore()
+        for group in self.value.param_groups:
+            for param in group["params"]:
+                param.grad = None  # of the step that failed; a script may zero them only after a step
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, 0)
+
+
+class ObjectStateHandler(StateHandler):
+    """Whatever has a small state_dict: learning-rate schedulers, gradient scalers, samplers."""
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
+
+
+Registry = list[tuple[type, type[StateHandler]]]
+
+_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, ObjectStateHandler),
+    (torch.optim.lr_scheduler.ReduceLROnPlateau, ObjectStateHandler),
+    (torch.amp.GradScaler, ObjectStateHandler),
+    (ElasticSampler, ObjectStateHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Which types have which handler; the first that fits is taken."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Replace what ``get_handler_registry`` gives; for states made from now on."""
+    _registry[:] = registry
+
+
+class TorchState(ObjectState):
+    """The state of a training: modules, optimizers, schedulers, ElasticSamplers, and any picklable objects.
+
+    Everything given is an attribute. Modules and the like are saved by their ``state_dict``, everything else is
+    copied. An attribute that is assigned anew (another model) is saved at once.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> model = torch.nn.Linear(1, 1)
+    >>> state = bps.elastic.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), epoch=0)
+    >>> state.epoch += 1
+    >>> state.commit()
+    >>> _ = torch.nn.init.zeros_(model.weight); state.epoch += 1
+    >>> state.restore()
+    >>> bool(model.weight != 0), state.epoch
+    (True, 1)
+    >>> bps.shutdown()
+    """
+
+    _handlers: dict[str, StateHandler]
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        everything = {**kwargs, "model": model, "optimizer": optimizer}
+        handlers = {name: _handler(value) for name, value in everything.items()}
+        self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
+        for name, handler in self._handlers.items():
+            super().__setattr__(name, handler.value)
+        super().__init__(**{name: value for name, value in everything.items() if name not in self._handlers})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handler = self.__dict__.get("_handlers", {}).get(name)
+        if handler is not None:
+            handler.set_value(value)
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """Keep the present state in memory."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to the state that was saved last."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Make all ranks' states equal to rank 0's present one, and save it."""
+        for handler in self._handlers.values():
+            handler.sync()
+            handler.save()
+        super().sync()
+
+    def _agree(self, timestamp: int, changes: int) -> tuple[int, int]:
+        notice = push_pull(torch.tensor([timestamp, changes]), name="elastic.hosts_updated", op=Max)
+        return int(notice[0]), int(notice[1])
+
+
+def _handler(value: Any) -> StateHandler | None:
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None

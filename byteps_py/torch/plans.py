@@ -1,0 +1,152 @@
+"""What has to be declared to reduce tensors that look so and so: found once, used in every call that looks alike.
+
+    tensors ─ parts (of one dtype, on one device, side by side) ─ a Request each
+
+Must not know values, names or handles. Any thread, with the context's lock held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from byteps_py.tensors import MAX_TERMS_BYTES, TensorSpec
+from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.context import Context, Request
+from byteps_py.torch.dtypes import check_dense, wire_dtype
+from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, kind_in
+
+#: So many plans, and names in a plan, are kept; with more, all are forgotten and found anew.
+_MOST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How tensors are reduced. ``kind`` keeps operations of one name apart; ``before``, ``after``: scale factors."""
+
+    op: ReduceOp
+    kind: str = ""
+    group: tuple[int, ...] = ()
+    before: float = 1.0
+    after: float = 1.0
+    compression: type[Compressor] = Compression.none
+    priority: int = 0
+    scatters: bool = False
+
+
+class Plan:
+    """``parts``: the tensors of each request, by index. ``shapes``: of the outputs. ``signature``: what unnamed tensors
+    must have in common. Raises UsageError for tensors that can't be reduced so."""
+
+    def __init__(
+        self, context: Context, tensors: Sequence[torch.Tensor], how: How, is_group: bool, name: str | None
+    ) -> None:
+        self._how = how
+        self._is_group = is_group
+        for tensor in tensors:
+            check_dense(tensor, name)
+        self.kind = kind_in(how.group, f"grouped_{how.kind}" if is_group else how.kind or "push_pull")
+        self.has_truth_values = any(is_truth(tensor, how.op) for tensor in tensors)
+        seen = [torch.uint8 if is_truth(tensor, how.op) else tensor.dtype for tensor in tensors]
+        self._dtypes = [how.compression.wire_dtype(dtype) for dtype in seen]
+        self._wires = [wire_dtype(dtype, name) for dtype in self._dtypes]
+        self._devices = [tensor.device for tensor in tensors]
+        self._inputs = [tuple(tensor.shape) for tensor in tensors]
+        self._counts = [tensor.numel() for tensor in tensors]
+        self._terms = _terms(tensors, how, is_group)
+        self.nbytes = sum(count * dtype.itemsize for count, dtype in zip(self._counts, self._dtypes, strict=True))
+        self.signature = (tuple(self._inputs), tuple(self._wires), how.op, self._terms)
+        self.parts = self._make_parts()
+        self.shapes = self._inputs
+        if how.scatters:
+            members = how.group or range(context.session.size)
+            position = members.index(context.session.rank)
+            self.shapes = [
+                (shape[0] // len(members) + (position < shape[0] % len(members)), *shape[1:]) for shape in self._inputs
+            ]
+        self._requests: dict[str, list[Request]] = {}
+
+    def requests(self, full: str) -> list[Request]:
+        """A request for each part, under the name ``full``."""
+        found = self._requests.get(full)
+        if found is None:
+            if len(self._requests) >= _MOST:
+                self._requests.clear()
+            found = self._requests[full] = [
+                self._request(f"{full}.{i}" if self._is_group else full, part) for i, part in enumerate(self.parts)
+            ]
+        return found
+
+    def _make_parts(self) -> list[list[int]]:
+        """Which tensors travel together: those of one dtype on one device, unless each is scattered by its own rows."""
+        if self._how.scatters:
+            return [[i] for i in range(len(self._inputs))]
+        parts: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, kind in enumerate(zip(self._dtypes, self._devices, strict=True)):
+            parts.setdefault(kind, []).append(i)
+        return list(parts.values())
+
+    def _request(self, name: str, part: Sequence[int]) -> Request:
+        how = self._how
+        shapes = tuple(self._inputs[i] for i in part)
+        spec = TensorSpec(
+            name,
+            self._wires[part[0]],
+            shapes[0] if len(shapes) == 1 else (sum(self._counts[i] for i in part),),
+            how.op.wire_op,
+            how.op is Average,
+            priority=how.priority,
+            group=how.group,
+            scatters=how.scatters,
+            terms=self._terms,
+        )
+        results = tuple(self.shapes[i] for i in part) if how.scatters else None
+        return Request(spec, self._dtypes[part[0]], shapes, self._devices[part[0]], results)
+
+
+class Plans:
+    """The plans of one context."""
+
+    def __init__(self) -> None:
+        self._plans: dict[object, Plan] = {}
+
+    def find(
+        self, context: Context, tensors: Sequence[torch.Tensor], how: How, is_group: bool, name: str | None
+    ) -> Plan:
+        """``name``: for messages. Raises UsageError as Plan does."""
+        key = how, is_group, *[(t.dtype, t.shape, t.device, t.layout) for t in tensors]
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MOST:
+                self._plans.clear()
+            plan = self._plans[key] = Plan(context, tensors, how, is_group, name)
+        return plan
+
+    def close(self) -> None:
+        """They are of one session."""
+        self._plans.clear()
+
+
+def is_truth(tensor: torch.Tensor, op: ReduceOp) -> bool:
+    """Whether a tensor is reduced as bytes of 0 and 1."""
+    return tensor.dtype is torch.bool and op in (Min, Max, Product)
+
+
+def _terms(tensors: Sequence[torch.Tensor], how: How, is_group: bool) -> str:
+    """What the spec does not say and ranks must agree on all the same."""
+    found = []
+    if how.before != 1.0 or how.after != 1.0:
+        found.append(f"prescale factor {how.before!r} and postscale factor {how.after!r}")
+    if is_group:
+        pieces = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+        found.append(f"group of {len(tensors)}: {pieces}")
+    elif any(tensor.dtype is torch.bool for tensor in tensors):
+        found.append("bool")
+    text = "; ".join(found)
+    if len(text.encode()) > MAX_TERMS_BYTES:
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        text = f"{text[: MAX_TERMS_BYTES - 20]}… {digest}"
+    return text

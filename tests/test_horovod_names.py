@@ -1,0 +1,140 @@
+"""Horovod's names with Horovod's arguments, and what scripts ask about the build."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import byteps_py
+import byteps_py.torch as hvd
+from byteps_py.session.solo import SoloSession
+from byteps_py.settings import Settings
+from byteps_py.torch.context import Context, use
+
+#: Parameters in order; ``=``: has a default.
+SCALED = "prescale_factor=1.0 postscale_factor=1.0 process_set=global"
+SIGNATURES = {
+    "init": "comm=None process_sets=None",
+    "shutdown": "",
+    "is_initialized": "",
+    "size": "",
+    "local_size": "",
+    "cross_size": "",
+    "rank": "",
+    "local_rank": "",
+    "cross_rank": "",
+    "is_homogeneous": "",
+    "mpi_threads_supported": "",
+    "mpi_enabled": "",
+    "mpi_built": "",
+    "gloo_enabled": "",
+    "gloo_built": "",
+    "nccl_built": "",
+    "ddl_built": "",
+    "ccl_built": "",
+    "cuda_built": "",
+    "rocm_built": "",
+    "allreduce": f"tensor average=None name=None compression=none op=None {SCALED}",
+    "allreduce_": f"tensor average=None name=None op=None {SCALED}",
+    "allreduce_async": f"tensor average=None name=None op=None {SCALED}",
+    "allreduce_async_": f"tensor average=None name=None op=None {SCALED}",
+    "grouped_allreduce": f"tensors average=None name=None compression=none op=None {SCALED}",
+    "grouped_allreduce_": f"tensors average=None name=None op=None {SCALED}",
+    "grouped_allreduce_async": f"tensors average=None name=None op=None {SCALED}",
+    "grouped_allreduce_async_": f"tensors average=None name=None op=None {SCALED}",
+    "sparse_allreduce_async": "tensor name op process_set=global",
+    "allgather": "tensor name=None process_set=global",
+    "allgather_async": "tensor name=None process_set=global",
+    "grouped_allgather": "tensors name=None process_set=global",
+    "grouped_allgather_async": "tensors name=None process_set=global",
+    "broadcast": "tensor root_rank name=None process_set=global",
+    "broadcast_": "tensor root_rank name=None process_set=global",
+    "broadcast_async": "tensor root_rank name=None process_set=global",
+    "broadcast_async_": "tensor root_rank name=None process_set=global",
+    "alltoall": "tensor splits=None name=None process_set=global",
+    "alltoall_async": "tensor splits=None name=None process_set=global",
+    "reducescatter": "tensor name=None compression=none op=Average process_set=global "
+    "prescale_factor=1.0 postscale_factor=1.0",
+    "reducescatter_async": "tensor name=None op=Average process_set=global prescale_factor=1.0 postscale_factor=1.0",
+    "grouped_reducescatter": "tensors name=None compression=none op=Average process_set=global "
+    "prescale_factor=1.0 postscale_factor=1.0",
+    "grouped_reducescatter_async": "tensors name=None op=Average process_set=global "
+    "prescale_factor=1.0 postscale_factor=1.0",
+    "join": "device=-1",
+    "barrier": "process_set=global",
+    "poll": "handle",
+    "synchronize": "handle",
+    "broadcast_parameters": "params root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank",
+    "broadcast_object": "obj root_rank=0 name=None process_set=global",
+    "allgather_object": "obj name=None process_set=global",
+    "start_timeline": "file_path mark_cycles=False",
+    "stop_timeline": "",
+    "add_process_set": "process_set",
+    "remove_process_set": "process_set",
+    "DistributedOptimizer": "optimizer named_parameters=None compression=none backward_passes_per_step=1 op=Average "
+    "gradient_predivide_factor=1.0 num_groups=0 groups=None sparse_as_dense=False process_set=global",
+}
+OTHER = {
+    *("Average", "Sum", "Adasum", "Min", "Max", "Product", "Compression", "SyncBatchNorm"),
+    *("ProcessSet", "global_process_set", "HorovodInternalError", "elastic"),
+}
+
+
+def _default(value: object) -> str:
+    names = {hvd.global_process_set: "global", hvd.Compression.none: "none", hvd.Average: "Average"}
+    try:
+        return names.get(value, repr(value))
+    except TypeError:
+        return repr(value)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_are_horovods(name) -> None:
+    expected = SIGNATURES[name].split()
+    parameters = list(inspect.signature(getattr(hvd, name)).parameters.values())
+    found = [
+        p.name if p.default is p.empty else f"{p.name}={_default(p.default)}"
+        for p in parameters
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    assert found[: len(expected)] == expected
+    # What comes behind is ours, and need not be given.
+    assert all(p.default is not p.empty for p in parameters[len(expected) :] if p.kind is not p.VAR_KEYWORD)
+
+
+def test_every_name_is_on_the_package() -> None:
+    assert len({*SIGNATURES, *OTHER}) == 68
+    for name in {*SIGNATURES, *OTHER}:
+        assert getattr(byteps_py, name) is getattr(hvd, name)
+        assert name in hvd.__all__
+    assert all(hasattr(hvd.elastic, name) for name in ("run", "TorchState", "ElasticSampler"))
+
+
+def test_answers_about_the_build() -> None:
+    with use(Context(lambda settings: SoloSession())):
+        assert not hvd.gloo_enabled()
+        with pytest.raises(ValueError, match="has not been initialized"):
+            hvd.mpi_threads_supported()
+        hvd.init(settings=Settings())
+        assert hvd.gloo_enabled()
+        assert hvd.gloo_built()
+        assert hvd.mpi_threads_supported()
+        assert not any((hvd.mpi_built(), hvd.mpi_enabled(), hvd.ddl_built(), hvd.ccl_built()))
+        assert hvd.nccl_built() == 0
+        assert isinstance(hvd.nccl_built(), int)
+        assert hvd.cuda_built() == (torch.version.cuda is not None)
+        assert hvd.rocm_built() == (torch.version.hip is not None)
+        assert hvd.is_homogeneous()
+        hvd.shutdown()
+        assert not hvd.gloo_enabled()
+
+
+def test_init_takes_what_bytepss_scripts_give() -> None:
+    with use(Context(lambda settings: SoloSession())):
+        hvd.init(True, settings=Settings())  # byteps.torch.init(lazy)
+        hvd.init(lazy=False)
+        assert hvd.size() == 1
+        hvd.shutdown()

@@ -1,0 +1,25 @@
+"""Horovod's interface with real services, on one machine and on two; and the same checks on threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from programs import horovod
+from support.clusters import bpslaunch
+from support.threaded import ThreadedCluster
+
+PROGRAM = Path(__file__).parent / "programs" / "horovod.py"
+
+
+@pytest.mark.parametrize("machines", [(2,), (3,), (4,), (2, 2)], ids=str)
+def test_on_threads(machines) -> None:
+    ThreadedCluster(machines).run(lambda rank: horovod.everything())
+
+
+@pytest.mark.parametrize(("machines", "ranks"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.timeout(300)
+def test_with_services(machines: int, ranks: int) -> None:
+    run = bpslaunch(["-np", str(ranks), "--machines", str(machines)], [PROGRAM])
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("all is well") == machines * ranks

@@ -1,0 +1,245 @@
+"""Sparse gradients: gathered by rows, whatever the ranks' gradients look like, and beside dense ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.threaded import ThreadedCluster
+from torch import nn
+from torch_training import assert_same, state_of, wrap
+
+import byteps_py.torch as bps
+from byteps_py.torch.sparse import SparseBucket
+
+MACHINES = (2, 1)
+ROWS, WIDTH = 12, 3
+
+
+class Text(nn.Module):
+    """Two tables, of which odd ranks leave one out in even steps, and a dense layer."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.places = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.out = nn.Linear(WIDTH, 2)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator))
+
+    def forward(self, words: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        hidden = self.words(words)
+        if places is not None:
+            hidden = hidden + self.places(places)
+        return self.out(hidden.tanh())
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    words, places = torch.randint(0, ROWS, (2, 4 + rank), generator=generator)
+    return model(words, None if rank % 2 and step % 2 == 0 else places).square().sum()
+
+
+def train(sparse: bool, steps: int = 4, zero=True, passes: int = 1, **options):
+    def main(rank: int):
+        model = Text(sparse)
+        optimizer = wrap(
+            model,
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            backward_passes_per_step=passes,
+            **options,
+        )
+        for step in range(steps):
+            for batch in range(passes):
+                loss_of(model, rank, step * passes + batch).backward()
+            optimizer.step()
+            assert (model.words.weight.grad.layout is torch.sparse_coo) == sparse
+            optimizer.zero_grad(set_to_none=zero)
+        kinds = [isinstance(bucket, SparseBucket) for bucket in optimizer._passes.reducer._buckets]
+        return state_of(model), kinds
+
+    return main
+
+
+def compare(machines=MACHINES, atol=1e-6, cluster=None, **options) -> None:
+    """Against the same training with dense gradients."""
+    found = (cluster or ThreadedCluster(machines)).run(train(True, **options))
+    expected = ThreadedCluster(machines).run(train(False, **options))
+    assert_same([state for state, _ in found], found[0][0])
+    assert [kinds for _, kinds in found] == [found[0][1]] * sum(machines)
+    assert sum(found[0][1]) == 2
+    for name, value in expected[0][0].items():
+        torch.testing.assert_close(found[0][0][name], value, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("fusion_bytes", [0, 1 << 20])
+def test_like_dense_gradients(zero, fusion_bytes) -> None:
+    compare(cluster=ThreadedCluster(MACHINES, fusion_bytes=fusion_bytes), zero=zero)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"passes": 2},
+        {"op": bps.Sum},
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 1},
+    ],
+    ids=str,
+)
+def test_with_options(options) -> None:
+    compare(**options)
+
+
+def test_compression() -> None:
+    compare(compression=bps.Compression.fp16, atol=2e-3)
+
+
+def test_only_rows_travel() -> None:
+    cluster = ThreadedCluster((1, 1))
+    sizes: dict[str, int] = {}
+    contribute = cluster.contribute
+
+    def measure(rank, slot, data, *rest):
+        sizes[slot.spec.name] = max(sizes.get(slot.spec.name, 0), len(data))
+        return contribute(rank, slot, data, *rest)
+
+    cluster.contribute = measure
+
+    def main(rank: int):
+        model = nn.Embedding(100_000, 8, sparse=True)
+        optimizer = wrap(model)
+        for _ in range(3):
+            model(torch.tensor([rank, 7])).sum().backward()
+            optimizer.synchronize()
+            grad = model.weight.grad
+            optimizer.zero_grad()
+        assert grad.is_coalesced()
+        assert grad.indices().tolist() == [[0, 1, 7]]
+        return grad.values()[:, 0].tolist()
+
+    assert cluster.run(main) == [[0.5, 0.5, 1.0]] * 2
+    assert max(sizes.values()) <= 4096
+
+
+def test_gradients_of_every_kind() -> None:
+    """In turn: one rank has none, one a dense one, none has any, all are dense again."""
+
+    def main(rank: int):
+        table = nn.Parameter(torch.zeros(4, 2))
+        other = nn.Parameter(torch.zeros(1))
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD([table, other], lr=1.0), [("t", table), ("o", other)])
+        x = torch.tensor([1, 3])
+
+        def sparse():
+            nn.functional.embedding(x, table, sparse=True).sum().backward()
+
+        def dense():
+            (table * torch.tensor([[1.0], [0], [0], [2]])).sum().backward()
+
+        def none():
+            (other * 2).sum().backward()
+
+        history = []
+        for step in ([sparse, none], [sparse, dense], [none, none], [dense, dense]):
+            step[rank]()
+            optimizer.synchronize()
+            history.append((table.grad.to_dense()[:, 0].tolist(), other.grad.tolist()))
+            optimizer.zero_grad()
+        return history
+
+    expected = [
+        ([0.0, 0.5, 0.0, 0.5], [1.0]),
+        ([0.5, 0.5, 0.0, 1.5], [0.0]),
+        ([0.0, 0.0, 0.0, 0.0], [2.0]),
+        ([1.0, 0.0, 0.0, 2.0], [0.0]),
+    ]
+    assert ThreadedCluster((1, 1)).run(main) == [expected] * 2
+
+
+def test_a_dense_gradient_that_becomes_sparse() -> None:
+    def main(rank: int):
+        model = nn.Embedding(5, 2)
+        optimizer = wrap(model)
+        found = []
+        for sparse in (False, True, True, False):
+            model.sparse = sparse
+            model(torch.tensor([rank])).sum().backward()
+            optimizer.synchronize()
+            found.append(model.weight.grad.to_dense()[:2, 0].tolist())
+            optimizer.zero_grad()
+        return found
+
+    assert ThreadedCluster((1, 1)).run(main) == [[[0.5, 0.5]] * 4] * 2
+
+
+def test_optimizers_for_sparse_gradients() -> None:
+    def main(rank: int):
+        model = nn.Embedding(6, 2, sparse=True)
+        nn.init.ones_(model.weight)
+        optimizer = wrap(model, lambda params: torch.optim.SparseAdam(params, lr=0.1))
+        for _ in range(2):
+            model(torch.tensor([rank, 3])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight[:, 0].lt(1).tolist()
+
+    assert ThreadedCluster((1, 1)).run(main) == [[True, True, False, True, False, False]] * 2
+
+
+def test_data_parallel_modules_too() -> None:
+    def main(rank: int):
+        model = bps.DistributedDataParallel(nn.Embedding(4, 1, sparse=True))
+        model(torch.tensor([rank])).sum().backward()
+        return model.module.weight.grad.to_dense().flatten().tolist()
+
+    assert ThreadedCluster((1, 1)).run(main) == [[0.5, 0.5, 0.0, 0.0]] * 2
+
+
+def test_a_process_set() -> None:
+    def main(rank: int):
+        pair = bps.add_process_set([0, 2])
+        model = nn.Embedding(4, 2, sparse=True)
+        optimizer = wrap(model, process_set=pair)
+        model(torch.tensor([rank])).sum().backward()
+        optimizer.synchronize()
+        return model.weight.grad.to_dense()[:, 0].tolist()
+
+    assert ThreadedCluster(MACHINES).run(main) == [[0.5, 0, 0.5, 0], [0, 1, 0, 0], [0.5, 0, 0.5, 0]]
+
+
+def test_what_is_refused() -> None:
+    def main(rank: int) -> None:
+        model = nn.Embedding(4, 2, sparse=True)
+        optimizer = wrap(model, op=bps.Max)
+        model(torch.tensor([1])).sum().backward()
+        with pytest.raises(ValueError, match=r"'weight' is sparse, which op=Max can't combine; use Sum or Average"):
+            optimizer.synchronize()
+
+        model = nn.Embedding(4, 2, sparse=True)
+        optimizer = wrap(model)
+        crossing = bps.CrossBarrier(model, wrap(model))
+        with pytest.raises(ValueError, match="'weight' is sparse"):
+            model(torch.tensor([1])).sum().backward()
+        del crossing
+        model = nn.Embedding(4, 2, sparse=True)
+        optimizer = wrap(model)
+        model(torch.tensor([1])).sum().backward()
+        optimizer.synchronize()
+        with pytest.raises(ValueError, match="CrossBarrier can't overlap sparse gradients"):
+            bps.CrossBarrier(model, optimizer)
+
+    ThreadedCluster((1, 1)).run(main)
+
+
+def test_a_mismatch_of_dense_gradients_is_still_told() -> None:
+    def main(rank: int) -> None:
+        model = nn.Linear(2, 2 + rank)
+        optimizer = wrap(model)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(bps.MismatchError, match=r"Gradient.weight\+1 .*rank 0 gave .*rank 1 gave"):
+            optimizer.step()
+
+    ThreadedCluster((1, 1)).run(main)
