@@ -164,7 +164,6 @@ def own_hook_beside_gloo() -> None:
     plain = DistributedDataParallel(Model(), process_group=group)
     train(plain, sgd(plain.parameters()))
     check(model.module, plain.module)
-    dist.destroy_process_group(group)
 
 
 @feature
