@@ -4,9 +4,9 @@ Start with api.py (what a script calls) and optimizer.py (what most scripts use)
 
     api, allreduce, broadcasts, scatter ─ ops ─ handles ┐
     gathers ─ collectives ─ ops;  functions ─ ops       │
-    optimizer ─ distributed ┐                           ├─ context ─ exchange ─ Session (byteps_py.session)
+    optimizer ─ hooks ┐                                 ├─ context ─ exchange ─ Session (byteps_py.session)
     parallel ───────────────┴ buckets ─ bucket, layout ─┘            └ cuda
-    cross_barrier ─ pending ─ distributed;  adasum_optimizer ─ adasum;  elastic
+    cross_barrier ─ pending ─ hooks;  adasum_optimizer ─ adasum;  elastic
 """
 
 from byteps_py.errors import (
@@ -73,6 +73,7 @@ from byteps_py.torch.builds import (
     nccl_built,
     rocm_built,
 )
+from byteps_py.torch.comm_hook import CommHookOptions, ddp_comm_hook
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.cross_barrier import CrossBarrier
 from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -97,11 +98,13 @@ from byteps_py.torch.scatter import (
 )
 from byteps_py.torch.sync_batch_norm import SyncBatchNorm
 from byteps_py.torch.timeline import get_pushpull_speed, start_timeline, stop_timeline
+from byteps_py.torch_backend import register as _register_backend
 
 __all__ = [
     "Adasum",
     "Average",
     "BytePSError",
+    "CommHookOptions",
     "CommunicationError",
     "Compression",
     "ConfigurationError",
@@ -149,6 +152,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "ddp_comm_hook",
     "declare",
     "elastic",
     "get_pushpull_speed",
@@ -193,3 +197,5 @@ __all__ = [
     "suspend",
     "synchronize",
 ]
+
+_register_backend()

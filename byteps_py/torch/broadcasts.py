@@ -1,7 +1,7 @@
 """Broadcasts of one tensor: every rank gets the root's, bit by bit. Names and arguments as in Horovod. Any thread.
 
-Moves, per GPU machine and M bytes, between M and 2M in and out: the root's machine sends to the summation servers,
-which answer all machines.
+Moves, of M bytes with n machines: out of the root's machine M, into each other one M, and out of these, which hand
+their parts on, at most (n-2)/(n-1) · M.
 
 All raise NotInitializedError outside init() … shutdown(), UsageError (a ValueError) for misuse, and when waited for
 MismatchError, StallError or PeerLostError (HorovodInternalError all of them).

@@ -74,6 +74,7 @@ class Context:
         self._exchanges: dict[str, Exchange] = {}
         self._movers: dict[torch.device, Mover] = {}
         self._claimed: dict[str, int] = {}
+        self._holders: set[str] = set()
         self.incarnation = 0  # how often a job was left in the middle of its work; see Session
         self.names = NameSource()
         self.handles = Handles()
@@ -84,14 +85,24 @@ class Context:
 
     # ---- life ------------------------------------------------------------------------------------------
 
-    def open(self, settings: Settings | None = None) -> None:
-        """Join the job; a no-op if already joined. ``settings``: default from the environment."""
+    def open(self, settings: Settings | None = None, holder: str = "init") -> None:
+        """Join the job; a no-op if already joined. ``settings``: default from the environment. ``holder``: who needs
+        the session until its ``release``."""
         with self.lock:
             if self._session is None:
                 self._settings = settings or Settings.from_env()
                 session = self._opener(self._settings)
                 session.incarnation = self.incarnation
                 self._session = session
+            self._holders.add(holder)
+
+    def release(self, holder: str) -> None:
+        """Leave the job unless somebody else needs the session."""
+        with self.lock:
+            self._holders.discard(holder)
+            is_last = not self._holders
+        if is_last:
+            self.close()
 
     def close(self) -> None:
         """Leave the job; a no-op if not joined. Raises what its unfinished work raises, having left all the same."""
@@ -108,6 +119,7 @@ class Context:
             movers, self._movers = self._movers, {}
             belongings = list(self.belongings.values())
             self.belongings.clear()
+            self._holders.clear()
             self._exchanges.clear()
             self.handles.clear()
             self.names = NameSource()

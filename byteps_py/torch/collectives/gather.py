@@ -1,7 +1,7 @@
 """allgather: every rank gets the rows of all, in the order of the ranks, of one tensor or of a group of them.
 
-Bytes per machine: headers as in the package's docstring; then, of the B bytes that all ranks give together, in: B less
-what its own ranks give; out: what its own ranks give, once to each other rank elsewhere.
+Bytes per machine: headers as in the package's docstring; then in: what the ranks of other machines give; out: what its
+own ranks give, once to each other machine. Each tensor is filled up to a multiple of 16 bytes.
 """
 
 from __future__ import annotations
