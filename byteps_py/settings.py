@@ -54,6 +54,12 @@ class Settings:
     heartbeat_interval_s: float = 0.2
     heartbeat_timeout_s: float = 10.0
     report: str = ""
+    timeline: str = ""
+    timeline_mark_cycles: bool = False
+    trace_on: bool = False
+    trace_dir: str = "."
+    trace_start_step: int = 10
+    trace_end_step: int = 20
     log_level: str = "WARNING"
 
     def __post_init__(self) -> None:
@@ -83,6 +89,11 @@ class Settings:
             raise ConfigurationError(
                 f"BYTEPS_STALL_LIMIT_S={self.stall_limit_s:g} must not be below "
                 f"BYTEPS_STALL_WARN_S={self.stall_warn_s:g}: the error would come before the warning"
+            )
+        if self.trace_start_step > self.trace_end_step:
+            raise ConfigurationError(
+                f"BYTEPS_TRACE_START_STEP={self.trace_start_step} must not be above "
+                f"BYTEPS_TRACE_END_STEP={self.trace_end_step}"
             )
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ConfigurationError(

@@ -92,6 +92,12 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("heartbeat_interval_s", ("PS_HEARTBEAT_INTERVAL",), float, "seconds between heartbeats", low=0.01, high=3600),
     Variable("heartbeat_timeout_s", ("PS_HEARTBEAT_TIMEOUT",), float, "seconds of silence after which a process counts as dead", low=0.1, high=_FAR),
     Variable("report", ("BYTEPS_REPORT",), str, "file to which the scheduler writes, at the end, who carried what (JSON)"),
+    Variable("timeline", ("HOROVOD_TIMELINE",), str, "file for a timeline of rank 0, a Chrome trace; rank N appends .rankN; DYNAMIC: when start_timeline() is called"),
+    Variable("timeline_mark_cycles", ("HOROVOD_TIMELINE_MARK_CYCLES",), bool, "mark in it where a tensor leaves while no other is on its way"),
+    Variable("trace_on", ("BYTEPS_TRACE_ON",), bool, "write a timeline of some rounds of each tensor to <BYTEPS_TRACE_DIR>/<rank>/comm.json"),
+    Variable("trace_dir", ("BYTEPS_TRACE_DIR",), str, "folder for that"),
+    Variable("trace_start_step", ("BYTEPS_TRACE_START_STEP",), int, "the first of these rounds", low=0),
+    Variable("trace_end_step", ("BYTEPS_TRACE_END_STEP",), int, "the last of these rounds", low=0),
     Variable("log_level", ("BYTEPS_LOG_LEVEL",), str, "how much is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "FATAL", "TRACE")),
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -12,13 +13,19 @@ LIMITS = {"BYTEPS_STALL_WARN_S": "20", "BYTEPS_STALL_LIMIT_S": "40"}
 
 
 @pytest.mark.parametrize("options", [("-np", "3"), ("-np", "1", "--machines", "2", "--servers", "1")], ids=" ".join)
-def test_everything(options) -> None:
-    done = bpslaunch(options, [PROGRAM], timeout_s=100, **LIMITS)
+def test_everything(options, tmp_path) -> None:
+    timeline = tmp_path / "timeline.json"
+    done = bpslaunch(options, [PROGRAM], timeout_s=100, **LIMITS, HOROVOD_TIMELINE=str(timeline))
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = 3 if options[1] == "3" else 2
     assert sorted(re.findall(r"rank \d of \d: all right", done.stdout)) == [
         f"rank {rank} of {ranks}: all right" for rank in range(ranks)
     ]
+    for rank in range(ranks):  # of what came after the job was joined for the last time
+        events = json.loads((tmp_path / (f"timeline.json.rank{rank}" if rank else timeline.name)).read_text())
+        rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        assert {"Gradient.elastic", "elastic.hosts_updated"} <= rows
+        assert all(event["dur"] > 0 and event["pid"] == rank for event in events if event["ph"] == "X")
 
 
 def test_an_elastic_training_that_loses_a_rank_says_that_this_is_not_possible_yet() -> None:

@@ -22,3 +22,10 @@ def test_two_epochs_of_uneven_data(machines: int, ranks: int, servers: int) -> N
     assert sorted(line for line in run.stdout.splitlines() if line.endswith("is done")) == [
         f"rank {rank} is done" for rank in range(machines * ranks)
     ], run.stdout + run.stderr
+
+
+@pytest.mark.timeout(200)
+def test_the_optimizer_goes_on_after_a_join() -> None:
+    run = bpslaunch(["-np", "1", "--machines", "2"], [PROGRAM.with_name("join_training.py")])
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("is done") == 2, run.stdout + run.stderr

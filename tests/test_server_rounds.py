@@ -24,7 +24,7 @@ def given(sender: int, *, nbytes: int | None = None, origin: object = None, **fa
     kind = values.pop("kind", Kind.PUSH)
     header = Header(kind, sender, **values)  # type: ignore[arg-type]
     if nbytes is None:
-        nbytes = 0 if kind is Kind.PULL else header.length
+        nbytes = 0 if kind in (Kind.PULL, Kind.PASS) else header.length
     return Contribution(header, origin or ORIGINS[sender % 8], nbytes)
 
 
@@ -77,6 +77,25 @@ def test_of_a_group_as_many_machines_as_it_says_contribute_and_they_alone_are_an
     assert answered(rounds.reduced(partition)) == contributions[::-1]
 
 
+def test_machines_whose_ranks_have_joined_give_nothing_and_are_told_when_to_say_so_again() -> None:
+    rounds = started(3)
+    contributions = [given(0, kind=Kind.PASS, nbytes=0), given(1), given(2, kind=Kind.PASS, nbytes=0)]
+    assert rounds.contribution(contributions[0], 0.0) == []
+    assert rounds.contribution(contributions[2], 0.0) == []
+    partition = reduction(rounds.contribution(contributions[1], 0.0))
+    assert rounds.counters.bytes_in_flight == 64
+    assert answered(rounds.reduced(partition)) == contributions
+    for machine in range(3):  # all have joined: there is nothing to sum, now or later
+        assert rounds.contribution(given(machine, kind=Kind.PASS, nbytes=0, round=2), 0.0) == []
+
+
+def test_a_machine_that_passes_may_be_behind() -> None:
+    """The others agreed on another spec without it."""
+    rounds = started(2)
+    rounds.contribution(given(0, generation=2), 0.0)
+    assert rounds.contribution(given(1, kind=Kind.PASS, nbytes=0, generation=1), 0.0) == []
+
+
 def test_a_broadcast_takes_one_push_and_the_others_pulls() -> None:
     rounds = started(3)
     facts = {"op": Op.BROADCAST, "root": 1}
@@ -94,6 +113,8 @@ REFUSED_ALONE = [
     ({"length": PARTITION_BYTES + 4}, "4100 bytes; a partition has 1 to 4096"),
     ({"length": 62}, "62 bytes at offset 0 are no whole float32s"),
     ({"offset": 2}, "64 bytes at offset 2 are no whole float32s"),
+    ({"kind": Kind.PASS, "op": Op.BROADCAST, "root": 1}, "a broadcast does without nobody"),
+    ({"kind": Kind.PASS, "nbytes": 4}, "promises 0 bytes of payload, 4 came"),
     ({"machines": 3}, "3 machines were to contribute, there are 2"),
     ({"nbytes": 60}, "its header promises 64 bytes of payload, 60 came"),
     ({"nbytes": 1 << 40}, "its header promises 64 bytes of payload, 1099511627776 came"),

@@ -290,7 +290,8 @@ def test_importing_shared_ground_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *("api", "layout", "names", "optimizer", "parallel", "stream"),
+        *("api", "layout", "names", "optimizer", "parallel", "stream", "cross_barrier", "adasum", "sync_batch_norm"),
+        *("elastic.running", "elastic.sampler", "elastic.state", "elastic.torch_state"),
         *("allreduce", "gathers", "scatter", "scaling", "collectives.alltoall", "collectives.rooms"),
     ],
 )

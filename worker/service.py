@@ -41,11 +41,10 @@ from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
 from byteps_py.worker.probe import Probe
 from byteps_py.worker.requests import Requests, describe_waiting
 from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.tensor import Part, RankSlot, SumRequest, Tensor
+from byteps_py.worker.tensor import Part, SumRequest, Tensor
 from byteps_py.worker.topology import Topology
+from byteps_py.worker.waits import Waits
 
-#: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
-DEPARTURE_GRACE_S = 1.0
 _TICK_S = 0.25
 _STALLS_KEPT = 20
 #: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
@@ -80,7 +79,7 @@ class Service:
         self._pipeline: Pipeline | None = None
         self._direct: Direct | None = None
         self._scatter: Scatter | None = None
-        self._departed: list[tuple[float, BytePSError, set[int]]] = []  # when, why, which ranks of other machines
+        self._waits: Waits | None = None
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
@@ -162,8 +161,8 @@ class Service:
         elif body in ("refused", "failure"):
             answer = message.refused if body == "refused" else message.failure
             error = from_name(answer.error, answer.message)
-            if body == "failure" and message.failure.orderly:
-                self._departed.append((time.monotonic(), error, set(message.failure.ranks)))
+            if body == "failure" and message.failure.orderly and self._waits is not None:
+                self._waits.departed(time.monotonic(), answer.message, set(message.failure.ranks))
             else:
                 self._fail(error, report=False)
         elif body == "stop":
@@ -218,6 +217,7 @@ class Service:
         self._requests = Requests(
             topology, memory, self._agreement, pipeline, direct, executor, joining, self._link.send
         )
+        self._waits = Waits(self._requests, self._agreement, direct, self._desk, self._stay)
         self._desk.open(self._requests)
         logger.info(
             "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
@@ -286,36 +286,14 @@ class Service:
     # ---- waiting too long ------------------------------------------------------------------------------
 
     def _waiting(self, age_s: float) -> list[pb.Waiting]:
-        """Tensors, and a barrier without a name, that local ranks have waited for longer than ``age_s``."""
-        if self._requests is None:
-            return []
-        first_rank = self._requests.topology.first_rank
-        now = time.monotonic()
-        found = []
-
-        def add(name: str, round_: int, slots: list[RankSlot]) -> None:
-            age = max((now - slot.ready_since for slot in slots), default=0.0)
-            if age > age_s:
-                ready = [first_rank + slot.local_rank for slot in slots]
-                groups = {slot.spec.group for slot in slots}  # while they are not agreed, they may differ
-                group = () if () in groups else sorted(set().union(*groups))
-                found.append(pb.Waiting(name=name, round=round_, ready_ranks=ready, age_s=age, group=group))
-
-        for name, slots in self._agreement.undecided():
-            add(name, 0, slots)
-        for tensor in self._agreement.tensors():
-            add(tensor.name, tensor.round, [slot for slot in tensor.slots if slot.waits])
-        for channel, member in self._direct.members() if self._direct is not None else ():
-            add(channel.spec.name, member.round, [member.slot] if member.slot.waits else [])
-        there, waited_s = self._requests.at_barrier()
-        if there and waited_s > age_s:
-            found.append(pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s))
-        return found
+        return self._waits.longer_than(age_s, time.monotonic()) if self._waits is not None else []
 
     def _tick(self) -> None:
         self._loop.call_later(_TICK_S, self._tick)
         now = time.monotonic()
-        self._check_departures(now)
+        why, is_news = self._waits.vain(now) if self._waits is not None else ("", False)
+        if why:
+            self._fail(PeerLostError(why), report=is_news)
         limit = self._settings.stall_limit_s
         if limit and (waiting := self._waiting(limit)):
             # The scheduler knows whom they wait for: the last that it said about it.
@@ -330,36 +308,6 @@ class Service:
             logger.error("no rank came within %g s", self._settings.start_timeout_s)
             self._exit_code = 1
             self._loop.stop()
-
-    def _leaver(self, now: float) -> str | None:
-        """Who has left, a while ago, without having joined."""
-        here = self._requests
-        left = self._desk.gone if self._stay else self._desk.left
-        if here is not None and any(now - since > DEPARTURE_GRACE_S for since in left.values()):
-            return f"{here.topology.describe_ranks(sorted(left))} shut down"
-        return next((str(error) for since, error, _ in self._departed if now - since > DEPARTURE_GRACE_S), None)
-
-    def _check_departures(self, now: float) -> None:
-        """Fail if ranks wait for others that have shut down, and what these gave before has come to its end."""
-        here = self._requests
-        if here is not None and here.joining.here and self._leaver(now) is not None:
-            joined = here.topology.describe_ranks(sorted(here.joining.here))
-            self._fail(PeerLostError(f"join(): {joined} wait for all others to join, but {self._leaver(now)}"))
-            return
-        if not (self._departed or self._desk.left) or here is None or here.executor.idle_s(now) < DEPARTURE_GRACE_S:
-            return
-        left = self._desk.gone if self._stay else self._desk.left
-        for waiting in self._waiting(DEPARTURE_GRACE_S):
-            group = set(waiting.group or range(here.topology.size))
-            for since, error, ranks in self._departed:
-                if now - since > DEPARTURE_GRACE_S and group & ranks:
-                    self._fail(PeerLostError(f"{describe_waiting(waiting)}, but {error}"), report=False)
-                    return
-            ours = [rank for rank in left if here.topology.first_rank + rank in group]
-            if ours and now - max(left[rank] for rank in ours) > DEPARTURE_GRACE_S:
-                text = f"{describe_waiting(waiting)}, but {here.topology.describe_ranks(ours)} shut down"
-                self._fail(PeerLostError(text))
-                return
 
     def _pump(self) -> None:
         now = time.monotonic()

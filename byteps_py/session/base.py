@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from byteps_py.tensors import Layout, TensorSpec
 
@@ -38,11 +39,27 @@ class Slot:
         return self.error is None and self.done_round < self.round
 
 
+class Observer(Protocol):
+    """Hears of a session's rounds. Called by any thread, ``delivered`` with the session's lock held: must be quick, and
+    must not call the session."""
+
+    def begun(self, slot: Slot) -> None:
+        """The slot's round number ``slot.round`` was handed over."""
+
+    def delivered(self, slot: Slot) -> None:
+        """Its result is there."""
+
+    def closed(self) -> None:
+        """No more is to come. Said by the one who closes the session."""
+
+
 class Session(ABC):
     """One rank's membership in a job. Methods may be called by any thread unless they say otherwise.
 
     Ranks are numbered machine by machine: ``rank = first rank of the machine + local_rank``.
     """
+
+    observer: Observer | None = None
 
     rank: int
     size: int

@@ -157,6 +157,8 @@ class RemoteSession(Session):
         slot.begun_bytes = nbytes % whole if whole else 0
         if nbytes == whole:
             slot.round += 1  # before the message: its answer must find it
+            if self.observer is not None:
+                self.observer.begun(slot)
         self._send(message)  # also if the slot is void: the service must know who has yet to learn that
 
     def _lay_out(self, slot: Slot, layout: Layout | None) -> None:
@@ -309,7 +311,7 @@ class RemoteSession(Session):
 
     def _handle(self, message: bytes, fds: list[int]) -> None:
         if message[0] == _DONE:
-            self._slots.done(protocol.records_of(message))
+            self._slots.done(protocol.records_of(message), self.observer)
             return
         kind = protocol.kind_of(message)
         fields = protocol.fields_of(message)

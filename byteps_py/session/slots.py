@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from byteps_py.errors import BytePSError
-from byteps_py.session.base import Slot
+from byteps_py.session.base import Observer, Slot
 from byteps_py.shm import Segment
 from byteps_py.tensors import TensorSpec
 
@@ -44,10 +44,12 @@ class Slots:
         segment, offset = place
         return self._segments[segment].view[offset : offset + nbytes]
 
-    def done(self, records: Iterable[tuple[int, int, int]]) -> None:
+    def done(self, records: Iterable[tuple[int, int, int]], observer: Observer | None = None) -> None:
         for slot_id, round_, _ in records:
             if (slot := self._by_id.get(slot_id)) is not None:
                 slot.done_round = round_
+                if observer is not None:
+                    observer.delivered(slot)
 
     def fail(self, slot_ids: Iterable[int], error: BytePSError) -> None:
         """Their declarations are void."""

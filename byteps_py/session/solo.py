@@ -48,11 +48,14 @@ class SoloSession(Session):
             if nbytes_sent != nbytes_due:
                 raise MismatchError(differing(slot.spec.name, 0, nbytes_sent, 0, nbytes_due))
             slot.result[target : target + nbytes_due] = slot.input[source : source + nbytes_sent]
-            slot.round += 1
-            slot.done_round = slot.round
-        elif nbytes is None or nbytes == slot.spec.nbytes:
-            slot.round += 1
-            slot.done_round = slot.round
+        elif nbytes is not None and nbytes != slot.spec.nbytes:
+            return
+        slot.round += 1
+        if self.observer is not None:
+            self.observer.begun(slot)
+        slot.done_round = slot.round
+        if self.observer is not None:
+            self.observer.delivered(slot)
 
     def is_done(self, slot: Slot) -> bool:
         self._check_open()

@@ -4,9 +4,9 @@ Start with api.py (what a script calls) and optimizer.py (what most scripts use)
 
     api, allreduce, broadcasts, scatter ─ ops ─ handles ┐
     gathers ─ collectives ─ ops;  functions ─ ops       │
-    optimizer ─ distributed ┐                           ├─ context ─ exchange ─ Session (byteps_py.session)
+    optimizer ─ hooks ──────┐                           ├─ context ─ exchange ─ Session (byteps_py.session)
     parallel ───────────────┴ buckets ─ bucket, layout ─┘            └ cuda
-    cross_barrier ─ pending ─ distributed;  adasum_optimizer ─ adasum;  elastic
+    cross_barrier ─ pending ─ hooks;  adasum_optimizer ─ adasum;  elastic;  distributed (the torch.distributed backend)
 """
 
 from byteps_py.errors import (
@@ -73,6 +73,7 @@ from byteps_py.torch.builds import (
     nccl_built,
     rocm_built,
 )
+from byteps_py.torch.comm_hook import CommHookOptions, ddp_comm_hook
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.cross_barrier import CrossBarrier
 from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -96,11 +97,14 @@ from byteps_py.torch.scatter import (
     reducescatter_async,
 )
 from byteps_py.torch.sync_batch_norm import SyncBatchNorm
+from byteps_py.torch.timeline import get_pushpull_speed, start_timeline, stop_timeline
+from byteps_py.torch_backend import register as _register_backend
 
 __all__ = [
     "Adasum",
     "Average",
     "BytePSError",
+    "CommHookOptions",
     "CommunicationError",
     "Compression",
     "ConfigurationError",
@@ -148,8 +152,10 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "ddp_comm_hook",
     "declare",
     "elastic",
+    "get_pushpull_speed",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -186,6 +192,10 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "suspend",
     "synchronize",
 ]
+
+_register_backend()

@@ -88,6 +88,7 @@ class AdasumOperation:
         self._results: list[torch.Tensor] = []
         self._error: Exception | None = None
         self._finished = threading.Event()
+        self._thread: threading.Thread | None = None
         count = self._ends[-1]
         if self._members == 1 or not count:
             self._results = [tensor.detach().clone() for tensor in tensors]
@@ -95,9 +96,8 @@ class AdasumOperation:
             return
         self._bounds = [count * i // self._members for i in range(self._members + 1)]
         slot = self._exchange(tensors)
-        thread = threading.Thread(target=self._carry_on, args=(slot,), name=f"byteps-adasum-{name}", daemon=True)
-        self._thread: threading.Thread | None = thread
-        thread.start()
+        self._thread = threading.Thread(target=self._carry_on, args=(slot,), name=f"byteps-adasum-{name}", daemon=True)
+        self._thread.start()
 
     @property
     def done(self) -> bool:
@@ -107,12 +107,12 @@ class AdasumOperation:
     def wait(self) -> list[torch.Tensor]:
         """The results, new tensors in order of the inputs. Raises what Session.wait raises."""
         self._finished.wait()  # its thread ends with the session at the latest, whose waits have their limits
-        thread = getattr(self, "_thread", None)
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._results
+        # Here rather than on the thread above, whose streams nobody waits for.
+        return [result.to(device) for result, (_, device) in zip(self._results, self._like, strict=True)]
 
     # ---- the steps -------------------------------------------------------------------------------------
 
@@ -179,8 +179,8 @@ class AdasumOperation:
         flat = self._view(slot.result, total)
         results = []
         start = 0
-        for (shape, device), end in zip(self._like, self._ends, strict=True):
-            results.append(flat[start:end].reshape(shape).to(device, copy=True))
+        for (shape, _), end in zip(self._like, self._ends, strict=True):
+            results.append(flat[start:end].reshape(shape).clone())
             start = end
         return results
 

@@ -18,7 +18,7 @@ from byteps_py.errors import GradientOrderError
 from byteps_py.torch.adasum import start
 from byteps_py.torch.compression import Compressor
 from byteps_py.torch.context import Context
-from byteps_py.torch.distributed import Distributed
+from byteps_py.torch.hooks import Distributed
 
 
 class Deltas:

@@ -19,6 +19,7 @@ from byteps_py.errors import UsageError
 from byteps_py.session.subset import among, rank_in
 from byteps_py.settings import Settings
 from byteps_py.torch import context as contexts
+from byteps_py.torch import timeline
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.ops import Average, ReduceOp, Sum, which_op
 from byteps_py.torch.plans import How
@@ -51,12 +52,13 @@ def init(
     elif comm is not None and not isinstance(comm, bool):
         settings = among(settings, comm)
     context.open(settings)
-    if process_sets and not isinstance(process_sets, str):
-        try:
+    try:
+        timeline.set_up(context)
+        if process_sets and not isinstance(process_sets, str):
             set_up(context, list(process_sets))
-        except BaseException:
-            context.close()
-            raise
+    except BaseException:
+        context.close()
+        raise
 
 
 def shutdown() -> None:
@@ -74,7 +76,9 @@ def resume(num_workers: int, num_servers: int, global_rank: int = -1) -> None:
 
     ``global_rank``: this process's new rank; default: its machine keeps its index.
     """
-    contexts.current().reopen(num_workers, num_servers, global_rank)
+    context = contexts.current()
+    context.reopen(num_workers, num_servers, global_rank)
+    timeline.set_up(context)
 
 
 def is_initialized() -> bool:

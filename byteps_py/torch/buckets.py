@@ -258,7 +258,7 @@ class GradientReducer:
                 bucket.exchange = None
                 bucket.kinds = self._ask(bucket.request.spec.name, gradients)
             else:
-                if bucket.exchange is None or not bucket.exchange.usable:
+                if bucket.exchange is None or not self._context.holds(bucket.exchange):
                     self._declare()
                 bucket.hand_over(gradients)
         bucket.sent = True
@@ -279,7 +279,7 @@ class GradientReducer:
             if bucket.wanted
             and not isinstance(bucket, SparseBucket)
             and bucket.kinds is None
-            and (bucket.exchange is None or not bucket.exchange.usable)
+            and (bucket.exchange is None or not self._context.holds(bucket.exchange))
         ]
         for bucket, exchange in zip(new, self._context.exchanges([b.request for b in new]), strict=True):
             bucket.exchange = exchange

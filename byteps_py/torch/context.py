@@ -74,6 +74,7 @@ class Context:
         self._exchanges: dict[str, Exchange] = {}
         self._movers: dict[torch.device, Mover] = {}
         self._claimed: dict[str, int] = {}
+        self._holders: set[str] = set()
         self.names = NameSource()
         self.handles = Handles()
         self.process_sets: dict[int, tuple[int, ...]] = {}  # id → ranks; see process_sets.py
@@ -83,12 +84,22 @@ class Context:
 
     # ---- life ------------------------------------------------------------------------------------------
 
-    def open(self, settings: Settings | None = None) -> None:
-        """Join the job; a no-op if already joined. ``settings``: default from the environment."""
+    def open(self, settings: Settings | None = None, holder: str = "init") -> None:
+        """Join the job; a no-op if already joined. ``settings``: default from the environment. ``holder``: who needs
+        the session until its ``release``."""
         with self.lock:
             if self._session is None:
                 self._settings = settings or Settings.from_env()
                 self._session = self._opener(self._settings)
+            self._holders.add(holder)
+
+    def release(self, holder: str) -> None:
+        """Leave the job unless somebody else needs the session."""
+        with self.lock:
+            self._holders.discard(holder)
+            is_last = not self._holders
+        if is_last:
+            self.close()
 
     def close(self) -> None:
         """Leave the job; a no-op if not joined. Raises what its unfinished work raises, having left all the same."""
@@ -105,6 +116,7 @@ class Context:
             movers, self._movers = self._movers, {}
             belongings = list(self.belongings.values())
             self.belongings.clear()
+            self._holders.clear()
             self._exchanges.clear()
             self.handles.clear()
             self.names = NameSource()
@@ -114,6 +126,8 @@ class Context:
             mover.close()
         if session is not None:
             session.close()
+            if session.observer is not None:
+                session.observer.closed()
         for belonging in belongings:
             belonging.close()
 
@@ -173,6 +187,10 @@ class Context:
                 exchange = Exchange(session, slot, request.dtype, request.shapes, mover, request.result_shapes)
                 self._exchanges[request.spec.name] = exchange
             return [self._exchanges[request.spec.name] for request in requests]
+
+    def holds(self, exchange: Exchange) -> bool:
+        """False once its tensor must be declared again: after a failure, in another job, after ``join``."""
+        return exchange.usable and self._exchanges.get(exchange.slot.spec.name) is exchange
 
     def _fits(self, request: Request) -> bool:
         exchange = self._exchanges.get(request.spec.name)

@@ -21,7 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch import context as contexts
 from byteps_py.torch.adasum_optimizer import AdasumDistributed
-from byteps_py.torch.distributed import Distributed
+from byteps_py.torch.hooks import Distributed
 from byteps_py.torch.pending import Hyperparameters, PendingUpdates
 
 #: These use their children's parameters without calling the children.

@@ -26,7 +26,7 @@ from byteps_py.torch.arguments import (
 from byteps_py.torch.bucket import Scheme
 from byteps_py.torch.buckets import GradientReducer
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.distributed import Distributed, Names, Passes
+from byteps_py.torch.hooks import Distributed, Names, Passes
 from byteps_py.torch.ops import Adasum, Average, ReduceOp
 from byteps_py.torch.process_sets import ProcessSet, global_process_set
 

@@ -1,7 +1,7 @@
 """What horovod.torch offers beside its collectives, on a real job: every rank checks its results, and says so.
 
-Adasum, sparse gradients of every kind, a predivided average, SyncBatchNorm; an elastic training whose ranks disagree
-in the middle of a step, go back and go on; with the argument "lost" the last rank dies there instead.
+Adasum, sparse gradients of every kind, a predivided average, SyncBatchNorm, join; an elastic training whose ranks
+disagree in the middle of a step, go back and go on; with the argument "lost" the last rank dies there instead.
 """
 
 from __future__ import annotations
@@ -99,6 +99,20 @@ def check_batch_norm() -> None:
     alike("running_var", layer.running_var)
 
 
+def check_join() -> None:
+    """Ranks with different numbers of batches, for two epochs."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("joined", weight)])
+    for _ in range(2):
+        for _ in range(bps.rank() + 1):
+            (weight * bps.size()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        bps.join()
+        bps.broadcast_parameters([("joined", weight.data)], bps.size() - 1)
+    check("training with join", torch.equal(weight, torch.full((3,), -1.0 * bps.size() * (bps.size() + 1))))
+
+
 def elastic(lost: bool) -> tuple[float, list[str]]:
     """A training whose step 2 fails twice after its backward pass, or in which a rank dies there."""
     weight = nn.Parameter(torch.zeros(3))
@@ -136,7 +150,7 @@ def main() -> None:
         except bps.RendezvousError as error:
             os.write(1, f"rank {bps.is_initialized()}: {error}\n".encode())
             return
-    for part in (check_adasum, check_adasum_training, check_sparse, check_predivide, check_batch_norm):
+    for part in (check_adasum, check_adasum_training, check_sparse, check_predivide, check_batch_norm, check_join):
         part()
     result, events = elastic(lost)
     check("an elastic training", (result, events) == (-15.0, ["reset at 2"] * 2))

@@ -13,7 +13,7 @@ from byteps_py.server import local as server_local
 from byteps_py.server import reducer
 from byteps_py.server import service as server_service
 from byteps_py.session import slots
-from byteps_py.worker import desk, executor, links, memory, network, placing, ranks, requests, service
+from byteps_py.worker import desk, executor, joining, links, memory, network, placing, ranks, requests, service
 
 from .control import ControlLink, Scheduler
 from .local import Listener, Local
@@ -72,6 +72,7 @@ class Surroundings:
                 "time": clock, "kernels": kernels, "INLINE_BYTES": small, "LAST_INLINE_BYTES": small,
             },
             requests: {"time": clock},
+            joining: {"time": clock},
             desk: {"time": clock},
             memory: {"Arena": memory_.new_arena},
             placing: {"LOCAL_PIECE_BYTES": PARTITION_BYTES},

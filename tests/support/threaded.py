@@ -89,6 +89,7 @@ class ThreadedCluster:
         self.rounds: list[tuple[str, int]] = []  # (name, priority) of every completed round, in order
         self.fatal: BytePSError | None = None
         self.arrived = 0
+        self.joined: list[int] = []  # ranks, in the order in which they came, of all joins
 
     def settings_of(self, rank: int) -> Settings:
         machine, local = self.place(rank)
@@ -277,6 +278,18 @@ class ThreadedSession(Session):
             target = -(-self.cluster.arrived // self.size) * self.size
             self.cluster.state.notify_all()
         self._wait_until(lambda: self.cluster.arrived >= target, timeout_s, "a barrier")
+
+    def join(self, timeout_s: float | None = None) -> int:
+        """Of ranks that all have the same data: here nothing goes on without a rank that has joined."""
+        with self.cluster.state:
+            self.cluster.joined.append(self.rank)
+            target = -(-len(self.cluster.joined) // self.size) * self.size
+            self.cluster.state.notify_all()
+        self._wait_until(lambda: len(self.cluster.joined) >= target, timeout_s, "join")
+        with self.cluster.state:
+            for slot in self._slots.values():
+                slot.error = UsageError(f"tensor {slot.spec.name!r} was declared before join(): declare it again")
+            return self.cluster.joined[target - 1]
 
     def close(self) -> None:
         with self.cluster.state:

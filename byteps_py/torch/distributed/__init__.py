@@ -1,0 +1,10 @@
+"""The backend "byteps" of torch.distributed: ``dist.init_process_group("byteps")``.
+
+Everything written for torch.distributed then goes through the communication service: DistributedDataParallel, FSDP2,
+tensor, sequence and pipeline parallelism, DeviceMesh, distributed checkpoints. Start with group.py; then
+
+    registration ─ joining ─ group ┬ reductions ─ places ┐
+                              │    ├ direct              ├ lanes ─ Session (byteps_py.session)
+                              │    └ point_to_point ─────┘
+                          identity   work ─ threads
+"""

@@ -1,0 +1,179 @@
+"""Sends and receives: for every pair of members and every tag a channel each way, first in, first out.
+
+A message is a round of an exchange between the two. A send is over when its tensor is copied; up to ``2 * LANES``
+messages wait at the sender for their receive. Those beyond wait for their turn without blocking the caller: a thread of
+the pool sends them, in order, as soon as there is room; until then their tensors must not change (as always before
+``wait``). Any thread may call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from byteps_py.errors import StallError
+from byteps_py.tensors import Layout, Op
+from byteps_py.torch.distributed.arguments import Landing, nbytes_of, octets
+from byteps_py.torch.distributed.direct import spec_of
+from byteps_py.torch.distributed.lanes import Lane
+from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.operation import Operation
+from byteps_py.torch.distributed.threads import POOL
+from byteps_py.torch.distributed.work import Pending, Surroundings
+
+#: Of a channel, used in turn. The service keeps two rounds of each for a receiver that is late.
+LANES = 2
+#: How long a receive from anybody looks at one sender before it looks at the next.
+_LOOK_S = 0.002
+
+
+class Message(Pending):
+    """A send or a receive. It begins in its turn: ``begun`` is set, by whichever thread began it, or could not."""
+
+    def __init__(
+        self, around: Surroundings, what: str, tensor: torch.Tensor, timeout_s: float, source: int | None = None
+    ) -> None:
+        super().__init__(around, what, [tensor], timeout_s)
+        self.tensor = tensor
+        self.begun = threading.Event()
+        self.operation: Operation | None = None
+        self.lane: Lane | None = None
+        self.failure: Exception | None = None
+        self.source = source
+
+    def _complete(self, deadline: float) -> None:
+        self._slices(deadline, self._begin_within)
+        if self.failure is not None:
+            raise self.failure
+        if self.operation is not None and self.source is not None:
+            self._slices(deadline, self.operation.settle)
+            self.operation.wait()
+        elif self.lane is not None:
+            self._slices(deadline, self.lane.departed)
+
+    def _begin_within(self, timeout_s: float) -> None:
+        if not self.begun.wait(timeout_s):
+            raise StallError(f"{self.what}: waits for earlier ones")
+
+    def _is_ready(self) -> bool:
+        if self.failure is not None or not self.begun.is_set():
+            return self.failure is not None
+        return self.source is None or self.operation is None or self.operation.is_completed()
+
+    def source_rank(self) -> int:
+        if self.source is None:
+            return super().source_rank()
+        return self.source
+
+
+@dataclass(eq=False)
+class Channel:
+    """Messages of one tag between this process and ``peer``, one way."""
+
+    members: Members
+    around: Surroundings
+    peer: int
+    tag: int
+    is_sender: bool
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    lanes: list[Lane] = field(default_factory=list)
+    calls: int = 0
+    waiting: deque[Message] = field(default_factory=deque)
+    is_served: bool = False
+
+    def post(self, message: Message) -> Message:
+        """Begin ``message`` now, if nothing is before it, else in its turn. Never blocks for others."""
+        with self.lock:
+            self.around.check()
+            if not self.waiting and self._is_free(self._next):
+                self._begin(message)
+                return message
+            self.waiting.append(message)
+            if not self.is_served:
+                self.is_served = True
+                POOL.run(self._serve)
+            return message
+
+    @property
+    def _next(self) -> Lane:
+        if not self.lanes:
+            self.lanes = [Lane(self.members.session, self.members.mover) for _ in range(LANES)]
+        return self.lanes[self.calls % LANES]
+
+    def _is_free(self, lane: Lane) -> bool:
+        return lane.occupant is None or lane.occupant.is_completed()
+
+    def _serve(self) -> None:
+        while True:
+            with self.lock:
+                if not self.waiting:
+                    self.is_served = False
+                    return
+                message, lane = self.waiting[0], self._next
+                occupant = lane.occupant
+            if occupant is not None:
+                try:
+                    occupant.settle()
+                except Exception as error:
+                    self._fail(error)
+                    return
+            with self.lock:
+                self.waiting.popleft()
+                self._begin(message)
+
+    def _fail(self, error: Exception) -> None:
+        with self.lock:
+            self.is_served = False
+            failed = list(self.waiting)
+            self.waiting.clear()
+        for message in failed:
+            message.failure = error
+            message.begun.set()
+
+    def _begin(self, message: Message) -> None:
+        """Its lane is free; called with the lock held."""
+        try:
+            self._hand_over(message, self._next, self.calls % LANES)
+        except Exception as error:
+            message.failure = error
+        self.calls += 1
+        message.begun.set()
+
+    def _hand_over(self, message: Message, lane: Lane, number: int) -> None:
+        members, tensor = self.members, message.tensor
+        own, other = members.position, self.peer
+        pair = tuple(sorted((own, other)))
+        source, target = (own, other) if self.is_sender else (other, own)
+        name = f"{members.prefix}.p2p.{members.ranks[source]}.{members.ranks[target]}.{self.tag}.{number}"
+        nbytes = nbytes_of(tensor)
+        sent, due = (nbytes, 0) if self.is_sender else (0, nbytes)
+        lane.declare(spec_of(name, Op.EXCHANGE, members.some(pair), lane, sent, due))
+        at = pair.index(other)
+        layout = Layout(
+            tuple((0, sent if p == at else 0) for p in range(2)), tuple((0, due if p == at else 0) for p in range(2))
+        )
+        deliver: Callable[[], None]
+        if self.is_sender:
+            places, deliver = [(0, octets(tensor))], _nothing
+        else:
+            landing = Landing(tensor)
+            places = []
+
+            def deliver() -> None:
+                lane.fetch(tensor.device, [(0, landing.memory)])
+                landing.land()
+
+        operation = Operation(
+            self.around, None, message.what, lane, tensor.device, [tensor], deliver, self.around.timeout_s
+        )
+        lane.begin(tensor.device, places, layout)
+        lane.occupant = operation
+        message.lane, message.operation = lane, operation
+
+
+def _nothing() -> None:
+    """A send has nothing to deliver."""

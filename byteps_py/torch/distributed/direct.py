@@ -1,0 +1,136 @@
+"""Gathers and exchanges of one group: bytes from member to member, nothing combined.
+
+The calling thread copies in and hands over. Every member takes part in every round, if only with pieces of 0 bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.torch.distributed.arguments import Landing, device_of, octets
+from byteps_py.torch.distributed.completion import Completer
+from byteps_py.torch.distributed.lanes import Lane
+from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.operation import Operation
+from byteps_py.torch.distributed.work import Surroundings
+
+#: Operations of a group that may be under way at once; a further one waits for the first of them to end.
+LANES = 4
+
+#: By member: the tensors sent to it, or received from it, end to end.
+Pieces = Sequence[Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """What is left to do when the pieces are there, and what the caller sees as the outputs."""
+
+    outputs: list[torch.Tensor]
+    finish: Callable[[], None]
+
+
+class Direct:
+    """Any thread; operations go in the order of the calls."""
+
+    def __init__(self, members: Members, around: Surroundings, completer: Completer) -> None:
+        self._members = members
+        self._around = around
+        self._completer = completer
+        self._lock = threading.Lock()
+        self._lanes = {
+            op: [Lane(members.session, members.mover) for _ in range(LANES)] for op in (Op.GATHER, Op.EXCHANGE)
+        }
+        self._calls = {op: itertools.count() for op in (Op.GATHER, Op.EXCHANGE)}
+
+    def gather(
+        self,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        outputs: Pieces,
+        timeout_s: float,
+        after: After | None = None,
+    ) -> Operation:
+        """Everybody's ``tensors`` to everybody."""
+        return self._start(Op.GATHER, what, [tensors], outputs, timeout_s, after)
+
+    def exchange(
+        self, what: str, sends: Pieces, receives: Pieces, timeout_s: float, after: After | None = None
+    ) -> Operation:
+        """To each member what is for it, from each what is for this one."""
+        return self._start(Op.EXCHANGE, what, sends, receives, timeout_s, after)
+
+    def _start(
+        self, op: Op, what: str, sends: Pieces, receives: Pieces, timeout_s: float, after: After | None
+    ) -> Operation:
+        outgoing = [[octets(tensor) for tensor in piece] for piece in sends]
+        landings = [[Landing(tensor) for tensor in piece] for piece in receives]
+        incoming = [[landing.memory for landing in piece] for piece in landings]
+        outputs = after.outputs if after else [tensor for piece in receives for tensor in piece]
+        device = device_of([tensor for piece in (*sends, *receives) for tensor in piece])
+        layout = Layout(_ranges(outgoing), _ranges(incoming))
+        with self._lock:
+            self._around.check()
+            number = next(self._calls[op]) % LANES
+            lane = self._lanes[op][number]
+            self._around.vacate(lane)
+            lane.declare(self._spec(op, number, lane, _total(outgoing), _total(incoming)))
+
+            def deliver() -> None:
+                lane.fetch(device, _places(incoming))
+                for piece in landings:
+                    for landing in piece:
+                        landing.land()
+                if after is not None:
+                    after.finish()
+
+            work = Operation(self._around, self._completer, what, lane, device, outputs, deliver, timeout_s)
+            work.number = self._around.journal.record((what,), lane.name)
+            lane.begin(device, _places(outgoing), layout)
+            lane.occupant = work
+            return work
+
+    def _spec(self, op: Op, number: int, lane: Lane, nbytes_in: int, nbytes_out: int) -> TensorSpec:
+        name = f"{self._members.prefix}.{op.name.lower()}.{number}"
+        return spec_of(name, op, self._members.spec_group, lane, nbytes_in, nbytes_out)
+
+
+def spec_of(name: str, op: Op, group: tuple[int, ...], lane: Lane, nbytes_in: int, nbytes_out: int) -> TensorSpec:
+    """With room for so many bytes and for all that the lane had room for, growing in steps."""
+    had = lane.slot.spec.shape if lane.slot is not None else (0, 0)
+    room = tuple(have if want <= have else roomy(want) for want, have in zip((nbytes_in, nbytes_out), had, strict=True))
+    return TensorSpec(name, DType.UINT8, room, op, group=group)
+
+
+def roomy(nbytes: int) -> int:
+    """At least ``nbytes``, in steps of up to a quarter, so that a growing tensor needs new memory rarely."""
+    step = max(4096, 1 << max(0, nbytes.bit_length() - 3))
+    return -(-nbytes // step) * step
+
+
+def _total(pieces: Sequence[Sequence[torch.Tensor]]) -> int:
+    return sum(tensor.numel() for piece in pieces for tensor in piece)
+
+
+def _ranges(pieces: Sequence[Sequence[torch.Tensor]]) -> tuple[tuple[int, int], ...]:
+    ranges = []
+    first = 0
+    for piece in pieces:
+        nbytes = sum(tensor.numel() for tensor in piece)
+        ranges.append((first, nbytes))
+        first += nbytes
+    return tuple(ranges)
+
+
+def _places(pieces: Sequence[Sequence[torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+    places = []
+    first = 0
+    for tensor in itertools.chain.from_iterable(pieces):
+        places.append((first, tensor))
+        first += tensor.numel()
+    return places

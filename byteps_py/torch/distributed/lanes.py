@@ -1,0 +1,152 @@
+"""One slot of the session as torch sees it, used by one operation after the other.
+
+Owns a slot's views and knows which operation is in it. Must not know process groups or futures. One thread at a time:
+whoever starts operations holds the lock of its group or channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from byteps_py.errors import StallError, UsageError
+from byteps_py.session import Session, Slot
+from byteps_py.tensors import Layout, TensorSpec
+from byteps_py.torch.dtypes import WIRE
+from byteps_py.torch.exchange import Mover
+
+if TYPE_CHECKING:
+    from byteps_py.torch.distributed.operation import Operation
+
+TORCH = {wire: dtype for dtype, wire in WIRE.items()}
+MoverOf = Callable[[torch.device], Mover]
+#: A tensor and where it goes, in elements of the lane's dtype.
+Place = tuple[int, torch.Tensor]
+_COPY_LIMIT_S = 600.0
+
+
+class _Handing:
+    """What a mover calls when the copies are there: hands a slot over, with the round's layout."""
+
+    def __init__(self, session: Session, layout: Layout | None) -> None:
+        self._session = session
+        self._layout = layout
+
+    def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
+        self._session.hand_over(slot, nbytes, layout or self._layout)
+
+
+class Lane:
+    """``declare`` before the first ``begin``, and after a failure."""
+
+    def __init__(self, session: Session, mover_of: MoverOf) -> None:
+        self._session = session
+        self._mover_of = mover_of
+        self._departure: Future[None] | None = None
+        self._adopted: set[int] = set()
+        self._fetched_on: torch.device | None = None  # a device that is not the host
+        self.slot: Slot | None = None
+        self.occupant: Operation | None = None
+        self.inputs: list[torch.Tensor] = []
+        self.result = torch.empty(0)
+
+    def declare(self, spec: TensorSpec) -> None:
+        """Have room for ``spec``. The lane must be vacant."""
+        before = self.slot
+        if before is not None and before.error is None and before.spec.agrees_with(spec) and spec.fits_in(before.spec):
+            return
+        self.adopt(self._session.declare([spec])[0])
+
+    def adopt(self, slot: Slot) -> None:
+        """Use ``slot``, which has just been declared."""
+        if slot is not self.slot:
+            self.slot = slot
+            self._adopted.clear()
+            dtype = TORCH[slot.spec.dtype]
+            self.inputs = [_view(memory, dtype) for memory in slot.inputs]
+            self.result = _view(slot.result, dtype)
+
+    def begin(self, device: torch.device, places: Sequence[Place], layout: Layout | None = None) -> None:
+        """Copy tensors in and hand the round over. CUDA: both follow when the device has come so far."""
+        slot = self._declared
+        mover = self._mover_of(device)
+        if self._fetched_on is not None and self._fetched_on != device:
+            torch.cuda.synchronize(self._fetched_on)  # its last result may still be read, in no order with these copies
+            self._fetched_on = None
+        if id(mover) not in self._adopted:
+            self._adopted.add(id(mover))
+            for memory in {id(memory): memory for memory in (*slot.inputs, slot.result)}.values():
+                mover.adopt(memory)
+        room = self.inputs[slot.round % len(self.inputs)]
+        views = [self._piece(room, offset, tensor) for offset, tensor in places]
+        handing = cast(Session, _Handing(self._session, layout))
+        with torch.no_grad():
+            self._departure = mover.send(handing, slot, views, [tensor.detach() for _, tensor in places])
+
+    def departed(self, timeout_s: float) -> None:
+        """Return when the round has been handed over. Raises StallError."""
+        departure = self._departure
+        if departure is not None:
+            try:
+                departure.result(min(timeout_s, _COPY_LIMIT_S))
+            except TimeoutError as error:
+                raise StallError(f"tensor {self._declared.spec.name!r}: still not copied from its device") from error
+            self._departure = None
+
+    @property
+    def is_done(self) -> bool:
+        """True if ``wait`` would return, or raise, at once."""
+        return (self._departure is None or self._departure.done()) and self._session.is_done(self._declared)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the round's result lies in ``result``. Raises what Session.wait raises."""
+        self.departed(timeout_s)
+        self._session.wait(self._declared, timeout_s)
+
+    def fetch(self, device: torch.device, places: Sequence[Place]) -> None:
+        """Copy the result to tensors."""
+        views = [self._piece(self.result, offset, tensor) for offset, tensor in places]
+        if views:
+            self._fetched_on = device if device.type == "cuda" else None
+            with torch.no_grad():
+                self._mover_of(device).fetch(views, [tensor.detach() for _, tensor in places])
+
+    @property
+    def name(self) -> str:
+        """What its slot is called."""
+        return self._declared.spec.name
+
+    @property
+    def usable(self) -> bool:
+        """True if it has been declared and that is not void."""
+        return self.slot is not None and self.slot.error is None
+
+    @property
+    def failed(self) -> bool:
+        """True if its declaration has become void."""
+        return self.slot is not None and self.slot.error is not None
+
+    @property
+    def _declared(self) -> Slot:
+        if self.slot is None:
+            raise UsageError("a lane is used before it is declared")
+        return self.slot
+
+    @staticmethod
+    def _piece(room: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Tensor:
+        shape = tensor.shape
+        count = math.prod(shape)
+        piece = room if not offset and count == room.numel() else room[offset : offset + count]
+        return piece if len(shape) == 1 else piece.view(shape)
+
+
+def _view(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    # Through numpy, which keeps the memory mapped for as long as a view lives; torch.frombuffer does not.
+    if not memory.nbytes:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype)

@@ -1,0 +1,54 @@
+"""A barrier through the store, which finds out who is missing even where the job's services can't be reached."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from byteps_py.errors import StallError
+from byteps_py.torch.distributed.members import Members
+
+_counts: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool) -> None:
+    """Return when every member has called it. Raises StallError, on the first member with the names of the missing:
+    the first one, or all if ``is_thorough``."""
+    with _lock:
+        call = _counts[members.prefix] = _counts.get(members.prefix, 0) + 1
+    deadline = time.monotonic() + timeout_s
+    key = f"{members.prefix}/monitored/{call}"
+    if members.position:
+        store.set(f"{key}/{members.position}", "here")
+        if not _comes(store, f"{key}/go", deadline):
+            raise StallError(
+                f"monitored_barrier: rank {members.ranks[0]} has not let rank {members.ranks[members.position]} go "
+                f"within {timeout_s:g} s; it may be missing itself, or others are: see its error"
+            )
+        return
+    missing = []
+    for position in range(1, members.count):
+        if not _comes(store, f"{key}/{position}", deadline):
+            missing.append(members.ranks[position])
+            if not is_thorough:
+                break
+    if missing:
+        raise StallError(
+            f"monitored_barrier: rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not come "
+            f"within {timeout_s:g} s; look at what {'they are' if len(missing) > 1 else 'it is'} doing"
+        )
+    store.set(f"{key}/go", "go")
+
+
+def _comes(store: Store, key: str, deadline: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except RuntimeError:  # of different types, one for each kind of store
+        if time.monotonic() < deadline:
+            raise
+        return False
+    return True

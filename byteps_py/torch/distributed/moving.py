@@ -1,0 +1,143 @@
+"""The collectives that move bytes from member to member: gathers, scatter, all-to-all, send and receive. Any dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.torch.distributed.arguments import Tensors, alone, listed
+from byteps_py.torch.distributed.direct import After
+from byteps_py.torch.distributed.parts import Parts, assign
+from byteps_py.torch.distributed.work import Pending
+
+
+class Moving(Parts):
+    """See torch.distributed.ProcessGroup for the methods."""
+
+    # ---- gathers ---------------------------------------------------------------------------------------
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
+        """Everybody's tensor to everybody. Sizes may differ, if all members know them."""
+        outputs = listed(alone(output_tensors, "all_gather"))
+        tensor = alone(listed(input_tensors), "all_gather")
+        self._check_count("all_gather", outputs)
+        pieces = [[output] for output in outputs]
+        return self._record(self._direct.gather("all_gather", [tensor], pieces, self._limit(opts)))
+
+    def allgather_coalesced(self, output_lists: Any, input_list: Tensors, opts: Any = None) -> Pending:
+        """Several tensors of everybody, at once."""
+        inputs = listed(input_list)
+        pieces = [listed(outputs) for outputs in output_lists]
+        if len(pieces) == self.size() and len(inputs) != self.size():
+            by_member = pieces
+        else:  # a list of all members' for each input, as with ``allgather``
+            by_member = [list(member) for member in zip(*pieces, strict=True)]
+        self._check_count("all_gather_coalesced", by_member)
+        return self._record(self._direct.gather("all_gather_coalesced", inputs, by_member, self._limit(opts)))
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Pending:
+        """Everybody's tensor, end to end."""
+        return self.allgather_into_tensor_coalesced([output], [input], opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
+        """Several tensors of everybody, each end to end."""
+        targets, sources = listed(outputs), listed(inputs)
+        for output, input in zip(targets, sources, strict=True):
+            if output.numel() != input.numel() * self.size() or output.dtype is not input.dtype:
+                raise UsageError(
+                    f"all_gather_into_tensor: an output of {output.dtype}{list(output.shape)} for {self.size()} ranks "
+                    f"and an input of {input.dtype}{list(input.shape)}; the output must be {self.size()} times as large"
+                )
+        plain = [output if output.is_contiguous() else torch.empty_like(output).contiguous() for output in targets]
+        shares = [output.detach().view(-1).chunk(self.size()) for output in plain if output.numel()]
+        pieces = [[share[member] for share in shares] for member in range(self.size())]
+
+        def land() -> None:
+            for output, beside in zip(targets, plain, strict=True):
+                if beside is not output:
+                    assign(output, beside)
+
+        some = [tensor for tensor in sources if tensor.numel()]
+        after = After(targets, land)
+        return self._record(self._direct.gather("all_gather_into_tensor", some, pieces, self._limit(opts), after))
+
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
+        """Everybody's tensor to the root, which alone gives outputs."""
+        tensor = alone(listed(input_tensors), "gather")
+        root = opts.rootRank if opts is not None else 0
+        outputs = listed(alone(output_tensors, "gather")) if self.rank() == root else []
+        if self.rank() == root:
+            self._check_count("gather", outputs)
+        sends = [[tensor] if member == root else [] for member in range(self.size())]
+        receives = [[output] for output in outputs] or [[] for _ in range(self.size())]
+        return self._record(self._direct.exchange("gather", sends, receives, self._limit(opts)))
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
+        """From the root, which alone gives inputs, a tensor to each member."""
+        output = alone(listed(output_tensors), "scatter")
+        root = opts.rootRank if opts is not None else 0
+        inputs = listed(alone(input_tensors, "scatter")) if self.rank() == root else []
+        if self.rank() == root:
+            self._check_count("scatter", inputs)
+        sends = [[tensor] for tensor in inputs] or [[] for _ in range(self.size())]
+        receives = [[output] if member == root else [] for member in range(self.size())]
+        return self._record(self._direct.exchange("scatter", sends, receives, self._limit(opts)))
+
+    # ---- all to all ------------------------------------------------------------------------------------
+
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Pending:
+        """A tensor to each member, and from each one."""
+        outputs, inputs = listed(output_tensors), listed(input_tensors)
+        self._check_count("all_to_all", outputs)
+        self._check_count("all_to_all", inputs)
+        sends, receives = [[tensor] for tensor in inputs], [[tensor] for tensor in outputs]
+        return self._record(self._direct.exchange("all_to_all", sends, receives, self._limit(opts)))
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Pending:
+        """Rows to each member, and from each one: as many as the split sizes say, by default equally many."""
+        listed([output, input])
+        plain = output if output.is_contiguous() else torch.empty_like(output).contiguous()
+        sends = self._rows("all_to_all_single", input, input_split_sizes)
+        receives = self._rows("all_to_all_single", plain, output_split_sizes)
+        after = After([output], _nothing if plain is output else lambda: assign(output, plain))
+        return self._record(self._direct.exchange("all_to_all_single", sends, receives, self._limit(opts), after))
+
+    def _rows(self, what: str, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[list[torch.Tensor]]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if not sizes:
+            if rows % self.size():
+                raise UsageError(
+                    f"{what}: {rows} rows can't be split evenly among {self.size()} ranks; give split sizes"
+                )
+            sizes = [rows // self.size()] * self.size()
+        if len(sizes) != self.size() or sum(sizes) != rows:
+            raise UsageError(f"{what}: split sizes {list(sizes)} for {self.size()} ranks and {rows} rows")
+        return [[piece] for piece in tensor.detach().split(list(sizes))]
+
+    # ---- two members -----------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Pending:
+        """To the member at ``dst``. Over as soon as the tensor is copied."""
+        return self._record(self._channels.send(alone(listed(tensors), "send"), dst, tag))
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Pending:
+        """From the member at ``src``: its next message with this tag."""
+        return self._record(self._channels.receive(alone(listed(tensors), "recv"), src, tag))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Pending:
+        """From whichever member's message with this tag comes first."""
+        return self._record(self._channels.receive_from_anybody(alone(listed(tensors), "recv"), tag))
+
+
+def _nothing() -> None:
+    """Nothing is left to do."""

@@ -1,0 +1,76 @@
+"""What all collectives of a group stand on: the parts that carry operations out, coalescing, common checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Backend, Store
+
+from byteps_py.errors import UsageError
+from byteps_py.torch.distributed.arguments import seconds
+from byteps_py.torch.distributed.completion import Completer
+from byteps_py.torch.distributed.direct import Direct
+from byteps_py.torch.distributed.identity import Identity
+from byteps_py.torch.distributed.journal import Journal
+from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.operation import Together
+from byteps_py.torch.distributed.point_to_point import PointToPoint
+from byteps_py.torch.distributed.reductions import Reductions
+from byteps_py.torch.distributed.work import Pending, Surroundings
+
+#: In units of the time after which a silent service counts as lost.
+_LOOKS = 1.2
+
+
+class Parts(Identity):
+    """A group without its collectives."""
+
+    def __init__(
+        self,
+        members: Members,
+        store: Store,
+        timeout_s: float,
+        options: Backend.Options,
+        leave: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(members.position, members.count, options)
+        self._members = members
+        self._store = store
+        self._leave = leave
+        look_s = _LOOKS * members.context.settings.heartbeat_timeout_s
+        self._around = Surroundings(timeout_s, Journal(members, store), look_s)
+        self._completer = Completer()
+        self._reductions = Reductions(members, self._around, self._completer)
+        self._direct = Direct(members, self._around, self._completer)
+        self._channels = PointToPoint(members, self._around)
+        self._coalesced: list[Pending] | None = None
+
+    # ---- coalescing ------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Pending:
+        works, self._coalesced = self._coalesced or [], None
+        return Together(self._around, "coalesced operations", works, [], self._around.timeout_s)
+
+    def _record(self, work: Pending) -> Pending:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _together(self, what: str, works: Sequence[Pending], outputs: list[torch.Tensor], opts: Any) -> Pending:
+        return works[0] if len(works) == 1 else Together(self._around, what, works, outputs, self._limit(opts))
+
+    def _limit(self, opts: Any) -> float:
+        return seconds(opts, self._around.timeout_s)
+
+    def _check_count(self, what: str, tensors: Sequence[Any]) -> None:
+        if len(tensors) != self.size():
+            raise UsageError(f"{what}: expected a tensor for each of {self.size()} ranks, got {len(tensors)}")
+
+
+def assign(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.detach().copy_(source.view(target.shape))

@@ -1,0 +1,164 @@
+"""The sends and receives of one group, from a member or from anybody. Any thread may call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+import torch
+
+from byteps_py.errors import StallError, UsageError
+from byteps_py.torch.distributed.arguments import nbytes_of
+from byteps_py.torch.distributed.channels import Channel, Message
+from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.work import Pending, Surroundings
+
+#: How long a receive from anybody looks at one sender before it looks at the next.
+_LOOK_S = 0.002
+
+
+class PointToPoint:
+    """The channels of one group."""
+
+    def __init__(self, members: Members, around: Surroundings) -> None:
+        self._members = members
+        self._around = around
+        self._lock = threading.Lock()
+        self._channels: dict[tuple[int, int, bool], Channel] = {}
+        self._kept: dict[tuple[int, int], deque[Message]] = {}  # posted for anybody's, not yet taken
+        self._anybody = threading.Lock()
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        self._check(peer)
+        what = f"send to rank {self._members.ranks[peer]}, tag {tag}"
+        return self._channel(peer, tag, True).post(Message(self._around, what, tensor.detach(), self._around.timeout_s))
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        self._check(peer)
+        what = f"receive from rank {self._members.ranks[peer]}, tag {tag}"
+        with self._lock:
+            kept = self._kept.get((peer, tag))
+            early = kept.popleft() if kept else None
+        if early is not None:
+            return Taken(self._around, what, early, tensor, self._around.timeout_s)
+        message = Message(self._around, what, tensor.detach(), self._around.timeout_s, peer)
+        return self._channel(peer, tag, False).post(message)
+
+    def receive_from_anybody(self, tensor: torch.Tensor, tag: int) -> Pending:
+        """The first message of this tag to come. A receive is posted for every member; those that stay without a
+        message are taken by later receives, which must expect as many bytes."""
+        return FromAnybody(self._around, self, tensor, tag)
+
+    def _check(self, peer: int) -> None:
+        if not 0 <= peer < self._members.count or peer == self._members.position:
+            raise UsageError(
+                f"rank {self._members.position} of a group of {self._members.count} can't send to, or receive from, "
+                f"rank {peer} of it"
+            )
+
+    def _channel(self, peer: int, tag: int, is_sender: bool) -> Channel:
+        with self._lock:
+            key = (peer, tag, is_sender)
+            channel = self._channels.get(key)
+            if channel is None:
+                channel = self._channels[key] = Channel(self._members, self._around, peer, tag, is_sender)
+            return channel
+
+    # ---- from anybody ----------------------------------------------------------------------------------
+
+    def first_of(self, like: torch.Tensor, tag: int, timeout_s: float) -> Message:
+        """The message of the first member whose message is there. Raises StallError."""
+        deadline = time.monotonic() + timeout_s
+        with self._anybody:
+            posted = {p: self._posted(p, tag, like) for p in range(self._members.count) if p != self._members.position}
+            while True:
+                for peer, message in posted.items():
+                    if message.is_completed():
+                        with self._lock:
+                            self._kept[peer, tag].popleft()
+                        return message
+                if time.monotonic() > deadline:
+                    raise StallError(f"receive from anybody, tag {tag}: no message")
+                for message in posted.values():
+                    _look(message)
+
+    def _posted(self, peer: int, tag: int, like: torch.Tensor) -> Message:
+        with self._lock:
+            kept = self._kept.setdefault((peer, tag), deque())
+            if kept:
+                return kept[0]
+        what = f"receive from anybody (rank {self._members.ranks[peer]}), tag {tag}"
+        message = Message(self._around, what, torch.empty_like(like), self._around.timeout_s, peer)
+        self._channel(peer, tag, False).post(message)
+        with self._lock:
+            kept.append(message)
+        return message
+
+
+def _look(message: Message) -> None:
+    try:
+        message.settle(_LOOK_S)
+    except StallError:
+        return
+
+
+class Taken(Pending):
+    """A receive for which a receive from anybody has been posted already."""
+
+    def __init__(self, around: Surroundings, what: str, early: Message, tensor: torch.Tensor, timeout_s: float) -> None:
+        super().__init__(around, what, [tensor], timeout_s)
+        self._early = early
+
+    def _complete(self, deadline: float) -> None:
+        self._slices(deadline, self._early.settle)
+        self._early.wait()
+        _copy(self._early.tensor, self._outputs[0], self.what)
+
+    def _is_ready(self) -> bool:
+        return self._early.is_completed()
+
+    def source_rank(self) -> int:
+        return self._early.source_rank()
+
+
+class FromAnybody(Pending):
+    """A receive whose sender is not known before its message is there."""
+
+    def __init__(self, around: Surroundings, owner: PointToPoint, tensor: torch.Tensor, tag: int) -> None:
+        super().__init__(around, f"receive from anybody, tag {tag}", [tensor], around.timeout_s)
+        self._owner = owner
+        self._tag = tag
+        self._found: Message | None = None
+
+    def _complete(self, deadline: float) -> None:
+        self._slices(deadline, self._find)
+        found = self._found
+        if found is not None:
+            found.wait()
+            _copy(found.tensor, self._outputs[0], self.what)
+
+    def _find(self, timeout_s: float) -> None:
+        if self._found is None:
+            self._found = self._owner.first_of(self._outputs[0], self._tag, timeout_s)
+
+    def _is_ready(self) -> bool:
+        try:
+            self._find(0.0)
+        except StallError:
+            return False
+        return True
+
+    def source_rank(self) -> int:
+        if self._found is None:
+            raise UsageError("wait for a receive from anybody before asking whose message it was")
+        return self._found.source_rank()
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, what: str) -> None:
+    if nbytes_of(source) != nbytes_of(target):
+        raise UsageError(
+            f"{what}: a receive from anybody was posted before for messages of {nbytes_of(source)} bytes, and this one "
+            f"expects {nbytes_of(target)}; use another tag for messages of another size"
+        )
+    target.detach().copy_(source.view(target.dtype).view(target.shape))

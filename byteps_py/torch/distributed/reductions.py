@@ -1,0 +1,164 @@
+"""Reductions and broadcasts of one group: which name, which lane, copied in, handed over.
+
+The calling thread does it all. It waits for others only where more operations of one kind are under way than the kind
+has lanes: then first for the one that has been under way longest.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from byteps_py.tensors import Op, TensorSpec
+from byteps_py.torch.distributed.arguments import Reduction, device_of
+from byteps_py.torch.distributed.completion import Completer
+from byteps_py.torch.distributed.lanes import Lane
+from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.operation import Operation
+from byteps_py.torch.distributed.places import Kind, Place, Places, lanes_for
+from byteps_py.torch.distributed.work import Surroundings
+from byteps_py.torch.dtypes import bits_of, wire_dtype
+
+#: Lanes of kinds up to this size are declared all at once: it is agreeing on them that takes time.
+_SMALL = 1 << 16
+
+
+class Reductions:
+    """Any thread; operations go in the order of the calls."""
+
+    def __init__(self, members: Members, around: Surroundings, completer: Completer) -> None:
+        self._members = members
+        self._around = around
+        self._completer = completer
+        self._lock = threading.Lock()
+        self._places = Places()
+        self._failed: deque[tuple[Kind, Place]] = deque()  # to be forgotten; works fail without the lock
+
+    def reduce(
+        self,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        how: Reduction,
+        timeout_s: float,
+    ) -> Operation:
+        """Reduce ``tensors``, of one dtype, end to end; ``outputs`` are as many of the same sizes, or none."""
+        contributions = [how.prepare(tensor) for tensor in tensors]
+        targets = [how.seen(output) for output in outputs]
+        count = sum(tensor.numel() for tensor in contributions)
+        kind = Kind(how.op, wire_dtype(contributions[0].dtype, None), (count,), how.average)
+        return self._start(what, kind, contributions, targets, list(outputs), timeout_s)
+
+    def reduce_scatter(
+        self,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        how: Reduction,
+        timeout_s: float,
+    ) -> Operation:
+        """Reduce ``tensors`` end to end, of which ``output`` is this member's even share."""
+        contributions = [how.prepare(tensor) for tensor in tensors]
+        target = how.seen(output)
+        count = sum(tensor.numel() for tensor in contributions)
+        members = self._members.count
+        kind = Kind(
+            how.op,
+            wire_dtype(target.dtype, None),
+            (members, count // members),
+            how.average,
+            scatters=True,
+        )
+        return self._start(what, kind, contributions, [target], [output], timeout_s)
+
+    def broadcast(self, what: str, tensor: torch.Tensor, root: int, timeout_s: float) -> Operation:
+        """Copy the tensor of the member at ``root`` to all. Any dtype."""
+        view = bits_of(tensor)
+        kind = Kind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
+        sends = [view] if root == self._members.position else []
+        targets = [] if sends else [view]
+        return self._start(what, kind, sends, targets, [tensor], timeout_s, device_of([tensor]))
+
+    def _start(
+        self,
+        what: str,
+        kind: Kind,
+        sends: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        outputs: list[torch.Tensor],
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> Operation:
+        where = device_of(sends) if device is None else device
+        with self._lock:
+            self._around.check()
+            while self._failed:
+                self._places.forget(*self._failed.popleft())
+            place = self._places.find(kind)
+            lane = self._lane(kind, place)
+            work = Operation(
+                self._around,
+                self._completer,
+                what,
+                lane,
+                where,
+                outputs,
+                lambda: lane.fetch(where, _end_to_end(targets)),
+                timeout_s,
+                lambda: self._failed.append((kind, place)),
+            )
+            work.number = self._around.journal.record((what, kind), lane.name)
+            lane.begin(where, _end_to_end(sends))
+            lane.occupant = work
+            return work
+
+    def _lane(self, kind: Kind, place: Place) -> Lane:
+        width = lanes_for(math.prod(kind.shape) * kind.dtype.itemsize)
+        is_first = not place.calls
+        number = place.next_lane(width)
+        while len(place.lanes) <= number or (is_first and self._is_small(kind) and len(place.lanes) < width):
+            place.lanes.append(Lane(self._members.session, self._members.mover))
+        lane = place.lanes[number]
+        self._around.vacate(lane)
+        if is_first and self._is_small(kind):
+            self._declare_all(kind, place, width)
+        elif place.declared.get(number) != kind or not lane.usable:
+            lane.declare(self._spec(kind, place, number))
+            place.declared[number] = kind
+        return lane
+
+    def _is_small(self, kind: Kind) -> bool:
+        return math.prod(kind.shape) * kind.dtype.itemsize <= _SMALL
+
+    def _declare_all(self, kind: Kind, place: Place, width: int) -> None:
+        for lane in place.lanes[:width]:
+            self._around.vacate(lane)
+        slots = self._members.session.declare([self._spec(kind, place, number) for number in range(width)])
+        for number, slot in enumerate(slots):
+            place.lanes[number].adopt(slot)
+            place.declared[number] = kind
+
+    def _spec(self, kind: Kind, place: Place, number: int) -> TensorSpec:
+        return TensorSpec(
+            f"{self._members.prefix}.{place.number}.{number}",
+            kind.dtype,
+            kind.shape,
+            kind.op,
+            kind.average,
+            kind.root,
+            group=self._members.spec_group,
+            scatters=kind.scatters,
+        )
+
+
+def _end_to_end(tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+    places = []
+    first = 0
+    for tensor in tensors:
+        places.append((first, tensor))
+        first += tensor.numel()
+    return places

@@ -1,0 +1,26 @@
+"""Makes torch.distributed know the backend "byteps". Outside ``byteps_py.torch``, which needs a torch that is loaded.
+
+torch calls ``register`` by itself (entry points ``torch.backends`` and ``torch.distributed.backends``), so that
+``dist.init_process_group("byteps")`` needs no import of this package. Any thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "byteps"
+
+
+def register() -> None:
+    """Cheap: the backend itself is imported when the first group is made. A no-op when done already, and where torch
+    was built without torch.distributed."""
+    import torch.distributed as dist
+
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(opts: Any, pg_options: Any = None) -> Any:
+    from byteps_py.torch.distributed.joining import create
+
+    return create(opts, pg_options)

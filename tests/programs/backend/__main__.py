@@ -1,0 +1,50 @@
+"""A rank that runs features one after the other, those whose names contain one of the given words, else all.
+
+Each ends with a line ``RANK: FEATURE: done``, or the process with an exception. Started by bpslaunch; the ranks meet
+through the file that BACKEND_STORE names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import byteps_py.torch as bps
+from backend.common import FEATURES
+
+MODULES = ("reductions", "collectives", "training", "parallel", "pipelines")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    settings = {"rank": int(os.environ["DMLC_WORKER_ID"]) * int(os.environ["BYTEPS_LOCAL_SIZE"])}
+    settings["rank"] += int(os.environ["BYTEPS_LOCAL_RANK"])
+    world_size = int(os.environ["DMLC_NUM_WORKER"]) * int(os.environ["BYTEPS_LOCAL_SIZE"])
+    store = f"file://{os.environ['BACKEND_STORE']}"
+    dist.init_process_group(
+        "byteps", init_method=store, world_size=world_size, timeout=timedelta(seconds=60), **settings
+    )
+    bps.init()
+    words = sys.argv[1:]
+    for module in MODULES:
+        importlib.import_module(f"backend.{module}")
+    for name, run in FEATURES.items():
+        if not words or any(word in name for word in words):
+            began = time.monotonic()
+            run()
+            os.write(1, f"{dist.get_rank()}: {name}: done in {time.monotonic() - began:.2f} s\n".encode())
+    dist.destroy_process_group()
+    bps.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Collectives that move bytes, against what they must give; waiting, futures and errors."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import byteps_py.torch as bps
+from backend.common import feature, raises, rank, same, size, values
+from backend.groups import DTYPES, OTHER_DTYPES, given, groups
+
+
+@feature
+def all_gather() -> None:
+    for group, ranks, me in groups():
+        for dtype in (*DTYPES, *OTHER_DTYPES):
+            parts = given(ranks, 3, 2, dtype=dtype)
+            outputs = [torch.empty_like(parts[0]) for _ in ranks]
+            dist.all_gather(outputs, parts[me], group=group)
+            same(outputs, parts)
+            whole = torch.empty(3 * len(ranks), 2, dtype=dtype)
+            dist.all_gather_into_tensor(whole, parts[me], group=group)
+            same([*whole.view(torch.uint8).chunk(len(ranks))], [part.view(torch.uint8) for part in parts])
+        stacked = torch.empty(len(ranks), 3, 2)
+        dist.all_gather_into_tensor(stacked, given(ranks, 3, 2)[me], group=group)
+        same([*stacked], given(ranks, 3, 2))
+        uneven = [torch.full((r + 1,), float(r)) for r in ranks]
+        outputs = [torch.empty_like(part) for part in uneven]
+        dist.all_gather(outputs, uneven[me], group=group)
+        same(outputs, uneven)
+        found: list[object] = [None] * len(ranks)
+        dist.all_gather_object(found, {"rank": rank(), "text": "x" * rank()}, group=group)
+        assert found == [{"rank": r, "text": "x" * r} for r in ranks]
+        for count in (2, 10, 100_000):  # its memory grows
+            outputs = [torch.empty(count) for _ in ranks]
+            dist.all_gather(outputs, torch.full((count,), float(rank())), group=group)
+            same(outputs, [torch.full((count,), float(r)) for r in ranks])
+
+
+@feature
+def all_to_all() -> None:
+    for group, ranks, me in groups():
+        n = len(ranks)
+        for dtype in (torch.float32, torch.bool, torch.int64):
+            parts = given(ranks, 2 * n, 3, dtype=dtype)
+            output = torch.empty(2 * n, 3, dtype=dtype)
+            dist.all_to_all_single(output, parts[me], group=group)
+            same(output, torch.cat([part[2 * me : 2 * me + 2] for part in parts]))
+        rows = [[(3 * a + b) % 4 for b in range(n)] for a in range(n)]  # from a to b; some nothing
+        parts = [values(r, sum(rows[a]), 2) for a, r in enumerate(ranks)]
+        expected = [parts[a].split(rows[a])[me] for a in range(n)]
+        due = [rows[a][me] for a in range(n)]
+        output = torch.empty(sum(due), 2)
+        dist.all_to_all_single(output, parts[me], due, rows[me], group=group)
+        same(output, torch.cat(expected))
+        outputs = [torch.empty(count, 2) for count in due]
+        dist.all_to_all(outputs, [*parts[me].split(rows[me])], group=group)
+        same(outputs, expected)
+
+
+@feature
+def gather_and_scatter() -> None:
+    for group, ranks, me in groups():
+        for root in ranks:
+            parts = given(ranks, 2, 3, dtype=torch.float16)
+            outputs = [torch.empty_like(part) for part in parts] if rank() == root else None
+            dist.gather(parts[me], outputs, root, group=group)
+            if outputs is not None:
+                same(outputs, parts)
+            inputs = given(ranks, 4, seed=root) if rank() == root else None
+            output = torch.empty(4)
+            dist.scatter(output, inputs, root, group=group)
+            same(output, given(ranks, 4, seed=root)[me])
+        found: list[object] | None = [None] * len(ranks) if rank() == ranks[-1] else None
+        dist.gather_object(("of", rank()), found, ranks[-1], group=group)
+        assert found is None or found == [("of", r) for r in ranks]
+        said = [f"from {ranks[0]}", {"n": len(ranks)}] if me == 0 else [None, None]
+        dist.broadcast_object_list(said, ranks[0], group=group)
+        assert said == [f"from {ranks[0]}", {"n": len(ranks)}]
+        mine: list[object] = [None]
+        dist.scatter_object_list(mine, [("for", r) for r in ranks], ranks[0], group=group)
+        assert mine == [("for", rank())]
+
+
+@feature
+def send_and_receive() -> None:
+    for group, ranks, me in groups():
+        n = len(ranks)
+        if n == 1:
+            continue
+        after, before = ranks[(me + 1) % n], ranks[(me - 1) % n]
+        for count in (1, 1000, 3, 0, 100_000):  # memory grows while earlier messages may still be unread
+            sent, got = torch.full((count,), float(rank())), torch.empty(count)
+            dist.send(sent, after, group=group)
+            dist.recv(got, before, group=group)
+            same(got, torch.full((count,), float(before)))
+        messages = [
+            torch.full((3 + i,), float(rank() + i)) for i in range(12)
+        ]  # more than are kept for a late receiver
+        works = [dist.isend(message, after, group=group) for message in messages]
+        inbox = [torch.empty(3 + i) for i in range(12)]
+        works += [dist.irecv(tensor, before, group=group) for tensor in inbox]
+        for work in works:
+            assert work is not None
+            work.wait()
+        same(inbox, [torch.full((3 + i,), float(before + i)) for i in range(12)])
+        ops = [
+            dist.P2POp(dist.irecv, got := torch.empty(2), before, group),
+            dist.P2POp(dist.isend, torch.full((2,), rank() * 1.0), after, group),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        same(got, torch.full((2,), float(before)))
+
+
+@feature
+def tags_and_any_source() -> None:
+    _, ranks, me = next(groups())
+    after, before = (me + 1) % size(), (me - 1) % size()
+    dist.send(torch.tensor([1.0]), after, tag=1)
+    dist.send(torch.tensor([2, 2]), after, tag=2)
+    one, two = torch.empty(1), torch.empty(2, dtype=torch.int64)
+    dist.recv(two, before, tag=2)
+    dist.recv(one, before, tag=1)
+    same([one, two], [torch.tensor([1.0]), torch.tensor([2, 2])])
+    if me:
+        dist.send(torch.tensor([float(me)]), 0)
+        dist.send(torch.tensor([10.0 * me, me]), 0)
+    else:
+        seen = []
+        for _ in ranks[1:]:
+            tensor = torch.empty(1)
+            seen.append(dist.recv(tensor))
+            assert tensor.item() == seen[-1]
+            more = torch.empty(2)
+            dist.recv(more, seen[-1])
+            same(more, torch.tensor([10.0 * seen[-1], seen[-1]]))
+        assert sorted(seen) == ranks[1:]
+    dist.barrier()
+
+
+@feature
+def barriers() -> None:
+    for group, _, _ in groups():
+        dist.barrier(group)
+        work = dist.barrier(group, async_op=True)
+        assert work is not None
+        work.wait()
+        group.monitored_barrier(timedelta(seconds=30))
+    if rank() != size() - 1:
+        world = dist.group.WORLD
+        assert world is not None
+        text = f"rank {size() - 1} did not come" if rank() == 0 else "has not let rank"
+        raises(bps.StallError, text, lambda: world.monitored_barrier(timedelta(seconds=0.5)))
+    dist.barrier()
+
+
+@feature
+def work_and_futures() -> None:
+    _, ranks, me = next(groups())
+    tensor = torch.full((6,), float(me))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    assert work.wait(timedelta(seconds=60)) is True
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    same(work.result(), [tensor])
+    tensor = torch.full((6,), float(me))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    other = torch.full((3,), float(me))
+
+    def callback(future: torch.futures.Future[list[torch.Tensor]]) -> float:
+        dist.all_reduce(other)  # on a thread of the pool, and while it waits for others
+        return future.value()[0][0].item() + other[0].item()
+
+    assert work.get_future().then(callback).wait() == 2 * sum(ranks)
+    got = torch.empty(1)
+    work = dist.irecv(got, (me - 1) % size())
+    assert work is not None
+    dist.send(torch.tensor([float(me)]), (me + 1) % size())
+    work.wait()
+    assert work._source_rank() == (me - 1) % size()
+
+
+@feature
+def errors() -> None:
+    _, _, me = next(groups())
+    for again in range(2):
+        raises(bps.MismatchError, "float32", lambda: dist.all_reduce(torch.ones(2000 + 10 * again + me)))  # noqa: B023
+        raises(bps.MismatchError, "rank", lambda: dist.broadcast(torch.ones(2000), me))
+        tensor = torch.ones(3 + again)
+        dist.all_reduce(tensor)
+        same(tensor, torch.full((3 + again,), float(size())))
+    work = dist.all_reduce(torch.ones(3000 + me), async_op=True)
+    assert work is not None
+    raises(RuntimeError, "MismatchError", work.get_future().wait)
+    assert isinstance(work.exception(), bps.MismatchError)
+    assert work.is_completed()
+    assert not work.is_success()
+    group = dist.new_group()
+    for count in (3, 4):
+        dist.all_reduce(torch.ones(count), group=group)
+    text = "operation 3 of a process group"  # what both know already is found out a moment later
+    raises(bps.MismatchError, text, lambda: dist.all_reduce(torch.ones(3 if me else 4), group=group))
+    raises(bps.MismatchError, text, lambda: dist.all_reduce(torch.ones(3), group=group))
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    if me == 0:
+        raises(bps.StallError, "not complete within 0.3 s", lambda: dist.all_reduce(torch.ones(5), group=group))
+    dist.barrier()
+    if me:
+        dist.all_reduce(torch.ones(5), group=group)
+    sparse = torch.eye(3).to_sparse()
+    raises(bps.UsageError, "sparse", lambda: dist.group.WORLD.allreduce([sparse]))  # type: ignore[union-attr]
+    raises(bps.UsageError, "times as large", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(5)))
+
+
+@feature
+def with_the_own_interface() -> None:
+    assert bps.is_initialized()
+    assert (bps.rank(), bps.size()) == (rank(), size())
+    same(
+        bps.push_pull(torch.full((3,), float(rank())), average=False, name="own"),
+        torch.full((3,), sum(range(size())) * 1.0),
+    )

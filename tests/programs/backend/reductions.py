@@ -1,0 +1,187 @@
+"""Collectives that reduce, against what they must give, computed here from what every rank is known to have given."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+import byteps_py.torch as bps
+from backend.common import feature, raises, rank, same, size, values
+from backend.groups import DTYPES, OTHER_DTYPES, given, groups
+
+
+@feature
+def all_reduce() -> None:
+    for group, ranks, me in groups():
+        for dtype in DTYPES:
+            parts = given(ranks, 3, 5, dtype=dtype)
+            stacked = torch.stack(parts)
+            total = stacked.sum(0, dtype=dtype)
+            average = total / len(ranks) if dtype.is_floating_point else total // len(ranks)
+            for op, expected in (
+                (dist.ReduceOp.SUM, total),
+                (dist.ReduceOp.AVG, average.to(dtype)),
+                (dist.ReduceOp.MIN, stacked.amin(0)),
+                (dist.ReduceOp.MAX, stacked.amax(0)),
+            ):
+                tensor = parts[me].clone()
+                dist.all_reduce(tensor, op, group=group)
+                if not (op == dist.ReduceOp.AVG and len(ranks) == 3):
+                    same(tensor, expected)
+        parts = given(ranks, 4)
+        tensor = parts[me].clone()
+        dist.all_reduce(tensor, dist.ReduceOp.PRODUCT, group=group)
+        same(tensor, torch.stack(parts).prod(0))
+        tensor = parts[me].clone()
+        dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5), group=group)
+        same(tensor, torch.stack(parts).sum(0) / 2)
+
+
+@feature
+def all_reduce_of_other_dtypes_and_operations() -> None:
+    for group, ranks, me in groups():
+        bits = given(ranks, 6, dtype=torch.int64)
+        for op, fold in (
+            (dist.ReduceOp.BAND, torch.bitwise_and),
+            (dist.ReduceOp.BOR, torch.bitwise_or),
+            (dist.ReduceOp.BXOR, torch.bitwise_xor),
+        ):
+            expected = bits[0]
+            for other in bits[1:]:
+                expected = fold(expected, other)
+            tensor = bits[me].clone()
+            dist.all_reduce(tensor, op, group=group)
+            same(tensor, expected)
+        flags = given(ranks, 9, dtype=torch.bool)
+        for op, expected in (
+            (dist.ReduceOp.MAX, torch.stack(flags).any(0)),
+            (dist.ReduceOp.MIN, torch.stack(flags).all(0)),
+        ):
+            tensor = flags[me].clone()
+            dist.all_reduce(tensor, op, group=group)
+            same(tensor, expected)
+        waves = given(ranks, 5, dtype=torch.complex64)
+        tensor = waves[me].clone()
+        dist.all_reduce(tensor, group=group)
+        same(tensor, torch.stack(waves).sum(0))
+        impossible = functools.partial(dist.all_reduce, torch.ones(2), dist.ReduceOp.BAND, group)
+        raises(bps.UsageError, "can't be reduced", impossible)
+
+
+@feature
+def shapes_and_memory() -> None:
+    _, ranks, me = next(groups())
+    for shape in ((), (0,), (1,), (2, 0, 3), (70_001,)):
+        tensor = torch.full(shape, float(me + 1))
+        dist.all_reduce(tensor)
+        same(tensor, torch.full(shape, float(sum(r + 1 for r in ranks))))
+    parts = given(ranks, 4, 6)
+    tensor = parts[me].clone().t()
+    dist.all_reduce(tensor)
+    same(tensor, torch.stack(parts).sum(0).t())
+    outputs = [torch.empty(4, 6).t() for _ in ranks]
+    dist.all_gather(outputs, parts[me].t())
+    same(outputs, [part.t() for part in parts])
+    whole = torch.empty(6, 4 * len(ranks)).t()
+    dist.all_gather_into_tensor(whole, parts[me])
+    same(whole, torch.cat(parts))
+    leaf = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        dist.all_reduce(leaf)
+    same(leaf, torch.full((3,), float(size())))
+
+
+@feature
+def many_sizes_and_many_in_flight() -> None:
+    _, ranks, me = next(groups())
+    for count in [*range(1, 270), *range(1, 20)]:
+        tensor = torch.full((count,), float(me))
+        dist.all_reduce(tensor)
+        assert tensor.sum().item() == count * sum(ranks)
+    tensors = [torch.full((7,), float(me + i)) for i in range(40)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+    same(tensors, [torch.full((7,), float(sum(ranks) + len(ranks) * i)) for i in range(40)])
+    gathered = [[torch.empty(5) for _ in ranks] for _ in range(20)]
+    gathers = [
+        dist.all_gather(outputs, torch.full((5,), me + i * 1.0), async_op=True) for i, outputs in enumerate(gathered)
+    ]
+    for work in reversed(gathers):
+        work.wait()
+    for i, outputs in enumerate(gathered):
+        same(outputs, [torch.full((5,), r + i * 1.0) for r in ranks])
+
+
+@feature
+def broadcast_and_reduce() -> None:
+    for group, ranks, me in groups():
+        for root, dtype in zip([*ranks, *ranks, *ranks], [*DTYPES, *OTHER_DTYPES], strict=False):
+            parts = given(ranks, 2, 3, dtype=dtype)
+            tensor = parts[me].clone()
+            dist.broadcast(tensor, root, group=group)
+            same(tensor, parts[ranks.index(root)])
+        for root in ranks:
+            parts = given(ranks, 5, seed=2)
+            tensor = parts[me].clone()
+            dist.reduce(tensor, root, group=group)
+            same(tensor, torch.stack(parts).sum(0) if rank() == root else parts[me])
+
+
+@feature
+def reduce_scatter() -> None:
+    for group, ranks, me in groups():
+        n = len(ranks)
+        for dtype in DTYPES:
+            parts = given(ranks, 2 * n, 3, dtype=dtype)
+            total = torch.stack(parts).sum(0, dtype=dtype)
+            output = torch.empty(2, 3, dtype=dtype)
+            dist.reduce_scatter_tensor(output, parts[me].clone(), group=group)
+            same(output, total[2 * me : 2 * me + 2])
+            dist.reduce_scatter(output, [*parts[me].clone().chunk(n)], group=group)
+            same(output, total[2 * me : 2 * me + 2])
+        output = torch.empty(2, 3)
+        parts = given(ranks, 2 * n, 3, seed=1)
+        dist.reduce_scatter_tensor(output, parts[me], dist.ReduceOp.MAX, group=group)
+        same(output, torch.stack(parts).amax(0)[2 * me : 2 * me + 2])
+        bits = [part.long() for part in parts]
+        whole = torch.empty(2, 3, dtype=torch.int64)
+        dist.reduce_scatter_tensor(whole, bits[me], dist.ReduceOp.BOR, group=group)
+        expected = bits[0]
+        for other in bits[1:]:
+            expected = expected | other
+        same(whole, expected[2 * me : 2 * me + 2])
+        sizes = [r + 1 for r in range(n)]
+        uneven = given(ranks, sum(sizes))
+        output = torch.empty(sizes[me])
+        dist.reduce_scatter(output, [*uneven[me].split(sizes)], group=group)
+        same(output, torch.stack(uneven).sum(0).split(sizes)[me])
+
+
+@feature
+def coalesced() -> None:
+    for group, ranks, me in groups():
+        n = len(ranks)
+        mixed = [values(rank(), 3), values(rank(), 2, dtype=torch.int64), values(rank(), 4, 2)]
+        with dist._coalescing_manager(group):
+            for tensor in mixed:
+                dist.all_reduce(tensor, group=group)
+        expected = [
+            torch.stack([values(r, *tensor.shape, dtype=tensor.dtype) for r in ranks]).sum(0) for tensor in mixed
+        ]
+        same(mixed, expected)
+        inputs = [values(rank(), 3), values(rank() + 7, 2, 2)]
+        outputs = [torch.empty(3 * n), torch.empty(2 * n, 2)]
+        with dist._coalescing_manager(group):
+            for output, input in zip(outputs, inputs, strict=True):
+                dist.all_gather_into_tensor(output, input, group=group)
+        same(outputs, [torch.cat([values(r, 3) for r in ranks]), torch.cat([values(r + 7, 2, 2) for r in ranks])])
+        parts = [[values(r, 2 * n), values(r + 9, n, 3)] for r in ranks]
+        shares = [torch.empty(2), torch.empty(1, 3)]
+        with dist._coalescing_manager(group):
+            for share, whole in zip(shares, parts[me], strict=True):
+                dist.reduce_scatter_tensor(share, whole, group=group)
+        totals = [torch.stack([part[i] for part in parts]).sum(0) for i in range(2)]
+        same(shares, [totals[0][2 * me : 2 * me + 2], totals[1][me : me + 1]])

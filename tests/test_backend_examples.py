@@ -1,0 +1,50 @@
+"""The examples of torch.distributed, under torchrun; the first one on two machines with a CPU machine, too."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support.breaking import Job, command, launch
+from support.clusters import ROOT
+
+from byteps_py.launch.cluster import free_port
+
+QUIET = {"PYTHONWARNINGS": "ignore"}
+
+
+def torchrun(*arguments: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
+    return command(sys.executable, "-m", "torch.distributed.run", *arguments, **QUIET, **environ)
+
+
+def assert_learned(text: str, ranks: int) -> None:
+    found = re.findall(rf"^step \d+: mean loss ([\d.]+) on {ranks} ranks", text, re.MULTILINE)
+    assert len(found) == 2, text
+    first, last = map(float, found)
+    assert last < first / 2, text
+
+
+@pytest.mark.parametrize("name", ["torch_ddp", "torch_fsdp2", "torch_tp", "torch_pp"])
+def test_on_one_machine(name: str, tmp_path: Path) -> None:
+    arguments = ["--checkpoint", str(tmp_path / "saved")] if name == "torch_fsdp2" else []
+    with torchrun("--nproc-per-node=2", str(ROOT / "examples" / f"{name}.py"), *arguments) as job:
+        assert job.end() == 0, job.text
+    assert_learned(job.text, 2)
+    assert not arguments or (tmp_path / "saved" / ".metadata").exists()
+
+
+def test_on_two_machines_with_a_cpu_machine() -> None:
+    port = free_port()
+    number = {"DMLC_NUM_SERVER": "1"}
+    by_hand = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port + 1), "DMLC_NUM_WORKER": "2"}
+    where = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    program = str(ROOT / "examples" / "torch_ddp.py")
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(launch("", DMLC_ROLE="server", **by_hand, **number))]
+        agents = (torchrun(*where, f"--node-rank={index}", program, **number) for index in ("0", "1"))
+        jobs += map(stack.enter_context, agents)
+        assert [job.end() for job in jobs] == [0, 0, 0], "\n".join(job.text for job in jobs)
+    assert_learned(jobs[1].text, 2)

@@ -1,0 +1,34 @@
+"""Everything that torch builds on torch.distributed, on the backend "byteps": each feature on 1 and 2 machines, with 0
+and 2 summation servers. One job of 4 ranks runs all features of tests/programs/backend one after the other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.clusters import ROOT, bpslaunch
+
+PROGRAMS = ROOT / "tests" / "programs"
+FEATURES = [
+    f"{path.stem}.{name}"
+    for path in sorted((PROGRAMS / "backend").glob("*.py"))
+    for name in re.findall(r"^@feature\ndef (\w+)\(", path.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("machines", "ranks", "servers"), [(1, 4, 0), (1, 4, 2), (2, 2, 0), (2, 2, 2)])
+def test_all_features(machines: int, ranks: int, servers: int, tmp_path: Path) -> None:
+    options = ["-np", str(ranks), "--machines", str(machines), "--servers", str(servers)]
+    run = bpslaunch(
+        options,
+        ["-m", "backend"],
+        timeout_s=250,
+        PYTHONPATH=str(PROGRAMS),
+        PYTHONWARNINGS="ignore",
+        BACKEND_STORE=str(tmp_path / "store"),
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    done = re.findall(r"^\d: ([\w.]+): done in ", run.stdout, re.MULTILINE)
+    assert sorted(done) == sorted(FEATURES * 4), run.stdout + run.stderr

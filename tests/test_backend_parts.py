@@ -1,0 +1,138 @@
+"""Parts of the backend that need no job: which place an operation gets, what a reduce operation means, the threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from byteps_py.errors import UsageError
+from byteps_py.tensors import DType, Op
+from byteps_py.torch.distributed.arguments import Landing, kind_of, octets, reduction_of, seconds
+from byteps_py.torch.distributed.direct import roomy
+from byteps_py.torch.distributed.places import Kind, Place, Places, lanes_for
+from byteps_py.torch.distributed.threads import Pool
+
+WAIT_S = 30.0
+
+
+def kind(count: int, op: Op = Op.SUM) -> Kind:
+    return Kind(op, DType.FLOAT32, (count,))
+
+
+def numbers(places: Places, kinds: list[Kind]) -> list[int]:
+    return [places.find(each).number for each in kinds]
+
+
+def test_kinds_get_places_in_the_order_of_their_first_call() -> None:
+    assert numbers(Places(), [kind(3), kind(4), kind(3), kind(3, Op.MAX), kind(4)]) == [0, 1, 0, 2, 1]
+
+
+def test_the_kind_used_longest_ago_gives_up_its_place() -> None:
+    places = Places(limit=2)
+    assert numbers(places, [kind(1), kind(2), kind(1), kind(3), kind(1), kind(2)]) == [0, 1, 0, 1, 0, 1]
+
+
+def test_a_place_that_changes_hands_begins_with_its_first_lane() -> None:
+    places = Places(limit=1)
+    first = places.find(kind(1))
+    assert [first.next_lane(2) for _ in range(3)] == [0, 1, 0]
+    second = places.find(kind(2))
+    assert second is first
+    assert second.next_lane(2) == 0
+
+
+def test_members_that_disagreed_go_on_alike() -> None:
+    one, other = Places(), Places()
+    numbers(one, [kind(1), kind(2)])
+    numbers(other, [kind(1), kind(3)])
+    one.forget(kind(2), one.find(kind(2)))
+    other.forget(kind(3), other.find(kind(3)))
+    calls = [kind(2), kind(3), kind(1)]
+    assert numbers(one, calls) == numbers(other, calls) == [1, 2, 0]
+
+
+def test_a_place_is_forgotten_by_its_holder_only() -> None:
+    places = Places()
+    places.find(kind(1))
+    places.forget(kind(1), Place(0))
+    assert numbers(places, [kind(1), kind(2)]) == [0, 1]
+
+
+def test_large_operations_have_few_lanes() -> None:
+    assert [lanes_for(nbytes) for nbytes in (0, 1 << 23, 1 << 25)] == [4, 4, 2]
+
+
+def test_room_grows_in_steps() -> None:
+    assert roomy(1) == 4096
+    for nbytes in (4096, 5000, 100_000, 123_456_789):
+        assert nbytes <= roomy(nbytes) <= nbytes * 1.25 + 4096
+
+
+def test_reduce_operations() -> None:
+    assert reduction_of(dist.ReduceOp.AVG, torch.float32).average
+    assert reduction_of(dist.ReduceOp(dist.ReduceOp.MAX), torch.int8).op is Op.MAX
+    assert reduction_of(dist._make_nccl_premul_sum(0.25), torch.float32).factor == 0.25
+    assert reduction_of(dist.ReduceOp.SUM, torch.complex128).view is torch.float64
+    assert reduction_of(dist.ReduceOp.SUM, torch.uint16).view is torch.int16
+    assert reduction_of(dist.ReduceOp.BXOR, torch.int32).fold is torch.bitwise_xor
+    assert kind_of(dist.ReduceOp.RedOpType.MIN)[0] == dist.ReduceOp.RedOpType.MIN
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        (dist.ReduceOp.BAND, torch.float32),
+        (dist.ReduceOp.MAX, torch.complex64),
+        (dist.ReduceOp.MIN, torch.uint16),
+        (dist.ReduceOp.AVG, torch.bool),
+        (dist.ReduceOp.SUM, torch.float8_e4m3fn),
+    ],
+)
+def test_impossible_reductions(op: dist.ReduceOp, dtype: torch.dtype) -> None:
+    with pytest.raises(UsageError, match=f"{dtype} can't be reduced with"):
+        reduction_of(op, dtype)
+
+
+def test_options_without_a_timeout_take_the_group_s() -> None:
+    assert seconds(dist.AllreduceOptions(), 5.0) == 5.0
+    assert seconds(None, 5.0) == 5.0
+
+
+def test_bytes_of_any_tensor() -> None:
+    source = torch.arange(6).view(2, 3) * (1 + 2j)
+    target = torch.empty(3, 2, dtype=torch.complex64).t()
+    landing = Landing(target)
+    landing.memory.copy_(octets(source.conj()))
+    landing.land()
+    assert torch.equal(target, source.conj())
+
+
+def test_tasks_that_wait_for_each_other_run_at_once() -> None:
+    pool, met = Pool("test"), threading.Barrier(3)
+    modes: list[bool] = []
+
+    def task() -> None:
+        met.wait(WAIT_S)
+        modes.append(torch.is_grad_enabled())
+
+    for _ in range(2):
+        pool.run(task)
+    met.wait(WAIT_S)
+    pool.close()
+    assert modes == [False, False]
+
+
+def test_a_failing_task_is_logged_and_its_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    pool, done = Pool("test"), threading.Event()
+
+    def fail() -> None:
+        raise ValueError("a callback of yours")
+
+    pool.run(fail)
+    pool.run(done.set)
+    assert done.wait(WAIT_S)
+    pool.close()
+    assert "a callback of yours" in caplog.text

@@ -1,0 +1,142 @@
+"""Ranks that have no more data, on one machine: who votes, what is summed, what servers are told."""
+
+from __future__ import annotations
+
+from support.worker_core import slot, spec, tensor
+
+from byteps_py.errors import UsageError
+from byteps_py.tensors import Op, TensorSpec
+from byteps_py.worker.actions import Compute, Done, Fail, Push, Release, SendBallot
+from byteps_py.worker.agreement import Agreement
+from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.pipeline import Pipeline
+from byteps_py.worker.tensor import RankSlot, Tensor
+
+OLD, NEW = spec(4), spec(5)
+ERROR = UsageError("tensor 'w': …")
+
+
+def agreed(local_size: int, what: TensorSpec = OLD) -> tuple[Agreement, Tensor]:
+    agreement = Agreement(local_size)
+    for rank in range(local_size):
+        agreement.declare(slot(rank, what))
+    made, _, _ = agreement.accepted("w", 1, what)
+    assert made is not None
+    return agreement, made
+
+
+# ---- votes -------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_the_vote_of_a_rank_that_has_joined() -> None:
+    agreement = Agreement(2)
+    assert agreement.declare(slot(0, OLD)) == []
+    assert agreement.join(1) == [SendBallot("w", 1, 0, ((OLD, (0,)),))]
+    made, _, _ = agreement.accepted("w", 1, OLD)
+    assert made is not None
+    assert [each.local_rank for each in made.slots] == [0]
+
+
+def test_a_vote_that_was_cast_counts() -> None:
+    agreement = Agreement(2)
+    agreement.declare(slot(1, OLD))
+    assert agreement.join(1) == []
+    assert agreement.declare(slot(0, OLD)) == [SendBallot("w", 1, 0, ((OLD, (0, 1)),))]
+
+
+def test_a_machine_whose_ranks_have_all_joined_takes_part_without_any() -> None:
+    agreement, made = agreed(1)
+    agreement.join(0)
+    made.joined, made.slots = made.slots, ()
+    new, old, (fail,) = agreement.accepted("w", 2, NEW)
+    assert new is not None
+    assert new.slots == ()
+    assert old is made
+    assert isinstance(fail, Fail)
+    assert fail.slots == made.joined  # its rank would have to declare it again
+
+
+def test_once_all_have_joined_everything_is_void_and_generations_go_on() -> None:
+    agreement, made = agreed(2)
+    later = slot(0, NEW)
+    agreement.declare(later)
+    for rank in range(2):
+        agreement.join(rank)
+    actions, tensors = agreement.start_anew(ERROR)
+    (fail,) = actions
+    assert isinstance(fail, Fail)
+    assert set(fail.slots) == {*made.slots, later}
+    assert tensors == [made]
+    assert agreement.tensors() == []
+    agreement.declare(slot(0, OLD))
+    assert agreement.declare(slot(1, OLD))[-1] == SendBallot("w", 2, 0, ((OLD, (0, 1)),))
+
+
+# ---- what can't do without a rank --------------------------------------------------------------------------------
+
+
+def test_a_tensor_ends_after_the_last_round_that_the_rank_takes_part_in() -> None:
+    agreement, made = agreed(2)
+    assert not agreement.end_after(made, 1, ERROR)
+    made.round = 2  # delivered
+    assert agreement.ended(made) == [Fail(made.slots, ERROR)]
+    assert agreement.tensors() == []
+    again = slot(0, OLD)
+    assert Fail((again,), ERROR) in agreement.declare(again)  # what others learn from the round that they wait for
+    other = slot(1, NEW)
+    assert not any(isinstance(action, Fail) for action in agreement.declare(other))  # it never wanted that round
+
+
+# ---- rounds ------------------------------------------------------------------------------------------------------
+
+
+def begun(made: Tensor, machines: int) -> Pipeline:
+    made.machines = machines
+    pipeline = Pipeline(4, PushQueue(0))
+    pipeline.start(made, [(0, made.spec.nbytes, 5)], 0.0)
+    return pipeline
+
+
+def give(pipeline: Pipeline, each: RankSlot) -> list[object]:
+    return list(pipeline.ready(each, each.round + 1, each.spec.nbytes, 0.0))
+
+
+def test_who_has_joined_is_left_out_of_the_local_sum_even_if_others_wait_already() -> None:
+    what = spec(4, average=True)
+    slots = [slot(0, what), slot(1, what), slot(2, what)]
+    made = tensor(slots)
+    pipeline = begun(made, machines=1)
+    assert give(pipeline, slots[0]) == []
+    assert give(pipeline, slots[2]) == []
+    (part,) = made.parts
+    expected = Compute(part, Op.SUM, (10_000, 30_000), (10_000, 30_000), 4)  # the average is of all ranks
+    assert pipeline.leave_out(slots[1], 0.0) == [expected]
+    assert pipeline.computed(part, 0.0) == [Done(made, ((0, slots[0].id, 1), (2, slots[2].id, 1)))]
+
+
+def test_a_round_that_was_handed_over_before_counts() -> None:
+    slots = [slot(0), slot(1)]
+    made = tensor(slots)
+    pipeline = begun(made, machines=1)
+    give(pipeline, slots[1])
+    assert pipeline.leave_out(slots[1], 0.0) == []
+    (compute,) = give(pipeline, slots[0])
+    assert isinstance(compute, Compute)
+    assert compute.inputs == (10_000, 20_000)
+    (done,) = pipeline.computed(made.parts[0], 0.0)
+    assert isinstance(done, Done)
+    assert len(done.slots) == 2
+    (compute,) = give(pipeline, slots[0])
+    assert isinstance(compute, Compute)
+    assert compute.inputs == (10_000,)
+
+
+def test_a_machine_without_data_says_so_round_by_round() -> None:
+    only = slot(0, inputs=2)
+    made = tensor([only])
+    pipeline = begun(made, machines=2)
+    (part,) = made.parts
+    assert pipeline.leave_out(only, 0.0) == [Push(part, 1)]
+    assert not made.contributes
+    assert pipeline.answered(part, 1, 0, 0.0) == [Done(made, ()), Push(part, 2)]
+    assert Release((only,), made) in pipeline.retire(made, 0.0)

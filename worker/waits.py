@@ -1,0 +1,79 @@
+"""What local ranks wait for, and whether it can still come. Owned by the loop's thread; time is an argument."""
+
+from __future__ import annotations
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.worker.agreement import Agreement
+from byteps_py.worker.desk import Desk
+from byteps_py.worker.direct import Direct
+from byteps_py.worker.requests import Requests, describe_waiting
+from byteps_py.worker.tensor import RankSlot
+
+#: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
+DEPARTURE_GRACE_S = 1.0
+
+
+class Waits:
+    """``stay``: the service waits for ranks that come back; then a rank has left only when its process has ended."""
+
+    def __init__(self, requests: Requests, agreement: Agreement, direct: Direct, desk: Desk, stay: bool) -> None:
+        self._requests = requests
+        self._agreement = agreement
+        self._direct = direct
+        self._desk = desk
+        self._stay = stay
+        self._departed: list[tuple[float, str, set[int]]] = []
+
+    def departed(self, now: float, sentence: str, ranks: set[int]) -> None:
+        """These ranks of other machines have shut down."""
+        self._departed.append((now, sentence, ranks))
+
+    def longer_than(self, age_s: float, now: float) -> list[pb.Waiting]:
+        """Tensors, and a barrier without a name, that local ranks have waited for longer than ``age_s``."""
+        first_rank = self._requests.topology.first_rank
+        found = []
+
+        def add(name: str, round_: int, slots: list[RankSlot]) -> None:
+            age = max((now - slot.ready_since for slot in slots), default=0.0)
+            if age > age_s:
+                ready = [first_rank + slot.local_rank for slot in slots]
+                groups = {slot.spec.group for slot in slots}  # while they are not agreed, they may differ
+                group = () if () in groups else sorted(set().union(*groups))
+                found.append(pb.Waiting(name=name, round=round_, ready_ranks=ready, age_s=age, group=group))
+
+        for name, slots in self._agreement.undecided():
+            add(name, 0, slots)
+        for tensor in self._agreement.tensors():
+            add(tensor.name, tensor.round, [slot for slot in tensor.slots if slot.waits])
+        for channel, member in self._direct.members():
+            add(channel.spec.name, member.round, [member.slot] if member.slot.waits else [])
+        there, waited_s = self._requests.at_barrier()
+        if there and waited_s > age_s:
+            found.append(pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s))
+        return found
+
+    def vain(self, now: float) -> tuple[str, bool]:
+        """Why ranks wait for others that have shut down, when what these gave before has come to its end; else empty.
+        Also whether the other machines may not know."""
+        here = self._requests
+        topology = here.topology
+        left = {rank: since for rank, since in self._left.items() if now - since > DEPARTURE_GRACE_S}
+        departed = [each for each in self._departed if now - each[0] > DEPARTURE_GRACE_S]
+        if here.joining.here and (left or departed):
+            joined = topology.describe_ranks(sorted(here.joining.here))
+            who = f"{topology.describe_ranks(sorted(left))} shut down" if left else departed[0][1]
+            return f"join(): {joined} wait for all others to join, but {who}", True
+        if not (left or departed) or here.executor.idle_s(now) < DEPARTURE_GRACE_S:
+            return "", False
+        for waiting in self.longer_than(DEPARTURE_GRACE_S, now):
+            group = set(waiting.group or range(topology.size))
+            for _, sentence, ranks in departed:
+                if group & ranks:
+                    return f"{describe_waiting(waiting)}, but {sentence}", False
+            if ours := [rank for rank in left if topology.first_rank + rank in group]:
+                return f"{describe_waiting(waiting)}, but {topology.describe_ranks(ours)} shut down", True
+        return "", False
+
+    @property
+    def _left(self) -> dict[int, float]:
+        return self._desk.gone if self._stay else self._desk.left
