@@ -4,9 +4,9 @@ Start with api.py (what a script calls) and optimizer.py (what most scripts use)
 
     api, allreduce, broadcasts, scatter ─ ops ─ handles ┐
     gathers ─ collectives ─ ops;  functions ─ ops       │
-    optimizer ─ hooks ┐                                 ├─ context ─ exchange ─ Session (byteps_py.session)
+    optimizer ─ hooks ──────┐                           ├─ context ─ exchange ─ Session (byteps_py.session)
     parallel ───────────────┴ buckets ─ bucket, layout ─┘            └ cuda
-    cross_barrier ─ pending ─ hooks;  adasum_optimizer ─ adasum;  elastic
+    cross_barrier ─ pending ─ hooks;  adasum_optimizer ─ adasum;  elastic;  distributed (the torch.distributed backend)
 """
 
 from byteps_py.errors import (
