@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from byteps_py.channel import Channel
@@ -135,7 +136,8 @@ class RemoteSession(Session):
         request = self._requests
         with self._state:
             self._asked[request] = specs
-        self._send(protocol.pack(Kind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in specs]))
+        told = [replace(spec, name=f"{spec.name}#{self.incarnation}") if self.incarnation else spec for spec in specs]
+        self._send(protocol.pack(Kind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in told]))
         self._wait_until(
             lambda: request in self._declared,
             _PATIENCE_S,
