@@ -65,8 +65,8 @@ class Sights:
     def _say(self, rank: RankConnection, what: str) -> None:
         who = self._describe(rank.local_rank, rank.pid)
         if rank.rounds:
-            ago_s = time.monotonic() - rank.last_done_s
-            last = f"has got {count_text(rank.rounds, 'result')}, the last {ago_s:.1f} s ago ({self._name_of(rank.last_slot)})"
+            ago_s, name = time.monotonic() - rank.last_done_s, self._name_of(rank.last_slot)
+            last = f"has got {count_text(rank.rounds, 'result')}, the last {ago_s:.1f} s ago ({name})"
         else:
             last = "has not got any result yet"
         self._tell(rank.local_rank, f"{who} {last}; {what}")
