@@ -218,8 +218,10 @@ class LastRound(_message.Message):
     def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Idle(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("direct_round",)
+    DIRECT_ROUND_FIELD_NUMBER: _ClassVar[int]
+    direct_round: int
+    def __init__(self, direct_round: _Optional[int] = ...) -> None: ...
 
 class Measured(_message.Message):
     __slots__ = ("turn", "mbit")
@@ -364,10 +366,12 @@ class Release(_message.Message):
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
 class AllJoined(_message.Message):
-    __slots__ = ("last",)
+    __slots__ = ("last", "direct_round")
     LAST_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_ROUND_FIELD_NUMBER: _ClassVar[int]
     last: int
-    def __init__(self, last: _Optional[int] = ...) -> None: ...
+    direct_round: int
+    def __init__(self, last: _Optional[int] = ..., direct_round: _Optional[int] = ...) -> None: ...
 
 class Stalled(_message.Message):
     __slots__ = ("message",)

@@ -63,6 +63,7 @@ class Direct:
         self._local_piece_bytes = local_piece_bytes
         self._queue = queue
         self._channels: dict[int, Channel] = {}
+        self._before = 0  # rounds up to this one were before all ranks joined
         self._early: dict[int, list[Request]] = {}
         self._by_slot: dict[int, tuple[Channel, Member]] = {}  # by its id
 
@@ -87,6 +88,7 @@ class Direct:
         position = channel.ranks.index(rank)
         member = channel.members.get(position)
         if member is None:
+            slot.round = self._before
             member = channel.members[position] = Member(position, slot)
             self._by_slot[slot.id] = (channel, member)
             return []
@@ -186,12 +188,17 @@ class Direct:
         member.slot.ready_bytes = -1
         member.due = {}
 
-    def start_anew(self) -> list[RankSlot]:
-        """All ranks have joined, and none waits: nothing is declared any more. Returns the slots."""
+    def start_anew(self, round_: int) -> list[RankSlot]:
+        """All ranks have joined, and none waits: nothing is declared any more. Returns the slots. All names go on with
+        the round after ``round_``: a machine that hears of this earlier may ask for it already."""
+        self._before = round_
+        early = [*self._early.values(), *(channel.requests for channel in self._channels.values())]
         slots = [slot for _, m in self.members() for slot in (m.slot, *(old for _, old in m.outgrown))]
         self._channels.clear()
         self._by_slot.clear()
         self._early.clear()
+        for request in (request for requests in early for request in requests if request.round > round_):
+            self._early.setdefault(request.key, []).append(request)
         return slots
 
     # ---- questions -------------------------------------------------------------------------------------
@@ -295,6 +302,8 @@ class Direct:
     def _serve(self, channel: Channel, request: Request) -> list[DirectAction]:
         if request.source not in channel.ranks or (request.target != ALL and request.target not in channel.ranks):
             raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} or {request.target} has no part")
+        if request.round <= self._before:
+            return []  # of a round that was abandoned before all ranks joined
         position = channel.ranks.index(request.source)
         if position not in channel.here:
             raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} is not a rank of this machine")

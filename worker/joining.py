@@ -134,14 +134,15 @@ class Joining:
         direct = any(member.slot.waits for _, member in self._direct.members())
         if not direct and not self._agreement.is_awaited():
             self._executor.after_run = None
-            self._send(pb.MemberMessage(idle=pb.Idle()))
+            round_ = max((member.round for _, member in self._direct.members()), default=0)
+            self._send(pb.MemberMessage(idle=pb.Idle(direct_round=round_)))
 
-    def all_joined(self, last: int) -> None:
+    def all_joined(self, last: int, direct_round: int) -> None:
         """Every rank has joined, rank ``last`` as the last one: all goes on, with nothing declared."""
         self.here.clear()
         error = "tensor declared before all ranks joined (join()): declare it again"
         self._last_direct.clear()
-        void, self._void = self._void, self._direct.start_anew()
+        void, self._void = self._void, self._direct.start_anew(direct_round)
         actions, tensors = self._agreement.start_anew(UsageError(error))
         self._executor.run([*actions, Release(tuple(void)), *fail_all(self._void, UsageError(error))])
         for tensor in tensors:

@@ -154,7 +154,7 @@ class Service:
         elif body == "joined" and self._requests is not None:
             self._requests.joining.told(message.joined)
         elif body == "all_joined" and self._requests is not None:
-            self._requests.joining.all_joined(message.all_joined.last)
+            self._requests.joining.all_joined(message.all_joined.last, message.all_joined.direct_round)
         elif body == "stalled":
             self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
             logger.warning("%s", message.stalled.message)

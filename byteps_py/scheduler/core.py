@@ -96,7 +96,7 @@ class SchedulerCore:
                 case "join":
                     return self._join(member, message.join)
                 case "idle":
-                    return self._idle(member)
+                    return self._idle(member, message.idle)
                 case "leave":
                     return self._leave(member, message.leave.reason, now_s)
                 case "gone":
@@ -275,10 +275,10 @@ class SchedulerCore:
             out += self._release(self._barriers.excuse(member.facts.machine_index))
         return out
 
-    def _idle(self, member: MemberRecord) -> Outgoing:
+    def _idle(self, member: MemberRecord, idle: pb.Idle) -> Outgoing:
         if self.state != RUNNING:
             return self._too_early(member, "idle")
-        over = self._joining.idle(member.facts.machine_index, self._ranks_of(member))
+        over = self._joining.idle(member.facts.machine_index, self._ranks_of(member), idle.direct_round)
         if over is None:
             return []
         self._declarations.start_anew()

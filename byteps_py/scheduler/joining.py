@@ -15,6 +15,7 @@ class Joining:
         self._num_machines = num_machines
         self._order: dict[int, None] = {}
         self._idle: set[int] = set()
+        self._direct_round = 0
 
     @property
     def ranks(self) -> set[int]:
@@ -29,14 +30,18 @@ class Joining:
         self._order[rank] = None
         return is_new
 
-    def idle(self, machine_index: int, ranks: range) -> pb.AllJoined | None:
-        """A machine is idle. Returns the end of it all if it is the last one, and everybody starts anew."""
+    def idle(self, machine_index: int, ranks: range, direct_round: int) -> pb.AllJoined | None:
+        """A machine is idle. ``direct_round``: the highest round of its gathers and exchanges.
+
+        Returns the end of it all if it is the last one, and everybody starts anew.
+        """
         if not self.ranks.issuperset(ranks):
             raise ProtocolError("it is idle, but not all of its ranks have joined")
         self._idle.add(machine_index)
+        self._direct_round = max(self._direct_round, direct_round)
         if len(self._idle) < self._num_machines:
             return None
         last = list(self._order)[-1]
         self._order.clear()
         self._idle.clear()
-        return pb.AllJoined(last=last)
+        return pb.AllJoined(last=last, direct_round=self._direct_round)
