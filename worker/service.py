@@ -253,7 +253,7 @@ class Service:
         placing.add(accepted.values())
         for verdict in verdicts.verdicts:
             if verdict.error:
-                error = from_name("UsageError" if verdict.unsupported else "MismatchError", verdict.error)
+                error = from_name("JoinedError" if verdict.unsupported else "MismatchError", verdict.error)
                 actions, old = self._agreement.rejected(
                     verdict.name, verdict.generation, error, verdict.late, verdict.rounds
                 )

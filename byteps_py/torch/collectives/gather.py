@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from byteps_py.errors import UsageError
 from byteps_py.tensors import Layout, Op
 from byteps_py.torch.collectives import headers
 from byteps_py.torch.collectives.rooms import Room, aligned, rooms_of
@@ -42,6 +43,9 @@ def start_gather(
     """
     for tensor in tensors:
         check_dense(tensor, name)
+    devices = {str(tensor.device) for tensor in tensors}
+    if len(devices) > 1:
+        raise UsageError(f"allgather: the tensors of a group must lie on one device, got {', '.join(sorted(devices))}")
     found = [tensor.detach() for tensor in tensors]
     words = [headers.header("allgather", t, name, number_of_tensors=len(found)) for t in found]  # raises UsageError
     kind = kind_in(group, "grouped_allgather" if is_group else "allgather")
