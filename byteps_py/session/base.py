@@ -60,6 +60,9 @@ class Session(ABC):
     """
 
     observer: Observer | None = None
+    #: Tensors of different incarnations never meet, whatever their names: a rank that failed in the middle of a step
+    #: has left contributions behind. The same on all ranks; set before anything is declared.
+    incarnation: int = 0
 
     rank: int
     size: int

@@ -39,6 +39,8 @@ class PointToPoint:
         what = f"receive from rank {self._members.ranks[peer]}, tag {tag}"
         with self._lock:
             kept = self._kept.get((peer, tag))
+            if kept:
+                _check_size(kept[0].tensor, tensor, what)
             early = kept.popleft() if kept else None
         if early is not None:
             return Taken(self._around, what, early, tensor, self._around.timeout_s)
@@ -156,9 +158,13 @@ class FromAnybody(Pending):
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, what: str) -> None:
-    if nbytes_of(source) != nbytes_of(target):
-        raise UsageError(
-            f"{what}: a receive from anybody was posted before for messages of {nbytes_of(source)} bytes, and this one "
-            f"expects {nbytes_of(target)}; use another tag for messages of another size"
-        )
+    _check_size(source, target, what)
     target.detach().copy_(source.view(target.dtype).view(target.shape))
+
+
+def _check_size(posted: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    if nbytes_of(posted) != nbytes_of(wanted):
+        raise UsageError(
+            f"{what}: a receive from anybody was posted before for messages of {nbytes_of(posted)} bytes, and this one "
+            f"expects {nbytes_of(wanted)}; use another tag for receives from anybody"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 
 import torch
@@ -126,18 +127,21 @@ def tags_and_any_source() -> None:
     dist.recv(one, before, tag=1)
     same([one, two], [torch.tensor([1.0]), torch.tensor([2, 2])])
     if me:
-        dist.send(torch.tensor([float(me)]), 0)
-        dist.send(torch.tensor([10.0 * me, me]), 0)
+        dist.send(torch.tensor([float(me)]), 0, tag=7)
+        dist.send(torch.tensor([10.0 * me, me]), 0, tag=7)
     else:
         seen = []
         for _ in ranks[1:]:
             tensor = torch.empty(1)
-            seen.append(dist.recv(tensor))
+            seen.append(dist.recv(tensor, tag=7))
             assert tensor.item() == seen[-1]
             more = torch.empty(2)
-            dist.recv(more, seen[-1])
+            dist.recv(more, seen[-1], tag=7)
             same(more, torch.tensor([10.0 * seen[-1], seen[-1]]))
         assert sorted(seen) == ranks[1:]
+        left = [r for r in ranks[1:] if r != seen[-1]]  # what was posted for them, in vain, is of another size
+        for source in left[:1]:
+            raises(bps.UsageError, "use another tag", functools.partial(dist.recv, torch.empty(9), source, tag=7))
     dist.barrier()
 
 
