@@ -72,6 +72,7 @@ class Direct:
         landings = [[Landing(tensor) for tensor in piece] for piece in receives]
         incoming = [[landing.memory for landing in piece] for piece in landings]
         outputs = after.outputs if after else [tensor for piece in receives for tensor in piece]
+        kept = self._keep_own(op, outgoing, incoming)
         device = device_of([tensor for piece in (*sends, *receives) for tensor in piece])
         layout = Layout(_ranges(outgoing), _ranges(incoming))
         with self._lock:
@@ -93,7 +94,25 @@ class Direct:
             work.number = self._around.journal.record((what,), lane.name)
             lane.begin(device, _places(outgoing), layout)
             lane.occupant = work
-            return work
+        with torch.no_grad():  # while the others' are on their way
+            for target, source in kept:
+                if target.data_ptr() != source.data_ptr():
+                    target.copy_(source)
+        return work
+
+    def _keep_own(
+        self, op: Op, outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What a member has for itself need not travel: take it out. Returns the copies (to, from) to be made."""
+        own = self._members.position
+        source = outgoing[0 if op is Op.GATHER else own]
+        target = incoming[own]
+        if [tensor.numel() for tensor in source] != [tensor.numel() for tensor in target]:
+            return []  # the service says what is wrong
+        incoming[own] = []
+        if op is Op.EXCHANGE:
+            outgoing[own] = []
+        return list(zip(target, source, strict=True))
 
     def _spec(self, op: Op, number: int, lane: Lane, nbytes_in: int, nbytes_out: int) -> TensorSpec:
         name = f"{self._members.prefix}.{op.name.lower()}.{number}"
