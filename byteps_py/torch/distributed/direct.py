@@ -80,7 +80,9 @@ class Direct:
             number = next(self._calls[op]) % LANES
             lane = self._lanes[op][number]
             self._around.vacate(lane)
-            lane.declare(self._spec(op, number, lane, _total(outgoing), _total(incoming)))
+            sent, due = _total(outgoing), _total(incoming)
+            if not lane.has_room(sent, due):
+                lane.declare(self._spec(op, number, lane, sent, due))
 
             def deliver() -> None:
                 lane.fetch(device, _places(incoming))
