@@ -8,6 +8,7 @@
     └── CommunicationError (RuntimeError)     the job, not this call, is at fault; Horovod's HorovodInternalError
         ├── MismatchError                     ranks disagree about a tensor
         ├── StallError (TimeoutError)         a deadline passed while waiting for ranks
+        ├── JoinedError (also a UsageError)   an operation needs every rank, and some have joined
         ├── RendezvousError                   the cluster did not come together
         ├── PeerLostError                     a process of the job died or left
         └── ProtocolError                     a peer sent something it must not
@@ -66,6 +67,13 @@ class StallError(CommunicationError, TimeoutError):
     """A deadline passed while waiting for other ranks."""
 
 
+class JoinedError(UsageError, CommunicationError):
+    """An operation needs every rank, and some have joined: they have no more data (``join()``).
+
+    Both: it is the calling program's doing, and reported by the job, where Horovod's users expect HorovodInternalError.
+    """
+
+
 class RendezvousError(CommunicationError):
     """The processes of a cluster did not find each other in time, or contradict each other."""
 
@@ -87,6 +95,7 @@ BY_NAME: dict[str, type[BytePSError]] = {
         CommunicationError,
         MismatchError,
         StallError,
+        JoinedError,
         RendezvousError,
         PeerLostError,
         ProtocolError,

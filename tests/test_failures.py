@@ -202,7 +202,7 @@ def test_ranks_that_disagree_all_learn_who_gave_what(options: str, odd: int, ran
 def test_the_front_end_says_what_is_wrong_and_goes_on() -> None:
     with launch("-np 2", program=ROOT / "tests" / "programs" / "front_end.py") as job:
         assert job.end() == 1
-    not_open = "NotInitializedError: byteps_py has not been initialized; call byteps_py.init() first"
+    not_open = "NotInitializedError: byteps_py has not been initialized; use byteps_py.init() first"
     for rank in ("0", "1"):
         said = dict(line.removeprefix(f"{rank}: ").split(": ", 1) for line in job.said if line.startswith(f"{rank}: "))
         for what in ("before init", "rank before init", "after shutdown", "old handle", "suspended"):
@@ -212,7 +212,7 @@ def test_the_front_end_says_what_is_wrong_and_goes_on() -> None:
         assert said["shape"].startswith(
             "MismatchError: tensor 'y': rank 0 gave average of float32[3], rank 1 gave average of float32[4]; "
         )
-        assert said["root"] == "UsageError: root rank 2 does not exist, ranks go from 0 to 1"
+        assert said["root"] == "UsageError: invalid root rank: 2 does not exist, ranks go from 0 to 1"
         assert re.fullmatch(
             rf"process \d+ was forked from rank {rank}, which alone may communicate; .*", said["forked"]
         )

@@ -9,7 +9,23 @@ from programs import horovod
 from support.clusters import bpslaunch
 from support.threaded import ThreadedCluster
 
+import byteps_py.torch as hvd
+from byteps_py.session.solo import SoloSession
+from byteps_py.settings import Settings
+from byteps_py.torch.context import Context, use
+
 PROGRAM = Path(__file__).parent / "programs" / "horovod.py"
+
+
+def test_alone() -> None:
+    with use(Context(lambda settings: SoloSession())):
+        hvd.init(settings=Settings())
+        for names in (True, False):
+            horovod.among([0], hvd.global_process_set, names)
+        horovod.duplicates()
+        assert hvd.join() == 0
+        horovod.among([0], hvd.global_process_set, names=True)
+        hvd.shutdown()
 
 
 @pytest.mark.parametrize("machines", [(2,), (3,), (4,), (2, 2)], ids=str)

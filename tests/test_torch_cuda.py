@@ -45,6 +45,30 @@ def test_cuda_tensors_are_reduced_like_host_tensors(shared_memory) -> None:
             assert torch.equal(found[5 * i + 4], mean.t() if len(shape) == 2 else mean)
 
 
+@pytest.mark.parametrize("rows", [3, 5000])
+def test_cuda_tensors_are_gathered_exchanged_and_scattered_like_host_tensors(rows) -> None:
+    def collect(rank: int, device: str) -> list[torch.Tensor]:
+        x = values(rank, torch.float32, (rows + rank, 7)).to(device)
+        found = []
+        for turn in range(3):  # memory that a copy may still be reading is used again
+            found.append(bps.allgather(x + turn, name="x"))
+            found += bps.grouped_allgather([x.long(), x[:1] > turn], name="x")
+            found += bps.alltoall(x + turn, [1, 0, 2], name="x")
+            found.append(bps.reducescatter(x[:rows] + turn, name="x", postscale_factor=2.0))
+            found.append(bps.allreduce(x[:rows] + turn, name="x", prescale_factor=0.5, op=bps.Sum))
+            handles = [bps.allgather_async(x * turn, name=f"{i}") for i in range(4)]
+            found += [bps.synchronize(handle) for handle in handles]
+        received = found[4]
+        assert received.dtype is torch.int32
+        assert all(tensor.device.type == device for tensor in found if tensor.dtype is not torch.int32)
+        return [tensor.cpu() for tensor in found]
+
+    on_host = ThreadedCluster(MACHINES).run(lambda rank: collect(rank, "cpu"))
+    on_device = ThreadedCluster(MACHINES).run(lambda rank: collect(rank, "cuda"))
+    for host, device in zip(on_host, on_device, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(host, device, strict=True))
+
+
 @pytest.mark.parametrize("compression", [bps.Compression.none, bps.Compression.bf16])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_cuda_gradients_are_averaged_exactly(compression, set_to_none) -> None:

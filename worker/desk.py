@@ -187,6 +187,8 @@ class Desk:
                     here.executor.run(here.declare(rank, protocol.fields_of(message)))
                 elif kind is Kind.LAYOUT:
                     here.lay_out(rank, protocol.fields_of(message))
+                elif kind is Kind.STACK:
+                    continue  # its descriptor has been kept
                 elif kind is Kind.BARRIER:
                     rank.barriers = rank.barriers_before + int(protocol.fields_of(message)["sequence"])
                     here.poll_barrier()

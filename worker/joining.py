@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 
-from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
+from byteps_py.errors import BytePSError, JoinedError, PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.declarations import unsupported
 from byteps_py.session import protocol
@@ -119,15 +119,15 @@ class Joining:
         for tensor in self._agreement.tensors():
             round_ = last.get((tensor.name, tensor.generation))
             if round_ is not None and tensor.ending is None:
-                error = UsageError(unsupported(tensor.spec, [join.rank]))
+                error = JoinedError(unsupported(tensor.spec, [join.rank]))
                 if self._agreement.end_after(tensor, round_, error):
                     self._executor.on_end(tensor)
 
-    def objection(self, spec: TensorSpec, round_: int) -> UsageError | None:
+    def objection(self, spec: TensorSpec, round_: int) -> JoinedError | None:
         """Why a round of a gather or an exchange can't be; None if it can."""
         members = spec.members(self._topology.size)
         absent = [r for r, last in self._last_direct.items() if r in members and round_ > last.get(spec.name, 0)]
-        return UsageError(unsupported(spec, absent)) if absent else None
+        return JoinedError(unsupported(spec, absent)) if absent else None
 
     def _check_idle(self) -> None:
         """Tell the scheduler once no rank waits for what it had handed over before it joined."""

@@ -81,6 +81,11 @@ class Memory:
             self.machine.free(part.answer)
             part.answer = None
 
+    def name_of(self, slot_id: int) -> str:
+        """Of a slot's tensor, for messages."""
+        slot = self.slots.get(slot_id)
+        return repr(slot.spec.name) if slot is not None else "of a tensor that is void by now"
+
     def free_slot(self, slot: RankSlot) -> None:
         del self.slots[slot.id]
         arena = self._ranks[slot.local_rank]

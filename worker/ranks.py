@@ -7,6 +7,7 @@ what its socket does not take waits here, DONE records coalescing.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 
 from byteps_py.channel import Channel
@@ -15,6 +16,8 @@ from byteps_py.loop import EventLoop
 from byteps_py.session import protocol
 from byteps_py.session.protocol import Kind
 from byteps_py.shm import Arena, Block
+
+_STACK = bytes([Kind.STACK])
 
 
 class RankConnection:
@@ -26,6 +29,10 @@ class RankConnection:
         self.arena = arena
         self.barriers_before = barriers  # passed before this rank came: its own count starts at 0
         self.barriers = barriers  # how many it has come to
+        self.rounds = 0  # results that it has been told of
+        self.last_slot = 0  # of the last one
+        self.last_done_s = 0.0
+        self.stack_fd = -1  # see session/stack.py; -1: it has given none
         self._announced = 0  # segments the rank has been given
         self._loop = loop
         self._channel = channel
@@ -50,8 +57,11 @@ class RankConnection:
         if message is None:
             return None
         data, fds = message
-        for fd in fds:  # ranks have no descriptors to give
-            os.close(fd)
+        for fd in fds:
+            if data[:1] == _STACK and self.stack_fd < 0:
+                self.stack_fd = fd
+            else:  # ranks have no others to give
+                os.close(fd)
         return data
 
     def allocate(self, nbytes: int) -> Block:
@@ -77,10 +87,13 @@ class RankConnection:
     def add_done(self, slot_id: int, round_: int) -> None:
         """Note a delivered round; ``send_done`` tells the rank."""
         self._done.append((slot_id, round_, 0))
+        self.rounds += 1
+        self.last_slot = slot_id
 
     def send_done(self, in_order: bool = False) -> None:
         """Tell the rank of all rounds noted, unless its socket is full: then with the next chance; ``in_order``:
         before whatever is sent next. Raises PeerLostError."""
+        self.last_done_s = time.monotonic()
         if len(self._done) == 1 and not self._backlog:
             (record,) = self._done
             self._done.clear()
@@ -103,6 +116,9 @@ class RankConnection:
         """The rank has left: no more words. Its process may live on, and the end of that can still be waited for."""
         self._loop.remove(self._fd)
         self._channel.close()
+        if self.stack_fd >= 0:
+            os.close(self.stack_fd)
+            self.stack_fd = -1
 
     def forget(self) -> None:
         self._loop.remove(self._pidfd)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from byteps_py import tuning
@@ -41,6 +41,7 @@ from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
 from byteps_py.worker.probe import Probe
 from byteps_py.worker.requests import Requests, describe_waiting
 from byteps_py.worker.scatter import Scatter
+from byteps_py.worker.sights import Sights
 from byteps_py.worker.tensor import Part, SumRequest, Tensor
 from byteps_py.worker.topology import Topology
 from byteps_py.worker.waits import Waits
@@ -70,6 +71,7 @@ class Service:
         self._agreement = Agreement(settings.local_size)
         self._placing: Placing | None = None
         self._requests: Requests | None = None
+        self._sights: Sights | None = None
         self._executor: Executor | None = None
         self._network: Network | None = None
         self._peers: PeerMachines | None = None
@@ -158,6 +160,9 @@ class Service:
         elif body == "stalled":
             self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
             logger.warning("%s", message.stalled.message)
+            self._look_at(message.stalled.missing)
+        elif body == "sight":
+            logger.warning("rank %d, which is waited for: %s", message.sight.rank, message.sight.text)
         elif body in ("refused", "failure"):
             answer = message.refused if body == "refused" else message.failure
             error = from_name(answer.error, answer.message)
@@ -168,6 +173,15 @@ class Service:
         elif body == "stop":
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._loop.stop()
+
+    def _look_at(self, ranks: Iterable[int]) -> None:
+        """Others wait for these ranks: what are those of this machine doing?"""
+        if self._requests is not None and self._sights is not None:
+            found = (self._requests.topology.local_rank_of(rank) for rank in ranks)
+            self._sights.look(local_rank for local_rank in found if local_rank is not None)
+
+    def _saw(self, topology: Topology, local_rank: int, text: str) -> None:
+        self._link.send(pb.MemberMessage(sight=pb.Sight(rank=topology.first_rank + local_rank, text=text)))
 
     def _measure(self, measure: pb.Measure) -> None:
         """Find out about a link, as the scheduler asked."""
@@ -218,6 +232,9 @@ class Service:
             topology, memory, self._agreement, pipeline, direct, executor, joining, self._link.send
         )
         self._waits = Waits(self._requests, self._agreement, direct, self._desk, self._stay)
+        self._sights = Sights(
+            self._loop, executor.ranks, self._requests.describe, memory.name_of, functools.partial(self._saw, topology)
+        )
         self._desk.open(self._requests)
         logger.info(
             "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
@@ -236,7 +253,7 @@ class Service:
         placing.add(accepted.values())
         for verdict in verdicts.verdicts:
             if verdict.error:
-                error = from_name("UsageError" if verdict.unsupported else "MismatchError", verdict.error)
+                error = from_name("JoinedError" if verdict.unsupported else "MismatchError", verdict.error)
                 actions, old = self._agreement.rejected(
                     verdict.name, verdict.generation, error, verdict.late, verdict.rounds
                 )

@@ -103,6 +103,8 @@ class SchedulerCore:
                     return self._gone(member, message.gone)
                 case "measured":
                     return self._measured(member, message.measured, now_s)
+                case "sight":
+                    return self._sight(member, message.sight)
                 case "report":
                     return self._report(member, message.report, now_s)
             raise ProtocolError(f"message {kind} makes no sense from a registered member")
@@ -228,8 +230,9 @@ class SchedulerCore:
             return []
         due = self._stalls.due(self._current_stalls(), now_s)
         out: Outgoing = []
-        for sentence in stalls.sentences(due, self._who):
-            out += to_each(self._roster.present(), pb.SchedulerMessage(stalled=pb.Stalled(message=sentence)))
+        for sentence, missing in stalls.told(due, self._who):
+            stalled = pb.Stalled(message=sentence, missing=missing)
+            out += to_each(self._roster.present(), pb.SchedulerMessage(stalled=stalled))
         return out
 
     def _declare(self, member: MemberRecord, declare: pb.Declare) -> Outgoing:
@@ -321,6 +324,11 @@ class SchedulerCore:
             text = f"{ranks_text(gone.ranks)} of {member.describe()} has shut down"
         others = [m for m in self._roster.workers() if m is not member]
         return to_each(others, failure("PeerLostError", text, gone.ranks))
+
+    def _sight(self, member: MemberRecord, sight: pb.Sight) -> Outgoing:
+        if sight.rank not in self._ranks_of(member):
+            raise ProtocolError(f"it says what rank {sight.rank} is doing, which is not its own")
+        return to_each(self._roster.workers(), pb.SchedulerMessage(sight=sight))
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
         error = report.error if report.error in BY_NAME else "CommunicationError"

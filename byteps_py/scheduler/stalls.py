@@ -75,24 +75,29 @@ class StallWatch:
 
 def sentences(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str]) -> list[str]:
     """One sentence per group of tensors that wait for the same ranks. ``who`` names the processes of ranks."""
+    return [sentence for sentence, _ in told(stalls, who)]
+
+
+def told(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str]) -> list[tuple[str, tuple[int, ...]]]:
+    """The same, each with the ranks that it says are missing."""
     groups: dict[tuple[tuple[int, ...], bool, bool], list[Stall]] = {}
     for stall in stalls:
         groups.setdefault((stall.missing, stall.undeclared, not stall.name), []).append(stall)
-    lines = []
+    lines: list[tuple[str, tuple[int, ...]]] = []
     for (missing, undeclared, is_barrier), group in groups.items():
         names = "a barrier" if is_barrier else names_text(sorted(stall.name for stall in group))
         age_s = max(stall.age_s for stall in group)
         age = f"{age_s:.0f}" if age_s >= 10 else f"{age_s:.2g}"
         waited = f"{names} {'has' if len(group) == 1 else 'have'} waited {age} s"
         if not missing:
-            lines.append(
-                f"{waited} although all ranks have given their part: a summation service or the network is slow"
-            )
+            text = f"{waited} although all ranks have given their part: a summation service or the network is slow"
+            lines.append((text, missing))
             continue
         it = "it" if len(group) == 1 else "them"
         done = f"declared {it}" if undeclared else "come to it" if is_barrier else f"handed {it} over"
-        lines.append(
+        text = (
             f"{waited} for {ranks_text(missing)}, which {'has' if len(missing) == 1 else 'have'} not {done} "
             f"({who(missing)}): slow, stuck, or on another path of the program"
         )
+        lines.append((text, missing))
     return lines

@@ -60,6 +60,9 @@ class Session(ABC):
     """
 
     observer: Observer | None = None
+    #: Tensors of different incarnations never meet, whatever their names: a rank that failed in the middle of a step
+    #: has left contributions behind. The same on all ranks; set before anything is declared.
+    incarnation: int = 0
 
     rank: int
     size: int
@@ -113,7 +116,7 @@ class Session(ABC):
 
         Until then, reductions go on without the ranks that have joined, from the round on that these have not handed
         over; an average still divides by the number of all ranks of its group. What needs every rank (a broadcast, a
-        gather, an exchange, a scattered reduction) raises UsageError where it is waited for. Afterwards nothing is
+        gather, an exchange, a scattered reduction) raises JoinedError where it is waited for. Afterwards nothing is
         declared any more: each name must be declared again. One thread at a time, and no other uses the session.
         Raises UsageError if a round is handed over in part.
         """

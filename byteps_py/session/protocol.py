@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     LAYOUT = 7  # {slot, sends, receives}: of the slot's next round and those after it
     PING = 6  # {}: a rank that has waited for long asks whether the service is alive
     JOIN = 8  # {}: the rank has no more data
+    STACK = 9  # {} and the descriptor of the file where this process's Python stacks are written
     WELCOME = 11  # {rank, size, …}
     SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
     DECLARED = 13  # {request, slots: [{id, inputs: [[segment, offset]], result: [segment, offset]}]}

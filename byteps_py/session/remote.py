@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from byteps_py.channel import Channel
@@ -27,6 +28,7 @@ from byteps_py.session import protocol, words
 from byteps_py.session.base import Session, Slot
 from byteps_py.session.protocol import Kind
 from byteps_py.session.slots import Slots
+from byteps_py.session.stack import StackDump, open_stack_dump
 from byteps_py.tensors import Layout, TensorSpec
 
 #: The service itself reports what stalls; this much later the session no longer believes in the service.
@@ -65,6 +67,7 @@ class RemoteSession(Session):
         self._forks = _forks
         self._stall_limit_s = stall_limit_s
         self._silence_s = silence_s
+        self._stack: StackDump | None = None
         self._is_asked = False  # whether the service is alive
         self._slots = Slots()
         self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the last one
@@ -88,6 +91,9 @@ class RemoteSession(Session):
             start_timeout_s + _PATIENCE_S,
             lambda: "the communication service of this machine did not answer",
         )
+        self._stack = open_stack_dump()
+        if self._stack is not None:
+            channel.send(protocol.pack(Kind.STACK), (self._stack.fd,))
         facts: dict[str, Any] = self._welcome or {}
         self.rank, self.size = facts["rank"], facts["size"]
         self.local_rank, self.local_size = local_rank, local_size
@@ -130,7 +136,8 @@ class RemoteSession(Session):
         request = self._requests
         with self._state:
             self._asked[request] = specs
-        self._send(protocol.pack(Kind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in specs]))
+        told = [replace(spec, name=f"{spec.name}#{self.incarnation}") if self.incarnation else spec for spec in specs]
+        self._send(protocol.pack(Kind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in told]))
         self._wait_until(
             lambda: request in self._declared,
             _PATIENCE_S,
@@ -231,6 +238,9 @@ class RemoteSession(Session):
         self._closed = True
         self._channel.close()
         self._slots.close()
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
 
     # ---- the channel -----------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ def join(device: int = -1) -> int:
     """Tell the others that this rank has no more data, and wait until every rank has done so.
 
     Until then the others' reductions go on without it; averages still divide by the number of all ranks. What needs
-    every rank (broadcast, allgather, alltoall, reducescatter) raises UsageError at the others where it is waited for.
+    every rank (broadcast, allgather, alltoall, reducescatter) raises JoinedError at the others where it is waited for.
     Returns the rank that joined last. ``device`` is Horovod's and changes nothing.
     """
     return contexts.current().join()

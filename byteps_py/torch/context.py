@@ -75,6 +75,7 @@ class Context:
         self._movers: dict[torch.device, Mover] = {}
         self._claimed: dict[str, int] = {}
         self._holders: set[str] = set()
+        self.incarnation = 0  # how often a job was left in the middle of its work; see Session
         self.names = NameSource()
         self.handles = Handles()
         self.process_sets: dict[int, tuple[int, ...]] = {}  # id → ranks; see process_sets.py
@@ -90,7 +91,9 @@ class Context:
         with self.lock:
             if self._session is None:
                 self._settings = settings or Settings.from_env()
-                self._session = self._opener(self._settings)
+                session = self._opener(self._settings)
+                session.incarnation = self.incarnation
+                self._session = session
             self._holders.add(holder)
 
     def release(self, holder: str) -> None:

@@ -10,9 +10,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
+from byteps_py.errors import UsageError
 from byteps_py.tensors import Layout, Op
 from byteps_py.torch.collectives import headers
 from byteps_py.torch.collectives.rooms import Room, aligned, rooms_of
@@ -43,6 +43,9 @@ def start_gather(
     """
     for tensor in tensors:
         check_dense(tensor, name)
+    devices = {str(tensor.device) for tensor in tensors}
+    if len(devices) > 1:
+        raise UsageError(f"allgather: the tensors of a group must lie on one device, got {', '.join(sorted(devices))}")
     found = [tensor.detach() for tensor in tensors]
     words = [headers.header("allgather", t, name, number_of_tensors=len(found)) for t in found]  # raises UsageError
     kind = kind_in(group, "grouped_allgather" if is_group else "allgather")
@@ -156,8 +159,8 @@ class Gather(TwoRounds):
             room.input(0, torch.int64, (len(words), headers.WORDS)).copy_(torch.tensor(words, dtype=torch.int64))
 
     def _read(self, room: Room, piece: int, count: int) -> headers.Words:
-        shape = (count, headers.WORDS)
-        return np.stack([room.result(i * piece, torch.int64, shape).numpy() for i in range(len(self._members))])
+        every = room.result(0, torch.int64, (len(self._members), piece // 8)).numpy()
+        return every[:, : count * headers.WORDS].reshape(len(self._members), count, headers.WORDS)
 
     def _inputs(self, room: Room, start: int, places: Sequence[int]) -> list[torch.Tensor]:
         return [

@@ -71,10 +71,11 @@ def check_numbers(name: str, members: Sequence[int], headers: Words) -> None:
 def check(kind: str, name: str, members: Sequence[int], headers: Words) -> None:
     """``headers``: [position in members, tensor, word]. Raises MismatchError, the same on every rank, if ranks gave
     different dtypes or dimensions (but for the first)."""
-    ours = np.delete(headers, 3, axis=2)
-    differing = np.argwhere((ours != ours[:1]).any(axis=2))
-    if not len(differing):
+    differs = headers != headers[:1]
+    differs[:, :, 3] = False  # rows
+    if not differs.any():
         return
+    differing = np.argwhere(differs.any(axis=2))
     number = min(int(tensor) for _, tensor in differing)
     there = [int(position) for position, tensor in differing if tensor == number]
     first, other = headers[0, number], headers[there[0], number]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from byteps_py.errors import BytePSError, HorovodInternalError, HostsUpdatedInterrupt, RendezvousError
+from byteps_py.torch import context as contexts
 from byteps_py.torch.api import init, shutdown
 from byteps_py.torch.elastic.state import State
 
@@ -84,6 +85,7 @@ def _rejoin(why: Exception) -> None:
     """Leave the job and join it again, as the same rank."""
     with contextlib.suppress(BytePSError):  # of unfinished work, which nobody needs any more
         shutdown()
+    contexts.current().incarnation += 1
     try:
         init()
     except BytePSError as error:
