@@ -47,7 +47,7 @@ class SoloSession(Session):
             (source, nbytes_sent), (target, nbytes_due) = layout.sends[0], layout.receives[0]
             if nbytes_sent != nbytes_due and not (slot.spec.op is Op.GATHER and not nbytes_due):
                 raise MismatchError(differing(slot.spec.name, 0, nbytes_sent, 0, nbytes_due))
-            slot.result[target : target + nbytes_due] = slot.input[source : source + nbytes_sent]
+            slot.result[target : target + nbytes_due] = slot.input[source : source + nbytes_due]
         elif nbytes is not None and nbytes != slot.spec.nbytes:
             return
         slot.round += 1

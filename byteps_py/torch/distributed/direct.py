@@ -96,10 +96,10 @@ class Direct:
             work.number = self._around.journal.record((what,), lane.name)
             lane.begin(device, _places(outgoing), layout)
             lane.occupant = work
-        with torch.no_grad():  # while the others' are on their way
-            for target, source in kept:
-                if target.data_ptr() != source.data_ptr():
-                    target.copy_(source)
+            with torch.no_grad():  # while the others' are on their way; before another call may deliver this one
+                for target, source in kept:
+                    if target.data_ptr() != source.data_ptr():
+                        target.copy_(source)
         return work
 
     def _keep_own(
