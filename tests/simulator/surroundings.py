@@ -12,7 +12,7 @@ from byteps_py.kernels import readiness
 from byteps_py.server import local as server_local
 from byteps_py.server import reducer
 from byteps_py.server import service as server_service
-from byteps_py.session import slots
+from byteps_py.session import remote, slots
 from byteps_py.worker import desk, executor, joining, links, memory, network, placing, ranks, requests, service
 
 from .control import ControlLink, Scheduler
@@ -87,6 +87,7 @@ class Surroundings:
             readiness: {"prepare": kernels.prepare},
             reducer: {"Engine": new_engine, "kernels": kernels, "INLINE_BYTES": small},
             slots: {"Segment": memory_.map_segment},
+            remote: {"open_stack_dump": lambda: None},  # no process here has a stack of its own
         }  # fmt: skip
 
     def _active(self) -> Process:
