@@ -23,6 +23,7 @@ from byteps_py.errors import (
     ProtocolError,
     RendezvousError,
     StallError,
+    UnsupportedError,
     UsageError,
 )
 from byteps_py.torch import elastic, parallel
@@ -129,6 +130,7 @@ __all__ = [
     "StallError",
     "Sum",
     "SyncBatchNorm",
+    "UnsupportedError",
     "UsageError",
     "add_process_set",
     "allgather",
