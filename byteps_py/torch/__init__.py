@@ -26,7 +26,7 @@ from byteps_py.errors import (
     UnsupportedError,
     UsageError,
 )
-from byteps_py.torch import elastic, parallel
+from byteps_py.torch import elastic, mpi_ops, parallel
 from byteps_py.torch.allreduce import (
     allreduce,
     allreduce_,
@@ -179,6 +179,7 @@ __all__ = [
     "local_size",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
     "parallel",

@@ -1,68 +1,64 @@
 """Horovod's module of this name: for scripts that import from it. Everything is at home elsewhere, see the package."""
 
-from byteps_py.torch import (
-    Adasum,
-    Average,
-    Compression,
-    HorovodInternalError,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    allgather,
-    allgather_async,
+from byteps_py.errors import HorovodInternalError
+from byteps_py.torch.allreduce import (
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    grouped_allgather,
-    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
+    sparse_allreduce_async,
+)
+from byteps_py.torch.api import (
+    barrier,
+    cross_rank,
+    cross_size,
     init,
     is_homogeneous,
     is_initialized,
     join,
     local_rank,
     local_size,
+    poll,
+    rank,
+    shutdown,
+    size,
+    synchronize,
+)
+from byteps_py.torch.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
+from byteps_py.torch.builds import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
-    poll,
-    rank,
+    rocm_built,
+)
+from byteps_py.torch.compression import Compression
+from byteps_py.torch.gathers import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from byteps_py.torch.ops import Adasum, Average, Max, Min, Product, Sum
+from byteps_py.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from byteps_py.torch.scatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    sparse_allreduce_async,
-    start_timeline,
-    stop_timeline,
-    synchronize,
 )
+from byteps_py.torch.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",
