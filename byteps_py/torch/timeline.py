@@ -203,7 +203,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         watch.timeline = Timeline(path, rank, mark_cycles)
     elif watch.timeline.path != path:
         raise UsageError(
-            f"a timeline is being recorded already, to {watch.timeline.path}; call stop_timeline() before that to {path}"
+            f"a timeline is being recorded already, to {watch.timeline.path}; call stop_timeline() before {path}"
         )
 
 
