@@ -143,3 +143,13 @@ def test_misuse(ranks: list[RemoteSession]) -> None:
     ):
         assert isinstance(failure(lambda layout=layout: ranks[0].hand_over(slot, layout=layout)), UsageError)  # type: ignore[misc]
     sum_once_more(ranks)
+
+
+def test_a_member_of_a_gather_may_leave_out_its_own(ranks: list[RemoteSession]) -> None:
+    slots = declare(ranks, spec(Op.GATHER, 8, 16))
+    layouts = [Layout(((0, 3),), (EMPTY, (0, 3))), Layout(((0, 3),), ((0, 3), (3, 3)))]
+    for words in ((b"abc", b"123"), (b"def", b"456")):
+        for session, slot, word, layout in zip(ranks, slots, words, layouts, strict=True):
+            give(session, slot, word, layout)
+        assert got(ranks[0], slots[0], 3) == words[1]
+        assert got(ranks[1], slots[1], 6) == b"".join(words)

@@ -109,7 +109,7 @@ class Direct:
         if layout is not None:
             member.layout = layout
             member.expects = {source: nbytes for source, (_, nbytes) in enumerate(layout.receives) if nbytes}
-            member.takers = self._takers(channel, layout)
+            member.takers = self._takers(channel, member, layout)
         elif member.layout is None:
             raise ProtocolError(f"tensor {slot.spec.name!r}: local rank {slot.local_rank} gave no layout")
         slot.round, slot.ready_since, slot.ready_bytes = round_, now, slot.spec.nbytes
@@ -212,15 +212,18 @@ class Direct:
 
     # ---- pieces ----------------------------------------------------------------------------------------
 
-    def _takers(self, channel: Channel, layout: Layout) -> dict[int, int]:
-        """Who needs how many bytes of an offer."""
+    def _takers(self, channel: Channel, member: Member, layout: Layout) -> dict[int, int]:
+        """Who needs how many bytes of an offer. A member of a GATHER may have its own already."""
         if not channel.is_gather:
             return {position: nbytes for position, (_, nbytes) in enumerate(layout.sends) if nbytes}
         nbytes = layout.sends[0][1]
         if not nbytes:
             return {}
         others = {-1 - machine for machine in channel.machines if machine != self._machine}
-        return dict.fromkeys([*channel.here, *others], nbytes)
+        takers = dict.fromkeys([*channel.here, *others], nbytes)
+        if not layout.receives[member.position][1]:
+            del takers[member.position]
+        return takers
 
     def _match_here(self, channel: Channel, member: Member) -> list[DirectAction]:
         """Copy between ``member`` and the local members that have come to its round, both ways."""
@@ -247,6 +250,8 @@ class Direct:
         """Add what ``source`` has for ``target`` to ``pairs``, or to ``actions`` if it is large."""
         start, nbytes = offer.layout.sends[0 if channel.is_gather else target.position]
         due = target.due.get(source.position, 0)
+        if source is target and channel.is_gather and not due:
+            return
         if nbytes != due:
             ranks = channel.ranks
             raise MismatchError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from byteps_py.errors import MismatchError, NotInitializedError, UsageError
 from byteps_py.session.base import Session, Slot
-from byteps_py.tensors import Layout, TensorSpec, differing
+from byteps_py.tensors import Layout, Op, TensorSpec, differing
 
 
 class SoloSession(Session):
@@ -45,9 +45,9 @@ class SoloSession(Session):
             layout.check(slot.spec, 1)
             self._layouts[slot.id] = layout
             (source, nbytes_sent), (target, nbytes_due) = layout.sends[0], layout.receives[0]
-            if nbytes_sent != nbytes_due:
+            if nbytes_sent != nbytes_due and not (slot.spec.op is Op.GATHER and not nbytes_due):
                 raise MismatchError(differing(slot.spec.name, 0, nbytes_sent, 0, nbytes_due))
-            slot.result[target : target + nbytes_due] = slot.input[source : source + nbytes_sent]
+            slot.result[target : target + nbytes_due] = slot.input[source : source + nbytes_due]
         elif nbytes is not None and nbytes != slot.spec.nbytes:
             return
         slot.round += 1

@@ -45,6 +45,7 @@ def init(
     """
     context = contexts.current()
     if context.is_open:
+        context.open()  # whoever else has joined may leave: torch.distributed's groups, say
         return
     settings = settings or Settings.from_env()
     if is_communicator(comm):

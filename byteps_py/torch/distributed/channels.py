@@ -146,16 +146,18 @@ class Channel:
     def _hand_over(self, message: Message, lane: Lane, number: int) -> None:
         members, tensor = self.members, message.tensor
         own, other = members.position, self.peer
-        pair = tuple(sorted((own, other)))
-        source, target = (own, other) if self.is_sender else (other, own)
-        name = f"{members.prefix}.p2p.{members.ranks[source]}.{members.ranks[target]}.{self.tag}.{number}"
         nbytes = nbytes_of(tensor)
         sent, due = (nbytes, 0) if self.is_sender else (0, nbytes)
-        lane.declare(spec_of(name, Op.EXCHANGE, members.some(pair), lane, sent, due))
-        at = pair.index(other)
-        layout = Layout(
-            tuple((0, sent if p == at else 0) for p in range(2)), tuple((0, due if p == at else 0) for p in range(2))
-        )
+        if not lane.has_room(sent, due):
+            source, target = (own, other) if self.is_sender else (other, own)
+            name = f"{members.prefix}.p2p.{members.ranks[source]}.{members.ranks[target]}.{self.tag}.{number}"
+            pair = (min(own, other), max(own, other))
+            lane.declare(spec_of(name, Op.EXCHANGE, members.some(pair), lane, sent, due))
+        nothing = (0, 0)
+        if other < own:
+            layout = Layout(((0, sent), nothing), ((0, due), nothing))
+        else:
+            layout = Layout((nothing, (0, sent)), (nothing, (0, due)))
         deliver: Callable[[], None]
         if self.is_sender:
             places, deliver = [(0, octets(tensor))], _nothing

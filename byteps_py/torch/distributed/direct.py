@@ -72,6 +72,7 @@ class Direct:
         landings = [[Landing(tensor) for tensor in piece] for piece in receives]
         incoming = [[landing.memory for landing in piece] for piece in landings]
         outputs = after.outputs if after else [tensor for piece in receives for tensor in piece]
+        kept = self._keep_own(op, outgoing, incoming)
         device = device_of([tensor for piece in (*sends, *receives) for tensor in piece])
         layout = Layout(_ranges(outgoing), _ranges(incoming))
         with self._lock:
@@ -79,7 +80,9 @@ class Direct:
             number = next(self._calls[op]) % LANES
             lane = self._lanes[op][number]
             self._around.vacate(lane)
-            lane.declare(self._spec(op, number, lane, _total(outgoing), _total(incoming)))
+            sent, due = _total(outgoing), _total(incoming)
+            if not lane.has_room(sent, due):
+                lane.declare(self._spec(op, number, lane, sent, due))
 
             def deliver() -> None:
                 lane.fetch(device, _places(incoming))
@@ -93,7 +96,25 @@ class Direct:
             work.number = self._around.journal.record((what,), lane.name)
             lane.begin(device, _places(outgoing), layout)
             lane.occupant = work
-            return work
+            with torch.no_grad():  # while the others' are on their way; before another call may deliver this one
+                for target, source in kept:
+                    if target.data_ptr() != source.data_ptr():
+                        target.copy_(source)
+        return work
+
+    def _keep_own(
+        self, op: Op, outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What a member has for itself need not travel: take it out. Returns the copies (to, from) to be made."""
+        own = self._members.position
+        source = outgoing[0 if op is Op.GATHER else own]
+        target = incoming[own]
+        if [tensor.numel() for tensor in source] != [tensor.numel() for tensor in target]:
+            return []  # the service says what is wrong
+        incoming[own] = []
+        if op is Op.EXCHANGE:
+            outgoing[own] = []
+        return list(zip(target, source, strict=True))
 
     def _spec(self, op: Op, number: int, lane: Lane, nbytes_in: int, nbytes_out: int) -> TensorSpec:
         name = f"{self._members.prefix}.{op.name.lower()}.{number}"

@@ -6,7 +6,9 @@ whoever starts operations holds the lock of its group or channel.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, cast
@@ -28,6 +30,8 @@ MoverOf = Callable[[torch.device], Mover]
 #: A tensor and where it goes, in elements of the lane's dtype.
 Place = tuple[int, torch.Tensor]
 _COPY_LIMIT_S = 600.0
+#: Below this, one thread copies as fast as several.
+_LITTLE_BYTES = 1 << 20
 
 
 class _Handing:
@@ -74,6 +78,14 @@ class Lane:
     def begin(self, device: torch.device, places: Sequence[Place], layout: Layout | None = None) -> None:
         """Copy tensors in and hand the round over. CUDA: both follow when the device has come so far."""
         slot = self._declared
+        room = self.inputs[slot.round % len(self.inputs)]
+        if self._is_plain(device, places, room):
+            for offset, tensor in places:
+                nbytes = tensor.numel() * room.itemsize
+                ctypes.memmove(room.data_ptr() + offset * room.itemsize, tensor.data_ptr(), nbytes)
+            self._departure = None
+            self._session.hand_over(slot, layout=layout)
+            return
         mover = self._mover_of(device)
         if self._fetched_on is not None and self._fetched_on != device:
             torch.cuda.synchronize(self._fetched_on)  # its last result may still be read, in no order with these copies
@@ -82,7 +94,6 @@ class Lane:
             self._adopted.add(id(mover))
             for memory in {id(memory): memory for memory in (*slot.inputs, slot.result)}.values():
                 mover.adopt(memory)
-        room = self.inputs[slot.round % len(self.inputs)]
         views = [self._piece(room, offset, tensor) for offset, tensor in places]
         handing = cast(Session, _Handing(self._session, layout))
         with torch.no_grad():
@@ -110,11 +121,31 @@ class Lane:
 
     def fetch(self, device: torch.device, places: Sequence[Place]) -> None:
         """Copy the result to tensors."""
+        room = self.result
+        if self._is_plain(device, places, room):
+            for offset, tensor in places:
+                nbytes = tensor.numel() * room.itemsize
+                ctypes.memmove(tensor.data_ptr(), room.data_ptr() + offset * room.itemsize, nbytes)
+            return
         views = [self._piece(self.result, offset, tensor) for offset, tensor in places]
         if views:
             self._fetched_on = device if device.type == "cuda" else None
             with torch.no_grad():
                 self._mover_of(device).fetch(views, [tensor.detach() for _, tensor in places])
+
+    def _is_plain(self, device: torch.device, places: Sequence[Place], room: torch.Tensor) -> bool:
+        """True if a plain copy of little memory is all there is to do: torch's own calls would cost more than it."""
+        if device.type != "cpu" or self._fetched_on is not None:
+            return False
+        return all(
+            tensor.dtype is room.dtype and tensor.is_contiguous() and tensor.numel() * room.itemsize <= _LITTLE_BYTES
+            for _, tensor in places
+        )
+
+    def has_room(self, *nbytes: int) -> bool:
+        """True if it need not be declared again for a gather or an exchange of so many bytes, in and out."""
+        slot = self.slot
+        return slot is not None and slot.error is None and all(map(operator.le, nbytes, slot.spec.shape))
 
     @property
     def name(self) -> str:

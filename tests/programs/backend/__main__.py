@@ -6,6 +6,7 @@ through the file that BACKEND_STORE names.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import sys
@@ -22,6 +23,7 @@ import byteps_py.torch as bps
 from backend.common import FEATURES
 
 MODULES = ("reductions", "collectives", "training", "parallel", "pipelines")
+STUCK_S = 50  # before the group's timeout ends the job
 
 
 def main() -> None:
@@ -40,7 +42,9 @@ def main() -> None:
     for name, run in FEATURES.items():
         if not words or any(word in name for word in words):
             began = time.monotonic()
+            faulthandler.dump_traceback_later(STUCK_S)
             run()
+            faulthandler.cancel_dump_traceback_later()
             os.write(1, f"{dist.get_rank()}: {name}: done in {time.monotonic() - began:.2f} s\n".encode())
     dist.destroy_process_group()
     bps.shutdown()

@@ -155,19 +155,6 @@ def ddp_comm_hooks() -> None:
 
 
 @feature
-def own_hook_beside_gloo() -> None:
-    group = dist.new_group(backend="gloo")
-    model = DistributedDataParallel(Model(), process_group=group)
-    model.register_comm_hook(None, bps.ddp_comm_hook)
-    train(model, sgd(model.parameters()))
-    check(model.module, reference())
-    plain = DistributedDataParallel(Model(), process_group=group)
-    train(plain, sgd(plain.parameters()))
-    check(model.module, plain.module)
-    dist.destroy_process_group(group)
-
-
-@feature
 def ddp_power_sgd() -> None:
     torch.manual_seed(0)
     options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
