@@ -4,6 +4,7 @@
     ├── ConfigurationError (ValueError)       a variable or argument is missing, malformed or contradicts another
     ├── UsageError (ValueError)               the calling program misuses the API
     │   ├── NotInitializedError               used before init() or after shutdown()
+    │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
     │   └── GradientOrderError (AssertionError)  backward, synchronize, step, zero_grad out of order
     └── CommunicationError (RuntimeError)     the job, not this call, is at fault; Horovod's HorovodInternalError
         ├── MismatchError                     ranks disagree about a tensor
@@ -31,6 +32,13 @@ class UsageError(BytePSError, ValueError):
 
 class NotInitializedError(UsageError):
     """An API function was called before ``init()`` or after ``shutdown()``."""
+
+
+class UnsupportedError(UsageError, NotImplementedError):
+    """An operation was asked for that does not exist for these arguments.
+
+    Also a RuntimeError: that is what Horovod's users catch here.
+    """
 
 
 class GradientOrderError(UsageError, AssertionError):

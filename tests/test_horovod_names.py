@@ -138,3 +138,11 @@ def test_init_takes_what_bytepss_scripts_give() -> None:
         hvd.init(lazy=False)
         assert hvd.size() == 1
         hvd.shutdown()
+
+
+def test_the_module_that_horovods_scripts_import_from() -> None:
+    mpi_ops = byteps_py.mpi_ops
+    here = {name for name in SIGNATURES if hasattr(mpi_ops, name)}
+    assert {"synchronize", "allreduce_async_", "rank", "HorovodInternalError"} <= set(mpi_ops.__all__)
+    assert {"allreduce", "join", "poll", "nccl_built", "grouped_reducescatter_async"} <= here
+    assert all(getattr(mpi_ops, name) is getattr(hvd, name) for name in mpi_ops.__all__)

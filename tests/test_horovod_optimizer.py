@@ -220,6 +220,24 @@ def test_a_closed_job_leaves_the_optimizer_usable_in_the_next() -> None:
     assert_same(ThreadedCluster(MACHINES).run(main), reference(sgd, 1, MACHINES))
 
 
+def test_a_step_after_synchronize_that_does_not_say_so() -> None:
+    def main(rank: int) -> list[str]:
+        model = nn.Linear(1, 1)
+        nn.init.ones_(model.weight)
+        optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=1.0))
+        model(torch.full((1, 1), 2.0 * rank)).sum().backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.weight, 0.5)
+        optimizer.step()
+        assert model.weight.item() == pytest.approx(0.5)
+        optimizer.zero_grad()
+        return sorted(optimizer._parameter_names.values())
+
+    with pytest.warns(UserWarning, match=r"optimizer.step\(\) called without optimizer.skip_synchronize\(\)") as found:
+        assert ThreadedCluster((1, 1)).run(main) == [["bias", "weight"]] * 2
+    assert len(found) == 2  # one of each rank
+
+
 def test_the_guard_of_zero_grad() -> None:
     def main(rank: int) -> None:
         model = nn.Linear(1, 1)

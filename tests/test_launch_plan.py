@@ -105,6 +105,10 @@ class TestRolePlan:
     def test_one_machine_without_scheduler_gets_a_job_id(self) -> None:
         environ = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "1", "BYTEPS_LOCAL_SIZE": "2"}
         assert {s.env["BYTEPS_JOB_ID"] for s in plan_role(environ)} == {"abc"}
+        assert [(s.env["HOROVOD_RANK"], s.env["HOROVOD_SIZE"]) for s in plan_role(environ)[1:]] == [
+            ("0", "2"),
+            ("1", "2"),
+        ]
         assert {s.env.get("BYTEPS_JOB_ID") for s in plan_role({**environ, "BYTEPS_JOB_ID": "mine"})} == {None}
 
     def test_the_users_thread_count_is_kept(self) -> None:
@@ -194,8 +198,18 @@ class TestClusterPlan:
             {**cluster, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": "c0"},
             *(machines[0], machines[0], machines[1], machines[1]),
             *(
-                {**machines[m], "BYTEPS_LOCAL_RANK": local, "OMP_NUM_THREADS": "2"}
-                for m, local in [(0, "0"), (0, "1"), (1, "0"), (1, "1")]
+                {
+                    **machines[m],
+                    "BYTEPS_LOCAL_RANK": str(local),
+                    "OMP_NUM_THREADS": "2",
+                    "HOROVOD_RANK": str(2 * m + local),
+                    "HOROVOD_SIZE": "4",
+                    "HOROVOD_LOCAL_RANK": str(local),
+                    "HOROVOD_LOCAL_SIZE": "2",
+                    "HOROVOD_CROSS_RANK": str(m),
+                    "HOROVOD_CROSS_SIZE": "2",
+                }
+                for m, local in [(0, 0), (0, 1), (1, 0), (1, 1)]
             ),
         ]
         assert [s.name for s in specs[-4:]] == [

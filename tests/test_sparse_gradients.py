@@ -175,11 +175,12 @@ def test_a_dense_gradient_that_becomes_sparse() -> None:
     assert ThreadedCluster((1, 1)).run(main) == [[[0.5, 0.5]] * 4] * 2
 
 
-def test_optimizers_for_sparse_gradients() -> None:
+@pytest.mark.parametrize("sparse_as_dense", [False, True])  # it takes no dense ones
+def test_optimizers_for_sparse_gradients(sparse_as_dense) -> None:
     def main(rank: int):
         model = nn.Embedding(6, 2, sparse=True)
         nn.init.ones_(model.weight)
-        optimizer = wrap(model, lambda params: torch.optim.SparseAdam(params, lr=0.1))
+        optimizer = wrap(model, lambda params: torch.optim.SparseAdam(params, lr=0.1), sparse_as_dense=sparse_as_dense)
         for _ in range(2):
             model(torch.tensor([rank, 3])).sum().backward()
             optimizer.step()

@@ -41,7 +41,8 @@ def test_what_is_recorded(alone, tmp_path) -> None:
     bps.start_timeline(str(tmp_path / "new" / "t.json"), mark_cycles=True)
     push("a", 2)
     push("b", op=bps.Sum)
-    with pytest.raises(ValueError, match="recorded already; call stop_timeline"):
+    bps.start_timeline(str(tmp_path / "new" / "t.json"))  # that one already
+    with pytest.raises(ValueError, match=r"recorded already, to .*t.json; call stop_timeline"):
         bps.start_timeline(str(tmp_path / "other.json"))
     bps.stop_timeline()
     push("after")
@@ -50,7 +51,10 @@ def test_what_is_recorded(alone, tmp_path) -> None:
     assert rounds == [("a", "AVERAGE"), ("a", "AVERAGE"), ("b", "SUM")]
     assert [event["args"]["round"] for event in events if event["ph"] == "X"] == [1, 2, 1]
     assert {event["args"]["bytes"] for event in events if event["ph"] == "X"} == {4000}
+    assert {event["cat"] for event in events if event["ph"] == "X"} == {"ALLREDUCE"}
     assert sum(event["name"] == "CYCLE_START" for event in events) == 3
+    assert sum(event["name"] == "NEGOTIATE_ALLREDUCE" for event in events) == 3
+    assert events[0]["args"]["start_time_since_epoch_in_micros"] <= min(e["ts"] for e in events if "ts" in e)
     times = [event["ts"] for event in events if "ts" in event]
     assert times == sorted(times)
     assert events[0]["args"]["name"] == "rank 0"
@@ -131,3 +135,15 @@ def test_the_speed(alone, monkeypatch) -> None:
     assert bps.get_pushpull_speed()[1] == 0.2  # of the last ten seconds that are over
     now[0] += 8
     assert bps.get_pushpull_speed()[1] == 0.2
+
+
+def test_what_nothing_comes_behind_is_written_at_once(alone, tmp_path) -> None:
+    bps.init(settings=Settings(timeline=str(tmp_path / "t.json")))
+    bps.reducescatter(torch.ones(2), name="a")
+    bps.broadcast(torch.ones(2), 0, name="b")
+    bps.allgather(torch.ones(2), name="c")
+    bps.alltoall(torch.ones(2), name="d")
+    events = json.loads((tmp_path / "t.json").read_text() + "]")
+    done = [event["cat"] for event in events if event["ph"] == "X"]
+    assert list(dict.fromkeys(done)) == ["REDUCESCATTER", "BROADCAST", "ALLGATHER", "ALLTOALL"]
+    assert [e["name"].removeprefix("NEGOTIATE_") for e in events if e["ph"] == "i"] == done

@@ -159,6 +159,26 @@ def test_broadcast_optimizer_state(kind, wrapped) -> None:
             assert {key: type(value) for key, value in group.items()} == {k: type(v) for k, v in expected.items()}
 
 
+def test_gradients_may_be_read_once_the_state_of_a_new_optimizer_is_broadcast() -> None:
+    def main(rank: int) -> None:
+        model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+        model[1].bias.requires_grad_(False)
+        model[1].weight.grad = torch.ones(1, 2)
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        before = [param.detach().clone() for param in model.parameters()]
+        if rank:
+            bps.broadcast_optimizer_state(optimizer, 0, model)
+        else:
+            bps.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
+        assert model[0].weight.grad.is_sparse
+        assert not model[0].weight.grad.to_dense().any()
+        assert torch.equal(model[1].weight.grad, torch.ones(1, 2))
+        assert model[1].bias.grad is None
+        assert all(map(torch.equal, before, model.parameters()))
+
+    ThreadedCluster((1, 1)).run(main)
+
+
 def test_lbfgs_state_is_refused() -> None:
     def main(rank: int):
         with pytest.raises(ValueError, match=r"cannot broadcast torch.optim.LBFGS state"):

@@ -86,6 +86,7 @@ def test_clipping_between_synchronize_and_step() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 def test_step_synchronizes_and_closures_too() -> None:
     def plain(rank: int):
         model = Net()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from byteps_py.errors import RendezvousError
-from byteps_py.launch.plan import rank_spec, services
+from byteps_py.launch.plan import horovod_variables, rank_spec, services
 from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 
@@ -68,6 +68,7 @@ def cluster_plan(
         for local_rank in range(ranks):
             rank = len(rank_specs)
             rank_env = {**env, "BYTEPS_SOCKET_NAME": f"byteps-{socket_token}-cs"} if own_services else env
+            rank_env = {**rank_env, **horovod_variables(local_rank, ranks, machine, machines)}
             detail = f" (local rank {local_rank}{where})" if machines > 1 else ""
             rank_specs.append(
                 rank_spec(

@@ -31,9 +31,10 @@ examples:
     DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=9000 bpslaunch python train.py
                                                                 this machine's part of a cluster
 
-Ranks find BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE in their environment, and OMP_NUM_THREADS = cores / ranks on this
-host unless it is set already. Only the first rank reads this terminal's input. When CMD's name is python and no such
-program is found, the Python that runs bpslaunch is used.
+Ranks find BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE in their environment, with -np also HOROVOD_RANK, HOROVOD_SIZE and
+what else horovodrun sets, and OMP_NUM_THREADS = cores / ranks on this host unless it is set already. Only the first
+rank reads this terminal's input. When CMD's name is python and no such program is found, the Python that runs bpslaunch
+is used.
 
 exit code: that of the first rank that failed (128 + signal number if a signal killed it); 2 when the configuration
 is unusable; 126 or 127 when CMD can't be run or found. When a rank fails, the others get SIGTERM and, after the grace

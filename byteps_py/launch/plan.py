@@ -75,12 +75,13 @@ def _worker_plan(
         specs.insert(0, ProcessSpec("the summation service", Kind.SERVICE, "ss", service_argv("server"), server_env))
     many = settings.num_workers > 1
     for local_rank in range(settings.local_size):
+        told = {} if many else horovod_variables(local_rank, settings.local_size, 0, 1)
         specs.append(
             rank_spec(
                 f"local rank {local_rank}{where}" if many else f"rank {local_rank}",
                 f"{settings.worker_id}.{local_rank}" if many else str(local_rank),
                 command,
-                {**env, **_socket(token)},
+                {**env, **told, **_socket(token)},
                 local_rank,
                 reads_stdin=local_rank == 0,
                 threads=str(environ.get("OMP_NUM_THREADS") or max(1, cores // settings.local_size)),
@@ -103,6 +104,22 @@ def services(settings: Settings, env: Mapping[str, str], token: str, where: str,
     name = f"the communication service{where}"
     specs.append(ProcessSpec(name, Kind.SERVICE, f"cs{label}", argv, env, is_dismissed=True))
     return specs
+
+
+def horovod_variables(local_rank: int, local_size: int, machine: int, machines: int) -> dict[str, str]:
+    """What horovodrun tells a rank, for scripts that read it; machines have equally many ranks.
+
+    >>> horovod_variables(1, 2, 1, 3)["HOROVOD_RANK"]
+    '3'
+    """
+    return {
+        "HOROVOD_RANK": str(machine * local_size + local_rank),
+        "HOROVOD_SIZE": str(machines * local_size),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(local_size),
+        "HOROVOD_CROSS_RANK": str(machine),
+        "HOROVOD_CROSS_SIZE": str(machines),
+    }
 
 
 def rank_spec(

@@ -23,9 +23,10 @@ from byteps_py.errors import (
     ProtocolError,
     RendezvousError,
     StallError,
+    UnsupportedError,
     UsageError,
 )
-from byteps_py.torch import elastic, parallel
+from byteps_py.torch import elastic, mpi_ops, parallel
 from byteps_py.torch.allreduce import (
     allreduce,
     allreduce_,
@@ -129,6 +130,7 @@ __all__ = [
     "StallError",
     "Sum",
     "SyncBatchNorm",
+    "UnsupportedError",
     "UsageError",
     "add_process_set",
     "allgather",
@@ -177,6 +179,7 @@ __all__ = [
     "local_size",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
     "parallel",

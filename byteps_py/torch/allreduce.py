@@ -42,8 +42,8 @@ def allreduce_async(
     """Begin to reduce ``tensor``; ``synchronize(handle)`` gives the result, a new tensor.
 
     op: Average (default), Sum, Min, Max, Product, Adasum. ``average`` is its old form (deprecated; giving both is an
-    error). The factors multiply each rank's tensor before, and the result after. Integers are averaged by floor
-    division.
+    error). The factors multiply each rank's tensor before, and the result after. Integers are averaged by
+    division that cuts off towards zero.
     """
     how = _how(op, average, prescale_factor, postscale_factor, process_set)
     return _start([tensor], None, name, how)

@@ -141,7 +141,7 @@ class _CrossBarrier(Distributed):
         if param in self._guarded or not param.requires_grad:
             return
         self._guarded.add(param)
-        pending, name = self._pending, self._named[param]
+        pending, name = self._pending, self._parameter_names[param]
 
         def check(_: torch.Tensor) -> None:
             if param in pending:

@@ -106,26 +106,56 @@ class _Tensor:
     device_type: str
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter.") -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    prefix: str | torch.nn.Module | None = "Parameter.",
+    model: torch.nn.Module | None = None,
+) -> None:
     """Give every rank's optimizer the root's state and hyperparameters.
 
     The others' state may be empty, or differ; types of hyperparameters (int, bool, None, tensor …) are kept.
-    ``prefix`` is BytePS's and only a label. Raises ValueError for LBFGS, whose state is not per parameter.
+    As in Horovod, if the root's optimizer has no state yet, parameters without a gradient get one of zeros.
+    ``prefix`` is BytePS's and only a label. ``model``, Horovod's, may be given in its place: embeddings in it whose
+    gradients are sparse get sparse ones. Raises ValueError for LBFGS, whose state is not per parameter.
     """
+    if not isinstance(prefix, str):
+        model = prefix if model is None else model
+        prefix = "Parameter."
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("cannot broadcast torch.optim.LBFGS state")
     context = contexts.current()
     label = f"{prefix}optimizer_state"
     if context.session.rank == root_rank:
         tensors: list[torch.Tensor] = []
-        broadcast_object(_map(optimizer.state_dict(), torch.Tensor, lambda t: _take(t, tensors)), root_rank, label)
+        own = optimizer.state_dict()
+        broadcast_object(_map(own, torch.Tensor, lambda t: _take(t, tensors)), root_rank, label)
         _send_tensors(context, tensors, root_rank, label)
+        if not own["state"]:
+            _begin_gradients(optimizer, model)
         return
     skeleton = broadcast_object(None, root_rank, label)
     received: list[torch.Tensor] = []
     state = _map(skeleton, _Tensor, lambda t: _make(t, received))
     _send_tensors(context, received, root_rank, label)
     optimizer.load_state_dict(_map(state, _Placed, lambda p: p.tensor.to(p.device_type)))
+    if not skeleton["state"]:
+        _begin_gradients(optimizer, model)
+
+
+def _begin_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Zeros for parameters that have no gradient: scripts made for Horovod may read them before the first backward."""
+    sparse = {
+        module.weight
+        for module in (model.modules() if model is not None else ())
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+    }
+    every = isinstance(optimizer, torch.optim.SparseAdam)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad and param.grad is None:
+                zeros = torch.zeros_like(param, requires_grad=False)
+                param.grad = zeros.to_sparse() if every or param in sparse else zeros
 
 
 @dataclass(frozen=True)

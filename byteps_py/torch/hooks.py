@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -114,7 +115,7 @@ class Distributed:
 
     param_groups: list[dict[str, Any]]
     _passes: Passes
-    _named: Names
+    _parameter_names: Names  # Horovod's name for it, which scripts read
     _synchronized: bool
     _should_synchronize: bool
 
@@ -158,6 +159,13 @@ class Distributed:
                 closure = self._synchronizing(closure)
             elif not self._synchronized or self._passes.begun:
                 self.synchronize()
+            else:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
+                    "gradients are taken as they are, as inside it. Write `with optimizer.skip_synchronize():` around "
+                    "the step to say so",
+                    stacklevel=2,
+                )
         self._synchronized = False
         return super().step(closure)  # type: ignore[misc]
 
@@ -194,7 +202,7 @@ class Distributed:
         super().add_param_group(param_group)  # type: ignore[misc]
         number = len(self.param_groups) - 1
         new = [
-            (self._named.setdefault(param, f"push_pull.noname.{number}.{i}"), param)
+            (self._parameter_names.setdefault(param, f"push_pull.noname.{number}.{i}"), param)
             for i, param in enumerate(self.param_groups[-1]["params"])
         ]
         if self._passes.reducer is not None:

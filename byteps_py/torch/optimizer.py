@@ -56,7 +56,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     multiplies by f/size after it.
     num_groups, groups: which gradients travel together. A number: so many groups of neighbours. A list of lists of
     parameters: these groups, and the others as their sizes suggest. Without it, small ones do (BYTEPS_FUSION_BYTES).
-    sparse_as_dense: make sparse gradients dense before they are combined.
+    sparse_as_dense: make sparse gradients dense before they are combined; without effect for SparseAdam, which takes
+    sparse ones only.
     process_set: the ranks among which gradients are combined; on others the optimizer works with its own gradients.
     Raises UsageError (a ValueError) for arguments that contradict each other and for duplicate or missing names,
     NotInitializedError before init().
@@ -96,7 +97,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
             gradient_predivide_factor,
             group=ranks,
             prefix=prefix_of(process_set, "Gradient."),
-            sparse_as_dense=sparse_as_dense,
+            sparse_as_dense=sparse_as_dense and not isinstance(optimizer, torch.optim.SparseAdam),
         ),
         [[names[param] for param in group] for group in together],
     )
@@ -112,7 +113,7 @@ def _dress(optimizer: torch.optim.Optimizer, kind: type[Distributed], passes: Pa
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, which would step around us
     wrapped._passes = passes
-    wrapped._named = names
+    wrapped._parameter_names = names
     wrapped._synchronized = False
     wrapped._should_synchronize = True
     return wrapped

@@ -67,6 +67,9 @@ class Plan:
             self.shapes = [
                 (shape[0] // len(members) + (position < shape[0] % len(members)), *shape[1:]) for shape in self._inputs
             ]
+        count = len(how.group) or context.session.size
+        #: By what each part's sum is divided here, cutting off towards zero.
+        self.divisors = [count if self._is_cut_off(part) else 1 for part in self.parts]
         self._requests: dict[str, list[Request]] = {}
 
     def requests(self, full: str) -> list[Request]:
@@ -89,6 +92,11 @@ class Plan:
             parts.setdefault(kind, []).append(i)
         return list(parts.values())
 
+    def _is_cut_off(self, part: Sequence[int]) -> bool:
+        """Averages of integers: Horovod's operations cut them off, push_pull and the service go to the floor."""
+        how = self._how
+        return how.op is Average and bool(how.kind) and not self._dtypes[part[0]].is_floating_point
+
     def _request(self, name: str, part: Sequence[int]) -> Request:
         how = self._how
         shapes = tuple(self._inputs[i] for i in part)
@@ -97,7 +105,7 @@ class Plan:
             self._wires[part[0]],
             shapes[0] if len(shapes) == 1 else (sum(self._counts[i] for i in part),),
             how.op.wire_op,
-            how.op is Average,
+            how.op is Average and not self._is_cut_off(part),
             priority=how.priority,
             group=how.group,
             scatters=how.scatters,
@@ -138,6 +146,8 @@ def is_truth(tensor: torch.Tensor, op: ReduceOp) -> bool:
 def _terms(tensors: Sequence[torch.Tensor], how: How, is_group: bool) -> str:
     """What the spec does not say and ranks must agree on all the same."""
     found = []
+    if how.op is Average and how.kind and any(not tensor.dtype.is_floating_point for tensor in tensors):
+        found.append("average")
     if how.before != 1.0 or how.after != 1.0:
         found.append(f"prescale factor {how.before!r} and postscale factor {how.after!r}")
     if is_group:

@@ -60,8 +60,8 @@ def start_reduction(
 
         def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
             _wait_all(exchanges)
-            for exchange, part in zip(exchanges, plan.parts, strict=True):
-                fetch_scaled(exchange, [view(outputs[i]) for i in part], how.after)
+            for exchange, part, divisor in zip(exchanges, plan.parts, plan.divisors, strict=True):
+                fetch_scaled(exchange, [view(outputs[i]) for i in part], how.after, divisor)
             return tuple(outputs) if is_group else outputs[0]
 
         return operation_of(context, full, name is None, lambda: all(e.done for e in exchanges), complete)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from byteps_py.errors import UsageError
+from byteps_py.errors import UnsupportedError
 from byteps_py.torch import context as contexts
 from byteps_py.torch.api import result_of
 from byteps_py.torch.collectives.gather import start_gather
@@ -126,8 +126,8 @@ def _how(
     name: str | None,
 ) -> How:
     if op not in (Average, Sum):
-        raise UsageError(f"reducescatter takes op=Average or op=Sum, got {op!r}")
+        raise UnsupportedError(f"reducescatter takes op=Average or op=Sum, got {op!r}")
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise UsageError(f"reducescatter: tensor {name!r} has no first dimension whose rows could be dealt out")
+        raise UnsupportedError(f"reducescatter: tensor {name!r} has no first dimension whose rows could be dealt out")
     group = group_of(process_set)
     return How(op, "reducescatter", group, before=float(before), after=float(after), scatters=True)

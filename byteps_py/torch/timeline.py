@@ -19,11 +19,14 @@ from typing import Any
 from byteps_py.errors import UsageError
 from byteps_py.session import Observer, Slot
 from byteps_py.settings import Settings
+from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch import context as contexts
 from byteps_py.torch.context import Context
 
-#: Events that are kept before they are written: a crash loses so many.
+#: Events that are kept before they are written, unless nothing is on its way: a crash loses so many.
 _BUFFERED = 512
+#: Horovod's words, which programs that read its timelines look for; all other operations are an ALLREDUCE.
+_KINDS = {Op.BROADCAST: "BROADCAST", Op.GATHER: "ALLGATHER", Op.EXCHANGE: "ALLTOALL"}
 #: get_pushpull_speed tells the speed of the last span of this length that is over.
 _SPAN_S = 10.0
 
@@ -31,9 +34,10 @@ _SPAN_S = 10.0
 class Timeline:
     """A Chrome trace that is being written: open it in chrome://tracing or ui.perfetto.dev.
 
-    A row for each tensor, and in it an event for each of its rounds from ``first`` to ``last``. With ``mark_cycles``
-    there is a mark wherever a tensor leaves while no other is on its way. The file is a JSON array once it is closed;
-    before that its end is missing, which viewers don't mind.
+    A row for each tensor, and in it, for each of its rounds from ``first`` to ``last``, a mark at its hand-over
+    (NEGOTIATE_ALLREDUCE, …: what Horovod calls the begin of it) and an event (of category ALLREDUCE, …). With
+    ``mark_cycles`` there is a mark wherever a tensor leaves while no other is on its way. The file is a JSON array
+    once it is closed; before that its end is missing, which viewers don't mind.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class Timeline:
             raise UsageError(f"the timeline can't be written to {path}: {error.strerror}") from error
         self._file.write("[\n")
         self._separator = ""
-        self._add({"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}}, row=0)
+        about = {"name": f"rank {rank}", "start_time_since_epoch_in_micros": time.time_ns() // 1000}
+        self.path = path
+        self._add({"ph": "M", "name": "process_name", "args": about}, row=0)
         self._flush()
 
     def begun(self, slot: Slot) -> None:
@@ -65,6 +71,8 @@ class Timeline:
             if self._mark_cycles and not self._begun:
                 self._add({"ph": "i", "name": "CYCLE_START", "s": "p", "ts": self._us(now)}, row=0)
             self._begun[slot] = now
+            mark = {"ph": "i", "name": f"NEGOTIATE_{_kind(slot.spec)}", "s": "t", "ts": self._us(now)}
+            self._add(mark, self._row(slot.spec.name))
 
     def delivered(self, slot: Slot) -> None:
         with self._lock:
@@ -72,19 +80,16 @@ class Timeline:
             if start is None or self._file.closed:
                 return
             spec = slot.spec
-            row = self._rows.get(spec.name)
-            if row is None:
-                row = self._rows[spec.name] = len(self._rows) + 1
-                self._add({"ph": "M", "name": "thread_name", "args": {"name": spec.name}}, row)
             event = {
                 "ph": "X",
+                "cat": _kind(spec),
                 "name": "AVERAGE" if spec.average else spec.op.name,
                 "ts": self._us(start),
                 "dur": (time.perf_counter_ns() - start) / 1e3,
                 "args": {"what": spec.describe(), "bytes": spec.nbytes, "round": slot.round},
             }
-            self._add(event, row)
-            if len(self._events) >= _BUFFERED:
+            self._add(event, self._row(spec.name))
+            if len(self._events) >= _BUFFERED or not self._begun:
                 self._flush()
 
     def close(self) -> None:
@@ -94,6 +99,13 @@ class Timeline:
                 self._flush()
                 self._file.write("\n]\n")
                 self._file.close()
+
+    def _row(self, name: str) -> int:
+        row = self._rows.get(name)
+        if row is None:
+            row = self._rows[name] = len(self._rows) + 1
+            self._add({"ph": "M", "name": "thread_name", "args": {"name": name}}, row)
+        return row
 
     def _us(self, at_ns: int) -> float:
         return (at_ns + self._to_wall_ns) / 1e3
@@ -107,6 +119,10 @@ class Timeline:
             self._separator = ",\n"
         self._events.clear()
         self._file.flush()
+
+
+def _kind(spec: TensorSpec) -> str:
+    return "REDUCESCATTER" if spec.scatters else _KINDS.get(spec.op, "ALLREDUCE")
 
 
 class Watch(Observer):
@@ -177,14 +193,18 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Rank 0 writes to ``file_path``, rank N to ``file_path`` with ".rankN" appended; ``stop_timeline`` or ``shutdown``
     completes the files. mark_cycles: also mark where a tensor leaves while no other is on its way.
-    Raises UsageError if a timeline is recorded already, or if the file can't be written.
+    A no-op if that file is being written already. Raises UsageError if another one is, or if it can't be written.
     """
     context = contexts.current()
     watch = _watch(context)
-    if watch.timeline is not None:
-        raise UsageError("a timeline is being recorded already; call stop_timeline() first")
     rank = context.session.rank
-    watch.timeline = Timeline(_file_of(file_path, rank), rank, mark_cycles)
+    path = _file_of(file_path, rank)
+    if watch.timeline is None:
+        watch.timeline = Timeline(path, rank, mark_cycles)
+    elif watch.timeline.path != path:
+        raise UsageError(
+            f"a timeline is being recorded already, to {watch.timeline.path}; call stop_timeline() before {path}"
+        )
 
 
 def stop_timeline() -> None:

@@ -57,16 +57,23 @@ def combine(op: Op, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def contract(
-    parts: Sequence[torch.Tensor], machines: Sequence[int], op: Op = Op.SUM, average: bool = False
+    parts: Sequence[torch.Tensor],
+    machines: Sequence[int],
+    op: Op = Op.SUM,
+    average: bool = False,
+    rounding: str = "floor",
 ) -> torch.Tensor:
-    """The result of reducing ``parts`` (by rank) in a cluster with so many ranks on each machine."""
+    """The result of reducing ``parts`` (by rank) in a cluster with so many ranks on each machine.
+
+    rounding: of averages of integers; "trunc" in Horovod's operations.
+    """
     starts = [sum(machines[:i]) for i in range(len(machines))]
     total = combine(op, [combine(op, parts[s : s + n]) for s, n in zip(starts, machines, strict=True)])
     if not average:
         return total
     if total.dtype.is_floating_point:
         return (total.to(wide(total.dtype)) / len(parts)).to(total.dtype)
-    return total.floor_divide(len(parts))
+    return total.div(len(parts), rounding_mode=rounding)
 
 
 @dataclass
