@@ -169,7 +169,7 @@ def elastic(lost: bool) -> tuple[float, list[str]]:
             if fails:
                 left[0] -= 1
                 if lost and bps.rank() == bps.size() - 1:
-                    os._exit(3)
+                    os._exit(0)  # bpslaunch ends the others of a rank that fails, and this is about them
                 bps.push_pull(torch.ones(1 + bps.rank()), name="disagree")
             optimizer.step()
             optimizer.zero_grad()
@@ -191,7 +191,7 @@ def main() -> None:
             elastic(lost)
         except bps.RendezvousError as error:
             os.write(1, f"rank {bps.is_initialized()}: {error}\n".encode())
-            return
+            sys.exit(4)
     parts = [check_adasum, check_adasum_training, check_sparse, check_sparse_beside_dense, check_process_set]
     parts += [check_predivide, check_batch_norm, check_join]
     for part in parts:
