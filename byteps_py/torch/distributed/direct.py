@@ -15,7 +15,7 @@ import torch
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.distributed.arguments import Landing, device_of, octets
 from byteps_py.torch.distributed.completion import Completer
-from byteps_py.torch.distributed.lanes import Lane
+from byteps_py.torch.distributed.lanes import Lane, Place
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.operation import Operation
 from byteps_py.torch.distributed.work import Surroundings
@@ -33,6 +33,18 @@ class After:
 
     outputs: list[torch.Tensor]
     finish: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What an operation moves: bytes to the lane's input and from its result, by offset; how they lie there; copies
+    (to, from) of what a member has for itself; the room that the lane must have, in and out."""
+
+    outgoing: list[Place]
+    incoming: list[Place]
+    layout: Layout
+    kept: list[tuple[torch.Tensor, torch.Tensor]]
+    room: tuple[int, int]
 
 
 class Direct:
@@ -65,6 +77,31 @@ class Direct:
         """To each member what is for it, from each what is for this one."""
         return self._start(Op.EXCHANGE, what, sends, receives, timeout_s, after)
 
+    def even(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Operation:
+        """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; contiguous.
+
+        What others have lies on one side of a member's own share or on the other: two copies, however many they are.
+        """
+        own, count = self._members.position, self._members.count
+        mine, whole = octets(source), octets(target)
+        share = whole.numel() // count
+        first, after = own * share, (own + 1) * share
+        ranges = tuple((at * share, 0 if at == own else share) for at in range(count))
+
+        def others(tensor: torch.Tensor) -> list[Place]:
+            sides = ((0, tensor[:first]), (after, tensor[after:]))
+            return [(at, side) for at, side in sides if side.numel()]
+
+        is_gather = op is Op.GATHER
+        moved = Moved(
+            [(0, mine)] if is_gather else others(mine),
+            others(whole),
+            Layout(((0, share),) if is_gather else ranges, ranges),
+            [(whole[first:after], mine if is_gather else mine[first:after])],
+            (mine.numel(), whole.numel()),
+        )
+        return self._begin(op, what, moved, device_of([source, target]), [target], _nothing, timeout_s)
+
     def _start(
         self, op: Op, what: str, sends: Pieces, receives: Pieces, timeout_s: float, after: After | None
     ) -> Operation:
@@ -75,29 +112,46 @@ class Direct:
         kept = self._keep_own(op, outgoing, incoming)
         device = device_of([tensor for piece in (*sends, *receives) for tensor in piece])
         layout = Layout(_ranges(outgoing), _ranges(incoming))
+        room = (_total(outgoing), _total(incoming))
+
+        def finish() -> None:
+            for piece in landings:
+                for landing in piece:
+                    landing.land()
+            if after is not None:
+                after.finish()
+
+        moved = Moved(_places(outgoing), _places(incoming), layout, kept, room)
+        return self._begin(op, what, moved, device, outputs, finish, timeout_s)
+
+    def _begin(
+        self,
+        op: Op,
+        what: str,
+        moved: Moved,
+        device: torch.device,
+        outputs: list[torch.Tensor],
+        finish: Callable[[], None],
+        timeout_s: float,
+    ) -> Operation:
         with self._lock:
             self._around.check()
             number = next(self._calls[op]) % LANES
             lane = self._lanes[op][number]
             self._around.vacate(lane)
-            sent, due = _total(outgoing), _total(incoming)
-            if not lane.has_room(sent, due):
-                lane.declare(self._spec(op, number, lane, sent, due))
+            if not lane.has_room(*moved.room):
+                lane.declare(self._spec(op, number, lane, *moved.room))
 
             def deliver() -> None:
-                lane.fetch(device, _places(incoming))
-                for piece in landings:
-                    for landing in piece:
-                        landing.land()
-                if after is not None:
-                    after.finish()
+                lane.fetch(device, moved.incoming)
+                finish()
 
             work = Operation(self._around, self._completer, what, lane, device, outputs, deliver, timeout_s)
             work.number = self._around.journal.record((what,), lane.name)
-            lane.begin(device, _places(outgoing), layout)
+            lane.begin(device, moved.outgoing, moved.layout)
             lane.occupant = work
             with torch.no_grad():  # while the others' are on their way; before another call may deliver this one
-                for target, source in kept:
+                for target, source in moved.kept:
                     if target.data_ptr() != source.data_ptr():
                         target.copy_(source)
         return work
@@ -155,3 +209,7 @@ def _places(pieces: Sequence[Sequence[torch.Tensor]]) -> list[tuple[int, torch.T
         places.append((first, tensor))
         first += tensor.numel()
     return places
+
+
+def _nothing() -> None:
+    """The result lies where it belongs."""

@@ -8,10 +8,16 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.tensors import Op
 from byteps_py.torch.distributed.arguments import Tensors, alone, listed
 from byteps_py.torch.distributed.direct import After
 from byteps_py.torch.distributed.parts import Parts, assign
 from byteps_py.torch.distributed.work import Pending
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Its bytes can be moved as they lie."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class Moving(Parts):
@@ -51,6 +57,10 @@ class Moving(Parts):
                     f"all_gather_into_tensor: an output of {output.dtype}{list(output.shape)} for {self.size()} ranks "
                     f"and an input of {input.dtype}{list(input.shape)}; the output must be {self.size()} times as large"
                 )
+        if len(targets) == 1 and _is_flat(targets[0]) and _is_flat(sources[0]):
+            return self._record(
+                self._direct.even(Op.GATHER, "all_gather_into_tensor", sources[0], targets[0], self._limit(opts))
+            )
         plain = [output if output.is_contiguous() else torch.empty_like(output).contiguous() for output in targets]
         shares = [output.detach().view(-1).chunk(self.size()) for output in plain if output.numel()]
         pieces = [[share[member] for share in shares] for member in range(self.size())]
@@ -106,6 +116,9 @@ class Moving(Parts):
     ) -> Pending:
         """Rows to each member, and from each one: as many as the split sizes say, by default equally many."""
         listed([output, input])
+        is_even = not input_split_sizes and not output_split_sizes and output.shape == input.shape and output.dim()
+        if is_even and not output.shape[0] % self.size() and _is_flat(output) and _is_flat(input):
+            return self._record(self._direct.even(Op.EXCHANGE, "all_to_all_single", input, output, self._limit(opts)))
         plain = output if output.is_contiguous() else torch.empty_like(output).contiguous()
         sends = self._rows("all_to_all_single", input, input_split_sizes)
         receives = self._rows("all_to_all_single", plain, output_split_sizes)
