@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-WARM_UP = 3
+WARM_UP = 5  # two rounds of each of the memory that operations use in turn
 FLOAT_BYTES = 4
 
 Call = Callable[[], object]

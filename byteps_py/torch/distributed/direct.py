@@ -21,7 +21,7 @@ from byteps_py.torch.distributed.operation import Operation
 from byteps_py.torch.distributed.work import Surroundings
 
 #: Operations of a group that may be under way at once; a further one waits for the first of them to end.
-LANES = 4
+LANES = 2
 
 #: By member: the tensors sent to it, or received from it, end to end.
 Pieces = Sequence[Sequence[torch.Tensor]]
