@@ -28,7 +28,11 @@ class StackDump:
         self.fd = os.memfd_create("byteps-stack", os.MFD_CLOEXEC)
         # What the fault handler leaves behind when it goes: a signal that comes too late must not end the process.
         _libc.signal(SIGNAL, ctypes.c_void_p(_SIG_IGN))
-        faulthandler.register(SIGNAL, file=self.fd, all_threads=True)
+        try:
+            faulthandler.register(SIGNAL, file=self.fd, all_threads=True)
+        except BaseException:
+            os.close(self.fd)
+            raise
         _is_open = True
 
     def close(self) -> None:
