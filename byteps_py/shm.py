@@ -69,6 +69,12 @@ class Segment:
         address = ctypes.c_void_p(self.address + start)
         _libc.madvise(address, ctypes.c_size_t(offset + nbytes - start), _MADV_POPULATE_WRITE)
 
+    def let_go(self) -> None:
+        """Give the descriptor back. The memory goes with this object, whose users may be at work yet."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
     def close(self) -> None:
         """Give the descriptor back. The memory itself goes when its last view does."""
         if self.fd >= 0:
@@ -123,6 +129,11 @@ class Arena:
 
     def free(self, block: Block) -> None:
         self._free.setdefault(block.nbytes, []).append(block)
+
+    def let_go(self) -> None:
+        """Give the descriptors back; see Segment."""
+        for segment in self.segments:
+            segment.let_go()
 
     def close(self) -> None:
         for segment in self.segments:

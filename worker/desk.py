@@ -101,7 +101,11 @@ class Desk:
             return
         if self.failure is not None:
             self._turn_away(channel, self.failure)
-        elif self._open is None:
+        else:
+            self._came(channel, local_rank)
+
+    def _came(self, channel: Channel, local_rank: int) -> None:
+        if self._open is None:
             self._waiting.append((channel, local_rank))
             self._on_change()
         else:
@@ -116,10 +120,13 @@ class Desk:
                 f"a rank came as local rank {local_rank} of {local_size}, but its communication service was started "
                 f"for {self._local_size} ranks: BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same to both"
             )
-        taken = any(other == local_rank for _, other in self._waiting)
-        if taken or (self._open and local_rank in self._open.executor.ranks):
+        if self._is_taken(local_rank):
             raise UsageError(f"two processes of this machine both say that they are local rank {local_rank}")
         return local_rank
+
+    def _is_taken(self, local_rank: int) -> bool:
+        taken = any(other == local_rank for _, other in self._waiting)
+        return taken or bool(self._open and local_rank in self._open.executor.ranks)
 
     def _turn_away(self, channel: Channel, error: BytePSError) -> None:
         try:
@@ -152,6 +159,9 @@ class Desk:
             Kind.WELCOME,
             rank=here.topology.first_rank + local_rank,
             size=here.topology.size,
+            local_rank=local_rank,
+            local_size=here.topology.local_size,
+            is_continued=here.topology.is_continued,
             machine_index=here.topology.machine_index,
             num_machines=here.topology.machines,
         )
@@ -198,7 +208,7 @@ class Desk:
                 elif kind is Kind.PING:
                     rank.send(protocol.pack(Kind.PONG))
                 elif kind is Kind.LEAVE:
-                    self._leave(rank, here, str(protocol.fields_of(message).get("error", "")))
+                    self._leave(rank, here, protocol.fields_of(message))
                     return False
                 else:
                     raise ProtocolError(f"local rank {rank.local_rank} sent a {kind.name} message")
@@ -234,9 +244,9 @@ class Desk:
         rank.forget()
         self._on_death(f"{here.describe(rank.local_rank, rank.pid)} died: its process ended without shutdown()")
 
-    def _leave(self, rank: RankConnection, here: Requests, error: str) -> None:
+    def _leave(self, rank: RankConnection, here: Requests, fields: dict[str, Any]) -> None:
         self._remove(rank, here)
-        if error:
+        if error := str(fields.get("error", "")):
             rank.forget()
             self._on_death(f"{here.describe(rank.local_rank, rank.pid)} was ended by an exception: {error}")
             return

@@ -12,7 +12,7 @@ time is an argument, in seconds of any steady clock; one thread at a time may ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import BY_NAME, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
@@ -20,10 +20,12 @@ from byteps_py.scheduler import stalls
 from byteps_py.scheduler.barrier import Barriers
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.declarations import Decided, Declarations, Reopened
+from byteps_py.scheduler.elastic import OF_A_GROUP, Elastic
 from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.joining import Joining
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
+from byteps_py.scheduler.reforming import Break, GiveUp, Open
 from byteps_py.scheduler.roster import Refusal, Roster
 from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.survey import Survey
@@ -53,6 +55,7 @@ class SchedulerCore:
         self._over_s: float | None = None
         self._all_left = False  # the workers, in order: they may be on their way into their next job
         self._membership = pb.Membership()
+        self._elastic = Elastic(config, self._roster) if config.elastic else None
         self.state: pb.StatusReply.State = FORMING
         self.reason = self._roster.missing()
 
@@ -86,8 +89,14 @@ class SchedulerCore:
         if not member.is_present:
             return []
         member.last_seen_s = now_s
+        if self._elastic is not None and kind in OF_A_GROUP and self._elastic.is_void(member):
+            return []  # said to ranks that are a group no more
         try:
             match kind:
+                case "ready":
+                    return self._ready(member, message.ready, now_s)
+                case "reform":
+                    return self._reform(member, message.reform, now_s)
                 case "heartbeat":
                     return self._heartbeat(member, message.heartbeat, now_s)
                 case "declare":
@@ -132,6 +141,8 @@ class SchedulerCore:
             for member in self._roster.present():
                 if why := self._silence.too_long(member.last_seen_s, now_s):
                     out += self._lose(member, why, now_s, tell_it_too=True)
+        if self.state == RUNNING:
+            out += self._regroup(now_s)
         if self.state == FORMING and self._survey is not None:
             out += self._go_on_measuring(self._survey, now_s)
         elif self.state == FORMING and self._first_registration_s is not None:
@@ -187,10 +198,10 @@ class SchedulerCore:
         out = [(connection, welcome)]
         if self.state == FORMING:
             self.reason = self._roster.missing()
-        if self.state == RUNNING:  # a summation service more
+        if self.state == RUNNING and not admitted.is_worker:
             out.append((connection, pb.SchedulerMessage(membership=self._membership)))
             out += self._reassign(f"{admitted.describe()} has come", now_s)
-        elif not self.reason:
+        elif self.state == FORMING and not self.reason:
             out += self._all_are_there(now_s)
         return out
 
@@ -224,15 +235,70 @@ class SchedulerCore:
         return self._go_on_measuring(self._survey, now_s)
 
     def _complete(self, link_mbit: list[float]) -> Outgoing:
-        self._membership = membership = self._roster.complete(link_mbit)
-        size = sum(worker.local_size for worker in membership.workers)
-        self._declarations = Declarations(self._config.num_workers, size)
+        membership = self._roster.complete(link_mbit)
+        if self._elastic is not None:
+            for member in self._roster.workers():
+                self._elastic.forget(member)
+        return self._begin(membership, "all are there")
+
+    def _begin(self, membership: pb.Membership, why: str) -> Outgoing:
+        """A group starts with nothing declared."""
+        self._membership = membership
+        n, size = len(membership.workers), sum(worker.local_size for worker in membership.workers)
+        self._declarations = Declarations(n, size)
+        self._barriers, self._joining = Barriers(n), Joining(n)
+        self._stalls = stalls.StallWatch(self._config.stall_warn_s)
         self.state = RUNNING
         self.reason = (
-            f"all are there: {count_text(len(membership.workers), 'worker')} with {count_text(size, 'rank')}, "
+            f"{why}: {count_text(n, 'worker')} with {count_text(size, 'rank')}, "
             f"{count_text(len(membership.servers), 'summation service')} with keys"
         )
         return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
+
+    # ---- elastic jobs ------------------------------------------------------------------------------------------
+
+    def _ready(self, member: MemberRecord, ready: pb.Ready, now_s: float) -> Outgoing:
+        if self._elastic is None or not member.is_worker:
+            raise ProtocolError("only communication services of elastic jobs come back")
+        return self._elastic.ready(member, ready) + self._regroup(now_s)
+
+    def _reform(self, member: MemberRecord, reform: pb.Reform, now_s: float) -> Outgoing:
+        if self._elastic is None:
+            raise ProtocolError("the group of a job that is not elastic can't be formed anew")
+        return self._lose_group(reform.reason, now_s, reform.planned)
+
+    def _lose_group(self, why: str, now_s: float, planned: bool = False) -> Outgoing:
+        """The group can't go on, or does not want to; the next one may."""
+        if self._elastic is None or self.state != RUNNING:
+            return []
+        return self._elastic.begin(why, planned, now_s) + self._regroup(now_s)
+
+    def _regroup(self, now_s: float) -> Outgoing:
+        """Form the next group, if it is time to."""
+        if self._elastic is None or not self._elastic.is_active:
+            return []
+        decision = self._elastic.decide(now_s)
+        match decision:
+            case Break(sentence):
+                return self._lose_group(sentence, now_s)
+            case GiveUp(sentence):
+                return self._fail("RendezvousError", sentence, now_s)
+            case Open(members):
+                return self._open(decision, members, now_s)
+        self.reason = decision.sentence
+        return []
+
+    def _open(self, decision: Open, members: Sequence[tuple[int, int]], now_s: float) -> Outgoing:
+        if self._elastic is None:
+            return []
+        out = self._elastic.leave_behind(decision.late)
+        why = self._elastic.reason
+        try:
+            membership = self._roster.regroup(members, why, decision.is_continued)
+        except UsageError as error:
+            return out + self._fail("PeerLostError", f"{why}; {error}", now_s)
+        self._elastic.opened(members)
+        return out + self._begin(membership, why) + self._let_go()
 
     def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
         member.statistics = heartbeat.statistics
@@ -312,6 +378,10 @@ class SchedulerCore:
         workers = self._roster.workers()
         if self.state != RUNNING:
             return self._dismiss_servers() if member.is_worker else []
+        if self._elastic is not None and member.is_worker:
+            self._elastic.forget(member)
+            if workers and not member.ranks:
+                return self._regroup(now_s)  # it was in no group
         if not workers:
             self.state, self.reason, self._over_s = ENDED, "all workers have left", now_s
             self._all_left = True
@@ -366,6 +436,10 @@ class SchedulerCore:
         text = f"lost {member.describe()}: {why}"
         if self.state == RUNNING and not member.is_worker:
             out = self._reassign(text, now_s)
+        elif self._elastic is not None and self.state == RUNNING and self._roster.workers():
+            is_outside = not member.ranks
+            self._elastic.forget(member)
+            out = self._regroup(now_s) if is_outside else self._lose_group(text, now_s)
         else:
             out = self._fail("PeerLostError", text, now_s)
         if tell_it_too:
@@ -374,6 +448,8 @@ class SchedulerCore:
 
     def _reassign(self, why: str, now_s: float) -> Outgoing:
         """The summation services are others: let these have the keys."""
+        if self._elastic is not None and self._elastic.is_broken:
+            return []  # the next group will have those that are there then
         try:
             membership = self._roster.reassign(why)
         except UsageError as error:
@@ -385,9 +461,11 @@ class SchedulerCore:
         return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
 
     def _drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
-        if member.is_worker:
-            raise ProtocolError("only a summation service can be drained")
+        if member.is_worker and self._elastic is None:
+            raise ProtocolError("only a summation service can be drained, unless the job is elastic")
         member.is_draining = True
+        if member.is_worker and self._elastic is not None:
+            return self._elastic.drain(member) if self.state == RUNNING else []
         if self.state != RUNNING:
             return []  # while the cluster forms it holds nothing: it leaves
         out = self._reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
@@ -428,7 +506,7 @@ class SchedulerCore:
         return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
 
     def _current_stalls(self) -> list[stalls.Stall]:
-        size = sum(len(m.ranks) for m in self._roster.everyone)
+        size = sum(len(m.ranks) for m in self._roster.workers())
         return self._stalls.stalls(size, self._declarations.undecided_voters, self._joining.ranks)
 
     def _who(self, ranks: Iterable[int]) -> str:

@@ -4,7 +4,8 @@ Each message starts with one byte, its kind. Those on the hot path (READY, DONE)
 a message; the rest is JSON.
 
     rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, LEAVE, PING
-    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, FATAL, PONG
+    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, HOSTS, FATAL,
+    PONG
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class Kind(enum.IntEnum):
     DECLARE = 2  # {request, specs}
     READY = 3  # records (slot, round, bytes written so far)
     BARRIER = 4  # {sequence}
-    LEAVE = 5  # {error}: the rank ends, in order unless an exception that nobody caught ended it
+    LEAVE = 5  # {error, again, planned}: the rank ends, in order unless an exception that nobody caught ended it;
+    # again: it is about to come back, and why; planned: as all others are
     LAYOUT = 7  # {slot, sends, receives}: of the slot's next round and those after it
     PING = 6  # {}: a rank that has waited for long asks whether the service is alive
     JOIN = 8  # {}: the rank has no more data
     STACK = 9  # {} and the descriptor of the file where this process's Python stacks are written
-    WELCOME = 11  # {rank, size, …}
+    WELCOME = 11  # {rank, size, local_rank, local_size, …}
     SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
     DECLARED = 13  # {request, slots: [{id, inputs: [[segment, offset]], result: [segment, offset]}]}
     DONE = 14  # records (slot, round, -): the result lies in the slot
@@ -42,6 +44,7 @@ class Kind(enum.IntEnum):
     FATAL = 17  # {error, message}: nothing works any more
     PONG = 18  # {}
     JOINED = 19  # {last}: all ranks have joined, that one as the last
+    HOSTS = 20  # {added, removed}: ranks wait to join, or are about to leave
 
 
 _KINDS = {int(k): k for k in Kind}
