@@ -1,9 +1,11 @@
-"""The worker's link to a server over TCP, when the network between them breaks and both live."""
+"""The worker's link to a server over TCP, when the network between them breaks and both live: it connects again, and
+what has no answer is sent once more."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -17,7 +19,7 @@ from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import RESENT, SUPPLY, Header, Kind
 from byteps_py.worker.links import TcpLink
 
 SETTINGS = Settings(
@@ -51,22 +53,31 @@ class Worker:
         self.connections = 0
         self.accepted = threading.Semaphore(0)
         self.answers: list[tuple[Header, bytes]] = []
-        self.losses: list[tuple[str, float]] = []
+        self.losses: list[str] = []
+        self.again = 0  # how often the connection was made anew
         self.data = bytearray()
+        self.unanswered = 0  # the round that is
         self.context = zmq.Context()
         self.link = TcpLink(
             self.context, self.loop, self.proxy.address, 0, SETTINGS,
             lambda block, offset, length: memoryview(self.data)[offset : offset + length],
-            self._answered, self._lost,
+            self._answered, self._again, self._lost,
         )  # fmt: skip
 
     def _answered(self, header: Header, frame: zmq.Frame | None) -> None:
         assert frame is not None
         self.answers.append((header, frame.bytes))
+        self.unanswered = 0
         self.loop.stop()
 
-    def _lost(self, sentence: str, grace_s: float) -> None:
-        self.losses.append((sentence, grace_s))
+    def _again(self) -> None:
+        self.again += 1
+        if self.unanswered:
+            self._send(RESENT)
+        self.loop.stop()
+
+    def _lost(self, sentence: str) -> None:
+        self.losses.append(sentence)
         self.loop.stop()
 
     def _connected(self, count: int) -> None:
@@ -85,7 +96,11 @@ class Worker:
 
     def push(self, values: np.ndarray, round_: int) -> None:
         self.data = bytearray(values.tobytes())
-        header = header_for(0, self.data, round=round_)
+        self.unanswered = round_
+        self._send(0)
+
+    def _send(self, flags: int) -> None:
+        header = header_for(0, self.data, round=self.unanswered, flags=flags)
         self.link.push(header, Block(0, 0, len(self.data), 0), 0, None)
 
     def check_round(self, round_: int) -> None:
@@ -129,29 +144,50 @@ def test_a_connection_that_breaks_between_rounds_is_made_again(worker: Worker) -
     assert worker.server.link.statistics().rounds == 7
 
 
-def test_a_connection_that_breaks_in_a_round_is_an_error_that_says_so(worker: Worker) -> None:
+def test_an_answer_that_was_lost_is_summed_once_more(worker: Worker) -> None:
+    """The server keeps no result: it asks the other machine, which has it, for its part."""
     worker.check_round(1)
     worker.proxy.cut_at(b"BPS1")  # the magic of a header: the answer's
-    worker.push(random_values(DType.FLOAT32, COUNT, seed=1), 2)
-    worker.other.push(random_values(DType.FLOAT32, COUNT, seed=2).tobytes(), round=2)
-    while len(worker.losses) < 2:
+    both = [random_values(DType.FLOAT32, COUNT, seed=seed) for seed in (1, 2)]
+    worker.push(both[0], 2)
+    worker.other.push(both[1].tobytes(), round=2)
+    expected = exact_sum(DType.FLOAT32, both).tobytes()
+    assert worker.other.result() == expected
+    while not worker.again:
         worker.run()
-    text = (
-        f"the connection to the summation service at {worker.proxy.address} broke while 1 of this machine's "
-        "messages waited for their answers, which may be lost"
-    )
-    # At first the server may be dead, and the scheduler about to say so; then it is known to live.
-    assert worker.losses == [(text, 51.0), (f"{text}; it lives and is connected again", 0.0)]
+    header, _ = worker.other.receive()
+    assert (header.kind, header.round) == (Kind.WANT, 2)
+    worker.other.push(both[1].tobytes(), round=2, flags=RESENT | SUPPLY)
+    while not worker.answers:
+        worker.run()
+    header, answer = worker.answers.pop()
+    assert (header.kind, header.round, answer == expected) == (Kind.ANSWER, 2, True)
+    assert worker.losses == []
+    worker.check_round(3)
 
 
 def test_what_is_pushed_before_the_break_is_noticed_is_no_strangers_message(worker: Worker) -> None:
-    """It comes without a HELLO, and the server refuses it; but that is not what is wrong."""
+    """ZeroMQ connects again by itself, without a HELLO, and the server refuses it; but that is not what is wrong."""
     worker.check_round(1)
     assert worker.accepted.acquire(timeout=WAIT_S)
     worker.proxy.cut()
     assert worker.accepted.acquire(timeout=WAIT_S)  # connected again, and the link has not looked
-    worker.push(random_values(DType.FLOAT32, COUNT, seed=1), 2)
+    both = [random_values(DType.FLOAT32, COUNT, seed=seed) for seed in (1, 2)]
+    worker.push(both[0], 2)
     assert worker.link._socket.poll(WAIT_S * 1000)  # the refusal
     worker.link._drain()
-    assert [grace_s for _, grace_s in worker.losses] == [51.0, 0.0]
-    assert worker.answers == []
+    assert (worker.again, worker.answers) == (1, [])
+    worker.other.push(both[1].tobytes(), round=2)
+    while not worker.answers:
+        worker.run()
+    header, answer = worker.answers.pop()
+    assert (header.kind, answer) == (Kind.ANSWER, exact_sum(DType.FLOAT32, both).tobytes())
+
+
+def test_a_server_that_can_not_be_reached_is_told(worker: Worker) -> None:
+    worker.check_round(1)
+    object.__setattr__(worker.link, "_settings", replace(SETTINGS, heartbeat_interval_s=0.1, heartbeat_timeout_s=0.3))
+    worker.proxy.refuse()
+    while not worker.losses:
+        worker.run()
+    assert worker.losses == [f"the summation service at {worker.proxy.address} can't be reached since 0.3 s"]

@@ -126,8 +126,14 @@ class TcpLink(ServerLink):
             return False
         if len(frames) != 2:
             raise ProtocolError(f"{self._who} sent {len(frames)} frames, an answer has 2")
+        header = Header.unpack(frames[0].bytes)
+        if header.kind is Kind.REFUSED:
+            opened = self._opened
+            self._watch()
+            if self._opened != opened:  # ZeroMQ had connected again by itself, without a HELLO: that was refused
+                return False
         self.bytes_received += len(frames[1])
-        self._on_answer(Header.unpack(frames[0].bytes), frames[1])
+        self._on_answer(header, frames[1])
         return True
 
     def _watch(self) -> None:
