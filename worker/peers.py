@@ -28,6 +28,7 @@ from byteps_py.worker.topology import Topology
 _SENT_CHECK_S = 0.001
 
 Then = Callable[[zmq.Frame], None]
+Refused = Callable[[BytePSError], None]
 
 
 class PeerMachines:
@@ -62,7 +63,7 @@ class PeerMachines:
         self._on_lost: OnLost | None = None
         self._links: dict[int, TcpLink] = {}
         self._numbers = itertools.count()
-        self._fetched: dict[int, Then] = {}  # by number of the request
+        self._fetched: dict[int, tuple[Then, Refused]] = {}  # by number of the request
         self._early: list[tuple[Header, Peer, zmq.Frame]] = []
         self._leaving: list[tuple[zmq.MessageTracker, Callable[[], None]]] = []
 
@@ -88,9 +89,9 @@ class PeerMachines:
 
     # ---- asking ----------------------------------------------------------------------------------------
 
-    def fetch(self, item: Transfer | AskSum, then: Then) -> None:
+    def fetch(self, item: Transfer | AskSum, then: Then, refused: Refused) -> None:
         number = next(self._numbers) & 0xFFFFFFFF
-        self._fetched[number] = then
+        self._fetched[number] = then, refused
         header = Header(Kind.FETCH, self._settings.worker_id, index=number, round=item.round, length=item.length)
         if isinstance(item, AskSum):
             tensor = item.part.tensor
@@ -99,7 +100,7 @@ class PeerMachines:
             body = b""
         else:
             header.key, header.offset = item.channel.key, item.offset
-            body = Fetch(item.channel.ranks[item.source], item.target, item.total).pack()
+            body = Fetch(item.channel.ranks[item.source], item.target, item.total, item.is_tentative).pack()
         self._link(item.server).ask(header, body)
 
     def _link(self, machine_index: int) -> TcpLink:
@@ -123,13 +124,15 @@ class PeerMachines:
     def _answered(self, header: Header, frame: zmq.Frame | None) -> None:
         if header.kind not in (Kind.ANSWER, Kind.REFUSED) or frame is None:
             raise ProtocolError(f"a communication service sent a {header.kind.name} message for an answer")
-        then = self._fetched.pop(header.index, None)
-        if then is None:
+        thens = self._fetched.pop(header.index, None)
+        if thens is None:
             return  # it says again what an earlier answer has said
+        then, refused = thens
         if header.kind is Kind.REFUSED:
             error, _, text = frame.bytes.decode(errors="replace").partition("\n")
-            raise from_name(error, text)
-        then(frame)
+            refused(from_name(error, text))
+        else:
+            then(frame)
 
     # ---- answering -------------------------------------------------------------------------------------
 
@@ -144,10 +147,12 @@ class PeerMachines:
             self._traffic.note("refused a request of", f"machine {peer.machine}", error)
             peer.refuse(header, f"{type(error).__name__}\n{error}")
 
+    def refuse(self, origin: object, error: BytePSError) -> None:
+        peer, header = _origin(origin)
+        peer.refuse(header, f"{type(error).__name__}\n{error}")
+
     def serve(self, origin: object, view: memoryview, then: Callable[[], None]) -> None:
-        if not (isinstance(origin, tuple) and isinstance(origin[0], RemotePeer)):
-            raise ProtocolError("an answer for nobody")
-        peer, header = origin
+        peer, header = _origin(origin)
         if len(view) < zmq.COPY_THRESHOLD:
             peer.answer(header, zmq.Frame(bytes(view)))
             then()
@@ -178,6 +183,12 @@ class PeerMachines:
         self._listener.close()
 
 
+def _origin(origin: object) -> tuple[RemotePeer, Header]:
+    if not (isinstance(origin, tuple) and isinstance(origin[0], RemotePeer)):
+        raise ProtocolError("an answer for nobody")
+    return origin
+
+
 def _request(header: Header, peer: Peer, frame: zmq.Frame) -> Request | SumRequest:
     """Raises ProtocolError."""
     origin = (peer, header)
@@ -186,7 +197,7 @@ def _request(header: Header, peer: Peer, frame: zmq.Frame) -> Request | SumReque
     fetch = Fetch.unpack(frame.bytes)
     return Request(
         origin, peer.machine, header.key, header.round, fetch.source, fetch.target, header.offset, header.length,
-        fetch.total,
+        fetch.total, fetch.is_tentative,
     )  # fmt: skip
 
 
