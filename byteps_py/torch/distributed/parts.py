@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class Parts(Identity):
         self._direct = Direct(members, self._around, self._completer)
         self._channels = PointToPoint(members, self._around)
         self._coalesced: list[Pending] | None = None
+        self._splits = itertools.count()
 
     # ---- coalescing ------------------------------------------------------------------------------------
 

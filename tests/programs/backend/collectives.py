@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from datetime import timedelta
 
@@ -313,6 +314,36 @@ def errors() -> None:
     sparse = torch.eye(3).to_sparse()
     raises(bps.UsageError, "sparse", lambda: dist.group.WORLD.allreduce([sparse]))  # type: ignore[union-attr]
     raises(bps.UsageError, "times as large", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(5)))
+
+
+@feature
+def split_groups() -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    assert copy.deepcopy(world.options)._timeout == world.options._timeout
+    sides = [[r for r in range(size()) if r % 2 == side] for side in (0, 1)]
+    for number, ranks in enumerate((sides, sides, [sides[1]])):
+        if torch.__version__ >= "2.15":
+            group = dist.split_group(world, ranks)
+        else:  # torch itself splits groups on machines with an accelerator only
+            mine = next((some for some in ranks if rank() in some), ranks[0])
+            options = copy.deepcopy(world.options)
+            group = world.split_group(mine, timedelta(seconds=50), options, f"split{number}", None, None)
+        members = next((some for some in ranks if rank() in some), None)
+        if members is None:
+            assert group in (None, dist.GroupMember.NON_GROUP_MEMBER)
+            continue
+        assert (group.rank(), group.size()) == (members.index(rank()), len(members))
+        tensor = torch.full((4,), float(rank()))
+        group.allreduce([tensor]).wait()
+        same(tensor, torch.full((4,), float(sum(members))))
+        outputs = [torch.empty(2) for _ in members]
+        group.allgather([outputs], [torch.full((2,), float(rank()))]).wait()
+        same(outputs, [torch.full((2,), float(r)) for r in members])
+        group.shutdown()
+    backwards = functools.partial(dist.new_group, list(reversed(range(size()))), sort_ranks=False)
+    if torch.__version__ >= "2.9" and size() > 1:
+        raises(bps.UnsupportedError, "in ascending order only", backwards)
 
 
 @feature
