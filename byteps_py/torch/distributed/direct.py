@@ -83,6 +83,12 @@ class Direct:
         """To each member what is for it, from each what is for this one."""
         return self._start(Op.EXCHANGE, what, sends, receives, timeout_s, after, sizes)
 
+    def finish(self) -> None:
+        """Complete what is under way. Raises StallError."""
+        with self._lock:
+            for lane in itertools.chain.from_iterable(self._lanes.values()):
+                self._around.vacate(lane)
+
     def even(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Operation:
         """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; contiguous.
 

@@ -35,6 +35,14 @@ class Options(Backend.Options):
         return type(self)(self._timeout)
 
 
+class _DeviceTypes(list[torch.device]):
+    """Of a group that torch does not know yet. It goes through them to find a backend, and if there are any it asks C++
+    for the backend, which has none: the group itself is it."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class Identity(_Group):
     """The part of a group that says who it is."""
 
@@ -43,7 +51,7 @@ class Identity(_Group):
         self._name = self._description = ""
         self._options = options
         self._bound_device: torch.device | None = None
-        self._is_split = False
+        self._is_split = False  # from another group
 
     # ---- names -----------------------------------------------------------------------------------------
 
@@ -90,11 +98,12 @@ class Identity(_Group):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # Before torch knows the group, it would look for the backend of each: this one has none but itself.
+        found = [torch.device(name) for name in _DEVICES if name == "cpu" or torch.cuda.is_available()]
         known: Any = dist.distributed_c10d._world.pg_map
-        if self not in known and not self._is_split:
-            return []
-        return [torch.device(name) for name in _DEVICES if name == "cpu" or torch.cuda.is_available()]
+        if self in known:
+            return found
+        # Before torch knows the group, it would look for the backend of each: this one has none but itself.
+        return _DeviceTypes(found if self._is_split else ())
 
     def _get_backend(self, device: torch.device) -> Any:
         return self

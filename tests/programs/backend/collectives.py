@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import byteps_py.torch as bps
 from backend.common import feature, raises, rank, same, size, values
-from backend.groups import DTYPES, OTHER_DTYPES, given, groups
+from backend.groups import DTYPES, OTHER_DTYPES, given, groups, groups_of_two, pair
 
 
 @feature
@@ -344,6 +344,37 @@ def split_groups() -> None:
     backwards = functools.partial(dist.new_group, list(reversed(range(size()))), sort_ranks=False)
     if torch.__version__ >= "2.9" and size() > 1:
         raises(bps.UnsupportedError, "in ascending order only", backwards)
+
+
+@feature
+def after_uneven_data() -> None:
+    for turn in range(2):
+        for group, ranks, me in groups():
+            for count in range(3):
+                outputs = [torch.empty(2) for _ in ranks]
+                dist.all_gather(outputs, torch.full((2,), float(me)), group=group)
+                dist.all_reduce(torch.ones(70 + count), group=group)
+        last = torch.full((5,), float(rank()))
+        work = dist.all_reduce(last, group=groups_of_two(), async_op=True)
+        for step in range(rank() + turn):  # the others have less data
+            tensor = torch.ones(80 + step)
+            dist.all_reduce(tensor)
+            same(tensor, torch.full((80 + step,), float(size() - max(0, step + 1 - turn))))
+        bps.join()
+        assert work is not None
+        work.wait()  # what was under way is complete
+        same(last, torch.full((5,), float(sum(pair()))))
+        for group, ranks, me in groups():
+            tensor = torch.full((70,), float(me))
+            dist.all_reduce(tensor, group=group)
+            same(tensor, torch.full((70,), float(sum(range(len(ranks))))))
+            outputs = [torch.empty(2) for _ in ranks]
+            dist.all_gather(outputs, torch.full((2,), float(me)), group=group)
+            same(outputs, [torch.full((2,), float(other)) for other in range(len(ranks))])
+        dist.send(torch.full((3,), float(rank())), (rank() + 1) % size(), tag=12)
+        dist.recv(got := torch.empty(3), (rank() - 1) % size(), tag=12)
+        same(got, torch.full((3,), float((rank() - 1) % size())))
+        dist.barrier()
 
 
 @feature
