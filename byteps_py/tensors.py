@@ -195,6 +195,10 @@ class TensorSpec:
         return f"{op} of {what}{root}{group}{terms}"
 
 
+#: In the names of operations that were given none, and so are matched in the order of their calls.
+UNNAMED = ".noname."
+
+
 class Sizes(enum.IntEnum):
     """How far one who receives pieces looks at their sizes. Where one is not as expected, it gets a MismatchError."""
 
