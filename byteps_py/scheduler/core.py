@@ -244,6 +244,9 @@ class SchedulerCore:
         self._stalls.report(member.id, heartbeat.waiting)
         if not heartbeat.waiting or self.state != RUNNING:
             return []
+        size = sum(len(m.ranks) for m in self._roster.everyone)
+        if why := self._stalls.contradiction(size, self._declarations.describe):
+            return self._fail("MismatchError", why, now_s)
         due = self._stalls.due(self._current_stalls(), now_s)
         out: Outgoing = []
         for sentence, missing in stalls.told(due, self._who):
