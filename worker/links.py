@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from byteps_py import auth
 from byteps_py.channel import Channel
 from byteps_py.channel import connect as connect_channel
-from byteps_py.errors import PeerLostError, ProtocolError
+from byteps_py.dataplane.dialer import Dialer, Owner
+from byteps_py.errors import IntegrityError, PeerLostError, ProtocolError
+from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.shm import Arena, Block
@@ -27,9 +29,14 @@ OnAnswer = Callable[[Header, zmq.Frame | None], None]
 OnLost = Callable[[str, float], None]
 
 _DRAIN = 64  # messages taken per wake-up before others get their turn
-_SLACK_BYTES = 64 << 10
 _CONNECT_S = 1.0
 _WORD_OF_SCHEDULER_S = 1.0
+
+_Name = tuple[int, int, int, int]  # what an answer has in common with its request alone
+
+
+def _name(header: Header) -> _Name:
+    return header.key, header.generation, header.index, header.round
 
 
 class ServerLink(ABC):
@@ -46,12 +53,31 @@ class ServerLink(ABC):
     def close(self) -> None: ...
 
 
-class TcpLink(ServerLink):
-    """A ZeroMQ DEALER. Payloads are sent from, and answers read in, the memory where they lie.
+_DAMAGED = "{} came damaged twice: a network card, a switch or memory on that way changes what passes through it"
 
-    ZeroMQ connects again by itself when a connection breaks, but what was on its way is lost, or is not: nobody
-    knows. If nothing was, this link only says HELLO again. Else the round can't be saved, because the server keeps
-    no result that it has sent; that is an error as soon as the server is known to live, or to be silent for long.
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A message that has no answer yet. ``payload``, ``offset``: where its bytes lie, untouched until then; or
+    ``body``, if it has none of its own."""
+
+    header: Header
+    payload: Block | None
+    offset: int
+    body: bytes = b""
+    number: int = -1  # on the connection that took it last; -1: none has
+    was_damaged: bool = False  # once, on its way there or back
+
+
+class TcpLink(ServerLink, Owner):
+    """Payloads are sent from, and answers read in, the memory where they lie.
+
+    Every message is kept until its answer is there. If it comes damaged it is sent again; if the answer does, the
+    connection is made anew, as when it breaks. What is damaged twice is an error that names the way.
+
+    When a connection breaks, what was on its way is lost, or is not: nobody knows. If nothing was, the next one takes
+    over. Else the round can't be saved, because the server keeps no result that it has sent; that is an error as soon
+    as the server is known to live, or to be silent for long.
     """
 
     def __init__(
@@ -66,94 +92,88 @@ class TcpLink(ServerLink):
         on_lost: OnLost,
         what: str = "summation service",
     ) -> None:
-        self._loop = loop
         self._who = f"the {what} at {address}"
         self._silence_s = settings.heartbeat_timeout_s
         self._view = contributions
         self._on_answer = on_answer
         self._on_lost = on_lost
-        self._unanswered = 0
+        self._requests: dict[_Name, _Request] = {}  # not answered yet
+        self._suspects: set[_Name] = set()  # one of their answers came damaged
         self._loss = ""  # why the job can't go on; empty while it can
-        socket = self._socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, settings.max_partition_bytes + _SLACK_BYTES)
-        socket.setsockopt(zmq.SNDHWM, 0)  # the credit is the limit
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(20_000, int(1000 * self._silence_s)))
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        socket.connect(address)
-        token = auth.token(settings.secret, "data", settings.job, str(sender))
-        self._hello = [Header(Kind.HELLO, sender).pack(), token.encode()]
-        socket.send_multipart(self._hello)
-        loop.add_reader(self._monitor, self._watch)
-        loop.add_reader(socket, self._drain)
+        self._dialer = Dialer(context, loop, address, sender, settings, self, self._who)
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
-        self._unanswered += 1
-        self._socket.send(header.pack(), zmq.SNDMORE)
-        if payload is None:
-            self._socket.send(b"")
-        else:
-            self._socket.send(self._view(payload, offset, header.length), copy=False)
-            self.bytes_sent += header.length
+        self._begin(_Request(header, payload, offset))
 
     def ask(self, header: Header, body: bytes) -> None:
         """Send a request that has no memory of its own."""
-        self._unanswered += 1
-        self._socket.send(header.pack(), zmq.SNDMORE)
-        self._socket.send(body)
+        self._begin(_Request(header, None, 0, body))
 
-    def _drain(self) -> None:
-        for _ in range(_DRAIN):
-            if not self._take_answer():
-                return
+    def _begin(self, request: _Request) -> None:
+        self._requests[_name(request.header)] = request
+        if self._dialer.is_open:
+            self._send(request)
 
-    def _take_answer(self) -> bool:
-        try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        if len(frames) != 2:
-            raise ProtocolError(f"{self._who} sent {len(frames)} frames, an answer has 2")
-        header = Header.unpack(frames[0].bytes)
-        if header.kind is Kind.REFUSED:
-            self._watch()
-            if self._loss:  # sent on a new connection before the break was noticed: that is the reason to give
-                return True
-        self.bytes_received += len(frames[1])
-        self._unanswered -= 1
-        self._on_answer(header, frames[1])
-        return True
+    def _send(self, request: _Request) -> None:
+        header, payload = request.header, request.payload
+        if payload is None:
+            request.number = self._dialer.send(header, request.body)
+        else:
+            request.number = self._dialer.send(header, self._view(payload, request.offset, header.length))
+            self.bytes_sent += header.length
 
-    def _watch(self) -> None:
-        """The connection was made, or broke."""
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-            if event == zmq.EVENT_DISCONNECTED:
-                self._broke()
-            elif self._loss:
-                self._on_lost(f"{self._loss}; it lives and is connected again", 0.0)
+    # ---- what the dialer says ------------------------------------------------------------------------------
 
-    def _broke(self) -> None:
-        while self._take_answer():
-            pass  # what came before is no less true
-        if not self._unanswered:
-            self._socket.send_multipart(self._hello)  # the first message of the next connection
-        elif not self._loss:
+    def on_open(self) -> None:
+        if self._loss:
+            self._on_lost(f"{self._loss}; it lives and is connected again", 0.0)
+            return
+        for request in self._requests.values():
+            self._send(request)
+
+    def on_message(self, header: Header, payload: zmq.Frame) -> None:
+        self.bytes_received += len(payload)
+        name = _name(header)
+        self._suspects.discard(name)
+        self._requests.pop(name, None)  # none: it says again what an earlier answer has said
+        self._on_answer(header, payload)
+
+    def on_damaged(self, number: int | None) -> None:
+        if number is None:
+            self._answer_damaged()
+            return
+        request = next((r for r in self._requests.values() if r.number == number), None)
+        if request is None:
+            return
+        what = f"a {request.header.kind.name} message to {self._who}"
+        if request.was_damaged:
+            raise IntegrityError(_DAMAGED.format(what))
+        logger.warning("%s came damaged: it is sent again", what)
+        request.was_damaged = True
+        self._send(request)
+
+    def _answer_damaged(self) -> None:
+        """Whose it was can't be told."""
+        if self._suspects:
+            raise IntegrityError(_DAMAGED.format(f"an answer from {self._who}"))
+        logger.warning("an answer from %s came damaged: it is asked for again", self._who)
+        self._suspects = set(self._requests)
+        self._dialer.reconnect()
+
+    def on_broken(self) -> None:
+        waiting = sum(request.number >= 0 for request in self._requests.values())
+        if waiting and not self._loss:
             self._loss = (
-                f"the connection to {self._who} broke while {self._unanswered} of this machine's messages waited "
-                "for their answers, which may be lost"
+                f"the connection to {self._who} broke while {waiting} of this machine's messages waited for their "
+                "answers, which may be lost"
             )
             self._on_lost(self._loss, self._silence_s + _WORD_OF_SCHEDULER_S)
 
+    def on_refused(self, error: ProtocolError) -> None:
+        raise error
+
     def close(self) -> None:
-        self._loop.remove(self._monitor)
-        self._loop.remove(self._socket)
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
+        self._dialer.close()
 
 
 class LocalLink(ServerLink):
@@ -177,7 +197,7 @@ class LocalLink(ServerLink):
         self._on_lost = on_lost
         # It listened before it became a member: who is not there now is gone.
         self._channel: Channel = connect_channel(name, _CONNECT_S)
-        token = auth.token(settings.secret, "data", settings.job, str(sender))
+        token = auth.token(settings.secret, "local", settings.job, str(sender))
         self._channel.send(Header(Kind.HELLO, sender).pack() + token.encode())
         self._fd = self._channel.fileno()
         loop.add_reader(self._fd, self._drain)
