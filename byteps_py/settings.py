@@ -162,6 +162,8 @@ def _read_secret(path: str) -> str:
         secret = Path(path).read_text().strip()
     except OSError as error:
         raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} can't be read: {error.strerror}") from error
+    except ValueError:
+        raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is no text, or its path is none") from None
     if not secret:
         raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is empty")
     return secret

@@ -39,7 +39,12 @@ class Variable:
 
     def parse(self, name: str, text: str) -> object:
         """The value of ``text``. Raises ConfigurationError that names the variable and what it allows."""
-        error = ConfigurationError(f"{name}={text!r} is not valid: it takes {self.allowed()}")
+        shown = "(hidden)" if self.field == "secret" else repr(text if len(text) <= 200 else text[:200] + "…")
+        error = ConfigurationError(f"{name}={shown} is not valid: it takes {self.allowed()}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # the environment's bytes are no UTF-8
+            raise error from None
         text = text.strip()
         value: object = text
         if self.kind is bool:

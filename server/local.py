@@ -15,6 +15,7 @@ import zmq
 from byteps_py import auth
 from byteps_py.channel import Channel, Listener
 from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.dataplane.strangers import PATIENCE_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import PeerLostError, ProtocolError
 from byteps_py.log import logger
@@ -142,6 +143,11 @@ class Local:
             return
         self._peers.add(peer)
         self._loop.add_reader(peer.channel.fileno(), lambda: self._on_readable(peer))
+        self._loop.call_later(PATIENCE_S, lambda: self._expire(peer))
+
+    def _expire(self, peer: LocalPeer) -> None:
+        if peer.machine < 0:
+            self.lose(peer, ProtocolError("it has not said who it is"))
 
     def _on_readable(self, peer: LocalPeer) -> None:
         try:

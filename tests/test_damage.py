@@ -146,7 +146,10 @@ def test_contributions_that_are_always_damaged_are_an_error_that_names_the_way(l
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ((SIGNED, dataclasses.replace(SIGNED, secret="guessed")), "could not prove that it belongs to this cluster: do"),
+        (
+            (SIGNED, dataclasses.replace(SIGNED, secret="guessed")),
+            "could not prove that it belongs to this cluster: do",
+        ),
         ((SIGNED, OPEN), "its messages would be open, here they are signed: set BYTEPS_SECRET and BYTEPS_ENCRYPT"),
         ((ENCRYPTED, SIGNED), "its messages would be signed, here they are encrypted"),
     ],
