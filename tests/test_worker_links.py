@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import zmq
-from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_values
+from support.data_plane import Server, exact_sum, header_for, random_values
 from support.proxy import Proxy
 from zmq.utils import garbage
 

@@ -46,7 +46,7 @@ def server_options() -> Options:
     return [
         *_COMMON,
         ("grpc.so_reuseport", 0),  # a second scheduler on this port must fail, not share its connections
-        # Connections that say nothing, or nothing that makes sense, are closed within 5 s and have little to say before.
+        # Connections that say nothing that makes sense are closed within 5 s, and get to say little before.
         ("grpc.server_handshake_timeout_ms", 4_000),
         ("grpc.max_connection_idle_ms", 4_000),
         ("grpc.max_concurrent_streams", 64),
