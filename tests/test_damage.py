@@ -21,7 +21,7 @@ from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import RESENT, SUPPLY, Header, Kind
 from byteps_py.worker.links import TcpLink
 
 OPEN = Settings(
@@ -69,7 +69,8 @@ class Line:
             self._context, self.loop, self.proxy.address, 0, self._mine,
             lambda block, offset, length: memoryview(self._data)[offset : offset + length],
             lambda header, frame: self.came.put((header, frame.bytes if frame is not None else b"")),
-            lambda sentence, grace_s: self.losses.put(sentence),
+            self._again,
+            self.losses.put,
         )  # fmt: skip
         try:
             self.loop.run()
@@ -77,9 +78,17 @@ class Line:
             self.came.put(error)
 
     def push(self, values: np.ndarray, round_: int) -> None:
-        self._data = bytearray(values.tobytes())
-        header = header_for(0, self._data, round=round_)
-        self.loop.post(lambda: self.link.push(header, Block(0, 0, len(self._data), 0), 0, None))
+        self._data, self._round = bytearray(values.tobytes()), round_
+        self.loop.post(lambda: self._push(0))
+
+    def _push(self, flags: int) -> None:
+        header = header_for(0, self._data, round=self._round, flags=flags)
+        self.link.push(header, Block(0, 0, len(self._data), 0), 0, None)
+
+    def _again(self) -> None:
+        """As the executor does, if there is no answer."""
+        if self.came.empty():
+            self._push(RESENT)
 
     def answer(self) -> tuple[Header, bytes] | BytePSError:
         return self.came.get(timeout=WAIT_S)
@@ -161,3 +170,36 @@ def test_ends_that_do_not_match_say_so(line: Line, text: str) -> None:
     assert isinstance(error, ProtocolError)
     assert text in str(error)
     assert line.proxy.address in str(error)
+
+
+@pytest.mark.parametrize("line", [(OPEN,), (SIGNED,), (ENCRYPTED,)], ids=["open", "signed", "encrypted"], indirect=True)
+def test_a_damaged_answer_is_not_delivered_but_asked_for_again(line: Line) -> None:
+    line.check_round(1)
+    flipper = line.proxy.alter = Flipper(to_listener=False, times=1)
+    both = [random_values(DType.FLOAT32, COUNT, seed=seed) for seed in (1, 2)]
+    line.push(both[0], 2)
+    line.other.push(both[1].tobytes(), round=2)
+    expected = exact_sum(DType.FLOAT32, both).tobytes()
+    assert line.other.result() == expected
+    assert line.other.receive()[0].kind is Kind.WANT  # the server keeps no result: it takes the sum again
+    line.other.push(both[1].tobytes(), round=2, flags=RESENT | SUPPLY)
+    came = line.answer()
+    assert isinstance(came, tuple), came
+    assert (came[0].kind, came[0].round, came[1] == expected) == (Kind.ANSWER, 2, True)
+    assert flipper.flipped == 1
+    line.check_round(3)
+
+
+@pytest.mark.parametrize("line", [(OPEN,), (SIGNED,)], ids=["open", "signed"], indirect=True)
+def test_answers_that_are_always_damaged_are_an_error_that_names_the_way(line: Line) -> None:
+    line.check_round(1)
+    line.proxy.alter = Flipper(to_listener=False, times=1000)
+    both = [random_values(DType.FLOAT32, COUNT, seed=seed) for seed in (1, 2)]
+    line.push(both[0], 2)
+    line.other.push(both[1].tobytes(), round=2)
+    line.other.result()
+    assert line.other.receive()[0].kind is Kind.WANT
+    line.other.push(both[1].tobytes(), round=2, flags=RESENT | SUPPLY)
+    error = line.answer()
+    assert isinstance(error, IntegrityError), error
+    assert f"an answer from the summation service at {line.proxy.address} came damaged twice" in str(error)

@@ -16,7 +16,7 @@ from byteps_py import auth
 from byteps_py.channel import Channel
 from byteps_py.channel import connect as connect_channel
 from byteps_py.dataplane.dialer import Dialer, Owner
-from byteps_py.errors import IntegrityError, PeerLostError, ProtocolError
+from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
@@ -25,12 +25,14 @@ from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 #: header, payload (None if the answer lies in shared memory)
 OnAnswer = Callable[[Header, zmq.Frame | None], None]
-#: A server can't be used any more: why, and for how many seconds the scheduler may know a better reason.
-OnLost = Callable[[str, float], None]
+#: A service can't be reached: in words.
+OnLost = Callable[[str], None]
 
 _DRAIN = 64  # messages taken per wake-up before others get their turn
+#: Requests that are kept for the case that they must be sent again; some never get an answer, and need none.
+_MOST_KEPT = 8192
 _CONNECT_S = 1.0
-_WORD_OF_SCHEDULER_S = 1.0
+
 
 _Name = tuple[int, int, int, int]  # what an answer has in common with its request alone
 
@@ -65,19 +67,19 @@ class _Request:
     payload: Block | None
     offset: int
     body: bytes = b""
-    number: int = -1  # on the connection that took it last; -1: none has
-    was_damaged: bool = False  # once, on its way there or back
+    number: int = -1  # on the connection; -1: not sent
+    was_damaged: bool = False  # once
 
 
 class TcpLink(ServerLink, Owner):
     """Payloads are sent from, and answers read in, the memory where they lie.
 
-    Every message is kept until its answer is there. If it comes damaged it is sent again; if the answer does, the
-    connection is made anew, as when it breaks. What is damaged twice is an error that names the way.
+    When a connection breaks, what was on its way is lost, or is not: nobody knows. So a new one takes its place, with
+    nothing in its queues, and ``on_again`` sends once more what has no answer. If there is none for
+    ``PS_HEARTBEAT_TIMEOUT``, ``on_lost`` is told, and this link goes on trying.
 
-    When a connection breaks, what was on its way is lost, or is not: nobody knows. If nothing was, the next one takes
-    over. Else the round can't be saved, because the server keeps no result that it has sent; that is an error as soon
-    as the server is known to live, or to be silent for long.
+    A message that comes damaged is sent again. If an answer does, nobody can tell whose it was, and the connection
+    counts as broken. What comes damaged twice is an error.
     """
 
     def __init__(
@@ -89,18 +91,24 @@ class TcpLink(ServerLink, Owner):
         settings: Settings,
         contributions: Callable[[Block, int, int], memoryview],
         on_answer: OnAnswer,
+        on_again: Callable[[], None],
         on_lost: OnLost,
         what: str = "summation service",
     ) -> None:
+        self._loop = loop
         self._who = f"the {what} at {address}"
         self._silence_s = settings.heartbeat_timeout_s
         self._view = contributions
         self._on_answer = on_answer
+        self._on_again = on_again
         self._on_lost = on_lost
-        self._requests: dict[_Name, _Request] = {}  # not answered yet
+        self._unsent: list[_Request] = []  # while there is no connection
+        self._requests: dict[_Name, _Request] = {}  # sent, and not answered
         self._suspects: set[_Name] = set()  # one of their answers came damaged
-        self._loss = ""  # why the job can't go on; empty while it can
+        self._opened = 0  # connections so far
+        self._is_closed = False
         self._dialer = Dialer(context, loop, address, sender, settings, self, self._who)
+        loop.call_later(max(settings.start_timeout_s, self._silence_s), lambda: self._give_up(0))
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         self._begin(_Request(header, payload, offset))
@@ -110,9 +118,10 @@ class TcpLink(ServerLink, Owner):
         self._begin(_Request(header, None, 0, body))
 
     def _begin(self, request: _Request) -> None:
-        self._requests[_name(request.header)] = request
         if self._dialer.is_open:
             self._send(request)
+        else:
+            self._unsent.append(request)
 
     def _send(self, request: _Request) -> None:
         header, payload = request.header, request.payload
@@ -121,21 +130,27 @@ class TcpLink(ServerLink, Owner):
         else:
             request.number = self._dialer.send(header, self._view(payload, request.offset, header.length))
             self.bytes_sent += header.length
+        if header.kind is Kind.WITHDRAW:
+            self._requests.pop(_name(header), None)
+            self._suspects.discard(_name(header))
+        elif not header.is_supply:
+            self._requests[_name(header)] = request
+            if len(self._requests) > _MOST_KEPT:
+                del self._requests[next(iter(self._requests))]
 
     # ---- what the dialer says ------------------------------------------------------------------------------
 
     def on_open(self) -> None:
-        if self._loss:
-            self._on_lost(f"{self._loss}; it lives and is connected again", 0.0)
-            return
-        for request in self._requests.values():
+        self._opened += 1
+        unsent, self._unsent = self._unsent, []
+        for request in unsent:
             self._send(request)
 
     def on_message(self, header: Header, payload: zmq.Frame) -> None:
         self.bytes_received += len(payload)
-        name = _name(header)
-        self._suspects.discard(name)
-        self._requests.pop(name, None)  # none: it says again what an earlier answer has said
+        if header.kind is not Kind.WANT:
+            self._suspects.discard(_name(header))
+            self._requests.pop(_name(header), None)  # none: it says again what an earlier answer has said
         self._on_answer(header, payload)
 
     def on_damaged(self, number: int | None) -> None:
@@ -144,7 +159,7 @@ class TcpLink(ServerLink, Owner):
             return
         request = next((r for r in self._requests.values() if r.number == number), None)
         if request is None:
-            return
+            return  # nobody waits for it
         what = f"a {request.header.kind.name} message to {self._who}"
         if request.was_damaged:
             raise IntegrityError(_DAMAGED.format(what))
@@ -153,7 +168,6 @@ class TcpLink(ServerLink, Owner):
         self._send(request)
 
     def _answer_damaged(self) -> None:
-        """Whose it was can't be told."""
         if self._suspects:
             raise IntegrityError(_DAMAGED.format(f"an answer from {self._who}"))
         logger.warning("an answer from %s came damaged: it is asked for again", self._who)
@@ -161,18 +175,22 @@ class TcpLink(ServerLink, Owner):
         self._dialer.reconnect()
 
     def on_broken(self) -> None:
-        waiting = sum(request.number >= 0 for request in self._requests.values())
-        if waiting and not self._loss:
-            self._loss = (
-                f"the connection to {self._who} broke while {waiting} of this machine's messages waited for their "
-                "answers, which may be lost"
-            )
-            self._on_lost(self._loss, self._silence_s + _WORD_OF_SCHEDULER_S)
+        logger.info("the connection to %s broke; connecting again", self._who)
+        self._unsent.clear()
+        self._requests.clear()
+        opened = self._opened
+        self._loop.call_later(self._silence_s, lambda: self._give_up(opened))
+        self._on_again()
+
+    def _give_up(self, opened: int) -> None:
+        if not (self._is_closed or self._dialer.is_open) and opened == self._opened:
+            self._on_lost(f"{self._who} can't be reached since {self._silence_s:g} s")
 
     def on_refused(self, error: ProtocolError) -> None:
         raise error
 
     def close(self) -> None:
+        self._is_closed = True
         self._dialer.close()
 
 
@@ -195,19 +213,25 @@ class LocalLink(ServerLink):
         self._announced = 0
         self._on_answer = on_answer
         self._on_lost = on_lost
-        # It listened before it became a member: who is not there now is gone.
-        self._channel: Channel = connect_channel(name, _CONNECT_S)
-        token = auth.token(settings.secret, "local", settings.job, str(sender))
-        self._channel.send(Header(Kind.HELLO, sender).pack() + token.encode())
-        self._fd = self._channel.fileno()
-        loop.add_reader(self._fd, self._drain)
+        self._channel: Channel | None = None
+        try:  # it listened before it became a member: who is not there now is gone
+            self._channel = connect_channel(name, _CONNECT_S)
+            token = auth.token(settings.secret, "local", settings.job, str(sender))
+            self._channel.send(Header(Kind.HELLO, sender).pack() + token.encode())
+        except (PeerLostError, RendezvousError) as lost:
+            self._lost(lost)
+            return
+        loop.add_reader(self._channel.fileno(), self._drain)
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
+        """After the service is gone: nothing. What it has not answered moves to another with the next epoch."""
         if payload is not None:
             header.segment, header.segment_offset = payload.segment, payload.offset + offset
             self.bytes_sent += header.length
         if answer is not None:
             header.answer_segment, header.answer_offset = answer.segment, answer.offset
+        if self._channel is None:
+            return
         try:
             while self._announced < len(self._arena.segments):
                 segment = self._arena.segments[self._announced]
@@ -221,7 +245,7 @@ class LocalLink(ServerLink):
     def _drain(self) -> None:
         try:
             for _ in range(_DRAIN):
-                message = self._channel.receive(0)
+                message = self._channel.receive(0) if self._channel is not None else None
                 if message is None:
                     return
                 header = Header.unpack(message[0][:HEADER_BYTES])
@@ -229,12 +253,14 @@ class LocalLink(ServerLink):
                 self.bytes_received += header.length
                 self._on_answer(header, zmq.Frame(text) if text else None)
         except PeerLostError as lost:
-            self._loop.remove(self._fd)
             self._lost(lost)
 
-    def _lost(self, lost: PeerLostError) -> None:
-        self._on_lost(f"the summation service of this machine is gone: {lost}", _WORD_OF_SCHEDULER_S)
+    def _lost(self, lost: BytePSError) -> None:
+        self.close()
+        self._on_lost(f"the summation service of this machine is gone: {lost}")
 
     def close(self) -> None:
-        self._loop.remove(self._fd)
-        self._channel.close()
+        if self._channel is not None:
+            self._loop.remove(self._channel.fileno())
+            self._channel.close()
+            self._channel = None

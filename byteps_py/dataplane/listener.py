@@ -53,6 +53,9 @@ class RemotePeer(Peer):
     def answer(self, header: Header, result: zmq.Frame | None) -> None:
         self._network.send_result(self, reply(header, Kind.ANSWER), result)
 
+    def want(self, header: Header) -> None:
+        self._network.send(self, header.pack(), zmq.Frame())
+
     def refuse(self, header: Header, reason: str) -> None:
         self._network.send(self, reply(header, Kind.REFUSED), zmq.Frame(reason.encode()))
 
@@ -75,6 +78,7 @@ class DataListener:
         self._on_message = on_message
         self._on_gone = on_gone
         self._peers: dict[bytes, RemotePeer] = {}
+        self._by_machine: dict[int, RemotePeer] = {}  # who came last as such
         self._doorkeeper = Doorkeeper(settings)
         self._challenges: dict[bytes, Challenge] = {}
         # Probes wait until this process has loaded its kernels: else they would measure the processor.
@@ -115,6 +119,11 @@ class DataListener:
         }
         for option, value in options.items():
             self.socket.setsockopt(option, value)
+
+    def peer_of(self, machine: int) -> Peer | None:
+        """Its latest connection; None if it has none."""
+        peer = self._by_machine.get(machine)
+        return peer if peer is not None and peer.identity in self._peers else None
 
     @property
     def connections(self) -> int:
@@ -225,7 +234,7 @@ class DataListener:
         if challenge is None or challenge.machine != header.sender:
             raise ProtocolError("it was not asked for a proof, or its proof came late")
         seals = challenge.accept(said.bytes)
-        self._peers[identity] = RemotePeer(self, identity, header.sender, seals)
+        self._peers[identity] = self._by_machine[header.sender] = RemotePeer(self, identity, header.sender, seals)
         self.on_monitor()  # what is told of its descriptor after this is about it
         self._strangers.known(int(said.get(zmq.SRCFD)))
         logger.debug("machine %d has connected", header.sender)
