@@ -5,8 +5,9 @@
 Client processes push float32 partitions and wait for their sums, several in flight. The echo sends every message
 straight back: what the sockets alone would allow. BYTEPS_SECRET and BYTEPS_ENCRYPT=1 protect the sums' messages. Both
 servers stay up; runs alternate between them, and with an all-reduce by gloo between as many processes (which with two
-of them sends and receives as much). Printed: goodput in each direction per worker; CPU seconds, page faults and context switches of the server per GB that it received (4 MB
-partitions: 250 of them); and what the server used while idle for a second.
+of them sends and receives as much). Printed: goodput in each direction per worker; CPU seconds, page faults and context
+switches of the server per GB that it received (4 MB partitions: 250 of them); and what the server used while idle for
+a second.
 """
 
 from __future__ import annotations
