@@ -221,7 +221,7 @@ class Desk:
             return True
         except PeerLostError:
             self._died(rank)
-        except (ProtocolError, KeyError, TypeError) as error:
+        except (ProtocolError, KeyError, TypeError, ValueError, OverflowError) as error:
             self._on_death(f"{here.describe(rank.local_rank, rank.pid)} broke the protocol: {error}")
         return False
 
