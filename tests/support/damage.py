@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 
 class Flipper:
     """Flips one bit ``times`` times: in the middle of a large chunk (a payload), or ``after`` some bytes of the next
@@ -13,9 +15,15 @@ class Flipper:
         self._word = word
         self._after = after
         self.flipped = 0
+        self.has_flipped = threading.Event()
+        self.passed = threading.Semaphore(0)  # chunks with ``word``, once nothing is left to flip
 
     def __call__(self, data: bytes, is_client: bool) -> bytes:
-        if is_client is not self._to_listener or self.left <= 0:
+        if is_client is not self._to_listener:
+            return data
+        if self.left <= 0:
+            if self._word in data:
+                self.passed.release()
             return data
         at = len(data) // 2 if len(data) >= 8192 else -1
         if self._word:
@@ -25,4 +33,5 @@ class Flipper:
             return data
         self.left -= 1
         self.flipped += 1
+        self.has_flipped.set()
         return data[:at] + bytes((data[at] ^ 0x10,)) + data[at + 1 :]

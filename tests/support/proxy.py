@@ -18,6 +18,7 @@ class Proxy:
         self._target = target
         self._on_accept = on_accept
         self.alter: Callable[[bytes, bool], bytes] | None = None
+        self.has_cut = threading.Event()
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._cut_at: bytes | None = None
@@ -58,6 +59,7 @@ class Proxy:
                 if not is_client and self._cut_at is not None and self._cut_at in data:
                     self._cut_at = None
                     self.cut()
+                    self.has_cut.set()
                     break
                 sink.sendall(self.alter(data, is_client) if self.alter is not None else data)
         for end in (source, sink):
