@@ -13,6 +13,7 @@ from byteps_py.errors import UsageError
 
 MAX_NAME_BYTES = 1024
 MAX_TERMS_BYTES = 256
+MAX_TENSOR_BYTES = 1 << 48  # no machine holds more; keeps sums of sizes within 64 bits
 PAGE_BYTES = 4096
 
 
@@ -142,6 +143,8 @@ class TensorSpec:
         # Once: rounds ask for them again and again.
         object.__setattr__(self, "count", self.shape[0] if self.op.is_direct else math.prod(self.shape))
         object.__setattr__(self, "nbytes", self.count * self.dtype.itemsize)
+        if max(self.nbytes, self.shape[1] if self.op.is_direct else 0) > MAX_TENSOR_BYTES:
+            raise UsageError(f"tensor {self.name!r}: shape {list(self.shape)} is larger than any machine's memory")
 
     @property
     def needs_all(self) -> bool:

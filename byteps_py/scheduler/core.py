@@ -29,7 +29,7 @@ from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.survey import Survey
 from byteps_py.scheduler.words import count_text, ranks_text
 
-REGISTER_TIMEOUT_S = 10.0  # a connection that has not said by then who it is, is turned away
+REGISTER_TIMEOUT_S = 4.0  # a connection that has not said by then who it is, is turned away
 
 FORMING = pb.StatusReply.STATE_FORMING
 RUNNING = pb.StatusReply.STATE_RUNNING

@@ -15,7 +15,6 @@ Nobody waits for the vote of a rank that has joined. What can't do without it is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -25,8 +24,6 @@ from byteps_py.scheduler.words import ranks_text
 from byteps_py.tensors import DType, Op, TensorSpec
 
 _Votes = list[tuple[tuple[int, ...], TensorSpec]]  # (ranks, what they gave), of one machine
-
-MAX_TENSOR_BYTES = 1 << 48  # no machine holds more; keeps sums of sizes within the schema's integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +216,7 @@ def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int]) ->
 def to_spec(name: str, message: pb.Spec) -> TensorSpec:
     """The spec that a message describes. Raises ProtocolError for one that no correct member sends."""
     try:
-        spec = TensorSpec(
+        return TensorSpec(
             name=name,
             dtype=DType(message.dtype),
             shape=tuple(message.shape),
@@ -233,9 +230,6 @@ def to_spec(name: str, message: pb.Spec) -> TensorSpec:
         )
     except (ValueError, UsageError) as error:
         raise ProtocolError(f"tensor {name[:80]!r}: {error}") from error
-    if math.prod(spec.shape) * spec.dtype.itemsize > MAX_TENSOR_BYTES:
-        raise ProtocolError(f"tensor {name!r}: shape {list(spec.shape)} is larger than any machine's memory")
-    return spec
 
 
 def to_message(spec: TensorSpec) -> pb.Spec:

@@ -76,7 +76,7 @@ def fields_of(message: bytes) -> dict[str, Any]:
     """The fields of a JSON message. Raises ProtocolError."""
     try:
         fields = json.loads(message[1:])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed local message: {error}") from None
     if not isinstance(fields, dict):
         raise ProtocolError("malformed local message: not an object")
@@ -105,7 +105,7 @@ def spec_from_json(fields: list[Any]) -> TensorSpec:
             str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority),
             tuple(int(r) for r in group), bool(scatters), str(terms),
         )  # fmt: skip
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"malformed tensor declaration: {error}") from None
 
 
@@ -118,7 +118,7 @@ def layout_of(fields: dict[str, Any]) -> Layout:
     try:
         sends, receives = ([(int(offset), int(nbytes)) for offset, nbytes in fields[what]] for what in _LAYOUT)
         return Layout(tuple(sends), tuple(receives), Sizes(fields["sizes"]))
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"malformed layout: {error}") from None
 
 
