@@ -45,6 +45,7 @@ class Settings:
     partition_bytes: int | None = None
     credit_bytes: int | None = None
     fusion_bytes: int = 1 << 20
+    nonfinite: str = "allow"
     server_threads: int = 0
     worker_threads: int = 0
     force_distributed: bool = False

@@ -83,6 +83,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("placement", ("BYTEPS_PLACEMENT",), str, "who sums: every machine by its optimal share, or CPU machines alone (the classical parameter server)", choices=("optimal", "servers-only")),
     Variable("credit_bytes", ("BYTEPS_SCHEDULING_CREDIT",), int, "most bytes a machine has in flight; 0: no limit; default: 4 partitions for each GPU machine", low=0),
     Variable("fusion_bytes", ("BYTEPS_FUSION_BYTES",), int, "gradients smaller than this travel together, up to this size; 0: never", low=0),
+    Variable("nonfinite", ("BYTEPS_NONFINITE",), str, "what to do about NaN and infinity in gradients: nothing, as a GradScaler (AMP) expects; raise NonFiniteError, which names ranks and parameters, on every rank; or leave the step out on every rank", choices=("allow", "raise", "skip")),
     Variable("server_threads", ("BYTEPS_SERVER_ENGINE_THREAD",), int, "summing threads of a summation service; 0: one per core, at most 4", low=0, high=256),
     Variable("worker_threads", ("BYTEPS_WORKER_ENGINE_THREAD",), int, "summing threads of a communication service; 0: one per core, at most 4", low=0, high=256),
     Variable("force_distributed", ("BYTEPS_FORCE_DISTRIBUTED",), bool, "use the services even for a single rank"),

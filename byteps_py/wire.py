@@ -17,9 +17,10 @@ MAGIC = 0x31535042  # "BPS1", little endian
 VERSION = 1
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
-# | payload segment, payload offset, answer segment, answer offset
-_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ")
+# | payload segment, payload offset, answer segment, answer offset | blame | waited
+_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ Q I")
 HEADER_BYTES = _LAYOUT.size
+MAX_WAITED_US = (1 << 32) - 1
 
 
 class Kind(enum.IntEnum):
@@ -42,7 +43,9 @@ class Header:
     """One message's header. ``sender``: machine index of the CS. ``root``: machine index of a broadcast's
     source. ``index``: which partition of the key; ``offset``, ``length``: where it lies in the tensor and how
     long it is, in bytes. The next four fields place payload and answer in shared memory (0 over TCP). ``machines``:
-    how many contribute, 0 for all."""
+    how many contribute, 0 for all. ``blame`` (see blame.py): of a PUSH, who is to blame if its payload is NaN or
+    infinite, 0 if nobody wants to know; of its ANSWER, who is. ``waited_us``: of an ANSWER, for how long the PUSH had
+    waited for others."""
 
     kind: Kind
     sender: int
@@ -61,6 +64,8 @@ class Header:
     answer_segment: int = 0
     answer_offset: int = 0
     machines: int = 0
+    blame: int = 0
+    waited_us: int = 0
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
@@ -83,6 +88,8 @@ class Header:
             self.segment_offset,
             self.answer_segment,
             self.answer_offset,
+            self.blame,
+            self.waited_us,
         )
 
     @classmethod
@@ -91,7 +98,7 @@ class Header:
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
-         segment, segment_offset, answer_segment, answer_offset) = _LAYOUT.unpack(data)  # fmt: skip
+         segment, segment_offset, answer_segment, answer_offset, blame, waited_us) = _LAYOUT.unpack(data)  # fmt: skip
         if magic != MAGIC:
             raise ProtocolError(f"not a byteps_py message (magic {magic:#010x})")
         if version != VERSION:
@@ -99,7 +106,7 @@ class Header:
         try:
             return cls(
                 _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
-                offset, length, segment, segment_offset, answer_segment, answer_offset, machines,
+                offset, length, segment, segment_offset, answer_segment, answer_offset, machines, blame, waited_us,
             )  # fmt: skip
         except KeyError:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None

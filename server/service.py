@@ -34,7 +34,7 @@ from byteps_py.server.reducer import Reducer, plan
 from byteps_py.server.rounds import Action, Answer, Reduce, Refuse, Rounds
 from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
-from byteps_py.wire import Kind
+from byteps_py.wire import MAX_WAITED_US, Kind
 
 _ORPHAN_CHECK_S = 0.5
 _ORPHAN_S = 2.0  # at most: workers reconnect within less
@@ -137,7 +137,8 @@ class Service:
     # ---- data plane --------------------------------------------------------------------------------------
 
     def _on_arrival(self, arrival: Arrival) -> None:
-        self._perform(self._rounds.contribution(arrival, time.monotonic()), None)
+        arrival.came_s = time.monotonic()
+        self._perform(self._rounds.contribution(arrival, arrival.came_s), None)
 
     def _on_gone(self, peer: Peer) -> None:
         self._rounds.gone(peer)
@@ -164,8 +165,12 @@ class Service:
         arrivals = partition.in_order()
         header = arrivals[0].header
         todo = plan(header.op, arrivals)
+        complete_s = time.monotonic()
 
-        def done(error: BaseException | None) -> None:
+        def done(error: BaseException | None, blame: int) -> None:
+            for arrival in arrivals:
+                arrival.header.blame = blame
+                arrival.header.waited_us = min(int((complete_s - arrival.came_s) * 1e6), MAX_WAITED_US)
             self._perform(self._rounds.reduced(partition, error), todo.result)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)

@@ -8,6 +8,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.wire import Header, Kind
+from byteps_py.worker.guard import Guard
 from byteps_py.worker.links import LocalLink, OnAnswer, OnLost, ServerLink, TcpLink
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.tensor import Part
@@ -29,6 +30,7 @@ class Network:
         self._epoch = topology.epoch
         self._me = topology.machine_index
         self._memory = memory
+        self._guard = Guard(topology.first_rank, topology.size)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[int, ServerLink] = {}
         for server in topology.servers:
@@ -61,6 +63,7 @@ class Network:
             part.offset,
             part.length,
             machines=tensor.machines,
+            blame=self._guard.of_push(part) if kind is Kind.PUSH and tensor.spec.is_guarded else 0,
         )
         answer = None
         if isinstance(link, LocalLink) and tensor.local_root is None and tensor.slots:

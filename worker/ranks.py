@@ -84,9 +84,9 @@ class RankConnection:
                 self._loop.add_writer(self._fd, self._flush)
             self._backlog.append((message, fds))
 
-    def add_done(self, slot_id: int, round_: int) -> None:
+    def add_done(self, slot_id: int, round_: int, blame: int = 0) -> None:
         """Note a delivered round; ``send_done`` tells the rank."""
-        self._done.append((slot_id, round_, 0))
+        self._done.append((slot_id, round_, blame))
         self.rounds += 1
         self.last_slot = slot_id
 

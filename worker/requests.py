@@ -74,7 +74,7 @@ class Requests:
             for slot in slots
         ]
         rank.send(protocol.pack(Kind.DECLARED, request=fields["request"], slots=places))
-        self.executor.expect((slot.spec.op, slot.spec.dtype) for slot in slots)
+        self.executor.expect(slot.spec for slot in slots)
         for slot in slots:
             if not slot.spec.op.is_direct:
                 actions += self._agreement.declare(slot)

@@ -46,6 +46,7 @@ class Part:
     stage: Stage = Stage.WAITING
     answer: Block | None = None
     local_sum: Compute | None = None  # the same every round, where one machine is all
+    blame: int = 0  # who is to blame if this machine's sum is not finite; 0: it has none, or nobody wants to know
 
     @property
     def end(self) -> int:
@@ -164,6 +165,7 @@ class Tensor:
     last_round: int = 0
     joined: tuple[RankSlot, ...] = ()
     is_leaving: bool = False
+    blame: int = 0  # who has made the current round's result NaN or infinite, as far as it is there
 
     def __post_init__(self) -> None:
         self.key = key_of(self.name)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from byteps_py.errors import ProtocolError
-from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec
 
 VERSION = 1
 
@@ -36,7 +36,7 @@ class Kind(enum.IntEnum):
     WELCOME = 11  # {rank, size, …}
     SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
     DECLARED = 13  # {request, slots: [{id, inputs: [[segment, offset]], result: [segment, offset]}]}
-    DONE = 14  # records (slot, round, -): the result lies in the slot
+    DONE = 14  # records (slot, round, blame; see blame.py): the result lies in the slot
     FAILED = 15  # {slots, error, message}: these declarations are void
     RELEASED = 16  # {sequence}
     FATAL = 17  # {error, message}: nothing works any more
@@ -93,17 +93,17 @@ def records_of(message: bytes) -> Iterator[tuple[int, int, int]]:
 def spec_to_json(spec: TensorSpec) -> list[Any]:
     return [
         spec.name, spec.dtype, list(spec.shape), spec.op, spec.average, spec.root, spec.priority, list(spec.group),
-        spec.scatters, spec.terms,
+        spec.scatters, spec.terms, spec.nonfinite,
     ]  # fmt: skip
 
 
 def spec_from_json(fields: list[Any]) -> TensorSpec:
     """Raises ProtocolError."""
     try:
-        name, dtype, shape, op, average, root, priority, group, scatters, terms = fields
+        name, dtype, shape, op, average, root, priority, group, scatters, terms, nonfinite = fields
         return TensorSpec(
             str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority),
-            tuple(int(r) for r in group), bool(scatters), str(terms),
+            tuple(int(r) for r in group), bool(scatters), str(terms), NonFinite(nonfinite),
         )  # fmt: skip
     except (ValueError, TypeError) as error:
         raise ProtocolError(f"malformed tensor declaration: {error}") from None
