@@ -32,6 +32,7 @@ class RankConnection:
         self.rounds = 0  # results that it has been told of
         self.last_slot = 0  # of the last one
         self.last_done_s = 0.0
+        self.note = ""  # what it said for the case that it keeps others waiting
         self.stack_fd = -1  # see session/stack.py; -1: it has given none
         self._announced = 0  # segments the rank has been given
         self._loop = loop

@@ -332,7 +332,10 @@ class SchedulerCore:
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
         error = report.error if report.error in BY_NAME else "CommunicationError"
-        return self._fail(error, f"{report.message} (reported by {member.describe()})", now_s, silent_for=member)
+        # A traceback may follow the sentence.
+        first, *rest = report.message.split("\n", 1)
+        text = "\n".join([f"{first} (reported by {member.describe()})", *rest])
+        return self._fail(error, text, now_s, silent_for=member)
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
 a message; the rest is JSON.
 
-    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, LEAVE, PING
+    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, NOTE, LEAVE, PING
     service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, FATAL, PONG
 """
 
@@ -28,11 +28,12 @@ class Kind(enum.IntEnum):
     DECLARE = 2  # {request, specs}
     READY = 3  # records (slot, round, bytes written so far)
     BARRIER = 4  # {sequence}
-    LEAVE = 5  # {error}: the rank ends, in order unless an exception that nobody caught ended it
+    LEAVE = 5  # {} or {error, traceback}: the rank ends, in order unless an exception that nobody caught ended it
     LAYOUT = 7  # {slot, sends, receives}: of the slot's next round and those after it
     PING = 6  # {}: a rank that has waited for long asks whether the service is alive
     JOIN = 8  # {}: the rank has no more data
     STACK = 9  # {} and the descriptor of the file where this process's Python stacks are written
+    NOTE = 10  # {text}: what others should know if this rank keeps them waiting
     WELCOME = 11  # {rank, size, …}
     SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
     DECLARED = 13  # {request, slots: [{id, inputs: [[segment, offset]], result: [segment, offset]}]}

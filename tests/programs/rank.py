@@ -13,6 +13,8 @@ import select
 import signal
 import struct
 import sys
+import threading
+import time
 from collections.abc import Callable
 
 from byteps_py.errors import BytePSError, MismatchError
@@ -188,6 +190,44 @@ def absent(rank: Rank) -> None:
     rank.session.close()
 
 
+def crashes(rank: Rank) -> None:
+    """First a thread of the odd rank fails, and it keeps the others waiting; then, at the end of its input, its main
+    thread does, while another thread keeps its process from ending."""
+    rank.open()
+    rank.reduce()
+    if not rank.is_odd:
+        try:
+            rank.reduce("late")
+        finally:
+            rank.say(f"heard of it at {time.monotonic():.3f}")
+        return
+
+    def feed() -> None:
+        raise KeyError("no such batch")
+
+    thread = threading.Thread(target=feed, name="feeder")
+    thread.start()
+    thread.join()
+    rank.say("thread is gone")
+    sys.stdin.read()
+    threading.Thread(target=threading.Event().wait, args=(90,)).start()
+
+    def load(batch: int) -> None:
+        rank.say(f"raised at {time.monotonic():.3f}")
+        raise ValueError(f"the data of batch {batch} is bad")
+
+    load(7)
+
+
+def exits(rank: Rank) -> None:
+    """The odd rank ends in an orderly way, but not well."""
+    rank.open()
+    rank.reduce()
+    if rank.is_odd:
+        sys.exit(5)
+    rank.reduce()
+
+
 def repeat(rank: Rank) -> None:
     """Come and go so many times."""
     for turn in range(int(sys.argv[2])):
@@ -200,8 +240,10 @@ def repeat(rank: Rank) -> None:
 
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     scenario.__name__: scenario
-    for scenario in (train, stubborn, told, short, disagree, dies, dies_once, leaves, skips, absent, repeat)
-}
+    for scenario in (
+        train, stubborn, told, short, disagree, dies, dies_once, leaves, skips, absent, repeat, crashes, exits,
+    )
+}  # fmt: skip
 
 
 def main() -> None:
