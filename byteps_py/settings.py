@@ -52,6 +52,7 @@ class Settings:
     start_timeout_s: float = 60.0
     stall_warn_s: float = 60.0
     stall_limit_s: float = 600.0
+    straggler: float = 5.0
     heartbeat_interval_s: float = 0.2
     heartbeat_timeout_s: float = 10.0
     report: str = ""

@@ -90,6 +90,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("start_timeout_s", ("BYTEPS_START_TIMEOUT_S",), float, "how long to wait for the cluster to come together", low=0.1, high=_FAR),
     Variable("stall_warn_s", ("BYTEPS_STALL_WARN_S",), float, "warn about ranks that keep others waiting this long", low=0.1, high=_FAR),
     Variable("stall_limit_s", ("BYTEPS_STALL_LIMIT_S",), float, "give up, with an error, after this long; 0: never", low=0, high=_FAR),
+    Variable("straggler", ("BYTEPS_STRAGGLER",), float, "warn about a rank or a summation service that takes so many times as long as the others", low=1.5, high=_FAR),
     Variable("heartbeat_interval_s", ("PS_HEARTBEAT_INTERVAL",), float, "seconds between heartbeats", low=0.01, high=3600),
     Variable("heartbeat_timeout_s", ("PS_HEARTBEAT_TIMEOUT",), float, "seconds of silence after which a process counts as dead", low=0.1, high=_FAR),
     Variable("report", ("BYTEPS_REPORT",), str, "file to which the scheduler writes, at the end, who carried what (JSON)"),

@@ -98,12 +98,16 @@ class Heartbeat(_message.Message):
     def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ...) -> None: ...
 
 class RankPace(_message.Message):
-    __slots__ = ("rank", "step_s")
+    __slots__ = ("rank", "step_s", "wait_s", "pid")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step_s: float
-    def __init__(self, rank: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
+    wait_s: float
+    pid: int
+    def __init__(self, rank: _Optional[int] = ..., step_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class ServerPace(_message.Message):
     __slots__ = ("member_id", "answer_s", "ratio")

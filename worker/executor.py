@@ -29,6 +29,7 @@ from byteps_py.worker.direct import Direct
 from byteps_py.worker.guard import Guard
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
+from byteps_py.worker.pace import RankPace
 from byteps_py.worker.pieces import DirectAction
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.ranks import RankConnection
@@ -71,6 +72,7 @@ class Executor:
         self._pipeline = pipeline
         self._first_rank = first_rank
         self._guard = Guard(first_rank, pipeline.size)
+        self.pace = RankPace(first_rank)
         self._send = send
         self._fail = fail
         self._at_work = 0  # kernels
@@ -103,6 +105,8 @@ class Executor:
         """End it."""
         for part in tensor.parts:
             self._parts.pop((tensor.key, tensor.generation, part.index), None)
+            if self.network is not None:
+                self.network.pace.forget(part)
         self.run(self._pipeline.retire(tensor, time.monotonic()))
 
     def run(self, actions: Iterable[Action | DirectAction]) -> None:
@@ -152,6 +156,7 @@ class Executor:
         """A rank is to be told that a round of its is delivered."""
         if rank := self.ranks.get(local_rank):
             rank.add_done(slot_id, round_, blame)
+            self.pace.done(local_rank, slot_id, time.monotonic())
             self._owed[local_rank] = rank
 
     # ---- kernels ---------------------------------------------------------------------------------------
@@ -224,6 +229,8 @@ class Executor:
             self._frames[part] = frame
             source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
         self._moved_at = time.monotonic()
+        if self.network is not None:
+            self.network.pace.answered(part, header.waited_us / 1e6, self._moved_at)
         part.tensor.blame |= header.blame
         self.run(self._pipeline.answered(part, header.round, source, self._moved_at))
 
@@ -239,6 +246,8 @@ class Executor:
     def _tell_failed(self, action: Fail) -> None:
         for local_rank, rank in self.ranks.items():
             slots = [slot.id for slot in action.slots if slot.local_rank == local_rank]
+            for slot_id in slots:
+                self.pace.done(local_rank, slot_id, time.monotonic())
             if slots:
                 message = protocol.pack(
                     protocol.Kind.FAILED, slots=slots, error=type(action.error).__name__, message=str(action.error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import zmq
 
 from byteps_py.errors import ProtocolError
@@ -11,6 +13,7 @@ from byteps_py.wire import Header, Kind
 from byteps_py.worker.guard import Guard
 from byteps_py.worker.links import LocalLink, OnAnswer, OnLost, ServerLink, TcpLink
 from byteps_py.worker.memory import Memory
+from byteps_py.worker.pace import ServerPace
 from byteps_py.worker.tensor import Part
 from byteps_py.worker.topology import Topology
 
@@ -33,13 +36,16 @@ class Network:
         self._guard = Guard(topology.first_rank, topology.size)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[int, ServerLink] = {}
+        here = None
         for server in topology.servers:
             link: ServerLink
             if server.machine_id == topology.me.machine_id and server.local_address:
+                here = server.member_id
                 link = LocalLink(loop, server.local_address, self._me, settings, memory.machine, on_answer, on_lost)
             else:
                 link = TcpLink(self._context, loop, server.address, self._me, settings, memory.view, on_answer, on_lost)
             self._links[server.member_id] = link
+        self.pace = ServerPace({server.member_id: server.link_mbit for server in topology.servers}, here)
 
     def push(self, part: Part, round_: int) -> None:
         """Send the machine's contribution to the partition's server, or ask for a broadcast's result."""
@@ -68,6 +74,7 @@ class Network:
         answer = None
         if isinstance(link, LocalLink) and tensor.local_root is None and tensor.slots:
             answer = self._memory.give_answer_block(part)
+        self.pace.pushed(part, time.monotonic())
         link.push(header, tensor.contribution if contributes else None, part.offset, answer)
 
     @property

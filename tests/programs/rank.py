@@ -75,9 +75,15 @@ def stubborn(rank: Rank) -> None:
     train(rank)
 
 
-def told(rank: Rank) -> None:
+def straggles(rank: Rank) -> None:
+    """The same, but the odd rank takes ten times as long from step to step."""
+    told(rank, count=1 << 16, usual_s=0.02)
+
+
+def told(rank: Rank, count: int = 4, usual_s: float = 0.0) -> None:
     """Reduce until the end of rank 0's input tells all to stop."""
     rank.open()
+    never = threading.Event()
     slot = rank.session.declare([TensorSpec("stop", DType.INT64, (1,))])[0]
     is_over = False
     while not is_over:
@@ -86,7 +92,9 @@ def told(rank: Rank) -> None:
         rank.session.hand_over(slot)
         rank.session.wait(slot)
         is_over = bytes(slot.result) != bytes(8)
-        rank.reduce()
+        if usual_s:
+            never.wait(10 * usual_s if rank.is_odd else usual_s)
+        rank.reduce(count=count)
         if slot.round == 1:
             rank.say("training")
     rank.session.close()
@@ -241,7 +249,8 @@ def repeat(rank: Rank) -> None:
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        train, stubborn, told, short, disagree, dies, dies_once, leaves, skips, absent, repeat, crashes, exits,
+        train, stubborn, told, straggles, short, disagree, dies, dies_once, leaves, skips, absent, repeat, crashes,
+        exits,
     )
 }  # fmt: skip
 
