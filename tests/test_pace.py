@@ -154,6 +154,19 @@ def test_a_server_ten_times_slower_is_named(servers: int) -> None:
     assert not slow_servers(answers(usual))
 
 
+def test_one_long_round_is_no_evidence_however_many_answers_it_has() -> None:
+    """A server compiles its kernels while eight partitions wait for it."""
+    pace = ServerPace({1: 1000.0, 2: 1000.0}, None)
+    for begins, takes in ((0.0, {1: 0.002, 2: 2.8}), (3.0, {1: 0.002, 2: 0.002}), (3.6, {1: 0.002, 2: 0.002})):
+        for server in takes:
+            parts = [part(server) for _ in range(8)]
+            for each in parts:
+                pace.pushed(each, begins)
+            for number, each in enumerate(parts):
+                pace.answered(each, 0.0, begins + takes[server] + number * 1e-4)
+        assert not slow_servers(pace.report())
+
+
 def test_a_server_that_runs_in_bursts_is_named() -> None:
     """Most answers come at once, one in twenty after 0.9 s: a processor's quota."""
     pace, now = ServerPace({1: 1000.0, 2: 1000.0}, None), 0.0

@@ -34,16 +34,17 @@ class Typical:
         self._spans: deque[tuple[float, ...]] = deque(maxlen=SPANS)
         self._open: list[tuple[float, ...]] = []
         self._since: float | None = None
+        self._closed = 0.0
 
     def add(self, since: float, now: float, *values: float) -> None:
         """``values`` are about the time from ``since`` to ``now``."""
         if self._since is None:
-            self._since = since
+            self._since = max(since, self._closed)  # what overlaps the last span is no evidence of its own
         self._open.append(values)
         if now - self._since >= SPAN_S:
             self._spans.append(tuple(statistics.fmean(column) for column in zip(*self._open, strict=True)))
             self._open.clear()
-            self._since = None
+            self._since, self._closed = None, now
 
     def values(self) -> tuple[float, ...] | None:
         """None before there are two spans; of two the lower values."""
