@@ -122,7 +122,7 @@ def answers(
     dice: random.Random | None = None,
 ) -> list[pb.ServerPace]:
     """Each round pushes a part to every server. A server takes ``service_s``; before that others keep it waiting."""
-    pace, now = ServerPace(links or dict.fromkeys(service_s, 1000.0), skip=None), 0.0
+    pace, now = ServerPace(links or dict.fromkeys(service_s, 1000.0), skip=()), 0.0
     for _ in range(rounds):
         events = []
         for server, takes in service_s.items():
@@ -156,7 +156,7 @@ def test_a_server_ten_times_slower_is_named(servers: int) -> None:
 
 def test_one_long_round_is_no_evidence_however_many_answers_it_has() -> None:
     """A server compiles its kernels while eight partitions wait for it."""
-    pace = ServerPace({1: 1000.0, 2: 1000.0}, None)
+    pace = ServerPace({1: 1000.0, 2: 1000.0}, ())
     for begins, takes in ((0.0, {1: 0.002, 2: 2.8}), (3.0, {1: 0.002, 2: 0.002}), (3.6, {1: 0.002, 2: 0.002})):
         for server in takes:
             parts = [part(server) for _ in range(8)]
@@ -169,7 +169,7 @@ def test_one_long_round_is_no_evidence_however_many_answers_it_has() -> None:
 
 def test_a_server_that_runs_in_bursts_is_named() -> None:
     """Most answers come at once, one in twenty after 0.9 s: a processor's quota."""
-    pace, now = ServerPace({1: 1000.0, 2: 1000.0}, None), 0.0
+    pace, now = ServerPace({1: 1000.0, 2: 1000.0}, ()), 0.0
     for number in range(200):
         for server, takes in ((1, 0.002), (2, 0.9 if number % 20 == 0 else 0.002)):
             pushed = part(server, 4096)
@@ -200,7 +200,7 @@ def test_noise_makes_no_server_slow(seed: int) -> None:
 
 
 def test_the_server_of_its_own_machine_is_no_measure_and_what_is_forgotten_does_not_count() -> None:
-    pace = ServerPace({1: 1000.0, 2: 1000.0}, skip=1)
+    pace = ServerPace({1: 1000.0, 2: 1000.0}, skip=[1])
     ours, void = part(1), part(2)
     for pushed in (ours, void):
         pace.pushed(pushed, 0.0)

@@ -45,7 +45,8 @@ def test_a_slow_rank_and_a_slow_server_are_named_and_hold_no_more_than_the_credi
     with launch("-np 1 --machines 2 --servers 2", "straggles", **environ) as job:
         job.until("0: training", "1: training")
         rank_pid = job.pid("straggles", DMLC_WORKER_ID="1")
-        server_pid, _ = (pid for pid in job.pids() if "byteps_py.server" in arguments_of(pid))
+        services = {pid: arguments_of(pid) for pid in job.pids()}
+        server_pid, _ = (pid for pid, a in services.items() if "byteps_py.server" in a and "--gpu-machine" not in a)
         named = f"rank 1 (process {rank_pid}; worker 1 (rank 1, host "
         answers = re.compile(
             rf"server tcp://\S+ \(host \S+, pid {server_pid}\) answers after .* times theirs; it, its "

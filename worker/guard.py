@@ -48,11 +48,10 @@ class Guard:
         if tensor.is_alone:
             tensor.blame |= blame
         else:  # what is finite here may become infinite there
-            compute.part.blame = blame or OVERFLOW
+            compute.part.blames[tensor.round % 2] = blame or OVERFLOW
 
-    def of_push(self, part: Part) -> int:
-        """Who is to blame if this machine's contribution is not finite; never 0."""
-        tensor = part.tensor
-        if tensor.contributions:
-            return part.blame or OVERFLOW
-        return of_rank(self._first_rank + tensor.slots[0].local_rank, self._size)
+    def of_push(self, part: Part, round_: int) -> int:
+        """Who is to blame if this machine's contribution to a round is not finite; never 0."""
+        if part.tensor.contributions:
+            return part.blames[round_ % 2] or OVERFLOW
+        return of_rank(self._first_rank, self._size)  # its input is the contribution: it is the only one here

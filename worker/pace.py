@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.tensor import Part
@@ -38,8 +38,10 @@ class Typical:
 
     def add(self, since: float, now: float, *values: float) -> None:
         """``values`` are about the time from ``since`` to ``now``."""
+        if since < self._closed:
+            return  # of what the last span has seen it is no evidence of its own
         if self._since is None:
-            self._since = max(since, self._closed)  # what overlaps the last span is no evidence of its own
+            self._since = since
         self._open.append(values)
         if now - self._since >= SPAN_S:
             self._spans.append(tuple(statistics.fmean(column) for column in zip(*self._open, strict=True)))
@@ -58,6 +60,7 @@ class _Rank:
         self.pid = 0
         self.pending: set[int] = set()  # slots
         self.step = 0  # rounds of the tensor that has most
+        self.since = 0.0  # when this step began
         self.mark = 0.0  # of the last hand-over, or of the last delivery if nothing is pending
         self.own_s = self.wait_s = 0.0  # of this step
         self.typical = Typical()
@@ -81,9 +84,9 @@ class RankPace:
         rank.pending.add(slot)
         if round_ > rank.step:
             if rank.step:
-                rank.typical.add(now - rank.own_s - rank.wait_s, now, rank.own_s, rank.wait_s)
+                rank.typical.add(rank.since, now, rank.own_s, rank.wait_s)
             rank.own_s = rank.wait_s = 0.0
-            rank.step = round_
+            rank.step, rank.since = round_, now
 
     def done(self, local_rank: int, slot: int, now: float) -> None:
         """It has got its result, or an error."""
@@ -109,7 +112,7 @@ class ServerPace:
     """The summation services by member id, with the rates of their links; ``skip``: that of this machine, which is no
     measure for the others."""
 
-    def __init__(self, link_mbit: Mapping[int, float], skip: int | None) -> None:
+    def __init__(self, link_mbit: Mapping[int, float], skip: Collection[int]) -> None:
         self._link_mbit = link_mbit
         self._skip = skip
         self._pushed: dict[Part, tuple[float, int]] = {}  # when, and bytes on their way to the server
@@ -117,7 +120,7 @@ class ServerPace:
         self._typical: dict[int, Typical] = {}
 
     def pushed(self, part: Part, now: float) -> None:
-        if part.server == self._skip or part.server not in self._on_the_way:
+        if part.server in self._skip or part.server not in self._on_the_way:
             return
         self.forget(part)
         self._on_the_way[part.server] += part.length
