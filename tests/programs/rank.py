@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import select
 import signal
 import struct
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.session import Session, Slot, open_session
@@ -237,13 +239,48 @@ def exits(rank: Rank) -> None:
 
 
 def repeat(rank: Rank) -> None:
-    """Come and go so many times."""
-    for turn in range(int(sys.argv[2])):
+    """Come and go so many times, and leave nothing behind, neither here nor in the communication service."""
+    turns, at_first = int(sys.argv[2]), Held(0, 0, 0)
+    for turn in range(turns):
         rank.open()
         rank.reduce(f"turn {turn}")
-        rank.reduce("every turn", 2 + turn)
+        if turn == 1:
+            fork_and_fail()
+        if turn >= 20 and turn in (20, turns - 1):
+            held = held_by(rank)
+            at_first = at_first if any(at_first) else held
+            if held.descriptors > at_first.descriptors or held.threads > at_first.threads:
+                rank.say(f"{at_first} at first, {held} in the end")
+            if held.pages > at_first.pages + 4096:
+                rank.say(f"{at_first} at first, {held} in the end")
+        rank.reduce("every turn", 2 + turn)  # until then nobody leaves
         rank.session.close()
-    rank.say(f"{turn + 1} turns")
+    rank.say(f"{turns} turns")
+
+
+class Held(NamedTuple):
+    descriptors: int
+    threads: int
+    pages: int
+
+
+def held_by(rank: Rank) -> Held:
+    """What this process holds, and its communication service."""
+    here = [os.getpid(), rank.session._channel.peer_pid]  # type: ignore[attr-defined]
+    return Held(
+        sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in here),
+        sum(len(os.listdir(f"/proc/{pid}/task")) for pid in here),
+        sum(int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in here),
+    )
+
+
+def fork_and_fail() -> None:
+    """A child whose Python fails, and ends in the usual way, does not speak for the rank."""
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        raise ValueError("in a child")
+    os.waitpid(child, 0)
 
 
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
