@@ -6,6 +6,7 @@
     │   ├── NotInitializedError               used before init() or after shutdown()
     │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
     │   └── GradientOrderError (AssertionError)  backward, synchronize, step, zero_grad out of order
+    ├── NonFiniteError (FloatingPointError)   a gradient is NaN or infinite; on every rank
     └── CommunicationError (RuntimeError)     the job, not this call, is at fault; Horovod's HorovodInternalError
         ├── MismatchError                     ranks disagree about a tensor
         ├── StallError (TimeoutError)         a deadline passed while waiting for ranks
@@ -47,6 +48,10 @@ class GradientOrderError(UsageError, AssertionError):
 
     Also an AssertionError: that is what Horovod's users catch here.
     """
+
+
+class NonFiniteError(BytePSError, FloatingPointError):
+    """A gradient is NaN or infinite on some rank, and BYTEPS_NONFINITE=raise. Every rank raises it in the same step."""
 
 
 class CommunicationError(BytePSError, RuntimeError):

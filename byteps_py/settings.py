@@ -46,12 +46,14 @@ class Settings:
     partition_bytes: int | None = None
     credit_bytes: int | None = None
     fusion_bytes: int = 1 << 20
+    nonfinite: str = "allow"
     server_threads: int = 0
     worker_threads: int = 0
     force_distributed: bool = False
     start_timeout_s: float = 60.0
     stall_warn_s: float = 60.0
     stall_limit_s: float = 600.0
+    straggler: float = 5.0
     heartbeat_interval_s: float = 0.2
     heartbeat_timeout_s: float = 10.0
     report: str = ""

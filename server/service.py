@@ -37,7 +37,7 @@ from byteps_py.server.reducer import Reducer, plan
 from byteps_py.server.rounds import WANT_AFTER_S, Action, Answer, Reduce, Refuse, Rounds, Want
 from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
-from byteps_py.wire import Kind
+from byteps_py.wire import MAX_WAITED_US, Kind
 
 _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # for so long it goes on after SIGTERM if nobody takes its keys
@@ -155,7 +155,8 @@ class Service:
     # ---- data plane --------------------------------------------------------------------------------------
 
     def _on_arrival(self, arrival: Arrival) -> None:
-        self._perform(self._rounds.contribution(arrival, time.monotonic()), None)
+        arrival.came_s = time.monotonic()
+        self._perform(self._rounds.contribution(arrival, arrival.came_s), None)
         if arrival.header.is_resent and not self._has_tick:
             self._has_tick = True
             self._loop.call_later(WANT_AFTER_S, self._tick)
@@ -183,7 +184,10 @@ class Service:
     def _on_gone(self, peer: Peer) -> None:
         self._rounds.gone(peer)
 
-    def _perform(self, actions: list[Action[Arrival]], result: Memory | None) -> None:
+    def _perform(
+        self, actions: list[Action[Arrival]], result: Memory | None, blame: int = 0, complete_s: float = 0.0
+    ) -> None:
+        """``blame`` says through whom ``result`` is not finite; all machines had given by ``complete_s``."""
         for action in actions:
             match action:
                 case Reduce(round_):
@@ -197,6 +201,8 @@ class Service:
                         header = arrival.header
                         is_needed = arrival.answer is None and header.sender != header.root
                         is_needed = is_needed and header.kind is not Kind.PASS
+                        waited_s = max(0.0, complete_s - arrival.came_s)
+                        header.blame, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
                         arrival.origin.answer(header, message if is_needed else None)
                 case Refuse(contributions, error, text):
                     self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)
@@ -207,9 +213,10 @@ class Service:
         arrivals = round_.in_order()
         header = arrivals[0].header
         todo = plan(header.op, arrivals)
+        complete_s = time.monotonic()
 
-        def done(error: BaseException | None) -> None:
-            self._perform(self._rounds.reduced(round_, error), todo.result)
+        def done(error: BaseException | None, blame: int) -> None:
+            self._perform(self._rounds.reduced(round_, error), todo.result, blame, complete_s)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)
 

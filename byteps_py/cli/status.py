@@ -116,6 +116,7 @@ def to_text(reply: pb.StatusReply) -> str:
         f"{_mb(facts['tensor_bytes'])} MB, in partitions of at most {_mb(facts['partition_bytes'])} MB"
     )
     lines += [f"stalled: {sentence}" for sentence in facts["stalled"]]
+    lines += [f"slow: {sentence}" for sentence in facts["slow"]]
     rows = [_COLUMNS, *(_row(member) for member in facts["members"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     if len(rows) > 1:

@@ -26,6 +26,7 @@ class ClusterConfig:
     start_timeout_s: float = 60.0
     heartbeat_timeout_s: float = 10.0
     stall_warn_s: float = 60.0
+    straggler: float = 5.0
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ClusterConfig:
@@ -37,6 +38,7 @@ class ClusterConfig:
             start_timeout_s=settings.start_timeout_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             stall_warn_s=settings.stall_warn_s,
+            straggler=settings.straggler,
         )
 
     @property

@@ -24,6 +24,8 @@ from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.joining import Joining
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
+from byteps_py.scheduler.pace import PaceWatch, Slow
+from byteps_py.scheduler.pace import sentences as slow_sentences
 from byteps_py.scheduler.roster import Refusal, Roster
 from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.survey import Survey
@@ -43,6 +45,7 @@ class SchedulerCore:
         self._roster = Roster(config)
         self._declarations = Declarations(config.num_workers, 0)
         self._stalls = stalls.StallWatch(config.stall_warn_s)
+        self._pace = PaceWatch(config.straggler, config.stall_warn_s)
         self._barriers = Barriers(config.num_workers)
         self._joining = Joining(config.num_workers)
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
@@ -176,6 +179,7 @@ class SchedulerCore:
             num_workers=self._config.num_workers,
             num_servers=self._config.num_servers,
             stalled=stalls.sentences(self._current_stalls(), self._who) if self.state == RUNNING else [],
+            slow=self._slow_sentences(self._slow()),
         )
 
     # ---- one kind of message each ------------------------------------------------------------------------------
@@ -242,13 +246,17 @@ class SchedulerCore:
     def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
         member.statistics = heartbeat.statistics
         self._stalls.report(member.id, heartbeat.waiting)
+        self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
+        out: Outgoing = []
+        for sentence in self._slow_sentences(self._pace.due(self._slow(), now_s)):
+            slow = pb.SchedulerMessage(slow=pb.Slow(message=sentence))
+            out += to_each(self._roster.workers(), slow)
         if not heartbeat.waiting or self.state != RUNNING:
-            return []
+            return out
         size = sum(len(m.ranks) for m in self._roster.everyone)
         if why := self._stalls.contradiction(size, self._declarations.describe):
             return self._fail("MismatchError", why, now_s)
         due = self._stalls.due(self._current_stalls(), now_s)
-        out: Outgoing = []
         for sentence, missing in stalls.told(due, self._who):
             stalled = pb.Stalled(message=sentence, missing=missing)
             out += to_each(self._roster.present(), pb.SchedulerMessage(stalled=stalled))
@@ -351,7 +359,10 @@ class SchedulerCore:
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
         error = report.error if report.error in BY_NAME else "CommunicationError"
-        return self._fail(error, f"{report.message} (reported by {member.describe()})", now_s, silent_for=member)
+        # A traceback may follow the sentence.
+        first, *rest = report.message.split("\n", 1)
+        text = "\n".join([f"{first} (reported by {member.describe()})", *rest])
+        return self._fail(error, text, now_s, silent_for=member)
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 
@@ -462,6 +473,16 @@ class SchedulerCore:
     def _current_stalls(self) -> list[stalls.Stall]:
         size = sum(len(m.ranks) for m in self._roster.everyone)
         return self._stalls.stalls(size, self._declarations.undecided_voters, self._joining.ranks)
+
+    def _slow(self) -> list[Slow]:
+        return self._pace.slow([m.id for m in self._roster.present()]) if self.state == RUNNING else []
+
+    def _slow_sentences(self, slow: list[Slow]) -> list[str]:
+        if not slow:
+            return []
+        everyone = self._roster.everyone
+        size = sum(len(m.ranks) for m in everyone)
+        return slow_sentences(slow, self._who, {m.id: m.describe() for m in everyone if not m.is_worker}, size)
 
     def _who(self, ranks: Iterable[int]) -> str:
         wanted = set(ranks)

@@ -123,7 +123,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             if message.HasField("refused"):
                 logger.warning("turned away %s: %s", link.who, message.refused.message)
                 link.put(None)
-        for sentence in dict.fromkeys(m.stalled.message for _, m in outgoing if m.HasField("stalled")):
+        told = [m.stalled.message or m.slow.message for _, m in outgoing if m.HasField("stalled") or m.HasField("slow")]
+        for sentence in dict.fromkeys(told):
             logger.info("%s", sentence)  # the workers warn
         if self._said != self._core.reason:
             self._said = self._core.reason
