@@ -52,7 +52,7 @@ class Settings:
     stall_warn_s: float = 60.0
     stall_limit_s: float = 600.0
     heartbeat_interval_s: float = 0.2
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 1.0
     report: str = ""
     timeline: str = ""
     timeline_mark_cycles: bool = False
@@ -125,6 +125,12 @@ class Settings:
     def gpu_machines_sum(self) -> bool:
         """GPU machines hold a share of the sums, and so run a summation service each."""
         return self.num_workers > 1 and self.num_servers < self.num_workers and self.placement == "optimal"
+
+    @property
+    def patience_s(self) -> float:
+        """How long a process may be silent that is known, or thought, to be slow rather than dead: one of a machine
+        that lives, or one whom only the scheduler may declare dead sooner."""
+        return 10 * self.heartbeat_timeout_s
 
     @property
     def max_partition_bytes(self) -> int:

@@ -24,7 +24,8 @@ class ClusterConfig:
     servers_only: bool = False  # GPU machines sum nothing, whatever the formula says
     job: str = ""
     start_timeout_s: float = 60.0
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_interval_s: float = 0.2
+    heartbeat_timeout_s: float = 1.0
     stall_warn_s: float = 60.0
 
     @classmethod
@@ -35,6 +36,7 @@ class ClusterConfig:
             servers_only=settings.placement == "servers-only",
             job=settings.job,
             start_timeout_s=settings.start_timeout_s,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             stall_warn_s=settings.stall_warn_s,
         )

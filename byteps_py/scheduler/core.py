@@ -48,7 +48,7 @@ class SchedulerCore:
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
         self._connections: set[int] = set()
         self._first_registration_s: float | None = None
-        self._silence = Silence(config.heartbeat_timeout_s)
+        self._silence = Silence(config.heartbeat_timeout_s, config.heartbeat_interval_s)
         self._survey: Survey | None = None  # all are there, and their links are being measured
         self._over_s: float | None = None
         self._all_left = False  # the workers, in order: they may be on their way into their next job
@@ -113,18 +113,27 @@ class SchedulerCore:
             failures = self._fail("ProtocolError", f"{member.describe()} broke the protocol: {error}", now_s)
             return [refused(connection, "ProtocolError", str(error)), *failures]
 
+    def on_lost(self, connection: int, why: str, now_s: float) -> Outgoing:
+        """The member of a connection, which may still be there, counts as dead."""
+        member = self._roster.of_connection(connection)
+        if member is None or not member.is_present:
+            return []
+        return self._lose(member, why, now_s, tell_it_too=True)
+
     def on_tick(self, now_s: float) -> Outgoing:
         """Call a few times per second; all deadlines are checked here."""
-        self._silence.tick(now_s)
+        out: Outgoing = []
+        for connection, why in self.silent(now_s):
+            out += self.on_lost(connection, why, now_s)
+        return out + self.on_deadlines(now_s)
+
+    def on_deadlines(self, now_s: float) -> Outgoing:
+        """All deadlines but those of silent members. Says the same whatever heartbeats have said."""
         out: Outgoing = []
         for connection, since_s in list(self._strangers.items()):
             if now_s - since_s >= REGISTER_TIMEOUT_S:
                 del self._strangers[connection]
                 out.append(refused(connection, "ProtocolError", f"not registered after {REGISTER_TIMEOUT_S:g} s"))
-        if self.state in (FORMING, RUNNING):
-            for member in self._roster.present():
-                if why := self._silence.too_long(member.last_seen_s, now_s):
-                    out += self._lose(member, why, now_s, tell_it_too=True)
         if self.state == FORMING and self._survey is not None:
             out += self._go_on_measuring(self._survey, now_s)
         elif self.state == FORMING and self._first_registration_s is not None:
@@ -141,7 +150,32 @@ class SchedulerCore:
             self.reason = f"stopped: {reason or 'no reason given'}"
         return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
 
+    def skip_epochs(self, last: int) -> Outgoing:
+        """Processes of an earlier cluster have been in epoch ``last``: this one's must come after it."""
+        self._roster.first_epoch = max(self._roster.first_epoch, last + 1)
+        return []
+
     # ---- questions -------------------------------------------------------------------------------------------
+
+    def is_member(self, connection: int) -> bool:
+        """True from its registration until it has left or is lost."""
+        member = self._roster.of_connection(connection)
+        return member is not None and member.is_present
+
+    def silent(self, now_s: float) -> list[tuple[int, str]]:
+        """Connections of members that have been silent for too long, and why that is so. Call a few times per
+        second: how late the calls come tells how long the scheduler itself was held up."""
+        self._silence.tick(now_s)
+        if self.state not in (FORMING, RUNNING):
+            return []
+        present = self._roster.present()
+        whys = [(m.connection, self._silence.too_long(m, present, now_s)) for m in present]
+        return [(connection, why) for connection, why in whys if why]
+
+    def heard(self, connection: int, now_s: float) -> None:
+        """The member has given a sign of life."""
+        if (member := self._roster.of_connection(connection)) is not None:
+            member.last_seen_s = now_s
 
     def finished(self, now_s: float) -> Finish | None:
         """Not None once the scheduler can go: its members have left, or had their time to do so."""
@@ -157,7 +191,7 @@ class SchedulerCore:
             state=self.state,
             reason=self.reason,
             epoch=self._roster.epoch,
-            members=[m.to_status(now_s) for m in self._roster.everyone],
+            members=[m.to_status(now_s, self._silence.doubt(m, now_s)) for m in self._roster.everyone],
             tensors=self._declarations.accepted_count,
             tensor_bytes=self._declarations.accepted_bytes,
             partition_bytes=self._roster.partition_bytes,
@@ -224,6 +258,8 @@ class SchedulerCore:
         return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
 
     def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
+        if heartbeat.bare:
+            return []
         member.statistics = heartbeat.statistics
         self._stalls.report(member.id, heartbeat.waiting)
         if not heartbeat.waiting or self.state != RUNNING:

@@ -32,6 +32,7 @@ class Roster:
         self._by_connection: dict[int, MemberRecord] = {}
         self._next_id = 1
         self.epoch = 0
+        self.first_epoch = 1  # after those of an earlier cluster at this address, as far as known
         self.partition_bytes = 0  # known once the cluster is complete
         self.everyone: list[MemberRecord] = []
 
@@ -184,8 +185,8 @@ class Roster:
         return [member.facts.link_mbit for member in (*self.cpu_servers(), *self.workers())]
 
     def complete(self, link_mbit: Sequence[float]) -> pb.Membership:
-        """Open epoch 1, with these rates instead of ``link_rates``. Callable once, when ``missing`` is empty."""
-        self.epoch = 1
+        """Open the first epoch, with these rates instead of ``link_rates``. Callable once, when ``missing`` is empty."""
+        self.epoch = self.first_epoch
         first_rank = 0
         workers, cpu, gpu = self.workers(), self.cpu_servers(), self.gpu_servers()
         for worker in workers:
