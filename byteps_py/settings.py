@@ -53,6 +53,7 @@ class Settings:
     stall_limit_s: float = 600.0
     heartbeat_interval_s: float = 0.2
     heartbeat_timeout_s: float = 1.0
+    journal_dir: str = ""
     report: str = ""
     timeline: str = ""
     timeline_mark_cycles: bool = False

@@ -157,10 +157,19 @@ class SchedulerCore:
 
     # ---- questions -------------------------------------------------------------------------------------------
 
+    @property
+    def epoch(self) -> int:
+        """The latest that was opened here, or that is known of an earlier cluster."""
+        return max(self._roster.epoch, self._roster.first_epoch - 1)
+
     def is_member(self, connection: int) -> bool:
         """True from its registration until it has left or is lost."""
         member = self._roster.of_connection(connection)
         return member is not None and member.is_present
+
+    def turned_away(self, connection: int) -> None:
+        """A connection that has not registered has been refused by somebody else."""
+        self._strangers.pop(connection, None)
 
     def silent(self, now_s: float) -> list[tuple[int, str]]:
         """Connections of members that have been silent for too long, and why that is so. Call a few times per

@@ -32,16 +32,15 @@ class MemberSession:
         self._register.token = new_token()
         self._outbox: Outbox[pb.MemberMessage] = Outbox()
         self._received = 0
-        self._has_left = False
 
     @property
     def is_member(self) -> bool:
         return self._register.member_id > 0
 
     @property
-    def has_left(self) -> bool:
-        """It has said Leave; ``unheard`` tells whether the scheduler knows."""
-        return self._has_left
+    def epoch(self) -> int:
+        """Of the last membership that has come; 0: the cluster is not complete, as far as is known here."""
+        return self._register.epoch
 
     @property
     def unheard(self) -> int:
@@ -59,7 +58,6 @@ class MemberSession:
         stamped.MergeFrom(message)
         if message.WhichOneof("body") not in _FLEETING:
             stamped.number = self._outbox.put(stamped)
-            self._has_left = self._has_left or message.HasField("leave")
         return stamped
 
     def welcomed(self, message: pb.SchedulerMessage) -> list[pb.MemberMessage]:
