@@ -153,7 +153,7 @@ def test_a_slow_worker_of_a_machine_that_lives_is_given_time_and_a_silent_server
 
 
 def test_one_late_heartbeat_is_no_reason_for_doubt() -> None:
-    cluster, (a, b), servers = running()
+    cluster, _, _ = running()
     cluster.tick(0.5)
     assert not any(member.doubt for member in cluster.core.status(cluster.now).members)
 

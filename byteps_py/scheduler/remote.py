@@ -167,9 +167,7 @@ class RemoteControl:
             return rpc.explain(self._address, failure, waited_s)
         return None
 
-    def _read_stream(
-        self, stub: control_pb2_grpc.SchedulerStub, stream: _Stream
-    ) -> BytePSError | grpc.RpcError | None:
+    def _read_stream(self, stub: control_pb2_grpc.SchedulerStub, stream: _Stream) -> BytePSError | grpc.RpcError | None:
         """One attempt. Returns the refusal or the error that ended it, None if the scheduler ended it."""
         with self._lock:
             register = self._session.register()
@@ -188,7 +186,7 @@ class RemoteControl:
                         call.cancel()
                         return None
                     if not message.refused.unknown:
-                        self._post(lambda: self._on_message(message))
+                        self._pass_on(message)
                     return error
                 self._receive(message, stream)
         except ProtocolError as error:
@@ -207,7 +205,10 @@ class RemoteControl:
                 self._welcomed(message, stream)
         self._is_dismissed = self._is_dismissed or message.HasField("stop")
         if is_news:
-            self._post(lambda: self._on_message(message))
+            self._pass_on(message)
+
+    def _pass_on(self, message: pb.SchedulerMessage) -> None:
+        self._post(lambda: self._on_message(message))
 
     def _welcomed(self, message: pb.SchedulerMessage, stream: _Stream) -> None:
         """On this stream both sides go on. With the lock held."""

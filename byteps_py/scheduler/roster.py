@@ -185,7 +185,7 @@ class Roster:
         return [member.facts.link_mbit for member in (*self.cpu_servers(), *self.workers())]
 
     def complete(self, link_mbit: Sequence[float]) -> pb.Membership:
-        """Open the first epoch, with these rates instead of ``link_rates``. Callable once, when ``missing`` is empty."""
+        """Open the first epoch, with these rates, not ``link_rates``. Callable once, when ``missing`` is empty."""
         self.epoch = self.first_epoch
         first_rank = 0
         workers, cpu, gpu = self.workers(), self.cpu_servers(), self.gpu_servers()

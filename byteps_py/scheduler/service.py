@@ -30,7 +30,8 @@ from byteps_py.scheduler.ending import Finish
 from byteps_py.scheduler.journal import Journal, journal_path
 from byteps_py.scheduler.member import describe
 from byteps_py.scheduler.restoring import Restored
-from byteps_py.scheduler.sessions import Sent, Sessions
+from byteps_py.scheduler.session import Sent
+from byteps_py.scheduler.sessions import Sessions
 from byteps_py.settings import Settings
 
 TICK_S = 0.2
@@ -189,7 +190,9 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         held, self._held = self._held, []
         for sent in held:
             self._say(sent)
-        for sentence in dict.fromkeys(s.message.stalled.message for s in held if s.message and s.message.stalled.message):
+        for sentence in dict.fromkeys(
+            s.message.stalled.message for s in held if s.message and s.message.stalled.message
+        ):
             logger.info("%s", sentence)  # the workers warn
 
     def _say(self, sent: Sent) -> None:

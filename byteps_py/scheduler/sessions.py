@@ -18,9 +18,7 @@ messages without a number.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from byteps_py.errors import JournalError
 from byteps_py.proto import control_pb2 as pb
@@ -33,6 +31,7 @@ from byteps_py.scheduler.member import describe
 from byteps_py.scheduler.outbox import Outbox
 from byteps_py.scheduler.outgoing import Outgoing
 from byteps_py.scheduler.returning import Returning
+from byteps_py.scheduler.session import Sent, Session, check
 
 #: Messages that a member has not confirmed; one that takes none of so many is lost.
 MAX_UNHEARD = 10_000
@@ -41,54 +40,22 @@ _NEWS = ("heartbeat", "sight")
 _FLEETING = ("stalled", "sight")
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """``message`` is to be sent on ``stream``; None: the stream is to be ended."""
-
-    stream: int
-    message: pb.SchedulerMessage | None
-    number: int = 0
-    received: int = 0
-
-    def stamped(self) -> pb.SchedulerMessage:
-        stamped = pb.SchedulerMessage(number=self.number, received=self.received)
-        if self.message is not None:
-            stamped.MergeFrom(self.message)
-        return stamped
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    id: int
-    stream: int | None
-    digest: bytes = b""  # of its token; empty until it has registered
-    member_id: int = 0
-    who: str = ""
-    outbox: Outbox[pb.SchedulerMessage] = field(default_factory=Outbox)
-    received: int = 0  # the last number of its messages
-    confirmed: int = 0  # … that it has been told to have come
-    away_until_s: float | None = None
-    away_why: str = ""
-    away_since_s: float = 0.0
-    over: str = ""  # why it can't be gone on with
-
-
 class Sessions:
     def __init__(self, config: ClusterConfig, write: Callable[[JournalRecord], None] | None = None) -> None:
         self.core = SchedulerCore(config)
         self.write = write
         self.restarts = 0
         self._grace_s = min(1.0, config.heartbeat_timeout_s / 2)
-        self._sessions: dict[int, _Session] = {}  # also those that are over
-        self._on_stream: dict[int, _Session] = {}
-        self._by_digest: dict[bytes, _Session] = {}
+        self._sessions: dict[int, Session] = {}  # also those that are over
+        self._on_stream: dict[int, Session] = {}
+        self._by_digest: dict[bytes, Session] = {}
         self._returning = Returning(config.heartbeat_timeout_s)
         self._next_id = 1
 
     # ---- events ----------------------------------------------------------------------------------------------
 
     def opened(self, stream: int, now_s: float) -> list[Sent]:
-        session = _Session(self._next_id, stream)
+        session = Session(self._next_id, stream)
         self._next_id += 1
         self._sessions[session.id] = self._on_stream[stream] = session
         self.core.on_connected(session.id, now_s)
@@ -196,7 +163,7 @@ class Sessions:
 
     # ---- registering and coming back ---------------------------------------------------------------------------
 
-    def _register(self, session: _Session, register: pb.Register, now_s: float) -> list[Sent]:
+    def _register(self, session: Session, register: pb.Register, now_s: float) -> list[Sent]:
         digest = hashlib.sha256(register.token).digest() if register.token else b""
         known = self._by_digest.get(digest)
         if known is not None:
@@ -224,7 +191,7 @@ class Sessions:
             return self._pass(session, out)
         return self._keep(record, out)
 
-    def _resume(self, known: _Session, newcomer: _Session, register: pb.Register, now_s: float) -> list[Sent]:
+    def _resume(self, known: Session, newcomer: Session, register: pb.Register, now_s: float) -> list[Sent]:
         stream = newcomer.stream
         if stream is None or not self.core.is_member(known.id):
             why = known.over or self.core.reason
@@ -253,7 +220,7 @@ class Sessions:
         out.append(Sent(stream, welcome, 0, known.received))
         return out + [Sent(stream, message, number, known.received) for number, message in known.outbox]
 
-    def _refuse(self, session: _Session, error: str, text: str, **more: bool) -> list[Sent]:
+    def _refuse(self, session: Session, error: str, text: str, **more: bool) -> list[Sent]:
         self.core.turned_away(session.id)
         refusal = pb.SchedulerMessage(refused=pb.Refused(error=error, message=text, **more))
         return self._pass(session, [(session.id, refusal)])
@@ -263,10 +230,10 @@ class Sessions:
         some = ", ".join(who[:4]) + (", …" if len(who) > 4 else "")
         return f"this scheduler was started again, and waits for members of its job to come back: {some or 'any'}"
 
-    def _send_away(self, session: _Session, now_s: float, grace_s: float, why: str) -> None:
+    def _send_away(self, session: Session, now_s: float, grace_s: float, why: str) -> None:
         session.away_since_s, session.away_until_s, session.away_why = now_s, now_s + grace_s, why
 
-    def _lose(self, session: _Session, why: str, now_s: float) -> list[Sent]:
+    def _lose(self, session: Session, why: str, now_s: float) -> list[Sent]:
         session.away_until_s = None
         out = self._do(JournalRecord(at_s=now_s, session=session.id, lost=why))
         if session.stream is None:
@@ -324,7 +291,7 @@ class Sessions:
     def _enter(self, record: JournalRecord) -> Outgoing:
         session = self._sessions.get(record.session)
         if session is None:  # replaying
-            session = self._sessions[record.session] = _Session(record.session, None)
+            session = self._sessions[record.session] = Session(record.session, None)
             self._next_id = max(self._next_id, record.session + 1)
             self.core.on_connected(session.id, record.at_s)
         out = self.core.handle(session.id, pb.MemberMessage(register=record.register), record.at_s)
@@ -348,30 +315,20 @@ class Sessions:
                 sent.append(Sent(session.stream, message, number, session.received))
         return sent
 
-    def _pass(self, session: _Session, out: Outgoing) -> list[Sent]:
+    def _pass(self, session: Session, out: Outgoing) -> list[Sent]:
         """Say something that need not be known to have come."""
         sent: list[Sent] = []
-        for _, message in out if session.stream is not None else ():
+        if session.stream is None:
+            return sent
+        for _, message in out:
             sent.append(Sent(session.stream, message, 0, session.received))
             if message.HasField("refused"):
                 sent.append(Sent(session.stream, None))
         return sent
 
-    def _confirm(self, session: _Session) -> list[Sent]:
+    def _confirm(self, session: Session) -> list[Sent]:
         """Tell a member what has come of what it keeps, if that is news to it."""
         if session.confirmed == session.received or session.stream is None:
             return []
         session.confirmed = session.received
         return [Sent(session.stream, pb.SchedulerMessage(), 0, session.received)]
-
-
-def check(out: Outgoing) -> int:
-    """A number for what the core says, the same whenever it says the same."""
-    value = 0
-    texts: dict[int, bytes] = {}
-    for connection, message in out:
-        text = texts.get(id(message))
-        if text is None:
-            text = texts[id(message)] = message.SerializeToString(deterministic=True)
-        value = zlib.crc32(text, zlib.crc32(connection.to_bytes(8, "little"), value))
-    return value

@@ -1,7 +1,7 @@
 """How long a member has been silent, as far as that proves anything. Pure.
 
-    ─ heard ──► 3 intervals ──► in doubt (status says so) ──► timeout ──► dead
-                                                              10 timeouts, for a communication service whose machine lives
+    heard ──3 intervals──► in doubt (status says so) ──1 timeout──► dead
+                                                     └─10 timeouts, for a communication service whose machine lives
 
 What starves on a loaded machine is alive, and to lose it would end the job, while a summation service is replaced: so
 of the two only the former is given time, as long as another process of its machine is heard.

@@ -21,6 +21,21 @@ TIMEOUT_S = 60.0
 
 Factory = Callable[..., "Scheduler"]
 
+#: Worker 1, as a process that can be killed; says what comes to it.
+CHILD = """
+import sys
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler import client
+from byteps_py.settings import Settings
+loop = EventLoop()
+register = pb.Register(role=1, kind=1, machine_index=1, local_size=1)
+def told(message):
+    print(message.WhichOneof("body"), flush=True)
+client.connect(Settings.from_env(), register, loop, told, print, pb.Heartbeat)
+loop.run()
+"""
+
 
 class Scheduler:
     """A scheduler process on a free loopback port, and the settings to reach it."""
@@ -85,6 +100,7 @@ def environment(settings: Settings) -> dict[str, str]:
         "BYTEPS_LOG_LEVEL": settings.log_level,
         "BYTEPS_SECRET": settings.secret,
         "BYTEPS_JOURNAL_DIR": settings.journal_dir,
+        "BYTEPS_PLACEMENT": settings.placement,
     }
     return {**os.environ, **values}
 
