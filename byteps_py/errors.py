@@ -2,6 +2,7 @@
 
     BytePSError
     ├── ConfigurationError (ValueError)       a variable or argument is missing, malformed or contradicts another
+    ├── JournalError                          the scheduler's journal is damaged, or another's
     ├── UsageError (ValueError)               the calling program misuses the API
     │   ├── NotInitializedError               used before init() or after shutdown()
     │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
@@ -26,6 +27,10 @@ class BytePSError(Exception):
 
 class ConfigurationError(BytePSError, ValueError):
     """A variable or an argument is missing, malformed or contradicts another."""
+
+
+class JournalError(BytePSError):
+    """The scheduler's journal can't be gone on with: it is damaged, another's, or another version's."""
 
 
 class UsageError(BytePSError, ValueError):

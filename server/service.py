@@ -8,7 +8,7 @@ Owns the process's life: it registers, serves, and says when and how the process
                                                                       have moved, or after ``DRAIN_LIMIT_S``
     Failure from the scheduler: the job can't go on                   1
     Refused, or the scheduler lost before the cluster was complete    the error is raised
-    the scheduler lost later, and no worker connected any more        0; until then sums go on
+    the scheduler away later, and no worker connected any more        0; until then sums go on
     (the launcher that started it is gone: the kernel's parent-death signal, set by the launcher)
 """
 
@@ -41,7 +41,7 @@ from byteps_py.wire import MAX_WAITED_US, Kind
 
 _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # for so long it goes on after SIGTERM if nobody takes its keys
-_ORPHAN_S = 2.0  # at most: workers reconnect within less
+_ORPHAN_S = 10.0  # at most: workers reconnect, and a scheduler is started again, within less
 
 
 class Link(Protocol):
@@ -62,6 +62,8 @@ class Connect(Protocol):
         on_message: Callable[[pb.SchedulerMessage], None],
         on_lost: Callable[[BytePSError], None],
         heartbeat: Callable[[], pb.Heartbeat],
+        on_away: Callable[[BytePSError], None],
+        on_back: Callable[[], None],
     ) -> Link: ...
 
 
@@ -82,6 +84,7 @@ class Service:
         self._status = 0
         self._error: BytePSError | None = None
         self._reason = "the server is done"
+        self._is_headless = False  # the scheduler is away
         self._orphaned_since_s = 0.0
         self._has_tick = False
         self._is_draining = False
@@ -112,8 +115,9 @@ class Service:
         """Serve; the exit status. Raises the typed error that kept the cluster from coming together."""
         try:
             self._link = self._connect(
-                self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat
-            )
+                self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat,
+                self._on_away, self._on_back,
+            )  # fmt: skip
             logger.info("summation server at %s", self.address)
             self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
             self._loop.run()
@@ -279,16 +283,28 @@ class Service:
             self._error = error
             self._end(1, "the scheduler is lost")
             return
+        self._on_away(error)
+
+    def _on_away(self, error: BytePSError) -> None:
+        if self._rounds.epoch == 0:
+            return  # nobody depends on this server yet, and the link ends by itself if the scheduler does not return
         logger.log(self._bad_news, "%s; sums go on until the last worker has disconnected", error)
         self._orphaned_since_s = time.monotonic()
-        self._end_if_orphaned()
+        if not self._is_headless:
+            self._is_headless = True
+            self._end_if_orphaned()
+
+    def _on_back(self) -> None:
+        self._is_headless = False
 
     def _end_if_orphaned(self) -> None:
         """Without a scheduler nobody says Stop. A while without any worker, who may connect again, says it too."""
+        if not self._is_headless:
+            return
         now = time.monotonic()
         if self._network.connections or (self._local is not None and self._local.connections):
             self._orphaned_since_s = now
-        elif now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.heartbeat_timeout_s):
+        elif now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.patience_s):
             logger.warning("neither a scheduler nor a worker is left")
             self._end(0, "nobody is left")
             return
