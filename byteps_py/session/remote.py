@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -80,6 +81,7 @@ class RemoteSession(Session):
         self._hosts = (False, False)
         self._fatal: BytePSError | None = None
         self._closed = False
+        self._has_left = False  # the service knows, and does not answer any more
         self._reading = False
         self._state = threading.Condition()  # guards all of the above; one waiter at a time reads the channel
         self._declaring = threading.Lock()
@@ -100,6 +102,7 @@ class RemoteSession(Session):
         self.local_rank, self.local_size = facts["local_rank"], facts["local_size"]
         self.is_continued = facts["is_continued"]
         self.machine_index, self.num_machines = facts["machine_index"], facts["num_machines"]
+        self.is_homogeneous = facts["is_homogeneous"]
 
     # ---- Session ---------------------------------------------------------------------------------------
 
@@ -239,8 +242,10 @@ class RemoteSession(Session):
                 self._closed = True
                 self._state.notify_all()
             with contextlib.suppress(BytePSError):
-                again, planned = self.returning or ("", False)
-                self._channel.send(protocol.pack(Kind.LEAVE, error=words.uncaught(), again=again, planned=planned))
+                if not self._has_left:
+                    again, planned = self.returning or ("", False)
+                    said = {"again": again, "planned": planned} if again else words.last_words(words.uncaught())
+                    self._channel.send(protocol.pack(Kind.LEAVE, **said))
             self._channel.shutdown()  # wakes the thread that reads; its descriptor must not be closed before
             with self._state:
                 self._state.wait_for(lambda: not self._reading, _PATIENCE_S)
@@ -250,6 +255,18 @@ class RemoteSession(Session):
         if self._stack is not None:
             self._stack.close()
             self._stack = None
+
+    def tell_failure(self) -> None:
+        """This process ends by an exception that nobody caught, which is ``sys.last_value``."""
+        if os.getpid() == self._pid and not self._closed and (last_words := words.last_words(sys.last_value)):
+            with contextlib.suppress(BytePSError):
+                self._has_left = self._channel.try_send(protocol.pack(Kind.LEAVE, **last_words))
+
+    def tell_note(self, text: str) -> None:
+        """What others should know if this rank keeps them waiting."""
+        if os.getpid() == self._pid and not self._closed:
+            with contextlib.suppress(BytePSError):
+                self._channel.try_send(protocol.pack(Kind.NOTE, text=text))
 
     # ---- the channel -----------------------------------------------------------------------------------
 

@@ -35,4 +35,4 @@ def rejoin(why: Exception) -> bool:
         raise RendezvousError(
             f"elastic: the job can't be joined again after {type(why).__name__}: {error}{remedy}"
         ) from why
-    return context.session.is_continued
+    return context.session.is_continued or not is_elastic
