@@ -123,7 +123,7 @@ def test_one_group_after_another(tmp_path, record_property) -> None:
         training.train(jobs[0], 10)
 
         # The first machine, with rank 0; and another one, while one has not come back yet.
-        held = jobs[3].pid(str(PROGRAM))
+        held = jobs[3].pid(str(PROGRAM), BYTEPS_LOCAL_RANK="0")
         os.kill(held, signal.SIGSTOP)
         began_s = time.monotonic()
         jobs[0].signal(signal.SIGKILL)

@@ -313,6 +313,7 @@ class SchedulerCore:
         self._declarations = Declarations(n, size)
         self._barriers, self._joining = Barriers(n), Joining(n)
         self._stalls = stalls.StallWatch(self._config.stall_warn_s)
+        self._pace = PaceWatch(self._config.straggler, self._config.stall_warn_s)
         self.state = RUNNING
         self.reason = (
             f"{why}: {count_text(n, 'worker')} with {count_text(size, 'rank')}, "
