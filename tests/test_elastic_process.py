@@ -45,6 +45,7 @@ def addressed(port: int) -> dict[str, str]:
         "DMLC_PS_ROOT_PORT": str(port),
         "DMLC_NUM_WORKER": "3",
         "DMLC_NUM_SERVER": "0",
+        "PS_HEARTBEAT_TIMEOUT": "10",  # nobody freezes here, but a busy machine may look like it
     }
 
 

@@ -539,8 +539,11 @@ class SchedulerCore:
         return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
 
     def _drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
-        if member.is_worker and self._elastic is None:
-            raise ProtocolError("only a summation service can be drained, unless the job is elastic")
+        if member.is_worker:
+            if self._elastic is None:
+                raise ProtocolError("only a summation service can be drained, unless the job is elastic")
+            member.is_draining = True
+            return self._elastic.drain(member) if self.state == RUNNING else []
         if self.state != RUNNING:
             return to_each([member], pb.SchedulerMessage(stop=pb.Stop(reason="it holds no keys")))
         if not any(m is not member for m in (*self._roster.cpu_servers(), *self._roster.gpu_servers())):
@@ -577,7 +580,8 @@ class SchedulerCore:
         """Drained services may end once no machine needs them: all have gone over to an epoch without them."""
         if any(worker.epoch < self._roster.epoch for worker in self._roster.workers()):
             return []
-        drained = [member for member in self._roster.present() if member.is_draining and not member.holds_keys]
+        servers = (member for member in self._roster.present() if not member.is_worker)
+        drained = [server for server in servers if server.is_draining and not server.holds_keys]
         return to_each(drained, pb.SchedulerMessage(stop=pb.Stop(reason="its keys have moved")))
 
     def _unreachable(self, member: MemberRecord, unreachable: pb.Unreachable, now_s: float) -> Outgoing:
