@@ -96,10 +96,10 @@ class ElasticDesk(Desk):
         self.gone.clear()
         self._seats = list(range(count)) if is_first else sorted(self._waiters)[:count]
         self._absent = set(self._seats) - set(self._waiters)
-        for local_rank, seat in enumerate(self._seats):
-            if waiter := self._waiters.pop(seat, None):
-                self._unwatch(waiter)
-                self._welcome(waiter.channel, local_rank)
+        waiters = [(i, self._waiters.pop(seat)) for i, seat in enumerate(self._seats) if seat in self._waiters]
+        for local_rank, waiter in waiters:
+            self._unwatch(waiter)
+            self._welcome(waiter.channel, local_rank)
         if len(self._seats) < count:
             self._on_death(
                 f"{count - len(self._seats)} ranks of {requests.topology.me.host} ended as a group was formed"

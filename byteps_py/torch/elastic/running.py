@@ -34,11 +34,11 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     left and joined again and the last commit restored; after a HostsUpdatedInterrupt nothing is restored. Everything
     collective belongs into ``func``.
 
-    Raises the function's other errors; the job's error after three failures in a row without a commit between them;
-    RendezvousError if the job can't be joined again. That is so where a process of it is gone or was given up: this
-    version does not change the membership of a job. What can be gone on from is what all ranks see and survive, such
-    as a tensor that they disagree about. A rank that fails alone, and lives, keeps the others waiting until the stall
-    limit.
+    Raises the function's other errors; the job's error after three failures in a row without a commit between them and
+    with the same number of ranks; RendezvousError if the job can't be joined again; SystemExit, with status 0, on a
+    machine that was told to leave the job. In an elastic job (BYTEPS_ELASTIC, ``bpslaunch --elastic``) the group may
+    have changed: ``rank()`` and ``size()`` are others. In a job that is not elastic, what can be gone on from is what all
+    ranks see and survive, such as a tensor that they disagree about.
 
     >>> import byteps_py as bps
     >>> bps.init()
