@@ -37,8 +37,8 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     Raises the function's other errors; the job's error after three failures in a row without a commit between them and
     with the same number of ranks; RendezvousError if the job can't be joined again; SystemExit, with status 0, on a
     machine that was told to leave the job. In an elastic job (BYTEPS_ELASTIC, ``bpslaunch --elastic``) the group may
-    have changed: ``rank()`` and ``size()`` are others. In a job that is not elastic, what can be gone on from is what all
-    ranks see and survive, such as a tensor that they disagree about.
+    have changed: ``rank()`` and ``size()`` are others. In a job that is not elastic, what can be gone on from is what
+    all ranks see and survive, such as a tensor that they disagree about.
 
     >>> import byteps_py as bps
     >>> bps.init()
