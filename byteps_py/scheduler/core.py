@@ -111,6 +111,8 @@ class SchedulerCore:
                     return self._sight(member, message.sight)
                 case "drain":
                     return self._drain(member, message.drain.reason, now_s)
+                case "ready":
+                    return self._ready(member, now_s)
                 case "applied":
                     return self._applied(member, message.applied)
                 case "unreachable":
@@ -253,8 +255,8 @@ class SchedulerCore:
         if self.state == FORMING:
             self.reason = self._roster.missing()
         if self.state == RUNNING:  # a summation service more
+            admitted.is_late = True
             out.append((connection, pb.SchedulerMessage(membership=self._membership)))
-            out += self._reassign(f"{admitted.describe()} has come", now_s)
         elif not self.reason:
             out += self._all_are_there(now_s)
         return out
@@ -471,6 +473,12 @@ class SchedulerCore:
         member.is_draining = True
         out = self._reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
         return out + self._let_go()
+
+    def _ready(self, member: MemberRecord, now_s: float) -> Outgoing:
+        if not member.is_late:
+            return []
+        member.is_late = False
+        return self._reassign(f"{member.describe()} has come", now_s)
 
     def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
         """Drain these servers, and the last of all CPU machines' until at most ``count`` are left (-1: any number).
