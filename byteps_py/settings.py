@@ -123,8 +123,9 @@ class Settings:
 
     @property
     def gpu_machines_sum(self) -> bool:
-        """GPU machines hold a share of the sums, and so run a summation service each."""
-        return self.num_workers > 1 and self.num_servers < self.num_workers and self.placement == "optimal"
+        """GPU machines run a summation service each: for their share of the sums or, where k ≥ n and they have none,
+        ready to take over when CPU machines go."""
+        return self.num_workers > 1 and self.placement == "optimal"
 
     @property
     def max_partition_bytes(self) -> int:

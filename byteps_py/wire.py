@@ -14,11 +14,11 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 1
+VERSION = 2
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
-# | payload segment, payload offset, answer segment, answer offset
-_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ")
+# | payload segment, payload offset, answer segment, answer offset | flags
+_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B")
 HEADER_BYTES = _LAYOUT.size
 
 
@@ -35,6 +35,14 @@ class Kind(enum.IntEnum):
     FETCH = 8  # CS → CS: give me bytes of a rank of yours; payload: a Fetch. The answer is an ANSWER with them
     FETCH_SUM = 9  # CS → CS: give me your machine's sum of a part of a scattered reduction; its offset: which part
     PASS = 10  # CS → SS: my ranks have joined, and I contribute nothing; tell me, without the result, when it is there
+    WANT = 11  # SS → CS: another machine lacks the result of this round; if you have it, give me your part once more
+    WITHDRAW = 12  # CS → SS: what I gave to this round goes to another server; no answer
+
+
+#: Flags of a contribution. RESENT: its machine lacks the result, though the server may have sent it. SUPPLY: its
+#: machine has the result, and wants no answer; it was asked for it (WANT).
+RESENT = 1
+SUPPLY = 2
 
 
 @dataclass(slots=True)
@@ -42,7 +50,7 @@ class Header:
     """One message's header. ``sender``: machine index of the CS. ``root``: machine index of a broadcast's
     source. ``index``: which partition of the key; ``offset``, ``length``: where it lies in the tensor and how
     long it is, in bytes. The next four fields place payload and answer in shared memory (0 over TCP). ``machines``:
-    how many contribute, 0 for all."""
+    how many contribute, 0 for all. ``flags``: of RESENT and SUPPLY."""
 
     kind: Kind
     sender: int
@@ -61,6 +69,15 @@ class Header:
     answer_segment: int = 0
     answer_offset: int = 0
     machines: int = 0
+    flags: int = 0
+
+    @property
+    def is_resent(self) -> bool:
+        return bool(self.flags & RESENT)
+
+    @property
+    def is_supply(self) -> bool:
+        return bool(self.flags & SUPPLY)
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
@@ -83,6 +100,7 @@ class Header:
             self.segment_offset,
             self.answer_segment,
             self.answer_offset,
+            self.flags,
         )
 
     @classmethod
@@ -91,7 +109,7 @@ class Header:
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
-         segment, segment_offset, answer_segment, answer_offset) = _LAYOUT.unpack(data)  # fmt: skip
+         segment, segment_offset, answer_segment, answer_offset, flags) = _LAYOUT.unpack(data)  # fmt: skip
         if magic != MAGIC:
             raise ProtocolError(f"not a byteps_py message (magic {magic:#010x})")
         if version != VERSION:
@@ -99,7 +117,7 @@ class Header:
         try:
             return cls(
                 _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
-                offset, length, segment, segment_offset, answer_segment, answer_offset, machines,
+                offset, length, segment, segment_offset, answer_segment, answer_offset, machines, flags,
             )  # fmt: skip
         except KeyError:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None

@@ -52,6 +52,9 @@ class LocalPeer(Peer):
     def answer(self, header: Header, result: zmq.Frame | None) -> None:
         self._send(reply(header, Kind.ANSWER))
 
+    def want(self, header: Header) -> None:
+        self._send(header.pack())
+
     def refuse(self, header: Header, reason: str) -> None:
         self._send(reply(header, Kind.REFUSED) + reason.encode())
 
@@ -94,7 +97,8 @@ class LocalPeer(Peer):
         payload = answer = None
         if header.kind is Kind.PUSH:
             payload = self._place(header, header.segment, header.segment_offset)
-        if header.kind is not Kind.PASS and (header.op is not Op.BROADCAST or header.kind is Kind.PULL):
+        wants = header.kind is not Kind.PASS and not header.is_supply
+        if wants and (header.op is not Op.BROADCAST or header.kind is Kind.PULL):
             answer = self._place(header, header.answer_segment, header.answer_offset)
             if payload and 0 < abs(payload.address - answer.address) < header.length:
                 raise ProtocolError("the answer's place overlaps the contribution")
@@ -109,7 +113,8 @@ class LocalPeer(Peer):
 
 
 class Local:
-    """Listens at the abstract socket ``name``. ``on_arrival``: a contribution came; ``on_gone``: a peer is gone."""
+    """Listens at the abstract socket ``name``. ``on_arrival``: a contribution came; ``on_gone``: a peer is gone;
+    ``on_withdraw``: one takes a contribution back."""
 
     def __init__(
         self,
@@ -119,6 +124,7 @@ class Local:
         traffic: Traffic,
         on_arrival: Callable[[Arrival], None],
         on_gone: Callable[[Peer], None],
+        on_withdraw: Callable[[Header], None],
     ) -> None:
         self.name = name
         self._settings = settings
@@ -126,9 +132,14 @@ class Local:
         self._traffic = traffic
         self._on_arrival = on_arrival
         self._on_gone = on_gone
+        self._on_withdraw = on_withdraw
         self._peers: set[LocalPeer] = set()
         self._listener = Listener(name)
         loop.add_reader(self._listener.fileno(), self._accept)
+
+    def peer_of(self, machine: int) -> Peer | None:
+        """Its connection; None if it has none here."""
+        return next((peer for peer in self._peers if peer.machine == machine), None)
 
     @property
     def connections(self) -> int:
@@ -177,6 +188,8 @@ class Local:
             peer.accept_segment(header, fds)
         elif header.kind in (Kind.PUSH, Kind.PULL, Kind.PASS) and len(data) == HEADER_BYTES:
             self._contribution(peer, header)
+        elif header.kind is Kind.WITHDRAW:
+            self._on_withdraw(header)
         else:
             raise ProtocolError(f"{header.kind.name} of {len(data)} bytes is not for it to send")
 

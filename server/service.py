@@ -13,6 +13,7 @@ Owns the process's life: it registers, serves, and says when and how the process
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -29,9 +30,9 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.server.arrival import Arrival, Memory
 from byteps_py.server.local import Local
 from byteps_py.server.network import Network
-from byteps_py.server.partition import Partition
+from byteps_py.server.partition import Round
 from byteps_py.server.reducer import Reducer, plan
-from byteps_py.server.rounds import Action, Answer, Reduce, Refuse, Rounds
+from byteps_py.server.rounds import WANT_AFTER_S, Action, Answer, Reduce, Refuse, Rounds, Want
 from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
 from byteps_py.wire import Kind
@@ -79,16 +80,19 @@ class Service:
         self._error: BytePSError | None = None
         self._reason = "the server is done"
         self._orphaned_since_s = 0.0
+        self._has_tick = False
         host = machine.offered_host(settings)
         self._loop = EventLoop()
-        self._network = Network(host, settings, self._traffic, self._on_arrival, self._on_gone)
+        self._network = Network(host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw)
         self._loop.add_reader(self._network.socket, self._network.on_readable)
         self._loop.add_reader(self._network.monitor, self._network.on_monitor)
         self._local: Local | None = None
         if kind == pb.MACHINE_KIND_GPU:
             # Named after the process, too: machines that are told apart only by their index may share one host.
             name = f"{machine.local_socket(settings, 'ss')}-{os.getpid()}"
-            self._local = Local(name, settings, self._loop, self._traffic, self._on_arrival, self._on_gone)
+            self._local = Local(
+                name, settings, self._loop, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
+            )
         # Beside trainers, whose communication service says it too, it would be the same sentence once more.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
         self._reducer = Reducer(self._loop, settings.server_threads, self._network.open_echo)
@@ -138,6 +142,25 @@ class Service:
 
     def _on_arrival(self, arrival: Arrival) -> None:
         self._perform(self._rounds.contribution(arrival, time.monotonic()), None)
+        if arrival.header.is_resent and not self._has_tick:
+            self._has_tick = True
+            self._loop.call_later(WANT_AFTER_S, self._tick)
+
+    def _tick(self) -> None:
+        """Machines lack results: others may have to give their parts once more."""
+        self._has_tick = self._rounds.is_wanting
+        if self._has_tick:
+            self._perform(self._rounds.tick(time.monotonic()), None)
+            self._loop.call_later(WANT_AFTER_S, self._tick)
+
+    def _ask(self, want: Want) -> None:
+        header = dataclasses.replace(want.header, kind=Kind.WANT)
+        for index in want.machines:
+            peer = self._network.peer_of(index)
+            if peer is None and self._local is not None:
+                peer = self._local.peer_of(index)
+            if peer is not None:  # else it is asked again when it has connected
+                peer.want(header)
 
     def _on_gone(self, peer: Peer) -> None:
         self._rounds.gone(peer)
@@ -145,8 +168,10 @@ class Service:
     def _perform(self, actions: list[Action[Arrival]], result: Memory | None) -> None:
         for action in actions:
             match action:
-                case Reduce(partition):
-                    self._reduce(partition)
+                case Reduce(round_):
+                    self._reduce(round_)
+                case Want():
+                    self._ask(action)
                 case Answer(contributions):
                     message = result.message() if result is not None else None
                     for arrival in contributions:
@@ -160,13 +185,13 @@ class Service:
                     for arrival in contributions:
                         arrival.origin.refuse(arrival.header, f"{error.__name__}\n{text}")
 
-    def _reduce(self, partition: Partition[Arrival]) -> None:
-        arrivals = partition.in_order()
+    def _reduce(self, round_: Round[Arrival]) -> None:
+        arrivals = round_.in_order()
         header = arrivals[0].header
         todo = plan(header.op, arrivals)
 
         def done(error: BaseException | None) -> None:
-            self._perform(self._rounds.reduced(partition, error), todo.result)
+            self._perform(self._rounds.reduced(round_, error), todo.result)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)
 
@@ -221,7 +246,8 @@ class Service:
             self._end(1, "the partition size differs")
             return
         logger.info("epoch %d: %d machines", membership.epoch, len(membership.workers))
-        self._perform(self._rounds.membership(membership.epoch, len(membership.workers), time.monotonic()), None)
+        count, since = len(membership.workers), membership.workers_since
+        self._perform(self._rounds.membership(membership.epoch, count, time.monotonic(), since), None)
 
     def _on_lost(self, error: BytePSError) -> None:
         if self._rounds.epoch == 0:

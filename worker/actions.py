@@ -37,6 +37,24 @@ class Push:
     round: int
 
 
+@dataclass(slots=True)
+class Withdraw:
+    """Tell server ``server`` that what it was given of a round goes elsewhere."""
+
+    part: Part
+    round: int
+    server: int
+
+
+@dataclass(slots=True)
+class Supply:
+    """Send what this machine gave to a round to ``server`` once more, for others that lack its result."""
+
+    part: Part
+    round: int
+    server: int
+
+
 @dataclass(slots=True, eq=False)
 class AskSum:
     """What is fetched of a part: the sum of machine ``server``."""
@@ -97,4 +115,4 @@ class Release:
     tensor: Tensor | None = None  # also its contributions
 
 
-Action = Compute | Push | Lend | Fetch | Done | Fail | SendBallot | Release
+Action = Compute | Push | Withdraw | Supply | Lend | Fetch | Done | Fail | SendBallot | Release

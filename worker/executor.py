@@ -22,7 +22,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.declarations import to_message
 from byteps_py.session import protocol
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot
+from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot, Supply, Withdraw
 from byteps_py.worker.courier import Courier
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.memory import Memory
@@ -127,6 +127,10 @@ class Executor:
         elif isinstance(action, Push):
             if self.network is not None:
                 self.network.push(action.part, action.round)
+        elif isinstance(action, (Supply, Withdraw)):
+            if self.network is not None:
+                send = self.network.supply if isinstance(action, Supply) else self.network.withdraw
+                send(action.part, action.round, action.server)
         elif isinstance(action, Done):
             self.rounds += len(action.tensor.parts)
             for local_rank, slot_id, round_ in action.slots:
@@ -189,14 +193,19 @@ class Executor:
 
     # ---- the network -----------------------------------------------------------------------------------
 
-    def answered(self, header: Header, frame: zmq.Frame | None) -> None:
+    def answered(self, header: Header, frame: zmq.Frame | None, server: int) -> None:
         """A summation service has sent a message."""
-        if header.kind not in (Kind.ANSWER, Kind.REFUSED):
+        if header.kind not in (Kind.ANSWER, Kind.REFUSED, Kind.WANT):
             raise ProtocolError(f"a summation service sent a {header.kind.name} message, which only workers send")
         part = self._parts.get((header.key, header.generation, header.index))
-        if part is None or not self._pipeline.awaits(part, header.round):
+        if part is not None and header.kind is Kind.WANT:
+            self.run(self._pipeline.wanted(part, header.round, server))
+            return
+        if self._memory.take_abandoned(header) or part is None or not self._pipeline.awaits(part, header.round):
             return  # of a tensor that is void by now, or a repetition: a kernel may be reading the first answer
         if header.kind is Kind.REFUSED:
+            if server != part.server:
+                return  # it adds other partitions by now
             error, _, text = (frame.bytes if frame is not None else b"").decode(errors="replace").partition("\n")
             self._fail(from_name(error, f"tensor {part.tensor.name!r}: {text}"))
             return
@@ -212,6 +221,21 @@ class Executor:
             source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
         self._moved_at = time.monotonic()
         self.run(self._pipeline.answered(part, header.round, source, self._moved_at))
+
+    def move(self, server_of: Callable[[Part], int]) -> int:
+        """A new epoch: what its placement gives to other servers goes there. Returns how many partitions moved."""
+        moves = [(part, server) for part in self._sent if (server := server_of(part)) != part.server]
+        self.run(self._pipeline.move(moves, time.monotonic()))
+        return len(moves)
+
+    def again(self, server: int) -> None:
+        """What was sent to a server and not answered is lost, or may be."""
+        self.run(self._pipeline.again([part for part in self._sent if part.server == server], time.monotonic()))
+
+    @property
+    def _sent(self) -> list[Part]:
+        """Partitions that servers add."""
+        return [part for part in self._parts.values() if part.server >= 0]
 
     # ---- ranks, scheduler, memory ----------------------------------------------------------------------
 

@@ -5,8 +5,10 @@ Owned by the loop's thread. Connections are made when they are first needed, so 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 
@@ -29,6 +31,17 @@ _SENT_CHECK_S = 0.001
 
 Then = Callable[[zmq.Frame], None]
 Refused = Callable[[BytePSError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that has no answer yet."""
+
+    machine: int
+    header: Header
+    body: bytes
+    then: Then
+    refused: Refused
 
 
 class PeerMachines:
@@ -63,7 +76,7 @@ class PeerMachines:
         self._on_lost: OnLost | None = None
         self._links: dict[int, TcpLink] = {}
         self._numbers = itertools.count()
-        self._fetched: dict[int, tuple[Then, Refused]] = {}  # by number of the request
+        self._fetched: dict[int, _Asked] = {}  # by number of the request
         self._early: list[tuple[Header, Peer, zmq.Frame]] = []
         self._leaving: list[tuple[zmq.MessageTracker, Callable[[], None]]] = []
 
@@ -91,7 +104,6 @@ class PeerMachines:
 
     def fetch(self, item: Transfer | AskSum, then: Then, refused: Refused) -> None:
         number = next(self._numbers) & 0xFFFFFFFF
-        self._fetched[number] = then, refused
         header = Header(Kind.FETCH, self._settings.worker_id, index=number, round=item.round, length=item.length)
         if isinstance(item, AskSum):
             tensor = item.part.tensor
@@ -101,7 +113,13 @@ class PeerMachines:
         else:
             header.key, header.offset = item.channel.key, item.offset
             body = Fetch(item.channel.ranks[item.source], item.target, item.total, item.is_tentative).pack()
+        self._fetched[number] = _Asked(item.server, header, body, then, refused)
         self._link(item.server).ask(header, body)
+
+    def _again(self, machine_index: int) -> None:
+        """The connection was made anew: what was asked may be lost, or its answer. Asking twice does no harm."""
+        for asked in [each for each in self._fetched.values() if each.machine == machine_index]:
+            self._link(machine_index).ask(asked.header, asked.body)
 
     def _link(self, machine_index: int) -> TcpLink:
         link = self._links.get(machine_index)
@@ -116,6 +134,7 @@ class PeerMachines:
                 self._settings,
                 _no_payload,
                 self._answered,
+                functools.partial(self._again, machine_index),
                 self._on_lost,
                 f"communication service of machine {machine_index}",
             )
@@ -124,15 +143,14 @@ class PeerMachines:
     def _answered(self, header: Header, frame: zmq.Frame | None) -> None:
         if header.kind not in (Kind.ANSWER, Kind.REFUSED) or frame is None:
             raise ProtocolError(f"a communication service sent a {header.kind.name} message for an answer")
-        thens = self._fetched.pop(header.index, None)
-        if thens is None:
+        asked = self._fetched.pop(header.index, None)
+        if asked is None:
             return  # it says again what an earlier answer has said
-        then, refused = thens
         if header.kind is Kind.REFUSED:
             error, _, text = frame.bytes.decode(errors="replace").partition("\n")
-            refused(from_name(error, text))
+            asked.refused(from_name(error, text))
         else:
-            then(frame)
+            asked.then(frame)
 
     # ---- answering -------------------------------------------------------------------------------------
 
@@ -159,7 +177,8 @@ class PeerMachines:
             return
         tracker = peer.lend(header, view)
         if tracker is None:
-            return  # it is gone, and the job with it
+            then()  # it is gone; it asks again if it comes back
+            return
         if not self._leaving:
             self._loop.call_later(_SENT_CHECK_S, self._check_sent)
         self._leaving.append((tracker, then))

@@ -30,6 +30,7 @@ from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.direct import Direct
+from byteps_py.worker.epochs import Epochs
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.joining import Joining
 from byteps_py.worker.memory import Memory
@@ -48,6 +49,8 @@ from byteps_py.worker.waits import Waits
 
 _TICK_S = 0.25
 _STALLS_KEPT = 20
+_WORD_OF_SCHEDULER_S = 1.0
+_HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to come back
 #: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
 _LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
 
@@ -74,6 +77,7 @@ class Service:
         self._sights: Sights | None = None
         self._executor: Executor | None = None
         self._network: Network | None = None
+        self._epochs: Epochs | None = None
         self._peers: PeerMachines | None = None
         if settings.num_workers > 1:
             self._peers = PeerMachines(self._loop, settings, self._requested, self._machine_gone)
@@ -142,7 +146,10 @@ class Service:
     def _on_message(self, message: pb.SchedulerMessage) -> None:
         body = message.WhichOneof("body")
         if body == "membership":
-            self._begin(message.membership)
+            if self._epochs is None:
+                self._begin(message.membership)
+            else:
+                self._epochs.change(message.membership)
         elif body == "verdicts":
             self._decide(message.verdicts)
         elif body == "measure":
@@ -221,12 +228,13 @@ class Service:
         )
         executor.on_end = self._end_tensor
         if self._peers is not None:
-            self._peers.open(topology, self._server_lost)
+            self._peers.open(topology, self._machine_lost)
             executor.courier.peers = self._peers
         if topology.machines > 1:
             self._network = executor.network = Network(
-                self._loop, self._settings, topology, memory, executor.answered, self._server_lost
+                self._loop, self._settings, topology, memory, executor.answered, executor.again, self._server_lost
             )
+        self._epochs = Epochs(topology, self._placing, self._network, executor, self._queue, self._link.send)
         joining = Joining(topology, self._agreement, pipeline, direct, executor, self._link.send, self._fail)
         self._requests = Requests(
             topology, memory, self._agreement, pipeline, direct, executor, joining, self._link.send
@@ -340,10 +348,18 @@ class Service:
     def _rank_died(self, sentence: str) -> None:
         self._fail(PeerLostError(sentence))
 
-    def _server_lost(self, sentence: str, grace_s: float) -> None:
+    def _server_lost(self, sentence: str, member_id: int) -> None:
+        """Others can do its work, once the scheduler says which. Not later than the stall limit allows."""
+        logger.warning("%s", sentence)
+        self._link.send(pb.MemberMessage(unreachable=pb.Unreachable(member_id=member_id, reason=sentence)))
+        if self._is_headless:
+            error = PeerLostError(f"{sentence}; the scheduler, which would give its work to others, is lost too")
+            self._loop.call_later(_HEADLESS_S, lambda: self._fail(error) if self._is_headless else None)
+
+    def _machine_lost(self, sentence: str) -> None:
         error = PeerLostError(sentence)
         # It may have died, or ended because the job has failed: then the scheduler will say so.
-        self._loop.call_later(0.0 if self._is_headless else grace_s, lambda: self._fail(error))
+        self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._fail(error))
 
     def _requested(self, request: Request | SumRequest) -> None:
         if self._executor is None or self._direct is None or self._scatter is None:

@@ -45,6 +45,9 @@ class RemotePeer(Peer):
     def answer(self, header: Header, result: zmq.Frame | None) -> None:
         self._network.send_result(self.identity, reply(header, Kind.ANSWER), result)
 
+    def want(self, header: Header) -> None:
+        self._network.send(self.identity, header.pack(), zmq.Frame())
+
     def refuse(self, header: Header, reason: str) -> None:
         self._network.send(self.identity, reply(header, Kind.REFUSED), zmq.Frame(reason.encode()))
 
@@ -67,6 +70,7 @@ class DataListener:
         self._on_message = on_message
         self._on_gone = on_gone
         self._peers: dict[bytes, RemotePeer] = {}
+        self._by_machine: dict[int, RemotePeer] = {}  # who came last as such
         # Probes wait until this process has loaded its kernels: else they would measure the processor.
         self._held_probes: list[list[zmq.Frame]] | None = []
         self._strangers = Limiter(_STRANGER_REFUSALS_PER_S)
@@ -104,6 +108,11 @@ class DataListener:
         }
         for option, value in options.items():
             self.socket.setsockopt(option, value)
+
+    def peer_of(self, machine: int) -> Peer | None:
+        """Its latest connection; None if it has none."""
+        peer = self._by_machine.get(machine)
+        return peer if peer is not None and peer.identity in self._peers else None
 
     @property
     def connections(self) -> int:
@@ -159,8 +168,8 @@ class DataListener:
     def _hello(self, identity: bytes, header: Header, shown: bytes) -> None:
         token = shown.decode(errors="replace")
         if auth.is_valid(token, self._settings.secret, "data", self._settings.job, str(header.sender)):
-            logger.debug("machine %d has connected", header.sender)
-            self._peers[identity] = RemotePeer(self, identity, header.sender)
+            peer = self._peers[identity] = self._by_machine[header.sender] = RemotePeer(self, identity, header.sender)
+            logger.debug("machine %d has connected", peer.machine)
         else:
             self._refuse_stranger(identity, header, "its proof of membership is wrong: do job and secret agree?")
 

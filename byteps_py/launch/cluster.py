@@ -89,7 +89,8 @@ def cluster_plan(
     for index in range(servers):
         env = {**common, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": f"c{index}"}
         name = f"the summation service of CPU machine c{index}"
-        specs.append(ProcessSpec(name, Kind.SERVICE, f"ss-c{index}", service_argv("server"), env))
+        argv = service_argv("server")
+        specs.append(ProcessSpec(name, Kind.SERVICE, f"ss-c{index}", argv, env, is_replaceable=True))
     return [*specs, *gpu_machine_services, *rank_specs]
 
 

@@ -74,7 +74,8 @@ def _worker_plan(
     if role == "joint" and settings.num_servers >= settings.num_workers:
         # BytePS's joint role: one of the DMLC_NUM_SERVER servers lives on this machine.
         server_env = {**env, "DMLC_ROLE": "server"}
-        specs.insert(0, ProcessSpec("the summation service", Kind.SERVICE, "ss", service_argv("server"), server_env))
+        argv = service_argv("server")
+        specs.insert(0, ProcessSpec("the summation service", Kind.SERVICE, "ss", argv, server_env, is_replaceable=True))
     many = settings.num_workers > 1
     meeting = _meeting(settings) if many else ("127.0.0.1", port)
     kept = {} if settings.local_size > 1 else {name: environ[name] for name in _PLACE if environ.get(name)}
@@ -104,7 +105,8 @@ def services(settings: Settings, env: Mapping[str, str], token: str, where: str,
     specs = []
     if settings.gpu_machines_sum:
         argv = service_argv("server", "--gpu-machine")
-        specs.append(ProcessSpec(f"the summation service{where}", Kind.SERVICE, f"ss{label}", argv, env))
+        name = f"the summation service{where}"
+        specs.append(ProcessSpec(name, Kind.SERVICE, f"ss{label}", argv, env, is_replaceable=True))
     # It stays while the launcher does: ranks may shut down and come back.
     argv = service_argv("worker", "--stay")
     name = f"the communication service{where}"

@@ -170,7 +170,10 @@ class Policy:
             self.retry = True
             self.code = exit_code(status)
             return self._kill_all(now)
-        if not spec.is_vital:
+        if spec.is_replaceable:
+            if self.phase is Phase.RUNNING:
+                return [Say(f"{text}; the other summation services take over, if there are any")]
+        elif not spec.is_vital:
             self._is_headless = True
             if self.phase is Phase.RUNNING and is_crash:
                 return [Say(f"{text}; agreed tensors are still reduced, new ones and barriers have to wait")]

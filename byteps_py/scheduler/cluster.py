@@ -46,7 +46,7 @@ class ClusterConfig:
 
     def weights(self, cpu_mbit: Sequence[float], gpu_mbit: Sequence[float]) -> tuple[int, ...]:
         """What part of the keys each machine gets, relative to the others, for links of these rates: CPU machines
-        first, then GPU machines; 0 for none."""
+        first, then GPU machines; 0 for none. Raises UsageError if nobody is left who could hold any."""
         if self.num_workers == 1:
             return (0,) * (len(cpu_mbit) + 1)
-        return LinkOptimum(cpu_mbit, gpu_mbit, self.needs_gpu_machine_servers).weights
+        return LinkOptimum(cpu_mbit, gpu_mbit, not self.servers_only and len(cpu_mbit) < len(gpu_mbit)).weights

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from byteps_py.errors import BY_NAME, ProtocolError
+from byteps_py.errors import BY_NAME, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import stalls
 from byteps_py.scheduler.barrier import Barriers
@@ -52,6 +52,7 @@ class SchedulerCore:
         self._survey: Survey | None = None  # all are there, and their links are being measured
         self._over_s: float | None = None
         self._all_left = False  # the workers, in order: they may be on their way into their next job
+        self._membership = pb.Membership()
         self.state: pb.StatusReply.State = FORMING
         self.reason = self._roster.missing()
 
@@ -105,6 +106,12 @@ class SchedulerCore:
                     return self._measured(member, message.measured, now_s)
                 case "sight":
                     return self._sight(member, message.sight)
+                case "drain":
+                    return self._drain(member, message.drain.reason, now_s)
+                case "applied":
+                    return self._applied(member, message.applied)
+                case "unreachable":
+                    return self._unreachable(member, message.unreachable, now_s)
                 case "report":
                     return self._report(member, message.report, now_s)
             raise ProtocolError(f"message {kind} makes no sense from a registered member")
@@ -178,8 +185,12 @@ class SchedulerCore:
             self._first_registration_s = now_s
         welcome = pb.SchedulerMessage(welcome=pb.Welcome(member_id=admitted.id))
         out = [(connection, welcome)]
-        self.reason = self._roster.missing()
-        if not self.reason:
+        if self.state == FORMING:
+            self.reason = self._roster.missing()
+        if self.state == RUNNING:  # a summation service more
+            out.append((connection, pb.SchedulerMessage(membership=self._membership)))
+            out += self._reassign(f"{admitted.describe()} has come", now_s)
+        elif not self.reason:
             out += self._all_are_there(now_s)
         return out
 
@@ -213,7 +224,7 @@ class SchedulerCore:
         return self._go_on_measuring(self._survey, now_s)
 
     def _complete(self, link_mbit: list[float]) -> Outgoing:
-        membership = self._roster.complete(link_mbit)
+        self._membership = membership = self._roster.complete(link_mbit)
         size = sum(worker.local_size for worker in membership.workers)
         self._declarations = Declarations(self._config.num_workers, size)
         self.state = RUNNING
@@ -309,7 +320,7 @@ class SchedulerCore:
             self._all_left = True
             return self._dismiss_servers()
         if not member.is_worker:
-            return self._fail("PeerLostError", text, now_s) if member.holds_keys else []
+            return self._reassign(text, now_s)
         # Orderly: they raise it only if they still want something, so that at a normal end nobody sees it.
         self.reason = text
         return to_each(workers, failure("PeerLostError", text, member.ranks))
@@ -355,13 +366,56 @@ class SchedulerCore:
         self._stalls.report(member.id, [])
         if self.state not in (FORMING, RUNNING):
             return self._dismiss_servers() if member.is_worker else []
-        if self.state == RUNNING and not member.is_worker and not member.holds_keys:
-            return []  # an idle server: nothing depended on it
         text = f"lost {member.describe()}: {why}"
-        out = self._fail("PeerLostError", text, now_s)
+        if self.state == RUNNING and not member.is_worker:
+            out = self._reassign(text, now_s)
+        else:
+            out = self._fail("PeerLostError", text, now_s)
         if tell_it_too:
             out.append((member.connection, failure("PeerLostError", text)))
         return out
+
+    def _reassign(self, why: str, now_s: float) -> Outgoing:
+        """The summation services are others: let these have the keys."""
+        try:
+            membership = self._roster.reassign(why)
+        except UsageError as error:
+            return self._fail("PeerLostError", f"{why}; {error}", now_s)
+        if membership is None:
+            return []
+        self._membership = membership
+        self.reason = f"epoch {membership.epoch}, {count_text(len(membership.servers), 'summation service')}: {why}"
+        return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
+
+    def _drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
+        if member.is_worker:
+            raise ProtocolError("only a summation service can be drained")
+        member.is_draining = True
+        if self.state != RUNNING:
+            return []  # while the cluster forms it holds nothing: it leaves
+        out = self._reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
+        return out + self._let_go()
+
+    def _applied(self, member: MemberRecord, applied: pb.Applied) -> Outgoing:
+        self._ranks_of(member)
+        member.epoch = max(member.epoch, applied.epoch)
+        return self._let_go() if self.state == RUNNING else []
+
+    def _let_go(self) -> Outgoing:
+        """Drained services may end once no machine needs them: all have gone over to an epoch without them."""
+        if any(worker.epoch < self._roster.epoch for worker in self._roster.workers()):
+            return []
+        drained = [member for member in self._roster.present() if member.is_draining and not member.holds_keys]
+        return to_each(drained, pb.SchedulerMessage(stop=pb.Stop(reason="its keys have moved")))
+
+    def _unreachable(self, member: MemberRecord, unreachable: pb.Unreachable, now_s: float) -> Outgoing:
+        self._ranks_of(member)
+        servers = (m for m in self._roster.present() if not m.is_worker and m.id == unreachable.member_id)
+        server = next(servers, None)
+        if self.state != RUNNING or server is None:
+            return []
+        why = f"{member.describe()} can't reach it: {unreachable.reason}"
+        return self._lose(server, why, now_s, tell_it_too=True)
 
     def _fail(self, error: str, text: str, now_s: float, silent_for: MemberRecord | None = None) -> Outgoing:
         if self._over_s is not None:

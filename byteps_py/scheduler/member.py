@@ -37,6 +37,8 @@ class MemberRecord:
     weight: int = 0  # SS: its part of the keys; set when the cluster is complete
     link_mbit: float = 0.0  # of its machine's link; set when the cluster is complete
     presence: Presence = Presence.PRESENT
+    is_draining: bool = False  # SS: it is to go, and gets no keys
+    epoch: int = 0  # CS: the one to whose placement it has gone over
     statistics: pb.Statistics = field(default_factory=pb.Statistics)
 
     @property
