@@ -270,12 +270,19 @@ class Rounds(Generic[C]):
             return []  # all ranks of the group have joined: there will be nothing to sum
         round_.state = State.REDUCING
         self._wanting.pop(round_, None)
+        for other in [r for r in round_.partition.rounds.values() if r.number < round_.number]:
+            if other.state is State.COLLECTING:  # all have its result by now: it came from the server before this one
+                self._forget(other)
         return [Reduce(round_)]
 
     def _late(self, round_: Round[C], new: C) -> list[Action[C]]:
         """All machines have given, and the result is on its way: a repetition."""
+        known = round_.contributions.get(new.header.sender)
+        if known is None:
+            text = f"machine {new.header.sender} is not among those of round {round_.number} of {round_.partition}"
+            return self._refuse([new], ProtocolError, text)
         self.counters.duplicates += 1
-        if round_.contributions[new.header.sender].origin is not new.origin and not new.header.is_supply:
+        if known.origin is not new.origin and not new.header.is_supply:
             round_.redirected[new.header.sender] = new
         return []
 

@@ -85,11 +85,12 @@ class TestRolePlan:
             (by_hand("worker", 1, 1), ["worker", "r"]),
             (by_hand("worker", 2, 0), [GPU_SS, "worker", "r"]),
             (by_hand("worker", 2, 1, BYTEPS_LOCAL_SIZE="3"), [GPU_SS, "worker", "r", "r", "r"]),
-            (by_hand("worker", 2, 2), ["worker", "r"]),
-            (by_hand("worker", 2, 3), ["worker", "r"]),
+            (by_hand("worker", 2, 2), [GPU_SS, "worker", "r"]),  # ready for the day when a CPU machine goes
+            (by_hand("worker", 2, 3), [GPU_SS, "worker", "r"]),
+            (by_hand("worker", 2, 3, BYTEPS_PLACEMENT="servers-only"), ["worker", "r"]),
             (by_hand("joint", 2, 0), [GPU_SS, "worker", "r"]),
-            (by_hand("joint", 2, 2), ["server", "worker", "r"]),
-            (by_hand("Worker", 2, 2), ["worker", "r"]),
+            (by_hand("joint", 2, 2), ["server", GPU_SS, "worker", "r"]),
+            (by_hand("Worker", 2, 2), [GPU_SS, "worker", "r"]),
         ],
     )
     def test_processes(self, environ: dict[str, str], expected: list[str]) -> None:
@@ -186,8 +187,8 @@ class TestClusterPlan:
             ((1, 1, 1), ["scheduler", "server", "worker", "r"]),
             ((1, 2, 0), ["scheduler", GPU_SS, "worker", GPU_SS, "worker", "r", "r"]),
             ((1, 2, 1), ["scheduler", "server", GPU_SS, "worker", GPU_SS, "worker", "r", "r"]),
-            ((1, 2, 2), ["scheduler", "server", "server", "worker", "worker", "r", "r"]),
-            ((2, 2, 3), ["scheduler", "server", "server", "server", "worker", "worker", "r", "r", "r", "r"]),
+            ((1, 2, 2), ["scheduler", "server", "server", GPU_SS, "worker", GPU_SS, "worker", "r", "r"]),
+            ((2, 2, 3), ["scheduler", *["server"] * 3, GPU_SS, "worker", GPU_SS, "worker", "r", "r", "r", "r"]),
         ],
     )
     def test_processes(self, layout: tuple[int, int, int], expected: list[str]) -> None:

@@ -15,6 +15,7 @@ import zmq
 from byteps_py import machine
 from byteps_py.dataplane.listener import DataListener, RemotePeer
 from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.strangers import SWEEP_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, ProtocolError, from_name
 from byteps_py.loop import EventLoop
@@ -71,6 +72,7 @@ class PeerMachines:
         )
         loop.add_reader(self._listener.socket, self._listener.on_readable)
         loop.add_reader(self._listener.monitor, self._listener.on_monitor)
+        loop.call_later(SWEEP_S, self._sweep)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._topology: Topology | None = None
         self._on_lost: OnLost | None = None
@@ -79,6 +81,10 @@ class PeerMachines:
         self._fetched: dict[int, _Asked] = {}  # by number of the request
         self._early: list[tuple[Header, Peer, zmq.Frame]] = []
         self._leaving: list[tuple[zmq.MessageTracker, Callable[[], None]]] = []
+
+    def _sweep(self) -> None:
+        self._listener.sweep()
+        self._loop.call_later(SWEEP_S, self._sweep)
 
     @property
     def address(self) -> str:
