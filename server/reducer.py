@@ -7,6 +7,7 @@ then sent to every remote machine, and at once into the place where a local mach
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -69,9 +70,7 @@ class Reducer:
             done(None)
             return
 
-        def work() -> None:
-            kernels.reduce(op, dtype, plan.inputs, plan.outputs, nbytes // dtype.itemsize)
-
+        work = functools.partial(kernels.reduce, op, dtype, plan.inputs, plan.outputs, nbytes // dtype.itemsize)
         if nbytes <= INLINE_BYTES and (op, dtype) in self._ready:
             work()
             done(None)
