@@ -12,7 +12,8 @@
         ├── JoinedError (also a UsageError)   an operation needs every rank, and some have joined
         ├── RendezvousError                   the cluster did not come together
         ├── PeerLostError                     a process of the job died or left
-        └── ProtocolError                     a peer sent something it must not
+        ├── ProtocolError                     a peer sent something it must not
+        └── IntegrityError                    what was sent came damaged, twice
 
 A message says what happened, to which tensor and ranks, and what to do about it.
 """
@@ -94,6 +95,10 @@ class ProtocolError(CommunicationError):
     """A peer sent a message that breaks the protocol."""
 
 
+class IntegrityError(CommunicationError):
+    """A message came damaged, and so did its repetition: the network, or memory, changes what passes through."""
+
+
 #: What crosses a process border as text comes back as its own type.
 BY_NAME: dict[str, type[BytePSError]] = {
     cls.__name__: cls
@@ -107,6 +112,7 @@ BY_NAME: dict[str, type[BytePSError]] = {
         RendezvousError,
         PeerLostError,
         ProtocolError,
+        IntegrityError,
     )
 }
 

@@ -40,6 +40,7 @@ class Settings:
     socket_name: str = ""
     secret: str = field(default="", repr=False)
     secret_file: str = ""
+    encrypt: bool = False
     placement: str = "optimal"
     link_mbit: float = 0.0
     partition_bytes: int | None = None
@@ -80,6 +81,10 @@ class Settings:
             raise ConfigurationError(
                 "BYTEPS_PLACEMENT=servers-only needs servers, but DMLC_NUM_SERVER is 0: without CPU machines GPU "
                 "machines sum"
+            )
+        if self.encrypt and not self.secret:
+            raise ConfigurationError(
+                "BYTEPS_ENCRYPT=1 needs a key: set BYTEPS_SECRET or BYTEPS_SECRET_FILE to the same value everywhere"
             )
         if self.partition_bytes is not None and self.partition_bytes % 4096:
             raise ConfigurationError(
@@ -158,6 +163,8 @@ def _read_secret(path: str) -> str:
         secret = Path(path).read_text().strip()
     except OSError as error:
         raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} can't be read: {error.strerror}") from error
+    except ValueError:
+        raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is no text, or its path is none") from None
     if not secret:
         raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is empty")
     return secret
