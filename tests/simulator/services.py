@@ -187,14 +187,13 @@ class Server(Process):
         self.is_leaving = False
         self._memory = memory
         self._service: ServerService
-        self._link: Any
 
     def start(self, settings: Settings, connect: Any) -> None:
         """Under the world's substitutes. As ``Service.run`` begins."""
         kind = pb.MACHINE_KIND_GPU if self.machine >= 0 else pb.MACHINE_KIND_CPU
         it = self._service = ServerService(settings, kind, connect)
         self._reduce, it._reduce = it._reduce, self._check_reduce  # type: ignore[method-assign]
-        self._link = connect(settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat)
+        it._link = connect(settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat)
         it._loop.call_later(settings.stall_warn_s, it._warn_of_stalls)
 
     @property
@@ -204,7 +203,7 @@ class Server(Process):
     def drain(self) -> None:
         """It is to go, in order."""
         self.is_leaving = True
-        self._link.send(pb.MemberMessage(drain=pb.Drain(reason="a trial")))
+        self._service.stop("SIGTERM")
 
     def _check_reduce(self, round_: Round[Any]) -> None:
         """Each machine is counted once, in order."""
@@ -225,7 +224,7 @@ class Server(Process):
         if self._service._loop.stopped:  # type: ignore[attr-defined]
             self._check_end()
             self.exit_code = 1 if self._service._error is not None else self._service._status
-            self._service._close(self._link)
+            self._service._close()
             self.die()
 
     def _check_end(self) -> None:
