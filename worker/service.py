@@ -50,6 +50,7 @@ from byteps_py.worker.waits import Waits
 _TICK_S = 0.25
 _STALLS_KEPT = 20
 _WORD_OF_SCHEDULER_S = 1.0
+_FAREWELL_S = 10.0  # at most: a scheduler that was restarted knows nothing of who waits to go
 _HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to come back
 #: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
 _LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
@@ -89,6 +90,11 @@ class Service:
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
+        self._departed: list[
+            set[int]
+        ] = []  # global ranks of other machines that are gone, and of which something lacks
+        self._is_dismissed = False  # nobody needs what its ranks gave, which are gone
+        self._is_leaving = False
         self._is_headless = False  # the scheduler is lost
         self._link: ControlLink = connect(
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat
@@ -116,7 +122,29 @@ class Service:
         if staying and self._requests is not None:
             ranks = self._requests.topology.describe_ranks(staying)
             self._fail(PeerLostError(f"the communication service of {ranks} was told to end while they needed it"))
-        self._loop.stop()
+        self._go()
+
+    def _go(self) -> None:
+        """End, once no other machine lacks a result that takes what this one gave."""
+        ends_at_once = self._network is None or self._is_headless or self._desk.failure is not None
+        have_left = len(self._desk.left) >= self._settings.local_size
+        if ends_at_once or self._is_dismissed or not have_left:
+            self._loop.stop()
+        elif not self._is_leaving:
+            self._is_leaving = True
+            self._loop.call_later(_FAREWELL_S, self._loop.stop)
+
+    def _settle(self) -> None:
+        """Machines whose ranks are gone wait to hear that nothing of theirs is needed."""
+        if self._executor is None:
+            return
+        lacking = []
+        for ranks in self._departed:
+            if self._executor.lacks(ranks):
+                lacking.append(ranks)
+            else:
+                self._link.send(pb.MemberMessage(settled=pb.Gone(ranks=sorted(ranks))))
+        self._departed = lacking
 
     def _close(self) -> None:
         self._link.close("the communication service ends")
@@ -175,8 +203,14 @@ class Service:
             error = from_name(answer.error, answer.message)
             if body == "failure" and message.failure.orderly and self._waits is not None:
                 self._waits.departed(time.monotonic(), answer.message, set(message.failure.ranks))
+                self._departed.append(set(message.failure.ranks))
+                self._settle()
             else:
                 self._fail(error, report=False)
+        elif body == "dismissed":
+            self._is_dismissed = True
+            if self._is_leaving:
+                self._loop.stop()
         elif body == "stop":
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._loop.stop()
@@ -239,7 +273,9 @@ class Service:
         self._requests = Requests(
             topology, memory, self._agreement, pipeline, direct, executor, joining, self._link.send
         )
-        self._waits = Waits(self._requests, self._agreement, direct, self._desk, self._stay)
+        self._waits = Waits(
+            self._requests, self._agreement, direct, self._desk, self._stay, self._settings.heartbeat_timeout_s
+        )
         self._sights = Sights(
             self._loop, executor.ranks, self._requests.describe, memory.name_of, functools.partial(self._saw, topology)
         )
@@ -315,6 +351,7 @@ class Service:
 
     def _tick(self) -> None:
         self._loop.call_later(_TICK_S, self._tick)
+        self._settle()
         now = time.monotonic()
         why, is_news = self._waits.vain(now) if self._waits is not None else ("", False)
         if why:
@@ -407,4 +444,4 @@ class Service:
         if here or self._stay:
             return
         if self._desk.failure is not None or (self._had_ranks and all_have_come):
-            self._loop.stop()
+            self._go()

@@ -192,14 +192,18 @@ class Cluster:
             if rank.error is not None and not isinstance(rank.error, allowed):
                 raise InvariantError(f"{rank.name} fails with {rank.error!r} after {self.world.faults}")
         if not self.world.faults:
-            lost = self.scheduler.lost_addresses() if self.world.trials else set()
+            left = self.scheduler.addresses_left()
             codes = {
                 process.name: process.exit_code
                 for process in self.world.processes
-                if process.exit_code != 0 and not (isinstance(process, Server) and process.address in lost)
+                if process.exit_code != 0 and not (isinstance(process, Server) and self._may_fail(process, left))
             }
             if codes:
                 raise InvariantError(f"exit codes after an orderly end: {codes}")
+
+    def _may_fail(self, server: Server, left: set[str]) -> bool:
+        """It was lost, or refused because its predecessor was not known to be gone."""
+        return bool(self.world.trials) and server.address not in left
 
 
 def run(seed: int) -> Report:

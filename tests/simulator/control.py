@@ -38,9 +38,9 @@ class Scheduler(Process):
         """Of summation services that are members."""
         return {member.facts.address for member in self._core._roster.present() if not member.is_worker}
 
-    def lost_addresses(self) -> set[str]:
-        """Of summation services that were members once, or never."""
-        return {m.facts.address for m in self._core._roster.everyone if m.presence is Presence.LOST}
+    def addresses_left(self) -> set[str]:
+        """Of members that have left in order, neither lost nor refused."""
+        return {m.facts.address for m in self._core._roster.everyone if m.presence is Presence.LEFT}
 
     def check(self) -> None:
         finish = self._core.finished(self.world.now_s)
