@@ -90,15 +90,16 @@ class Service:
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
-        self._departed: list[
-            set[int]
-        ] = []  # global ranks of other machines that are gone, and of which something lacks
+        # Ranks of other machines that are gone, and have given to what lacks here.
+        self._departed: list[set[int]] = []
         self._is_dismissed = False  # nobody needs what its ranks gave, which are gone
         self._is_leaving = False
-        self._is_headless = False  # the scheduler is lost
+        self._is_headless = False  # the scheduler is away
+        self._headless_since = 0.0
         self._link: ControlLink = connect(
-            settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat
-        )
+            settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
+            self._scheduler_away, self._scheduler_back,
+        )  # fmt: skip
 
     def run(self) -> int:
         self._ready.expect(_LIKELY)
@@ -196,6 +197,8 @@ class Service:
             self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
             logger.warning("%s", message.stalled.message)
             self._look_at(message.stalled.missing)
+        elif body == "slow":
+            logger.warning("%s", message.slow.message)
         elif body == "sight":
             logger.warning("rank %d, which is waited for: %s", message.sight.rank, message.sight.text)
         elif body in ("refused", "failure"):
@@ -324,10 +327,19 @@ class Service:
         if self._requests is None:
             self._fail(error, report=False)
         elif self._desk.failure is None:
-            self._is_headless = True
             self._requests.joining.scheduler_lost(error)
-            # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+            self._scheduler_away(error)
+
+    def _scheduler_away(self, error: BytePSError) -> None:
+        if not self._is_headless:
+            self._headless_since = time.monotonic()
+        self._is_headless = True
+        # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+        if self._requests is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
+
+    def _scheduler_back(self) -> None:
+        self._is_headless = False
 
     def _heartbeat(self) -> pb.Heartbeat:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -342,7 +354,10 @@ class Service:
             statistics.bytes_received = self._network.bytes_received
             statistics.bytes_received += self._peers.bytes_received if self._peers else 0
             statistics.bytes_local = self._network.bytes_local
-        return pb.Heartbeat(statistics=statistics, waiting=self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
+        waiting = self._waiting(min(1.0, self._settings.stall_warn_s / 2))
+        ranks = self._executor.pace.report(self._executor.ranks) if self._executor is not None else ()
+        servers = self._network.pace.report() if self._network is not None else ()
+        return pb.Heartbeat(statistics=statistics, waiting=waiting, ranks=ranks, servers=servers)
 
     # ---- waiting too long ------------------------------------------------------------------------------
 
@@ -362,14 +377,22 @@ class Service:
             name = repr(waiting[0].name) if waiting[0].name else "a barrier"
             why = next((f": {sentence}" for sentence in self._stalled if name in sentence), "")
             if self._is_headless:
-                why = "; the scheduler is lost, and new tensors and barriers need it"
+                why = "; the scheduler is away, and new tensors and barriers need it"
             self._fail(
                 StallError(f"{describe_waiting(waiting[0])} longer than BYTEPS_STALL_LIMIT_S={limit:g} allows{why}")
             )
+        if limit and self._is_headless and now - self._headless_since > limit and self._joined_here:
+            text = f"join(): the scheduler is away for longer than BYTEPS_STALL_LIMIT_S={limit:g}, and only it knows"
+            self._fail(StallError(f"{text} when all have joined"))
         if not self._stay and not self._had_ranks and now - self._started > self._settings.start_timeout_s:
             logger.error("no rank came within %g s", self._settings.start_timeout_s)
             self._exit_code = 1
             self._loop.stop()
+
+    @property
+    def _joined_here(self) -> bool:
+        """Local ranks wait for all to join."""
+        return self._requests is not None and bool(self._requests.joining.here)
 
     def _pump(self) -> None:
         now = time.monotonic()

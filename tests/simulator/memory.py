@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from byteps_py.server.reducer import Plan
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Op
 
@@ -212,6 +213,11 @@ class Kernels:
 
 def _use_of(work: Callable[[], None]) -> tuple[DType, Sequence[int], Sequence[int], int] | None:
     """(dtype, inputs, outputs, count) of a kernel; None if it is none."""
+    if (closure := getattr(work, "__closure__", None)) is not None:  # a server's
+        names = work.__code__.co_freevars  # type: ignore[attr-defined]
+        known = dict(zip(names, (cell.cell_contents for cell in closure), strict=True))
+        plan = known.get("plan")
+        return (known["dtype"], plan.inputs, plan.outputs, known["count"]) if isinstance(plan, Plan) else None
     if not isinstance(work, functools.partial) or len(work.args) < 5:
         return None
     _, dtype, inputs, outputs, count = work.args[:5]
