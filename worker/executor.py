@@ -247,6 +247,14 @@ class Executor:
         part.tensor.blame |= header.blame
         self.run(self._pipeline.answered(part, header.round, source, self._moved_at))
 
+    def lacks(self, ranks: set[int]) -> bool:
+        """Something was given to a round in which these ranks take part, and the result is not there."""
+        return any(
+            part.stage is Stage.IN_FLIGHT or (part.stage is Stage.QUEUED and part.is_resent)
+            for part in self._sent
+            if part.tensor.slots and (not part.tensor.spec.group or ranks.intersection(part.tensor.spec.group))
+        )
+
     def move(self, server_of: Callable[[Part], int]) -> int:
         """A new epoch: what its placement gives to other servers goes there. Returns how many partitions moved."""
         moves = [(part, server) for part in self._sent if (server := server_of(part)) != part.server]

@@ -9,6 +9,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import complete
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.core import SchedulerCore
+from byteps_py.scheduler.member import Presence
 from byteps_py.scheduler.outgoing import Outgoing
 from byteps_py.settings import Settings
 
@@ -28,6 +29,18 @@ class Scheduler(Process):
     def _tick(self) -> None:
         self.deliver(self._core.on_tick(self.world.now_s))
         self.world.after(_TICK_S, self, None, self._tick)
+
+    @property
+    def state(self) -> pb.StatusReply.State:
+        return self._core.state
+
+    def server_addresses(self) -> set[str]:
+        """Of summation services that are members."""
+        return {member.facts.address for member in self._core._roster.present() if not member.is_worker}
+
+    def addresses_left(self) -> set[str]:
+        """Of members that have left in order, neither lost nor refused."""
+        return {m.facts.address for m in self._core._roster.everyone if m.presence is Presence.LEFT}
 
     def check(self) -> None:
         finish = self._core.finished(self.world.now_s)
@@ -76,6 +89,8 @@ class ControlLink:
         on_message: Callable[[pb.SchedulerMessage], None],
         on_lost: Callable[[BytePSError], None],
         heartbeat: Callable[[], pb.Heartbeat],
+        on_away: Callable[[BytePSError], None],
+        on_back: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._interval_s = settings.heartbeat_interval_s
@@ -83,11 +98,13 @@ class ControlLink:
         self._loop = loop
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_away = on_away
         self._heartbeat = heartbeat
         self._up, self._down = Wire(), Wire()
         self._number = scheduler.connect(self)
         self._is_closed = False
         self._epoch = 0
+        self._is_member = False  # of a complete cluster
         self._process.on_end.append(self._hang_up)
         register.host, register.pid = "host", self._process.pid
         self.send(pb.MemberMessage(register=complete(register, settings)))
@@ -114,6 +131,7 @@ class ControlLink:
         if self._is_closed:
             return
         self._on_message(message)
+        self._is_member = self._is_member or message.HasField("membership")
         if message.HasField("welcome"):
             self._beat()
         elif message.HasField("refused"):
@@ -124,7 +142,10 @@ class ControlLink:
         world = self._scheduler.world
         error = PeerLostError("the scheduler is gone")
         if not self._is_closed and self._scheduler.exit_code is None:
-            world.after(world.delay(), self._process, "loses the scheduler", lambda: self._on_lost(error))
+            world.carry(self._down, self._process, "loses the scheduler", lambda: self._lose(error))
+
+    def _lose(self, error: BytePSError) -> None:
+        (self._on_away if self._is_member else self._on_lost)(error)
 
     def _beat(self) -> None:
         if not self._is_closed:
