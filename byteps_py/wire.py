@@ -133,25 +133,27 @@ _DTYPES = {int(d): d for d in DType}
 _OPS = {int(o): o for o in Op}
 
 
-_FETCH = struct.Struct("<IIQ")
+_FETCH = struct.Struct("<IIQB")
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """The payload of a FETCH: of the piece, of ``total`` bytes, that rank ``source`` has for rank ``target``, the
     header's ``length`` bytes at its ``offset`` are wanted. The header's ``index`` numbers the requests, of FETCH_SUM
-    as well."""
+    as well. ``is_tentative``: if it has another size it stays there, for a later request."""
 
     source: int
     target: int
     total: int
+    is_tentative: bool = False
 
     def pack(self) -> bytes:
-        return _FETCH.pack(self.source, self.target, self.total)
+        return _FETCH.pack(self.source, self.target, self.total, self.is_tentative)
 
     @classmethod
     def unpack(cls, data: bytes) -> Fetch:
         """Raises ProtocolError."""
         if len(data) != _FETCH.size:
             raise ProtocolError(f"a FETCH has a payload of {_FETCH.size} bytes, got {len(data)}")
-        return cls(*_FETCH.unpack(data))
+        source, target, total, is_tentative = _FETCH.unpack(data)
+        return cls(source, target, total, bool(is_tentative))

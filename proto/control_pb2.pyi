@@ -504,3 +504,19 @@ class StopRequest(_message.Message):
 class StopReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("servers", "addresses")
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    servers: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, servers: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ScaleReply(_message.Message):
+    __slots__ = ("error", "servers")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    servers: int
+    def __init__(self, error: _Optional[str] = ..., servers: _Optional[int] = ...) -> None: ...

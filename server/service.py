@@ -4,7 +4,8 @@ Owns the process's life: it registers, serves, and says when and how the process
 ``stop`` may be called by any other and by a signal handler. What ends a server, so that none outlives its job:
 
     Stop from the scheduler: the job is over                          0
-    ``stop``: SIGTERM, SIGINT                                         0, after Leave
+    ``stop``: SIGTERM, SIGINT                                         0, after Leave; if it may hold keys, once they
+                                                                      have moved, or after ``DRAIN_LIMIT_S``
     Failure from the scheduler: the job can't go on                   1
     Refused, or the scheduler lost before the cluster was complete    the error is raised
     the scheduler lost later, and no worker connected any more        0; until then sums go on
@@ -39,6 +40,7 @@ from byteps_py.settings import Settings
 from byteps_py.wire import Kind
 
 _ORPHAN_CHECK_S = 0.5
+DRAIN_LIMIT_S = 30.0  # for so long it goes on after SIGTERM if nobody takes its keys
 _ORPHAN_S = 2.0  # at most: workers reconnect within less
 
 
@@ -82,6 +84,8 @@ class Service:
         self._reason = "the server is done"
         self._orphaned_since_s = 0.0
         self._has_tick = False
+        self._is_draining = False
+        self._link: Link | None = None
         host = machine.offered_host(settings)
         self._loop = EventLoop()
         self._network = Network(host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw)
@@ -106,34 +110,42 @@ class Service:
 
     def run(self) -> int:
         """Serve; the exit status. Raises the typed error that kept the cluster from coming together."""
-        link: Link | None = None
         try:
-            link = self._connect(
+            self._link = self._connect(
                 self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat
             )
             logger.info("summation server at %s", self.address)
             self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
             self._loop.run()
         except Exception as error:
-            if link is not None:
+            if self._link is not None:
                 text = f"summation server at {self.address} (pid {os.getpid()}) failed: {error!r}"
-                link.send(pb.MemberMessage(report=pb.Report(error=CommunicationError.__name__, message=text)))
+                self._link.send(pb.MemberMessage(report=pb.Report(error=CommunicationError.__name__, message=text)))
                 self._reason = text
             raise
         finally:
-            self._close(link)
+            self._close()
         if self._error is not None:
             raise self._error
         return self._status
 
     def stop(self, reason: str) -> None:
-        """Leave the job and let ``run`` return 0. Any thread; also a signal handler."""
-        self._reason = reason
-        self._loop.stop()
+        """Leave the job and let ``run`` return 0: at once when asked twice, else when its keys have moved to others.
+        Any thread; also a signal handler."""
+        self._loop.post(lambda: self._drain(reason))
 
-    def _close(self, link: Link | None) -> None:
-        if link is not None:
-            link.close(self._reason)
+    def _drain(self, reason: str) -> None:
+        self._reason = reason
+        if self._is_draining or self._rounds.epoch == 0 or self._orphaned_since_s or self._link is None:
+            self._loop.stop()
+            return
+        self._is_draining = True
+        self._link.send(pb.MemberMessage(drain=pb.Drain(reason=reason)))
+        self._loop.call_later(DRAIN_LIMIT_S, self._loop.stop)
+
+    def _close(self) -> None:
+        if self._link is not None:
+            self._link.close(self._reason)
         self._network.close()
         if self._local is not None:
             self._local.close()

@@ -126,7 +126,7 @@ def test_strangers_and_nonsense_are_refused_and_nothing_else_happens(service: Se
     assert service.requests == []
     machine = connect()
     for kind, body, text in (
-        (Kind.FETCH, b"short", "a FETCH has a payload of 16 bytes, got 5"),
+        (Kind.FETCH, b"short", "a FETCH has a payload of 17 bytes, got 5"),
         (Kind.FETCH, None, "MismatchError\nsizes differ"),
         (Kind.PUSH, b"", "PUSH in the name of machine 1 is not for machine 1 to send"),
     ):

@@ -170,6 +170,7 @@ class Desk:
             size=here.topology.size,
             machine_index=here.topology.machine_index,
             num_machines=here.topology.machines,
+            is_homogeneous=here.topology.is_homogeneous,
         )
         self._guard(rank, functools.partial(rank.send, message))
         self._on_change()

@@ -159,6 +159,11 @@ class SchedulerCore:
         late = "; ".join(m.describe() for m in self._roster.present())
         return finish(self.state != ENDED, now_s - self._over_s, has_connections, late, self.reason)
 
+    @property
+    def cpu_machines(self) -> int:
+        """Those that sum, or are ready to."""
+        return len(self._roster.cpu_servers())
+
     def status(self, now_s: float) -> pb.StatusReply:
         return pb.StatusReply(
             state=self.state,
@@ -239,6 +244,9 @@ class SchedulerCore:
         self._stalls.report(member.id, heartbeat.waiting)
         if not heartbeat.waiting or self.state != RUNNING:
             return []
+        size = sum(len(m.ranks) for m in self._roster.everyone)
+        if why := self._stalls.contradiction(size, self._declarations.describe):
+            return self._fail("MismatchError", why, now_s)
         due = self._stalls.due(self._current_stalls(), now_s)
         out: Outgoing = []
         for sentence, missing in stalls.told(due, self._who):
@@ -366,8 +374,11 @@ class SchedulerCore:
         text = f"lost {member.describe()}: {why}"
         if self.state == RUNNING and not member.is_worker:
             out = self._reassign(text, now_s)
-        else:
-            out = self._fail("PeerLostError", text, now_s)
+            if tell_it_too:  # should it wake up
+                sentence = f"this summation service was given up, and others sum what it did: {why}"
+                out.append(refused(member.connection, "PeerLostError", sentence))
+            return out
+        out = self._fail("PeerLostError", text, now_s)
         if tell_it_too:
             out.append((member.connection, failure("PeerLostError", text)))
         return out
@@ -387,11 +398,32 @@ class SchedulerCore:
     def _drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
         if member.is_worker:
             raise ProtocolError("only a summation service can be drained")
-        member.is_draining = True
         if self.state != RUNNING:
-            return []  # while the cluster forms it holds nothing: it leaves
+            return to_each([member], pb.SchedulerMessage(stop=pb.Stop(reason="it holds no keys")))
+        if not any(m is not member for m in (*self._roster.cpu_servers(), *self._roster.gpu_servers())):
+            return []  # the last one: better late than never
+        member.is_draining = True
         out = self._reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
         return out + self._let_go()
+
+    def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
+        """Drain these servers, and the last of all CPU machines' until at most ``count`` are left (-1: any number).
+
+        Raises UsageError, and drains none, if an address is no server's, or the job does not run.
+        """
+        if self.state != RUNNING:
+            raise UsageError(f"the job does not run: {self.reason}")
+        servers = self._roster.cpu_servers()
+        by_address = {member.facts.address.removeprefix("tcp://"): member for member in servers}
+        if unknown := [address for address in addresses if address.removeprefix("tcp://") not in by_address]:
+            known = ", ".join(by_address) or "there are none"
+            raise UsageError(f"no CPU machine's server is at {', '.join(unknown)}; servers: {known}")
+        chosen = [by_address[address.removeprefix("tcp://")] for address in addresses]
+        rest = sorted((m for m in servers if m not in chosen), key=lambda m: m.id)
+        chosen += rest[count:] if count >= 0 else []
+        if len(chosen) == len(servers) and not self._roster.gpu_servers():
+            raise UsageError("one summation service has to stay: GPU machines run none (BYTEPS_PLACEMENT=servers-only)")
+        return [message for member in chosen for message in self._drain(member, "bps scale", now_s)]
 
     def _applied(self, member: MemberRecord, applied: pb.Applied) -> Outgoing:
         self._ranks_of(member)

@@ -74,6 +74,14 @@ class Declarations:
             return None
         return set(declaration.voters())
 
+    def describe(self, name: str) -> str:
+        """What has been agreed on, or voted for, under ``name``, and the name; empty if nothing has."""
+        declaration = self._by_name.get(name)
+        specs = [spec for votes in declaration.votes.values() for _, spec in votes] if declaration else []
+        spec = declaration.accepted if declaration else None
+        spec = spec or next(iter(specs), None)
+        return f"{spec.describe()} ({name!r})" if spec else ""
+
     def cast(self, machine_index: int, ranks: range, ballot: pb.Ballot) -> Outcome:
         """Take the votes of one machine, whose global ranks are ``ranks``: of those that are in the group.
 

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from byteps_py import auth
-from byteps_py.errors import ConfigurationError
+from byteps_py.errors import ConfigurationError, UsageError
 from byteps_py.log import logger
 from byteps_py.machine import require_secret
 from byteps_py.proto import control_pb2 as pb
@@ -171,6 +171,15 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         await self._authenticate(context)
         self.stop(request.reason)
         return pb.StopReply()
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:  # noqa: N802
+        await self._authenticate(context)
+        try:
+            outgoing = self._core.scale(request.servers, list(request.addresses), time.monotonic())
+        except UsageError as error:
+            return pb.ScaleReply(error=str(error))
+        self._deliver(outgoing)
+        return pb.ScaleReply(servers=self._core.cpu_machines)
 
     async def _authenticate(self, context: Context) -> None:
         shown = dict(context.invocation_metadata() or ()).get(rpc.TOKEN_KEY, "")

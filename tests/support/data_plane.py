@@ -155,6 +155,8 @@ class HandLink:
 
     def send(self, message: pb.MemberMessage) -> None:
         self.sent.append(message)
+        if message.HasField("drain"):
+            self.say(stop=pb.Stop(reason="its keys have moved"))
 
     def close(self, reason: str) -> None:
         self.closed_because = reason

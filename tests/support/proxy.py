@@ -32,6 +32,13 @@ class Proxy:
             with contextlib.suppress(OSError):  # it has ended already
                 end.shutdown(socket.SHUT_RDWR)
 
+    def refuse(self) -> None:
+        """Take no more connections, and end those there are."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
     def cut_at(self, word: bytes) -> None:
         """End every connection when the target next says ``word``, which is lost."""
         self._cut_at = word
