@@ -8,7 +8,7 @@ damaged message does not spoil the next.
     SIGNED   AES-GCM authenticates header and payload, and hides the header; the payload travels in the clear
     ENCRYPTED  AES-GCM hides the payload, too
 
-Measured for 4 MB on one core: 63, 23 and 12 GB/s; below 1 KB 0.4 to 1.2 µs a message.
+Measured on one core: 64, 22 and 11 GB/s for 4 MB; 0.3 to 2.3 µs for a message of 1 KB.
 """
 
 from __future__ import annotations
