@@ -54,7 +54,7 @@ class WireHeader(Target):
                 read = kind.unpack(data)
             except ProtocolError:
                 continue
-            assert read.pack() == data
+            assert kind.unpack(read.pack()) == read
 
 
 class Seals(Target):
