@@ -69,7 +69,7 @@ def serve_sums(workers: int) -> None:
     service = Service(
         settings(workers),
         pb.MACHINE_KIND_CPU,
-        lambda settings, register, loop, on_message, on_lost, heartbeat: FixedMembership(workers, loop, on_message),
+        lambda settings, register, loop, on_message, *others: FixedMembership(workers, loop, on_message),
     )
     print(service.address, flush=True)
     threading.Thread(target=lambda: (sys.stdin.read(), service.stop("done")), daemon=True).start()

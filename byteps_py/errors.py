@@ -2,10 +2,12 @@
 
     BytePSError
     ├── ConfigurationError (ValueError)       a variable or argument is missing, malformed or contradicts another
+    ├── JournalError                          the scheduler's journal is damaged, or another's
     ├── UsageError (ValueError)               the calling program misuses the API
     │   ├── NotInitializedError               used before init() or after shutdown()
     │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
     │   └── GradientOrderError (AssertionError)  backward, synchronize, step, zero_grad out of order
+    ├── NonFiniteError (FloatingPointError)   a gradient is NaN or infinite; on every rank
     └── CommunicationError (RuntimeError)     the job, not this call, is at fault; Horovod's HorovodInternalError
         ├── MismatchError                     ranks disagree about a tensor
         ├── StallError (TimeoutError)         a deadline passed while waiting for ranks
@@ -25,6 +27,10 @@ class BytePSError(Exception):
 
 class ConfigurationError(BytePSError, ValueError):
     """A variable or an argument is missing, malformed or contradicts another."""
+
+
+class JournalError(BytePSError):
+    """The scheduler's journal can't be gone on with: it is damaged, another's, or another version's."""
 
 
 class UsageError(BytePSError, ValueError):
@@ -47,6 +53,10 @@ class GradientOrderError(UsageError, AssertionError):
 
     Also an AssertionError: that is what Horovod's users catch here.
     """
+
+
+class NonFiniteError(BytePSError, FloatingPointError):
+    """A gradient is NaN or infinite on some rank, and BYTEPS_NONFINITE=raise. Every rank raises it in the same step."""
 
 
 class CommunicationError(BytePSError, RuntimeError):

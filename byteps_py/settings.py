@@ -46,14 +46,17 @@ class Settings:
     partition_bytes: int | None = None
     credit_bytes: int | None = None
     fusion_bytes: int = 1 << 20
+    nonfinite: str = "allow"
     server_threads: int = 0
     worker_threads: int = 0
     force_distributed: bool = False
     start_timeout_s: float = 60.0
     stall_warn_s: float = 60.0
     stall_limit_s: float = 600.0
+    straggler: float = 5.0
     heartbeat_interval_s: float = 0.2
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 1.0
+    journal_dir: str = ""
     report: str = ""
     timeline: str = ""
     timeline_mark_cycles: bool = False
@@ -131,6 +134,12 @@ class Settings:
         """GPU machines run a summation service each: for their share of the sums or, where k ≥ n and they have none,
         ready to take over when CPU machines go."""
         return self.num_workers > 1 and self.placement == "optimal"
+
+    @property
+    def patience_s(self) -> float:
+        """How long a process may be silent that is known, or thought, to be slow rather than dead: one of a machine
+        that lives, or one whom only the scheduler may declare dead sooner."""
+        return 10 * self.heartbeat_timeout_s
 
     @property
     def max_partition_bytes(self) -> int:

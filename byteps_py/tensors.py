@@ -92,6 +92,14 @@ class Checks(enum.IntFlag):
     CHECKSUM = 2
 
 
+class NonFinite(enum.IntEnum):
+    """What ranks do about a reduction whose result is NaN or infinite; the values are wire codes and never change."""
+
+    ALLOW = 0  # nothing: nobody looks
+    RAISE = 1
+    SKIP = 2  # leave the step out
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """What all ranks must agree on before a name is reduced for the first time.
@@ -103,6 +111,8 @@ class TensorSpec:
 
     ``scatters``: each rank gets only its piece of a reduction. Pieces are rows (of the first dimension), as even as
     can be, the longer ones first, in the order of the group.
+
+    ``nonfinite``: unless it is ALLOW, each round says which ranks made its result NaN or infinite.
 
     A GATHER or an EXCHANGE has a dtype of UINT8 and the shape (bytes of the input, bytes of the result): room for the
     largest round, which each rank chooses for itself. Declared again with more room, its memory grows.
@@ -118,6 +128,7 @@ class TensorSpec:
     group: tuple[int, ...] = ()
     scatters: bool = False
     terms: str = ""
+    nonfinite: NonFinite = NonFinite.ALLOW
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -150,6 +161,11 @@ class TensorSpec:
     def needs_all(self) -> bool:
         """It can't go on without a rank that has joined."""
         return self.scatters or not self.op.is_reduction
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whoever takes the sum looks for NaN and infinity in it."""
+        return bool(self.nonfinite) and self.dtype.is_floating and self.op.is_reduction and not self.scatters
 
     def members(self, size: int) -> Sequence[int]:
         """The ranks that take part, of ``size`` in the job."""
@@ -185,7 +201,9 @@ class TensorSpec:
 
     def signature(self) -> tuple[object, ...]:
         shape = () if self.op.is_direct else self.shape
-        return (self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms)
+        return (
+            self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms, self.nonfinite,
+        )  # fmt: skip
 
     def describe(self) -> str:
         """The part that ranks must agree on, for messages: ``average of float32[3, 4]``."""
@@ -195,7 +213,8 @@ class TensorSpec:
         group = f" among ranks {', '.join(map(str, self.group))}" if self.group else ""
         what = "bytes" if self.op.is_direct else f"{self.dtype.name.lower()}{list(self.shape)}"
         terms = f" ({self.terms})" if self.terms else ""
-        return f"{op} of {what}{root}{group}{terms}"
+        guard = f", BYTEPS_NONFINITE={self.nonfinite.name.lower()}" if self.nonfinite else ""
+        return f"{op} of {what}{root}{group}{terms}{guard}"
 
 
 #: In the names of operations that were given none, and so are matched in the order of their calls.

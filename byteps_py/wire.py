@@ -18,9 +18,10 @@ MAGIC = 0x31535042  # "BPS1", little endian
 VERSION = 2
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
-# | payload segment, payload offset, answer segment, answer offset | flags
-_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B")
+# | payload segment, payload offset, answer segment, answer offset | flags | blame | waited
+_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I")
 HEADER_BYTES = _LAYOUT.size
+MAX_WAITED_US = (1 << 32) - 1
 
 
 class Kind(enum.IntEnum):
@@ -54,7 +55,9 @@ class Header:
     """One message's header. ``sender``: machine index of the CS. ``root``: machine index of a broadcast's
     source. ``index``: which partition of the key; ``offset``, ``length``: where it lies in the tensor and how
     long it is, in bytes. The next four fields place payload and answer in shared memory (0 over TCP). ``machines``:
-    how many contribute, 0 for all. ``flags``: of RESENT and SUPPLY."""
+    how many contribute, 0 for all. ``flags``: of RESENT and SUPPLY. ``blame`` (see blame.py): of a PUSH, who is to
+    blame if its payload is NaN or infinite, 0 if nobody wants to know; of its ANSWER, who is. ``waited_us``: of an
+    ANSWER, for how long the PUSH had waited for others."""
 
     kind: Kind
     sender: int
@@ -74,6 +77,8 @@ class Header:
     answer_offset: int = 0
     machines: int = 0
     flags: int = 0
+    blame: int = 0
+    waited_us: int = 0
 
     @property
     def is_resent(self) -> bool:
@@ -105,6 +110,8 @@ class Header:
             self.answer_segment,
             self.answer_offset,
             self.flags,
+            self.blame,
+            self.waited_us,
         )
 
     @classmethod
@@ -113,7 +120,9 @@ class Header:
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
-         segment, segment_offset, answer_segment, answer_offset, flags) = _LAYOUT.unpack(data)  # fmt: skip
+         segment, segment_offset, answer_segment, answer_offset, flags, blame, waited_us) = _LAYOUT.unpack(
+            data
+        )  # fmt: skip
         if magic != MAGIC:
             raise ProtocolError(f"not a byteps_py message (magic {magic:#010x})")
         if version != VERSION:
@@ -121,7 +130,8 @@ class Header:
         try:
             return cls(
                 _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
-                offset, length, segment, segment_offset, answer_segment, answer_offset, machines, flags,
+                offset, length, segment, segment_offset, answer_segment, answer_offset, machines, flags, blame,
+                waited_us,
             )  # fmt: skip
         except KeyError:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None

@@ -60,7 +60,9 @@ class SchedulerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attend(self, request_iterator, context):
-        """One member's life. Its first message is Register; the stream's end without Leave means that it died.
+        """One member, for as long as the connection holds. The first message is Register. A stream that ends without Leave
+        may be followed by another one of the same member (same token), which goes on where the one before it broke off;
+        if none comes soon, the member counts as dead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

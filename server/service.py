@@ -8,7 +8,7 @@ Owns the process's life: it registers, serves, and says when and how the process
                                                                       have moved, or after ``DRAIN_LIMIT_S``
     Failure from the scheduler: the job can't go on                   1
     Refused, or the scheduler lost before the cluster was complete    the error is raised
-    the scheduler lost later, and no worker connected any more        0; until then sums go on
+    the scheduler away later, and no worker connected any more        0; until then sums go on
     (the launcher that started it is gone: the kernel's parent-death signal, set by the launcher)
 """
 
@@ -37,11 +37,11 @@ from byteps_py.server.reducer import Reducer, plan
 from byteps_py.server.rounds import WANT_AFTER_S, Action, Answer, Reduce, Refuse, Rounds, Want
 from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
-from byteps_py.wire import Kind
+from byteps_py.wire import MAX_WAITED_US, Kind
 
 _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # for so long it goes on after SIGTERM if nobody takes its keys
-_ORPHAN_S = 2.0  # at most: workers reconnect within less
+_ORPHAN_S = 10.0  # at most: workers reconnect, and a scheduler is started again, within less
 
 
 class Link(Protocol):
@@ -62,6 +62,8 @@ class Connect(Protocol):
         on_message: Callable[[pb.SchedulerMessage], None],
         on_lost: Callable[[BytePSError], None],
         heartbeat: Callable[[], pb.Heartbeat],
+        on_away: Callable[[BytePSError], None],
+        on_back: Callable[[], None],
     ) -> Link: ...
 
 
@@ -82,6 +84,7 @@ class Service:
         self._status = 0
         self._error: BytePSError | None = None
         self._reason = "the server is done"
+        self._is_headless = False  # the scheduler is away
         self._orphaned_since_s = 0.0
         self._has_tick = False
         self._is_draining = False
@@ -112,8 +115,9 @@ class Service:
         """Serve; the exit status. Raises the typed error that kept the cluster from coming together."""
         try:
             self._link = self._connect(
-                self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat
-            )
+                self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat,
+                self._on_away, self._on_back,
+            )  # fmt: skip
             logger.info("summation server at %s", self.address)
             self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
             self._loop.run()
@@ -155,7 +159,8 @@ class Service:
     # ---- data plane --------------------------------------------------------------------------------------
 
     def _on_arrival(self, arrival: Arrival) -> None:
-        self._perform(self._rounds.contribution(arrival, time.monotonic()), None)
+        arrival.came_s = time.monotonic()
+        self._perform(self._rounds.contribution(arrival, arrival.came_s), None)
         if arrival.header.is_resent and not self._has_tick:
             self._has_tick = True
             self._loop.call_later(WANT_AFTER_S, self._tick)
@@ -183,7 +188,10 @@ class Service:
     def _on_gone(self, peer: Peer) -> None:
         self._rounds.gone(peer)
 
-    def _perform(self, actions: list[Action[Arrival]], result: Memory | None) -> None:
+    def _perform(
+        self, actions: list[Action[Arrival]], result: Memory | None, blame: int = 0, complete_s: float = 0.0
+    ) -> None:
+        """``blame`` says through whom ``result`` is not finite; all machines had given by ``complete_s``."""
         for action in actions:
             match action:
                 case Reduce(round_):
@@ -197,6 +205,8 @@ class Service:
                         header = arrival.header
                         is_needed = arrival.answer is None and header.sender != header.root
                         is_needed = is_needed and header.kind is not Kind.PASS
+                        waited_s = max(0.0, complete_s - arrival.came_s)
+                        header.blame, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
                         arrival.origin.answer(header, message if is_needed else None)
                 case Refuse(contributions, error, text):
                     self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)
@@ -207,9 +217,10 @@ class Service:
         arrivals = round_.in_order()
         header = arrivals[0].header
         todo = plan(header.op, arrivals)
+        complete_s = time.monotonic()
 
-        def done(error: BaseException | None) -> None:
-            self._perform(self._rounds.reduced(round_, error), todo.result)
+        def done(error: BaseException | None, blame: int) -> None:
+            self._perform(self._rounds.reduced(round_, error), todo.result, blame, complete_s)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)
 
@@ -272,16 +283,28 @@ class Service:
             self._error = error
             self._end(1, "the scheduler is lost")
             return
+        self._on_away(error)
+
+    def _on_away(self, error: BytePSError) -> None:
+        if self._rounds.epoch == 0:
+            return  # nobody depends on this server yet, and the link ends by itself if the scheduler does not return
         logger.log(self._bad_news, "%s; sums go on until the last worker has disconnected", error)
         self._orphaned_since_s = time.monotonic()
-        self._end_if_orphaned()
+        if not self._is_headless:
+            self._is_headless = True
+            self._end_if_orphaned()
+
+    def _on_back(self) -> None:
+        self._is_headless = False
 
     def _end_if_orphaned(self) -> None:
         """Without a scheduler nobody says Stop. A while without any worker, who may connect again, says it too."""
+        if not self._is_headless:
+            return
         now = time.monotonic()
         if self._network.connections or (self._local is not None and self._local.connections):
             self._orphaned_since_s = now
-        elif now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.heartbeat_timeout_s):
+        elif now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.patience_s):
             logger.warning("neither a scheduler nor a worker is left")
             self._end(0, "nobody is left")
             return

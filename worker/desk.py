@@ -23,6 +23,7 @@ from byteps_py.worker.requests import Requests
 _READY = int(Kind.READY)  # a plain integer: by far the most frequent
 _PATIENCE_S = 4.0  # whoever connects says who it is at once
 _MOST_STRANGERS = 256
+MAX_NOTE_CHARS = 9000
 _DRAIN = 256  # messages taken from a rank before others get their turn
 
 
@@ -215,8 +216,10 @@ class Desk:
                 elif kind is Kind.PING:
                     rank.send(protocol.pack(Kind.PONG))
                 elif kind is Kind.LEAVE:
-                    self._leave(rank, here, str(protocol.fields_of(message).get("error", "")))
+                    self._leave(rank, here, protocol.fields_of(message))
                     return False
+                elif kind is Kind.NOTE:
+                    rank.note = str(protocol.fields_of(message)["text"])[:MAX_NOTE_CHARS]
                 else:
                     raise ProtocolError(f"local rank {rank.local_rank} sent a {kind.name} message")
             return True
@@ -251,11 +254,13 @@ class Desk:
         rank.forget()
         self._on_death(f"{here.describe(rank.local_rank, rank.pid)} died: its process ended without shutdown()")
 
-    def _leave(self, rank: RankConnection, here: Requests, error: str) -> None:
+    def _leave(self, rank: RankConnection, here: Requests, fields: dict[str, Any]) -> None:
         self._remove(rank, here)
-        if error:
+        if error := fields.get("error", ""):
             rank.forget()
-            self._on_death(f"{here.describe(rank.local_rank, rank.pid)} was ended by an exception: {error}")
+            trace = str(fields.get("traceback", ""))[-MAX_NOTE_CHARS:]
+            sentence = f"{here.describe(rank.local_rank, rank.pid)} was ended by an exception: {error}"
+            self._on_death(f"{sentence}\n{trace}" if trace else sentence)
             return
         self._may_return[rank.local_rank] = rank
         self._loop.remove(rank.pidfd)

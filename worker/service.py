@@ -89,10 +89,11 @@ class Service:
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
-        self._is_headless = False  # the scheduler is lost
+        self._is_headless = False  # the scheduler is away
         self._link: ControlLink = connect(
-            settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat
-        )
+            settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
+            self._scheduler_away, self._scheduler_back,
+        )  # fmt: skip
 
     def run(self) -> int:
         self._ready.expect(_LIKELY)
@@ -168,6 +169,8 @@ class Service:
             self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
             logger.warning("%s", message.stalled.message)
             self._look_at(message.stalled.missing)
+        elif body == "slow":
+            logger.warning("%s", message.slow.message)
         elif body == "sight":
             logger.warning("rank %d, which is waited for: %s", message.sight.rank, message.sight.text)
         elif body in ("refused", "failure"):
@@ -288,10 +291,17 @@ class Service:
         if self._requests is None:
             self._fail(error, report=False)
         elif self._desk.failure is None:
-            self._is_headless = True
             self._requests.joining.scheduler_lost(error)
-            # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+            self._scheduler_away(error)
+
+    def _scheduler_away(self, error: BytePSError) -> None:
+        self._is_headless = True
+        # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+        if self._requests is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
+
+    def _scheduler_back(self) -> None:
+        self._is_headless = False
 
     def _heartbeat(self) -> pb.Heartbeat:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -306,7 +316,10 @@ class Service:
             statistics.bytes_received = self._network.bytes_received
             statistics.bytes_received += self._peers.bytes_received if self._peers else 0
             statistics.bytes_local = self._network.bytes_local
-        return pb.Heartbeat(statistics=statistics, waiting=self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
+        waiting = self._waiting(min(1.0, self._settings.stall_warn_s / 2))
+        ranks = self._executor.pace.report(self._executor.ranks) if self._executor is not None else ()
+        servers = self._network.pace.report() if self._network is not None else ()
+        return pb.Heartbeat(statistics=statistics, waiting=waiting, ranks=ranks, servers=servers)
 
     # ---- waiting too long ------------------------------------------------------------------------------
 
@@ -325,7 +338,7 @@ class Service:
             name = repr(waiting[0].name) if waiting[0].name else "a barrier"
             why = next((f": {sentence}" for sentence in self._stalled if name in sentence), "")
             if self._is_headless:
-                why = "; the scheduler is lost, and new tensors and barriers need it"
+                why = "; the scheduler is away, and new tensors and barriers need it"
             self._fail(
                 StallError(f"{describe_waiting(waiting[0])} longer than BYTEPS_STALL_LIMIT_S={limit:g} allows{why}")
             )

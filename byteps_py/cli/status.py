@@ -115,7 +115,11 @@ def to_text(reply: pb.StatusReply) -> str:
         f"{facts['num_workers']} workers, {facts['num_servers']} servers configured; {facts['tensors']} tensors, "
         f"{_mb(facts['tensor_bytes'])} MB, in partitions of at most {_mb(facts['partition_bytes'])} MB"
     )
+    if facts["restarts"]:
+        times = "once" if facts["restarts"] == 1 else f"{facts['restarts']} times"
+        lines.append(f"the scheduler was started again {times}")
     lines += [f"stalled: {sentence}" for sentence in facts["stalled"]]
+    lines += [f"slow: {sentence}" for sentence in facts["slow"]]
     rows = [_COLUMNS, *(_row(member) for member in facts["members"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     if len(rows) > 1:
@@ -133,7 +137,7 @@ def _row(member: dict[str, Any]) -> tuple[str, ...]:
         member["machine"],
         f"{member['host']}:{member['pid']}",
         "–" if is_worker else member["address"].removeprefix("tcp://"),
-        "alive" if member["alive"] else "gone",
+        member["doubt"] or ("alive" if member["alive"] else "gone"),
         f"{member['heartbeat_age_s']:.1f} s ago",
         _mb(member["bytes_received"]),
         _mb(member["bytes_sent"]),

@@ -102,7 +102,7 @@ class DataListener:
 
     def _configure(self) -> None:
         beat_ms = max(200, int(self._settings.heartbeat_interval_s * 1000))
-        timeout_ms = int(self._settings.heartbeat_timeout_s * 1000)
+        timeout_ms = int(self._settings.patience_s * 1000)
         options = {
             zmq.LINGER: 0,
             zmq.IPV6: 0,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from byteps_py.errors import RendezvousError
-from byteps_py.launch.plan import horovod_variables, rank_spec, services, torch_variables
+from byteps_py.launch.plan import horovod_variables, rank_spec, scheduler_restarts, services, torch_variables
 from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 
@@ -85,7 +85,7 @@ def cluster_plan(
                 )
             )
     if gpu_machine_services:
-        specs.append(_scheduler(common))
+        specs.append(_scheduler(common, scheduler_restarts(environ)))
     for index in range(servers):
         env = {**common, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": f"c{index}"}
         name = f"the summation service of CPU machine c{index}"
@@ -94,7 +94,7 @@ def cluster_plan(
     return [*specs, *gpu_machine_services, *rank_specs]
 
 
-def _scheduler(common: Mapping[str, str]) -> ProcessSpec:
+def _scheduler(common: Mapping[str, str], restarts: int) -> ProcessSpec:
     env = {**common, "DMLC_ROLE": "scheduler", "BYTEPS_MACHINE_ID": "m0"}
     return ProcessSpec(
         "the scheduler",
@@ -103,6 +103,7 @@ def _scheduler(common: Mapping[str, str]) -> ProcessSpec:
         service_argv("scheduler"),
         env,
         is_vital=False,
+        restarts=restarts,
         retry_status=UNUSABLE_STATUS,
     )
 

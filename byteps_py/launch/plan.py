@@ -13,6 +13,8 @@ from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 from byteps_py.variables import VARIABLES
 
+#: Not for ever: something kills it.
+_SCHEDULER_RESTARTS = 5
 _BY_FIELD = {variable.field: variable for variable in VARIABLES}
 #: What a cluster manager may have said of a machine's only rank.
 _PLACE = ("RANK", "WORLD_SIZE")
@@ -42,7 +44,9 @@ def role_plan(
     role = str(_BY_FIELD["role"].parse("DMLC_ROLE", environ["DMLC_ROLE"]))
     if role == "scheduler":
         require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
-        return [ProcessSpec("the scheduler", Kind.MAIN, "scheduler", service_argv("scheduler"), {"DMLC_ROLE": role})]
+        argv = service_argv("scheduler")
+        env = {"DMLC_ROLE": role}
+        return [ProcessSpec("the scheduler", Kind.MAIN, "scheduler", argv, env, restarts=scheduler_restarts(environ))]
     if role == "server":
         require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
         return [ProcessSpec("the summation service", Kind.MAIN, "ss", service_argv("server"), {"DMLC_ROLE": role})]
@@ -95,6 +99,11 @@ def _worker_plan(
             )
         )
     return specs
+
+
+def scheduler_restarts(environ: Mapping[str, str]) -> int:
+    """How often a killed scheduler is started again: with its journal it goes on where it stopped."""
+    return 0 if environ.get("BYTEPS_JOURNAL_DIR") == "none" else _SCHEDULER_RESTARTS
 
 
 def services(settings: Settings, env: Mapping[str, str], token: str, where: str, label: str) -> list[ProcessSpec]:

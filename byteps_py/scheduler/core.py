@@ -24,6 +24,8 @@ from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.joining import Joining
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
+from byteps_py.scheduler.pace import PaceWatch, Slow
+from byteps_py.scheduler.pace import sentences as slow_sentences
 from byteps_py.scheduler.roster import Refusal, Roster
 from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.survey import Survey
@@ -43,12 +45,13 @@ class SchedulerCore:
         self._roster = Roster(config)
         self._declarations = Declarations(config.num_workers, 0)
         self._stalls = stalls.StallWatch(config.stall_warn_s)
+        self._pace = PaceWatch(config.straggler, config.stall_warn_s)
         self._barriers = Barriers(config.num_workers)
         self._joining = Joining(config.num_workers)
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
         self._connections: set[int] = set()
         self._first_registration_s: float | None = None
-        self._silence = Silence(config.heartbeat_timeout_s)
+        self._silence = Silence(config.heartbeat_timeout_s, config.heartbeat_interval_s)
         self._survey: Survey | None = None  # all are there, and their links are being measured
         self._over_s: float | None = None
         self._all_left = False  # the workers, in order: they may be on their way into their next job
@@ -120,18 +123,29 @@ class SchedulerCore:
             failures = self._fail("ProtocolError", f"{member.describe()} broke the protocol: {error}", now_s)
             return [refused(connection, "ProtocolError", str(error)), *failures]
 
+    def on_lost(self, connection: int, why: str, now_s: float) -> Outgoing:
+        """The member of a connection, which may still be there, counts as dead."""
+        member = self._roster.of_connection(connection)
+        if member is None or not member.is_present:
+            return []
+        return self._lose(member, why, now_s, tell_it_too=True)
+
     def on_tick(self, now_s: float) -> Outgoing:
         """Call a few times per second; all deadlines are checked here."""
-        self._silence.tick(now_s)
+        out: Outgoing = []
+        for connection, why in self.silent(now_s):
+            out += self.on_lost(connection, why, now_s)
+        if why := self.contradiction():
+            out += self.on_contradiction(why, now_s)
+        return out + self.on_deadlines(now_s)
+
+    def on_deadlines(self, now_s: float) -> Outgoing:
+        """All deadlines but those of silent members. Says the same whatever heartbeats have said."""
         out: Outgoing = []
         for connection, since_s in list(self._strangers.items()):
             if now_s - since_s >= REGISTER_TIMEOUT_S:
                 del self._strangers[connection]
                 out.append(refused(connection, "ProtocolError", f"not registered after {REGISTER_TIMEOUT_S:g} s"))
-        if self.state in (FORMING, RUNNING):
-            for member in self._roster.present():
-                if why := self._silence.too_long(member.last_seen_s, now_s):
-                    out += self._lose(member, why, now_s, tell_it_too=True)
         if self.state == FORMING and self._survey is not None:
             out += self._go_on_measuring(self._survey, now_s)
         elif self.state == FORMING and self._first_registration_s is not None:
@@ -141,6 +155,10 @@ class SchedulerCore:
                 out += self._fail("RendezvousError", text, now_s)
         return out
 
+    def on_contradiction(self, why: str, now_s: float) -> Outgoing:
+        """Ranks wait for each other in different operations, and will for ever."""
+        return self._fail("MismatchError", why, now_s)
+
     def stop(self, reason: str, now_s: float) -> Outgoing:
         """End the job in order: every member is told to leave."""
         if self._over_s is None:
@@ -148,7 +166,48 @@ class SchedulerCore:
             self.reason = f"stopped: {reason or 'no reason given'}"
         return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
 
+    def skip_epochs(self, last: int) -> Outgoing:
+        """Processes of an earlier cluster have been in epoch ``last``: this one's must come after it."""
+        self._roster.first_epoch = max(self._roster.first_epoch, last + 1)
+        return []
+
     # ---- questions -------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The latest that was opened here, or that is known of an earlier cluster."""
+        return max(self._roster.epoch, self._roster.first_epoch - 1)
+
+    def contradiction(self) -> str:
+        """Why ranks wait in vain, as far as heartbeats show; empty if they don't."""
+        if self.state != RUNNING:
+            return ""
+        size = sum(len(m.ranks) for m in self._roster.everyone)
+        return self._stalls.contradiction(size, self._declarations.describe)
+
+    def is_member(self, connection: int) -> bool:
+        """True from its registration until it has left or is lost."""
+        member = self._roster.of_connection(connection)
+        return member is not None and member.is_present
+
+    def turned_away(self, connection: int) -> None:
+        """A connection that has not registered has been refused by somebody else."""
+        self._strangers.pop(connection, None)
+
+    def silent(self, now_s: float) -> list[tuple[int, str]]:
+        """Connections of members that have been silent for too long, and why that is so. Call a few times per
+        second: how late the calls come tells how long the scheduler itself was held up."""
+        self._silence.tick(now_s)
+        if self.state not in (FORMING, RUNNING):
+            return []
+        present = self._roster.present()
+        whys = [(m.connection, self._silence.too_long(m, present, now_s)) for m in present]
+        return [(connection, why) for connection, why in whys if why]
+
+    def heard(self, connection: int, now_s: float) -> None:
+        """The member has given a sign of life."""
+        if (member := self._roster.of_connection(connection)) is not None:
+            member.last_seen_s = now_s
 
     def finished(self, now_s: float) -> Finish | None:
         """Not None once the scheduler can go: its members have left, or had their time to do so."""
@@ -169,13 +228,14 @@ class SchedulerCore:
             state=self.state,
             reason=self.reason,
             epoch=self._roster.epoch,
-            members=[m.to_status(now_s) for m in self._roster.everyone],
+            members=[m.to_status(now_s, self._silence.doubt(m, now_s)) for m in self._roster.everyone],
             tensors=self._declarations.accepted_count,
             tensor_bytes=self._declarations.accepted_bytes,
             partition_bytes=self._roster.partition_bytes,
             num_workers=self._config.num_workers,
             num_servers=self._config.num_servers,
             stalled=stalls.sentences(self._current_stalls(), self._who) if self.state == RUNNING else [],
+            slow=self._slow_sentences(self._slow()),
         )
 
     # ---- one kind of message each ------------------------------------------------------------------------------
@@ -240,15 +300,18 @@ class SchedulerCore:
         return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
 
     def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
+        if heartbeat.bare:
+            return []
         member.statistics = heartbeat.statistics
         self._stalls.report(member.id, heartbeat.waiting)
-        if not heartbeat.waiting or self.state != RUNNING:
-            return []
-        size = sum(len(m.ranks) for m in self._roster.everyone)
-        if why := self._stalls.contradiction(size, self._declarations.describe):
-            return self._fail("MismatchError", why, now_s)
-        due = self._stalls.due(self._current_stalls(), now_s)
+        self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         out: Outgoing = []
+        for sentence in self._slow_sentences(self._pace.due(self._slow(), now_s)):
+            slow = pb.SchedulerMessage(slow=pb.Slow(message=sentence))
+            out += to_each(self._roster.workers(), slow)
+        if not heartbeat.waiting or self.state != RUNNING:
+            return out
+        due = self._stalls.due(self._current_stalls(), now_s)
         for sentence, missing in stalls.told(due, self._who):
             stalled = pb.Stalled(message=sentence, missing=missing)
             out += to_each(self._roster.present(), pb.SchedulerMessage(stalled=stalled))
@@ -351,7 +414,10 @@ class SchedulerCore:
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
         error = report.error if report.error in BY_NAME else "CommunicationError"
-        return self._fail(error, f"{report.message} (reported by {member.describe()})", now_s, silent_for=member)
+        # A traceback may follow the sentence.
+        first, *rest = report.message.split("\n", 1)
+        text = "\n".join([f"{first} (reported by {member.describe()})", *rest])
+        return self._fail(error, text, now_s, silent_for=member)
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 
@@ -462,6 +528,16 @@ class SchedulerCore:
     def _current_stalls(self) -> list[stalls.Stall]:
         size = sum(len(m.ranks) for m in self._roster.everyone)
         return self._stalls.stalls(size, self._declarations.undecided_voters, self._joining.ranks)
+
+    def _slow(self) -> list[Slow]:
+        return self._pace.slow([m.id for m in self._roster.present()]) if self.state == RUNNING else []
+
+    def _slow_sentences(self, slow: list[Slow]) -> list[str]:
+        if not slow:
+            return []
+        everyone = self._roster.everyone
+        size = sum(len(m.ranks) for m in everyone)
+        return slow_sentences(slow, self._who, {m.id: m.describe() for m in everyone if not m.is_worker}, size)
 
     def _who(self, ranks: Iterable[int]) -> str:
         wanted = set(ranks)

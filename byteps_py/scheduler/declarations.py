@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.words import ranks_text
-from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 
 _Votes = list[tuple[tuple[int, ...], TensorSpec]]  # (ranks, what they gave), of one machine
 
@@ -227,6 +227,7 @@ def to_spec(name: str, message: pb.Spec) -> TensorSpec:
             group=tuple(message.group),
             scatters=message.scatters,
             terms=message.terms,
+            nonfinite=NonFinite(message.nonfinite),
         )
     except (ValueError, UsageError) as error:
         raise ProtocolError(f"tensor {name[:80]!r}: {error}") from error
@@ -244,4 +245,5 @@ def to_message(spec: TensorSpec) -> pb.Spec:
         group=spec.group,
         scatters=spec.scatters,
         terms=spec.terms,
+        nonfinite=int(spec.nonfinite),
     )

@@ -119,6 +119,11 @@ def _is_handshake(error: grpc.RpcError) -> bool:
     return any(word in details for word in ("handshake", "certificate", "ssl"))
 
 
+def is_for_good(error: grpc.RpcError) -> bool:
+    """True if what answers a member that comes back is no scheduler for it, and will not become one."""
+    return error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+
+
 def absent(address: str, waited_s: float, details: str) -> RendezvousError:
     """The error for a scheduler that can't be reached."""
     return RendezvousError(
@@ -148,6 +153,6 @@ def explain(address: str, error: grpc.RpcError, waited_s: float) -> BytePSError:
 
 
 def lost(address: str, details: str) -> PeerLostError:
-    """The error for a connection that stood and broke."""
-    why = details or "it ended the connection"
+    """The error for a connection that stood, and broke, and can't be made again."""
+    why = reason(details) or "it ended the connection"
     return PeerLostError(f"lost the scheduler at {address}: {why}; see its log")

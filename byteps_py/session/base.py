@@ -26,6 +26,7 @@ class Slot:
     round: int = 0  # rounds handed over so far
     done_round: int = 0  # rounds delivered so far
     begun_bytes: int = 0  # of the next round, handed over while it is not all there
+    blame: int = 0  # who has made the latest result NaN or infinite, if the spec asks: see blame.py
     error: Exception | None = None
 
     @property

@@ -109,7 +109,7 @@ class Context:
     def close(self) -> None:
         """Leave the job; a no-op if not joined. Raises what its unfinished work raises, having left all the same."""
         try:
-            if self._session is not None and not words.uncaught():
+            if self._session is not None and words.uncaught() is None:
                 for work in list(self.unfinished):
                     work.finish()
         finally:

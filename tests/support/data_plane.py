@@ -148,9 +148,12 @@ class HandLink:
         on_message: Callable[[pb.SchedulerMessage], None],
         on_lost: Callable[[BytePSError], None],
         heartbeat: Callable[[], pb.Heartbeat],
+        on_away: Callable[[BytePSError], None],
+        on_back: Callable[[], None],
     ) -> HandLink:
         self.register, self._loop = register, loop
         self._on_message, self._on_lost, self._heartbeat = on_message, on_lost, heartbeat
+        self._on_away, self._on_back = on_away, on_back
         return self
 
     def send(self, message: pb.MemberMessage) -> None:
@@ -166,6 +169,12 @@ class HandLink:
 
     def lose(self, error: BytePSError) -> None:
         self._loop.post(lambda: self._on_lost(error))
+
+    def go_away(self, error: BytePSError) -> None:
+        self._loop.post(lambda: self._on_away(error))
+
+    def come_back(self) -> None:
+        self._loop.post(lambda: self._on_back())
 
     def statistics(self) -> pb.Statistics:
         """The next heartbeat's, taken in the loop's thread after what the server has received so far."""

@@ -42,7 +42,7 @@ class Parts(Identity):
         self._members = members
         self._store = store
         self._leave = leave
-        look_s = _LOOKS * members.context.settings.heartbeat_timeout_s
+        look_s = _LOOKS * members.context.settings.patience_s
         self._around = Surroundings(timeout_s, Journal(members, store), look_s)
         self._completer = Completer()
         self._coalesced: list[Pending] | None = None
