@@ -13,13 +13,24 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`, also where nobody has said where it is
 
 from .base import Target
-from .control import Control
+from .control import Control, JournalFile, Streams
 from .mutator import Mutator
 from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, WireHeader
 
 TARGETS: dict[str, type[Target]] = {
     kind.__name__: kind
-    for kind in (WireHeader, Seals, Handshake, Listener, ServerRounds, LocalProtocol, Environment, Control)
+    for kind in (
+        WireHeader,
+        Seals,
+        Handshake,
+        Listener,
+        ServerRounds,
+        LocalProtocol,
+        Environment,
+        Control,
+        Streams,
+        JournalFile,
+    )
 }
 
 
