@@ -2,6 +2,7 @@
 
     BytePSError
     ├── ConfigurationError (ValueError)       a variable or argument is missing, malformed or contradicts another
+    ├── JournalError                          the scheduler's journal is damaged, or another's
     ├── UsageError (ValueError)               the calling program misuses the API
     │   ├── NotInitializedError               used before init() or after shutdown()
     │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
@@ -13,7 +14,8 @@
         ├── JoinedError (also a UsageError)   an operation needs every rank, and some have joined
         ├── RendezvousError                   the cluster did not come together
         ├── PeerLostError                     a process of the job died or left
-        └── ProtocolError                     a peer sent something it must not
+        ├── ProtocolError                     a peer sent something it must not
+        └── IntegrityError                    what was sent came damaged, twice
 
 A message says what happened, to which tensor and ranks, and what to do about it.
 """
@@ -25,6 +27,10 @@ class BytePSError(Exception):
 
 class ConfigurationError(BytePSError, ValueError):
     """A variable or an argument is missing, malformed or contradicts another."""
+
+
+class JournalError(BytePSError):
+    """The scheduler's journal can't be gone on with: it is damaged, another's, or another version's."""
 
 
 class UsageError(BytePSError, ValueError):
@@ -99,6 +105,10 @@ class ProtocolError(CommunicationError):
     """A peer sent a message that breaks the protocol."""
 
 
+class IntegrityError(CommunicationError):
+    """A message came damaged, and so did its repetition: the network, or memory, changes what passes through."""
+
+
 #: What crosses a process border as text comes back as its own type.
 BY_NAME: dict[str, type[BytePSError]] = {
     cls.__name__: cls
@@ -112,6 +122,7 @@ BY_NAME: dict[str, type[BytePSError]] = {
         RendezvousError,
         PeerLostError,
         ProtocolError,
+        IntegrityError,
     )
 }
 

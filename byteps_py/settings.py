@@ -40,6 +40,7 @@ class Settings:
     socket_name: str = ""
     secret: str = field(default="", repr=False)
     secret_file: str = ""
+    encrypt: bool = False
     placement: str = "optimal"
     link_mbit: float = 0.0
     partition_bytes: int | None = None
@@ -54,7 +55,8 @@ class Settings:
     stall_limit_s: float = 600.0
     straggler: float = 5.0
     heartbeat_interval_s: float = 0.2
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 1.0
+    journal_dir: str = ""
     report: str = ""
     timeline: str = ""
     timeline_mark_cycles: bool = False
@@ -82,6 +84,10 @@ class Settings:
             raise ConfigurationError(
                 "BYTEPS_PLACEMENT=servers-only needs servers, but DMLC_NUM_SERVER is 0: without CPU machines GPU "
                 "machines sum"
+            )
+        if self.encrypt and not self.secret:
+            raise ConfigurationError(
+                "BYTEPS_ENCRYPT=1 needs a key: set BYTEPS_SECRET or BYTEPS_SECRET_FILE to the same value everywhere"
             )
         if self.partition_bytes is not None and self.partition_bytes % 4096:
             raise ConfigurationError(
@@ -130,6 +136,12 @@ class Settings:
         return self.num_workers > 1 and self.placement == "optimal"
 
     @property
+    def patience_s(self) -> float:
+        """How long a process may be silent that is known, or thought, to be slow rather than dead: one of a machine
+        that lives, or one whom only the scheduler may declare dead sooner."""
+        return 10 * self.heartbeat_timeout_s
+
+    @property
     def max_partition_bytes(self) -> int:
         """No partition of the job is larger."""
         return self.partition_bytes or MAX_PARTITION_BYTES
@@ -160,6 +172,8 @@ def _read_secret(path: str) -> str:
         secret = Path(path).read_text().strip()
     except OSError as error:
         raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} can't be read: {error.strerror}") from error
+    except ValueError:
+        raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is no text, or its path is none") from None
     if not secret:
         raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is empty")
     return secret

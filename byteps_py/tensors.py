@@ -13,6 +13,7 @@ from byteps_py.errors import UsageError
 
 MAX_NAME_BYTES = 1024
 MAX_TERMS_BYTES = 256
+MAX_TENSOR_BYTES = 1 << 48  # no machine holds more; keeps sums of sizes within 64 bits
 PAGE_BYTES = 4096
 
 
@@ -153,6 +154,8 @@ class TensorSpec:
         # Once: rounds ask for them again and again.
         object.__setattr__(self, "count", self.shape[0] if self.op.is_direct else math.prod(self.shape))
         object.__setattr__(self, "nbytes", self.count * self.dtype.itemsize)
+        if max(self.nbytes, self.shape[1] if self.op.is_direct else 0) > MAX_TENSOR_BYTES:
+            raise UsageError(f"tensor {self.name!r}: shape {list(self.shape)} is larger than any machine's memory")
 
     @property
     def needs_all(self) -> bool:
@@ -214,20 +217,35 @@ class TensorSpec:
         return f"{op} of {what}{root}{group}{terms}{guard}"
 
 
+#: In the names of operations that were given none, and so are matched in the order of their calls.
+UNNAMED = ".noname."
+
+
+class Sizes(enum.IntEnum):
+    """How far one who receives pieces looks at their sizes. Where one is not as expected, it gets a MismatchError."""
+
+    PLAIN = 0  # a piece that is expected to be empty is not asked for
+    CHECKED = 1  # it is
+    TOGETHER = 2  # it is, and nobody's round is over before all have asked: so who sends gets the error, too
+    TENTATIVE = 3  # it is; a piece of another size stays where it is, and the round may be given again
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One rank's part in a round of a GATHER or an EXCHANGE: (offset, bytes) of pieces of its memory.
 
     ``sends``: in the input, for each member of the group, in order; a GATHER has one piece, which is for all.
     ``receives``: in the result, from each member. What one member sends and what the other expects must be equally
-    long. A piece of 0 bytes is neither sent nor waited for. A member of a GATHER may leave out its own: it has it.
+    long. A piece of 0 bytes is not sent; ``sizes`` says whether it is looked at. A member of a GATHER may leave out its
+    own: it has it. Who is TENTATIVE sends nothing.
 
     >>> Layout(sends=((0, 8),), receives=((0, 8), (8, 8)))  # all gather 8 bytes of each of two
-    Layout(sends=((0, 8),), receives=((0, 8), (8, 8)))
+    Layout(sends=((0, 8),), receives=((0, 8), (8, 8)), sizes=<Sizes.PLAIN: 0>)
     """
 
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
+    sizes: Sizes = Sizes.PLAIN
 
     def check(self, spec: TensorSpec, members: int) -> None:
         """Raises UsageError if ``spec``, with so many members, has no room for it."""

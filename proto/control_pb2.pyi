@@ -26,7 +26,9 @@ MACHINE_KIND_GPU: MachineKind
 MACHINE_KIND_CPU: MachineKind
 
 class MemberMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured", "join", "idle", "sight", "drain", "applied", "unreachable")
+    __slots__ = ("number", "received", "register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured", "join", "idle", "sight", "drain", "applied", "unreachable")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DECLARE_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +43,8 @@ class MemberMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    received: int
     register: Register
     heartbeat: Heartbeat
     declare: Declare
@@ -55,10 +59,10 @@ class MemberMessage(_message.Message):
     drain: Drain
     applied: Applied
     unreachable: Unreachable
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit")
+    __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit", "token", "received", "member_id", "epoch")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +78,10 @@ class Register(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LINK_MBIT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     job: str
     role: Role
@@ -89,19 +97,25 @@ class Register(_message.Message):
     host: str
     pid: int
     link_mbit: float
-    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ...) -> None: ...
+    token: bytes
+    received: int
+    member_id: int
+    epoch: int
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("statistics", "waiting", "ranks", "servers")
+    __slots__ = ("statistics", "waiting", "ranks", "servers", "bare")
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
+    BARE_FIELD_NUMBER: _ClassVar[int]
     statistics: Statistics
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
     ranks: _containers.RepeatedCompositeFieldContainer[RankPace]
     servers: _containers.RepeatedCompositeFieldContainer[ServerPace]
-    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ...) -> None: ...
+    bare: bool
+    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., bare: bool = ...) -> None: ...
 
 class RankPace(_message.Message):
     __slots__ = ("rank", "step_s", "wait_s", "pid")
@@ -298,7 +312,9 @@ class Measured(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., mbit: _Optional[float] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "sight", "slow")
+    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "sight", "slow")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +329,8 @@ class SchedulerMessage(_message.Message):
     ALL_JOINED_FIELD_NUMBER: _ClassVar[int]
     SIGHT_FIELD_NUMBER: _ClassVar[int]
     SLOW_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    received: int
     welcome: Welcome
     refused: Refused
     membership: Membership
@@ -327,7 +345,7 @@ class SchedulerMessage(_message.Message):
     all_joined: AllJoined
     sight: Sight
     slow: Slow
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("member_id",)
@@ -336,14 +354,16 @@ class Welcome(_message.Message):
     def __init__(self, member_id: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("error", "message", "later")
+    __slots__ = ("error", "message", "later", "unknown")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     LATER_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     error: str
     message: str
     later: bool
-    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., later: bool = ...) -> None: ...
+    unknown: bool
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., later: bool = ..., unknown: bool = ...) -> None: ...
 
 class Measure(_message.Message):
     __slots__ = ("turn", "address")
@@ -484,7 +504,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "partition_bytes", "num_workers", "num_servers", "stalled", "slow")
+    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "partition_bytes", "num_workers", "num_servers", "stalled", "slow", "restarts", "journal")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[StatusReply.State]
@@ -508,6 +528,8 @@ class StatusReply(_message.Message):
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
     SLOW_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_FIELD_NUMBER: _ClassVar[int]
     state: StatusReply.State
     reason: str
     epoch: int
@@ -519,19 +541,23 @@ class StatusReply(_message.Message):
     num_servers: int
     stalled: _containers.RepeatedScalarFieldContainer[str]
     slow: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[str]] = ...) -> None: ...
+    restarts: int
+    journal: str
+    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., journal: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member", "alive", "heartbeat_age_s", "statistics")
+    __slots__ = ("member", "alive", "heartbeat_age_s", "statistics", "doubt")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    DOUBT_FIELD_NUMBER: _ClassVar[int]
     member: Member
     alive: bool
     heartbeat_age_s: float
     statistics: Statistics
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ...) -> None: ...
+    doubt: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., doubt: _Optional[str] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ("reason",)
@@ -542,3 +568,19 @@ class StopRequest(_message.Message):
 class StopReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("servers", "addresses")
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    servers: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, servers: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ScaleReply(_message.Message):
+    __slots__ = ("error", "servers")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    servers: int
+    def __init__(self, error: _Optional[str] = ..., servers: _Optional[int] = ...) -> None: ...

@@ -64,6 +64,16 @@ def test_who_becomes_slow_is_named_after_two_steps_and_no_sooner() -> None:
         assert bool(slow_ranks(paces)) == named, late
 
 
+def test_a_second_of_short_steps_is_too_little() -> None:
+    """The operating system may keep a process waiting for so long."""
+    for count, named in ((5, False), (10, False), (60, True)):
+        paces = steps(4, 100 + count, lambda rank, step: 0.1 if rank == 2 and step > 100 else 0.01)
+        assert bool(slow_ranks(paces)) == named, count
+    for count, named in ((10, False), (60, True)):  # from the beginning on
+        paces = steps(4, count, lambda rank, step: 0.1 if rank == 2 else 0.01)
+        assert bool(slow_ranks(paces)) == named, count
+
+
 def test_a_checkpoint_now_and_then_is_nobodys_fault() -> None:
     for count in range(3, 60):
         paces = steps(4, count, lambda rank, step: 30.0 if rank == 0 and step % 10 == 5 else 0.2)

@@ -89,10 +89,11 @@ class Service:
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
-        self._is_headless = False  # the scheduler is lost
+        self._is_headless = False  # the scheduler is away
         self._link: ControlLink = connect(
-            settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat
-        )
+            settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
+            self._scheduler_away, self._scheduler_back,
+        )  # fmt: skip
 
     def run(self) -> int:
         self._ready.expect(_LIKELY)
@@ -290,10 +291,17 @@ class Service:
         if self._requests is None:
             self._fail(error, report=False)
         elif self._desk.failure is None:
-            self._is_headless = True
             self._requests.joining.scheduler_lost(error)
-            # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+            self._scheduler_away(error)
+
+    def _scheduler_away(self, error: BytePSError) -> None:
+        self._is_headless = True
+        # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+        if self._requests is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
+
+    def _scheduler_back(self) -> None:
+        self._is_headless = False
 
     def _heartbeat(self) -> pb.Heartbeat:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -330,7 +338,7 @@ class Service:
             name = repr(waiting[0].name) if waiting[0].name else "a barrier"
             why = next((f": {sentence}" for sentence in self._stalled if name in sentence), "")
             if self._is_headless:
-                why = "; the scheduler is lost, and new tensors and barriers need it"
+                why = "; the scheduler is away, and new tensors and barriers need it"
             self._fail(
                 StallError(f"{describe_waiting(waiting[0])} longer than BYTEPS_STALL_LIMIT_S={limit:g} allows{why}")
             )

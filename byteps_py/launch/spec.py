@@ -27,6 +27,7 @@ class ProcessSpec:
     is_dismissed: bool = False  # a service that stays until it is told to end, once all ranks have
     is_vital: bool = True  # a service without which the ranks can't go on for long
     is_replaceable: bool = False  # others take over its work
+    restarts: int = 0  # how often it is started again, if a signal killed it while ranks were at work
     retry_status: int | None = None  # this exit status, before any other process ended, means: start over
 
 

@@ -9,7 +9,7 @@ from byteps_py.placement.links import LinkOptimum
 from byteps_py.settings import Settings
 
 #: Version of the control protocol; a member that speaks another is refused.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class ClusterConfig:
     servers_only: bool = False  # GPU machines sum nothing, whatever the formula says
     job: str = ""
     start_timeout_s: float = 60.0
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_interval_s: float = 0.2
+    heartbeat_timeout_s: float = 1.0
     stall_warn_s: float = 60.0
     straggler: float = 5.0
 
@@ -36,6 +37,7 @@ class ClusterConfig:
             servers_only=settings.placement == "servers-only",
             job=settings.job,
             start_timeout_s=settings.start_timeout_s,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             stall_warn_s=settings.stall_warn_s,
             straggler=settings.straggler,

@@ -31,7 +31,7 @@ from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.survey import Survey
 from byteps_py.scheduler.words import count_text, ranks_text
 
-REGISTER_TIMEOUT_S = 10.0  # a connection that has not said by then who it is, is turned away
+REGISTER_TIMEOUT_S = 4.0  # a connection that has not said by then who it is, is turned away
 
 FORMING = pb.StatusReply.STATE_FORMING
 RUNNING = pb.StatusReply.STATE_RUNNING
@@ -51,7 +51,7 @@ class SchedulerCore:
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
         self._connections: set[int] = set()
         self._first_registration_s: float | None = None
-        self._silence = Silence(config.heartbeat_timeout_s)
+        self._silence = Silence(config.heartbeat_timeout_s, config.heartbeat_interval_s)
         self._survey: Survey | None = None  # all are there, and their links are being measured
         self._over_s: float | None = None
         self._all_left = False  # the workers, in order: they may be on their way into their next job
@@ -123,18 +123,29 @@ class SchedulerCore:
             failures = self._fail("ProtocolError", f"{member.describe()} broke the protocol: {error}", now_s)
             return [refused(connection, "ProtocolError", str(error)), *failures]
 
+    def on_lost(self, connection: int, why: str, now_s: float) -> Outgoing:
+        """The member of a connection, which may still be there, counts as dead."""
+        member = self._roster.of_connection(connection)
+        if member is None or not member.is_present:
+            return []
+        return self._lose(member, why, now_s, tell_it_too=True)
+
     def on_tick(self, now_s: float) -> Outgoing:
         """Call a few times per second; all deadlines are checked here."""
-        self._silence.tick(now_s)
+        out: Outgoing = []
+        for connection, why in self.silent(now_s):
+            out += self.on_lost(connection, why, now_s)
+        if why := self.contradiction():
+            out += self.on_contradiction(why, now_s)
+        return out + self.on_deadlines(now_s)
+
+    def on_deadlines(self, now_s: float) -> Outgoing:
+        """All deadlines but those of silent members. Says the same whatever heartbeats have said."""
         out: Outgoing = []
         for connection, since_s in list(self._strangers.items()):
             if now_s - since_s >= REGISTER_TIMEOUT_S:
                 del self._strangers[connection]
                 out.append(refused(connection, "ProtocolError", f"not registered after {REGISTER_TIMEOUT_S:g} s"))
-        if self.state in (FORMING, RUNNING):
-            for member in self._roster.present():
-                if why := self._silence.too_long(member.last_seen_s, now_s):
-                    out += self._lose(member, why, now_s, tell_it_too=True)
         if self.state == FORMING and self._survey is not None:
             out += self._go_on_measuring(self._survey, now_s)
         elif self.state == FORMING and self._first_registration_s is not None:
@@ -144,6 +155,10 @@ class SchedulerCore:
                 out += self._fail("RendezvousError", text, now_s)
         return out
 
+    def on_contradiction(self, why: str, now_s: float) -> Outgoing:
+        """Ranks wait for each other in different operations, and will for ever."""
+        return self._fail("MismatchError", why, now_s)
+
     def stop(self, reason: str, now_s: float) -> Outgoing:
         """End the job in order: every member is told to leave."""
         if self._over_s is None:
@@ -151,7 +166,48 @@ class SchedulerCore:
             self.reason = f"stopped: {reason or 'no reason given'}"
         return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
 
+    def skip_epochs(self, last: int) -> Outgoing:
+        """Processes of an earlier cluster have been in epoch ``last``: this one's must come after it."""
+        self._roster.first_epoch = max(self._roster.first_epoch, last + 1)
+        return []
+
     # ---- questions -------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The latest that was opened here, or that is known of an earlier cluster."""
+        return max(self._roster.epoch, self._roster.first_epoch - 1)
+
+    def contradiction(self) -> str:
+        """Why ranks wait in vain, as far as heartbeats show; empty if they don't."""
+        if self.state != RUNNING:
+            return ""
+        size = sum(len(m.ranks) for m in self._roster.everyone)
+        return self._stalls.contradiction(size, self._declarations.describe)
+
+    def is_member(self, connection: int) -> bool:
+        """True from its registration until it has left or is lost."""
+        member = self._roster.of_connection(connection)
+        return member is not None and member.is_present
+
+    def turned_away(self, connection: int) -> None:
+        """A connection that has not registered has been refused by somebody else."""
+        self._strangers.pop(connection, None)
+
+    def silent(self, now_s: float) -> list[tuple[int, str]]:
+        """Connections of members that have been silent for too long, and why that is so. Call a few times per
+        second: how late the calls come tells how long the scheduler itself was held up."""
+        self._silence.tick(now_s)
+        if self.state not in (FORMING, RUNNING):
+            return []
+        present = self._roster.present()
+        whys = [(m.connection, self._silence.too_long(m, present, now_s)) for m in present]
+        return [(connection, why) for connection, why in whys if why]
+
+    def heard(self, connection: int, now_s: float) -> None:
+        """The member has given a sign of life."""
+        if (member := self._roster.of_connection(connection)) is not None:
+            member.last_seen_s = now_s
 
     def finished(self, now_s: float) -> Finish | None:
         """Not None once the scheduler can go: its members have left, or had their time to do so."""
@@ -162,12 +218,17 @@ class SchedulerCore:
         late = "; ".join(m.describe() for m in self._roster.present())
         return finish(self.state != ENDED, now_s - self._over_s, has_connections, late, self.reason)
 
+    @property
+    def cpu_machines(self) -> int:
+        """Those that sum, or are ready to."""
+        return len(self._roster.cpu_servers())
+
     def status(self, now_s: float) -> pb.StatusReply:
         return pb.StatusReply(
             state=self.state,
             reason=self.reason,
             epoch=self._roster.epoch,
-            members=[m.to_status(now_s) for m in self._roster.everyone],
+            members=[m.to_status(now_s, self._silence.doubt(m, now_s)) for m in self._roster.everyone],
             tensors=self._declarations.accepted_count,
             tensor_bytes=self._declarations.accepted_bytes,
             partition_bytes=self._roster.partition_bytes,
@@ -239,6 +300,8 @@ class SchedulerCore:
         return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
 
     def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
+        if heartbeat.bare:
+            return []
         member.statistics = heartbeat.statistics
         self._stalls.report(member.id, heartbeat.waiting)
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
@@ -377,8 +440,11 @@ class SchedulerCore:
         text = f"lost {member.describe()}: {why}"
         if self.state == RUNNING and not member.is_worker:
             out = self._reassign(text, now_s)
-        else:
-            out = self._fail("PeerLostError", text, now_s)
+            if tell_it_too:  # should it wake up
+                sentence = f"this summation service was given up, and others sum what it did: {why}"
+                out.append(refused(member.connection, "PeerLostError", sentence))
+            return out
+        out = self._fail("PeerLostError", text, now_s)
         if tell_it_too:
             out.append((member.connection, failure("PeerLostError", text)))
         return out
@@ -398,11 +464,32 @@ class SchedulerCore:
     def _drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
         if member.is_worker:
             raise ProtocolError("only a summation service can be drained")
-        member.is_draining = True
         if self.state != RUNNING:
-            return []  # while the cluster forms it holds nothing: it leaves
+            return to_each([member], pb.SchedulerMessage(stop=pb.Stop(reason="it holds no keys")))
+        if not any(m is not member for m in (*self._roster.cpu_servers(), *self._roster.gpu_servers())):
+            return []  # the last one: better late than never
+        member.is_draining = True
         out = self._reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
         return out + self._let_go()
+
+    def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
+        """Drain these servers, and the last of all CPU machines' until at most ``count`` are left (-1: any number).
+
+        Raises UsageError, and drains none, if an address is no server's, or the job does not run.
+        """
+        if self.state != RUNNING:
+            raise UsageError(f"the job does not run: {self.reason}")
+        servers = self._roster.cpu_servers()
+        by_address = {member.facts.address.removeprefix("tcp://"): member for member in servers}
+        if unknown := [address for address in addresses if address.removeprefix("tcp://") not in by_address]:
+            known = ", ".join(by_address) or "there are none"
+            raise UsageError(f"no CPU machine's server is at {', '.join(unknown)}; servers: {known}")
+        chosen = [by_address[address.removeprefix("tcp://")] for address in addresses]
+        rest = sorted((m for m in servers if m not in chosen), key=lambda m: m.id)
+        chosen += rest[count:] if count >= 0 else []
+        if len(chosen) == len(servers) and not self._roster.gpu_servers():
+            raise UsageError("one summation service has to stay: GPU machines run none (BYTEPS_PLACEMENT=servers-only)")
+        return [message for member in chosen for message in self._drain(member, "bps scale", now_s)]
 
     def _applied(self, member: MemberRecord, applied: pb.Applied) -> Outgoing:
         self._ranks_of(member)

@@ -92,10 +92,11 @@ class MemberRecord:
             link_mbit=self.link_mbit,
         )
 
-    def to_status(self, now_s: float) -> pb.MemberStatus:
+    def to_status(self, now_s: float, doubt: str = "") -> pb.MemberStatus:
         return pb.MemberStatus(
             member=self.to_message(),
             alive=self.is_present,
             heartbeat_age_s=max(0.0, now_s - self.last_seen_s),
             statistics=self.statistics,
+            doubt=doubt,
         )

@@ -33,6 +33,7 @@ class Roster:
         self._by_connection: dict[int, MemberRecord] = {}
         self._next_id = 1
         self.epoch = 0
+        self.first_epoch = 1  # after those of an earlier cluster at this address, as far as known
         self.workers_since = 0  # the epoch since which the workers are these
         self.partition_bytes = 0  # known once the cluster is complete
         self.everyone: list[MemberRecord] = []
@@ -189,7 +190,7 @@ class Roster:
         return [member.facts.link_mbit for member in (*self.cpu_servers(), *self.workers())]
 
     def complete(self, link_mbit: Sequence[float]) -> pb.Membership:
-        """Open epoch 1, with these rates instead of ``link_rates``. Callable once, when ``missing`` is empty."""
+        """Open the first epoch, with these rates, not ``link_rates``. Callable once, when ``missing`` is empty."""
         first_rank = 0
         workers, cpu = self.workers(), self.cpu_servers()
         for worker in workers:
@@ -198,7 +199,8 @@ class Roster:
         for member, rate in zip((*cpu, *workers), link_mbit, strict=True):
             member.link_mbit = rate
         self.partition_bytes = workers[0].facts.partition_bytes or tuning.partition_bytes(min(link_mbit), len(workers))
-        self.workers_since = 1
+        self.epoch = self.first_epoch - 1
+        self.workers_since = self.first_epoch
         return self._open_epoch("")
 
     def reassign(self, reason: str) -> pb.Membership | None:

@@ -64,6 +64,7 @@ class Session(ABC):
     #: Tensors of different incarnations never meet, whatever their names: a rank that failed in the middle of a step
     #: has left contributions behind. The same on all ranks; set before anything is declared.
     incarnation: int = 0
+    is_homogeneous: bool = True  #: machines have equally many ranks
 
     rank: int
     size: int

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from byteps_py.errors import ProtocolError
-from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec
+from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 
 VERSION = 1
 
@@ -29,7 +29,7 @@ class Kind(enum.IntEnum):
     READY = 3  # records (slot, round, bytes written so far)
     BARRIER = 4  # {sequence}
     LEAVE = 5  # {} or {error, traceback}: the rank ends, in order unless an exception that nobody caught ended it
-    LAYOUT = 7  # {slot, sends, receives}: of the slot's next round and those after it
+    LAYOUT = 7  # {slot, sends, receives, sizes}: of the slot's next round and those after it
     PING = 6  # {}: a rank that has waited for long asks whether the service is alive
     JOIN = 8  # {}: the rank has no more data
     STACK = 9  # {} and the descriptor of the file where this process's Python stacks are written
@@ -77,7 +77,7 @@ def fields_of(message: bytes) -> dict[str, Any]:
     """The fields of a JSON message. Raises ProtocolError."""
     try:
         fields = json.loads(message[1:])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed local message: {error}") from None
     if not isinstance(fields, dict):
         raise ProtocolError("malformed local message: not an object")
@@ -106,20 +106,20 @@ def spec_from_json(fields: list[Any]) -> TensorSpec:
             str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority),
             tuple(int(r) for r in group), bool(scatters), str(terms), NonFinite(nonfinite),
         )  # fmt: skip
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"malformed tensor declaration: {error}") from None
 
 
 def layout_to_message(slot_id: int, layout: Layout) -> bytes:
-    return pack(Kind.LAYOUT, slot=slot_id, sends=layout.sends, receives=layout.receives)
+    return pack(Kind.LAYOUT, slot=slot_id, sends=layout.sends, receives=layout.receives, sizes=layout.sizes)
 
 
 def layout_of(fields: dict[str, Any]) -> Layout:
     """The layout in a LAYOUT message. Raises ProtocolError."""
     try:
         sends, receives = ([(int(offset), int(nbytes)) for offset, nbytes in fields[what]] for what in _LAYOUT)
-        return Layout(tuple(sends), tuple(receives))
-    except (KeyError, ValueError, TypeError) as error:
+        return Layout(tuple(sends), tuple(receives), Sizes(fields["sizes"]))
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"malformed layout: {error}") from None
 
 

@@ -100,6 +100,7 @@ class RemoteSession(Session):
         self.rank, self.size = facts["rank"], facts["size"]
         self.local_rank, self.local_size = local_rank, local_size
         self.machine_index, self.num_machines = facts["machine_index"], facts["num_machines"]
+        self.is_homogeneous = facts["is_homogeneous"]
 
     # ---- Session ---------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class _Owner(RemoteSession):
             settings.local_size,
             settings.start_timeout_s,
             settings.stall_limit_s,
-            settings.heartbeat_timeout_s,
+            settings.patience_s,
         )
         endings.watch(self)
 

@@ -232,7 +232,7 @@ class Distributed:
         super().add_param_group(param_group)  # type: ignore[misc]
         number = len(self.param_groups) - 1
         new = [
-            (self._parameter_names.setdefault(param, f"push_pull.noname.{number}.{i}"), param)
+            (self._parameter_names.setdefault(param, f"push_pull.parameter.{number}.{i}"), param)
             for i, param in enumerate(self.param_groups[-1]["params"])
         ]
         if self._passes.reducer is not None:

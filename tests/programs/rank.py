@@ -103,6 +103,25 @@ def told(rank: Rank, count: int = 4, usual_s: float = 0.0) -> None:
     rank.say("closed")
 
 
+def declares(rank: Rank) -> None:
+    """In every step a new tensor, one that all know, and a barrier, until the end of rank 0's input."""
+    rank.open()
+    stop = rank.session.declare([TensorSpec("stop", DType.INT64, (1,))])[0]
+    is_over = False
+    while not is_over:
+        is_told = rank.number == 0 and stop.round and select.select([0], [], [], 0)[0]
+        stop.input[:] = struct.pack("q", bool(is_told))
+        rank.session.hand_over(stop)
+        rank.reduce(f"new in step {stop.round}")
+        rank.reduce()
+        rank.session.barrier()
+        rank.session.wait(stop)
+        is_over = bytes(stop.result) != bytes(8)
+        rank.say(f"step {stop.round}")
+    rank.session.close()
+    rank.say("closed")
+
+
 def short(rank: Rank) -> None:
     rank.open()
     rank.reduce()
@@ -235,7 +254,7 @@ def exits(rank: Rank) -> None:
     rank.reduce()
     if rank.is_odd:
         sys.exit(5)
-    rank.reduce()
+    threading.Event().wait(90)
 
 
 def repeat(rank: Rank) -> None:
@@ -286,8 +305,8 @@ def fork_and_fail() -> None:
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        train, stubborn, told, straggles, short, disagree, dies, dies_once, leaves, skips, absent, repeat, crashes,
-        exits,
+        train, stubborn, told, declares, straggles, short, disagree, dies, dies_once, leaves, skips, absent, repeat,
+        crashes, exits,
     )
 }  # fmt: skip
 
