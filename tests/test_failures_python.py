@@ -14,7 +14,7 @@ from byteps_py.session import endings, words
 
 
 def test_an_exception_is_told_to_all_with_its_traceback() -> None:
-    with launch("-np 1 --machines 2", "crashes", "0", BYTEPS_STALL_WARN_S="0.5") as job:
+    with launch("-np 1 --machines 2", "crashes", "0", BYTEPS_STALL_WARN_S="0.5", PS_HEARTBEAT_TIMEOUT="30") as job:
         # The process goes on without its thread; who waits for it is told that it does.
         job.until("was ended by an exception: KeyError: 'no such batch'")
         job.until("in feed", "in crashes")
@@ -27,7 +27,7 @@ def test_an_exception_is_told_to_all_with_its_traceback() -> None:
 
 
 def test_an_exit_status_is_the_launchers_to_tell() -> None:
-    with launch("-np 2", "exits") as job:
+    with launch("-np 2", "exits", PS_HEARTBEAT_TIMEOUT="30") as job:
         assert job.end() == 5
         assert "rank 1 exited with status 5" in job.text
 
