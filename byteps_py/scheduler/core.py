@@ -310,6 +310,8 @@ class SchedulerCore:
             return []
         member.statistics = heartbeat.statistics
         self._stalls.report(member.id, heartbeat.waiting)
+        if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
+            raise ProtocolError("it says how ranks keep up that are not its own")
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         out: Outgoing = []
         for sentence in self._slow_sentences(self._pace.due(self._slow(), now_s)):
