@@ -15,6 +15,7 @@ import zmq
 from byteps_py import auth
 from byteps_py.channel import Channel, Listener
 from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.dataplane.strangers import PATIENCE_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import PeerLostError, ProtocolError
 from byteps_py.log import logger
@@ -153,6 +154,11 @@ class Local:
             return
         self._peers.add(peer)
         self._loop.add_reader(peer.channel.fileno(), lambda: self._on_readable(peer))
+        self._loop.call_later(PATIENCE_S, lambda: self._expire(peer))
+
+    def _expire(self, peer: LocalPeer) -> None:
+        if peer.machine < 0:
+            self.lose(peer, ProtocolError("it has not said who it is"))
 
     def _on_readable(self, peer: LocalPeer) -> None:
         try:
@@ -176,7 +182,7 @@ class Local:
         header = Header.unpack(data[:HEADER_BYTES])
         if header.kind is Kind.HELLO and peer.machine < 0:
             token = data[HEADER_BYTES:].decode(errors="replace")
-            if not auth.is_valid(token, self._settings.secret, "data", self._settings.job, str(header.sender)):
+            if not auth.is_valid(token, self._settings.secret, "local", self._settings.job, str(header.sender)):
                 text = "its proof of membership is wrong: do job and secret agree?"
                 peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
                 raise ProtocolError(text)

@@ -274,8 +274,12 @@ class Rounds(Generic[C]):
 
     def _late(self, round_: Round[C], new: C) -> list[Action[C]]:
         """All machines have given, and the result is on its way: a repetition."""
+        known = round_.contributions.get(new.header.sender)
+        if known is None:
+            text = f"machine {new.header.sender} is not among those of round {round_.number} of {round_.partition}"
+            return self._refuse([new], ProtocolError, text)
         self.counters.duplicates += 1
-        if round_.contributions[new.header.sender].origin is not new.origin and not new.header.is_supply:
+        if known.origin is not new.origin and not new.header.is_supply:
             round_.redirected[new.header.sender] = new
         return []
 

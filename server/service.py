@@ -4,7 +4,8 @@ Owns the process's life: it registers, serves, and says when and how the process
 ``stop`` may be called by any other and by a signal handler. What ends a server, so that none outlives its job:
 
     Stop from the scheduler: the job is over                          0
-    ``stop``: SIGTERM, SIGINT                                         0, after Leave
+    ``stop``: SIGTERM, SIGINT                                         0, after Leave; if it may hold keys, once they
+                                                                      have moved, or after ``DRAIN_LIMIT_S``
     Failure from the scheduler: the job can't go on                   1
     Refused, or the scheduler lost before the cluster was complete    the error is raised
     the scheduler away later, and no worker connected any more        0; until then sums go on
@@ -22,6 +23,7 @@ from typing import Protocol
 
 from byteps_py import machine
 from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.strangers import SWEEP_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, CommunicationError, ConfigurationError, ProtocolError, from_name
 from byteps_py.log import logger
@@ -35,9 +37,10 @@ from byteps_py.server.reducer import Reducer, plan
 from byteps_py.server.rounds import WANT_AFTER_S, Action, Answer, Reduce, Refuse, Rounds, Want
 from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
-from byteps_py.wire import Kind
+from byteps_py.wire import MAX_WAITED_US, Kind
 
 _ORPHAN_CHECK_S = 0.5
+DRAIN_LIMIT_S = 30.0  # for so long it goes on after SIGTERM if nobody takes its keys
 _ORPHAN_S = 10.0  # at most: workers reconnect, and a scheduler is started again, within less
 
 
@@ -84,11 +87,14 @@ class Service:
         self._is_headless = False  # the scheduler is away
         self._orphaned_since_s = 0.0
         self._has_tick = False
+        self._is_draining = False
+        self._link: Link | None = None
         host = machine.offered_host(settings)
         self._loop = EventLoop()
         self._network = Network(host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw)
         self._loop.add_reader(self._network.socket, self._network.on_readable)
         self._loop.add_reader(self._network.monitor, self._network.on_monitor)
+        self._loop.call_later(SWEEP_S, self._sweep)
         self._local: Local | None = None
         if kind == pb.MACHINE_KIND_GPU:
             # Named after the process, too: machines that are told apart only by their index may share one host.
@@ -107,9 +113,8 @@ class Service:
 
     def run(self) -> int:
         """Serve; the exit status. Raises the typed error that kept the cluster from coming together."""
-        link: Link | None = None
         try:
-            link = self._connect(
+            self._link = self._connect(
                 self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat,
                 self._on_away, self._on_back,
             )  # fmt: skip
@@ -117,25 +122,34 @@ class Service:
             self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
             self._loop.run()
         except Exception as error:
-            if link is not None:
+            if self._link is not None:
                 text = f"summation server at {self.address} (pid {os.getpid()}) failed: {error!r}"
-                link.send(pb.MemberMessage(report=pb.Report(error=CommunicationError.__name__, message=text)))
+                self._link.send(pb.MemberMessage(report=pb.Report(error=CommunicationError.__name__, message=text)))
                 self._reason = text
             raise
         finally:
-            self._close(link)
+            self._close()
         if self._error is not None:
             raise self._error
         return self._status
 
     def stop(self, reason: str) -> None:
-        """Leave the job and let ``run`` return 0. Any thread; also a signal handler."""
-        self._reason = reason
-        self._loop.stop()
+        """Leave the job and let ``run`` return 0: at once when asked twice, else when its keys have moved to others.
+        Any thread; also a signal handler."""
+        self._loop.post(lambda: self._drain(reason))
 
-    def _close(self, link: Link | None) -> None:
-        if link is not None:
-            link.close(self._reason)
+    def _drain(self, reason: str) -> None:
+        self._reason = reason
+        if self._is_draining or self._rounds.epoch == 0 or self._orphaned_since_s or self._link is None:
+            self._loop.stop()
+            return
+        self._is_draining = True
+        self._link.send(pb.MemberMessage(drain=pb.Drain(reason=reason)))
+        self._loop.call_later(DRAIN_LIMIT_S, self._loop.stop)
+
+    def _close(self) -> None:
+        if self._link is not None:
+            self._link.close(self._reason)
         self._network.close()
         if self._local is not None:
             self._local.close()
@@ -145,7 +159,8 @@ class Service:
     # ---- data plane --------------------------------------------------------------------------------------
 
     def _on_arrival(self, arrival: Arrival) -> None:
-        self._perform(self._rounds.contribution(arrival, time.monotonic()), None)
+        arrival.came_s = time.monotonic()
+        self._perform(self._rounds.contribution(arrival, arrival.came_s), None)
         if arrival.header.is_resent and not self._has_tick:
             self._has_tick = True
             self._loop.call_later(WANT_AFTER_S, self._tick)
@@ -166,10 +181,17 @@ class Service:
             if peer is not None:  # else it is asked again when it has connected
                 peer.want(header)
 
+    def _sweep(self) -> None:
+        self._network.sweep()
+        self._loop.call_later(SWEEP_S, self._sweep)
+
     def _on_gone(self, peer: Peer) -> None:
         self._rounds.gone(peer)
 
-    def _perform(self, actions: list[Action[Arrival]], result: Memory | None) -> None:
+    def _perform(
+        self, actions: list[Action[Arrival]], result: Memory | None, blame: int = 0, complete_s: float = 0.0
+    ) -> None:
+        """``blame`` says through whom ``result`` is not finite; all machines had given by ``complete_s``."""
         for action in actions:
             match action:
                 case Reduce(round_):
@@ -183,6 +205,8 @@ class Service:
                         header = arrival.header
                         is_needed = arrival.answer is None and header.sender != header.root
                         is_needed = is_needed and header.kind is not Kind.PASS
+                        waited_s = max(0.0, complete_s - arrival.came_s)
+                        header.blame, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
                         arrival.origin.answer(header, message if is_needed else None)
                 case Refuse(contributions, error, text):
                     self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)
@@ -193,9 +217,10 @@ class Service:
         arrivals = round_.in_order()
         header = arrivals[0].header
         todo = plan(header.op, arrivals)
+        complete_s = time.monotonic()
 
-        def done(error: BaseException | None) -> None:
-            self._perform(self._rounds.reduced(round_, error), todo.result)
+        def done(error: BaseException | None, blame: int) -> None:
+            self._perform(self._rounds.reduced(round_, error), todo.result, blame, complete_s)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from support.scheduler_core import running, worker
 
 from byteps_py.proto import control_pb2 as pb
@@ -110,19 +109,6 @@ def test_a_dead_worker_fails_the_job_for_everyone_else_once() -> None:
     finish = cluster.core.finished(cluster.now)
     assert finish is not None
     assert (finish.exit_status, finish.reason) == (1, status.reason)
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_server_with_keys_is_missed_and_an_idle_one_is_not(in_order: bool) -> None:
-    cluster, (a, _, _), servers = running(n=3, k=4)
-    for s, is_idle in [(servers[3], True), (servers[1], False)]:
-        if in_order:
-            cluster.say(s, leave=pb.Leave(reason="SIGTERM"))
-        cluster.drop(s)
-        assert cluster.core.state == (states.RUNNING if is_idle else states.FAILED)
-    text = cluster.last(a).failure.message
-    assert "server tcp://cpu1:1 (host h1, pid 201)" in text
-    assert ("has shut down: SIGTERM" if in_order else "its connection ended") in text
 
 
 def test_silence_is_death_and_a_late_scheduler_proves_nothing() -> None:

@@ -19,7 +19,7 @@ from simulator import __main__ as command
 from simulator import run
 from simulator.cluster import FAULTS
 
-from byteps_py.server.partition import Partition
+from byteps_py.server.partition import Round
 from byteps_py.server.rounds import Reduce, Rounds
 from byteps_py.worker.actions import Release
 from byteps_py.worker.agreement import Agreement
@@ -83,11 +83,11 @@ def _count_a_duplicate(core: pytest.MonkeyPatch) -> None:
     """A server that counts contributions, whoever sends them."""
     real = Rounds._collect
 
-    def collect(self: Rounds[Any], partition: Partition[Any], new: Any, now: float) -> Any:
-        if new.header.sender in partition.contributions:
-            others = [m for m in range(self.num_machines) if m not in partition.contributions]
+    def collect(self: Rounds[Any], round_: Round[Any], new: Any, now: float) -> Any:
+        if new.header.sender in round_.contributions:
+            others = [m for m in range(self.num_machines) if m not in round_.contributions]
             new.header.sender = others[0]
-        return real(self, partition, new, now)
+        return real(self, round_, new, now)
 
     core.setattr(Rounds, "_collect", collect)
 
@@ -111,17 +111,17 @@ def _deliver_early(core: pytest.MonkeyPatch) -> None:
     """A server that answers when all machines but one have given."""
     real = Rounds._collect
 
-    def collect(self: Rounds[Any], partition: Partition[Any], new: Any, now: float) -> Any:
-        actions = real(self, partition, new, now)
-        if not actions and len(partition.contributions) == self.num_machines - 1 and self.num_machines > 2:
-            return [Reduce(partition)]
+    def collect(self: Rounds[Any], round_: Round[Any], new: Any, now: float) -> Any:
+        actions = real(self, round_, new, now)
+        if not actions and len(round_.contributions) == self.num_machines - 1 and self.num_machines > 2:
+            return [Reduce(round_)]
         return actions
 
     core.setattr(Rounds, "_collect", collect)
 
 
 def _order_by_arrival(core: pytest.MonkeyPatch) -> None:
-    core.setattr(Partition, "in_order", lambda self: list(self.contributions.values()))
+    core.setattr(Round, "in_order", lambda self: list(self.contributions.values()))
 
 
 def _local_ranks_backwards(core: pytest.MonkeyPatch) -> None:

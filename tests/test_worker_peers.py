@@ -81,7 +81,7 @@ def other_machine(service: Service) -> Iterator[Connect]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     machines = []
 
-    def connect(shown: str | None = None) -> Machine:
+    def connect(shown: bytes | None = None) -> Machine:
         machines.append(Machine(context, service.peers.address, 1, SETTINGS, shown))
         return machines[-1]
 
@@ -93,7 +93,7 @@ def other_machine(service: Service) -> Iterator[Connect]:
 
 def fetch(machine: Machine, key: int, body: bytes | None = None, kind: Kind = Kind.FETCH) -> tuple[Header, bytes]:
     header = Header(kind, machine.index, key=key, index=77, round=3, offset=5, length=9)
-    machine.socket.send_multipart([header.pack(), Fetch(0, 1, 9).pack() if body is None else body])
+    machine.send(header, Fetch(0, 1, 9).pack() if body is None else body)
     return machine.receive()
 
 
@@ -119,13 +119,14 @@ def test_large_answers_leave_from_where_they_lie_and_then_it_is_told(service: Se
 
 def test_strangers_and_nonsense_are_refused_and_nothing_else_happens(service: Service, connect: Connect) -> None:
     service.open()
-    stranger = connect("guessed")
+    stranger = connect(b"guessed")
+    stranger.prove()
     assert stranger.refusal().endswith("its proof of membership is wrong: do job and secret agree?")
     assert "no HELLO was accepted" in fetch(stranger, 1)[1].decode()
     assert service.requests == []
     machine = connect()
     for kind, body, text in (
-        (Kind.FETCH, b"short", "a FETCH has a payload of 16 bytes, got 5"),
+        (Kind.FETCH, b"short", "a FETCH has a payload of 17 bytes, got 5"),
         (Kind.FETCH, None, "MismatchError\nsizes differ"),
         (Kind.PUSH, b"", "PUSH in the name of machine 1 is not for machine 1 to send"),
     ):

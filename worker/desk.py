@@ -6,6 +6,7 @@ Owned by the loop's thread.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,9 @@ from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests
 
 _READY = int(Kind.READY)  # a plain integer: by far the most frequent
+_PATIENCE_S = 4.0  # whoever connects says who it is at once
+_MOST_STRANGERS = 256
+MAX_NOTE_CHARS = 9000
 _DRAIN = 256  # messages taken from a rank before others get their turn
 
 
@@ -79,11 +83,22 @@ class Desk:
     def _accept(self) -> None:
         try:
             channel = self._listener.accept()
-        except BytePSError as error:
+        except (BytePSError, OSError) as error:
             logger.warning("turned away: %s", error)
             return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._expire(next(iter(self._strangers.values())))
         self._strangers[channel.fileno()] = channel
         self._loop.add_reader(channel.fileno(), functools.partial(self._greet, channel))
+        self._loop.call_later(_PATIENCE_S, functools.partial(self._expire, channel))
+
+    def _expire(self, channel: Channel) -> None:
+        """It has not said in time who it is."""
+        fd = channel.fileno()
+        if self._strangers.get(fd) is channel:
+            del self._strangers[fd]
+            self._loop.remove(fd)
+            channel.close()
 
     def _greet(self, channel: Channel) -> None:
         """The first message of a connection must be HELLO."""
@@ -92,6 +107,8 @@ class Desk:
         del self._strangers[fd]
         try:
             message = channel.receive(0)
+            for descriptor in message[1] if message is not None else ():
+                os.close(descriptor)
             if message is None or protocol.kind_of(message[0]) is not Kind.HELLO:
                 raise ProtocolError(f"process {channel.peer_pid} did not say who it is")
             local_rank = self._check_hello(protocol.fields_of(message[0]))
@@ -154,6 +171,7 @@ class Desk:
             size=here.topology.size,
             machine_index=here.topology.machine_index,
             num_machines=here.topology.machines,
+            is_homogeneous=here.topology.is_homogeneous,
         )
         self._guard(rank, functools.partial(rank.send, message))
         self._on_change()
@@ -198,14 +216,16 @@ class Desk:
                 elif kind is Kind.PING:
                     rank.send(protocol.pack(Kind.PONG))
                 elif kind is Kind.LEAVE:
-                    self._leave(rank, here, str(protocol.fields_of(message).get("error", "")))
+                    self._leave(rank, here, protocol.fields_of(message))
                     return False
+                elif kind is Kind.NOTE:
+                    rank.note = str(protocol.fields_of(message)["text"])[:MAX_NOTE_CHARS]
                 else:
                     raise ProtocolError(f"local rank {rank.local_rank} sent a {kind.name} message")
             return True
         except PeerLostError:
             self._died(rank)
-        except (ProtocolError, KeyError, TypeError) as error:
+        except (ProtocolError, KeyError, TypeError, ValueError, OverflowError) as error:
             self._on_death(f"{here.describe(rank.local_rank, rank.pid)} broke the protocol: {error}")
         return False
 
@@ -234,11 +254,13 @@ class Desk:
         rank.forget()
         self._on_death(f"{here.describe(rank.local_rank, rank.pid)} died: its process ended without shutdown()")
 
-    def _leave(self, rank: RankConnection, here: Requests, error: str) -> None:
+    def _leave(self, rank: RankConnection, here: Requests, fields: dict[str, Any]) -> None:
         self._remove(rank, here)
-        if error:
+        if error := fields.get("error", ""):
             rank.forget()
-            self._on_death(f"{here.describe(rank.local_rank, rank.pid)} was ended by an exception: {error}")
+            trace = str(fields.get("traceback", ""))[-MAX_NOTE_CHARS:]
+            sentence = f"{here.describe(rank.local_rank, rank.pid)} was ended by an exception: {error}"
+            self._on_death(f"{sentence}\n{trace}" if trace else sentence)
             return
         self._may_return[rank.local_rank] = rank
         self._loop.remove(rank.pidfd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,8 +14,10 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.wire import RESENT, SUPPLY, Header, Kind
+from byteps_py.worker.guard import Guard
 from byteps_py.worker.links import LocalLink, ServerLink, TcpLink
 from byteps_py.worker.memory import Memory
+from byteps_py.worker.pace import ServerPace
 from byteps_py.worker.tensor import Part
 from byteps_py.worker.topology import Topology
 
@@ -47,6 +50,7 @@ class Network:
         self._settings = settings
         self._me = topology.machine_index
         self._memory = memory
+        self._guard = Guard(topology.first_rank, topology.size)
         self._on_answer = on_answer
         self._on_again = on_again
         self._on_lost = on_lost
@@ -59,6 +63,8 @@ class Network:
         """Go over to the servers of a new epoch."""
         self._epoch = topology.epoch
         servers = {server.member_id: server for server in topology.servers}
+        mine = [number for number, server in servers.items() if _is_here(server, topology)]
+        self.pace = ServerPace({number: server.link_mbit for number, server in servers.items()}, mine)
         for member_id in [known for known in self._links if known not in servers]:
             link = self._links.pop(member_id)
             if isinstance(link, LocalLink):
@@ -80,7 +86,7 @@ class Network:
         def on_lost(sentence: str) -> None:
             self._on_lost(sentence, number)
 
-        if server.machine_id == topology.me.machine_id and server.local_address:
+        if _is_here(server, topology):
             name, arena = server.local_address, self._memory.machine
             return LocalLink(self._loop, name, self._me, self._settings, arena, on_answer, on_lost)
         return TcpLink(
@@ -106,6 +112,7 @@ class Network:
         answer = None
         if isinstance(link, LocalLink) and tensor.local_root is None and tensor.slots:
             answer = self._memory.give_answer_block(part)
+        self.pace.pushed(part, time.monotonic())
         link.push(header, tensor.contribution if tensor.contributes else None, part.offset, answer)
 
     def supply(self, part: Part, round_: int, server: int) -> None:
@@ -129,6 +136,7 @@ class Network:
     def _header(self, part: Part, round_: int, contributes: bool) -> Header:
         tensor = part.tensor
         is_pull = tensor.spec.op is Op.BROADCAST
+        is_guarded = contributes and tensor.spec.is_guarded
         return Header(
             Kind.PUSH if contributes else Kind.PULL if is_pull else Kind.PASS,
             self._me,
@@ -143,6 +151,7 @@ class Network:
             part.offset,
             part.length,
             machines=tensor.machines,
+            blame=self._guard.of_push(part, round_) if is_guarded else 0,
         )
 
     @property
@@ -162,3 +171,8 @@ class Network:
         for link in self._links.values():
             link.close()
         self._context.term()
+
+
+def _is_here(server: pb.Member, topology: Topology) -> bool:
+    """It maps this machine's shared memory."""
+    return server.machine_id == topology.me.machine_id and bool(server.local_address)

@@ -15,6 +15,7 @@ import zmq
 from byteps_py import machine
 from byteps_py.dataplane.listener import DataListener, RemotePeer
 from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.strangers import SWEEP_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, ProtocolError, from_name
 from byteps_py.loop import EventLoop
@@ -30,6 +31,7 @@ from byteps_py.worker.topology import Topology
 _SENT_CHECK_S = 0.001
 
 Then = Callable[[zmq.Frame], None]
+Refused = Callable[[BytePSError], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class _Asked:
     header: Header
     body: bytes
     then: Then
+    refused: Refused
 
 
 class PeerMachines:
@@ -69,6 +72,7 @@ class PeerMachines:
         )
         loop.add_reader(self._listener.socket, self._listener.on_readable)
         loop.add_reader(self._listener.monitor, self._listener.on_monitor)
+        loop.call_later(SWEEP_S, self._sweep)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._topology: Topology | None = None
         self._on_lost: OnLost | None = None
@@ -77,6 +81,10 @@ class PeerMachines:
         self._fetched: dict[int, _Asked] = {}  # by number of the request
         self._early: list[tuple[Header, Peer, zmq.Frame]] = []
         self._leaving: list[tuple[zmq.MessageTracker, Callable[[], None]]] = []
+
+    def _sweep(self) -> None:
+        self._listener.sweep()
+        self._loop.call_later(SWEEP_S, self._sweep)
 
     @property
     def address(self) -> str:
@@ -100,7 +108,7 @@ class PeerMachines:
 
     # ---- asking ----------------------------------------------------------------------------------------
 
-    def fetch(self, item: Transfer | AskSum, then: Then) -> None:
+    def fetch(self, item: Transfer | AskSum, then: Then, refused: Refused) -> None:
         number = next(self._numbers) & 0xFFFFFFFF
         header = Header(Kind.FETCH, self._settings.worker_id, index=number, round=item.round, length=item.length)
         if isinstance(item, AskSum):
@@ -110,8 +118,8 @@ class PeerMachines:
             body = b""
         else:
             header.key, header.offset = item.channel.key, item.offset
-            body = Fetch(item.channel.ranks[item.source], item.target, item.total).pack()
-        self._fetched[number] = _Asked(item.server, header, body, then)
+            body = Fetch(item.channel.ranks[item.source], item.target, item.total, item.is_tentative).pack()
+        self._fetched[number] = _Asked(item.server, header, body, then, refused)
         self._link(item.server).ask(header, body)
 
     def _again(self, machine_index: int) -> None:
@@ -146,8 +154,9 @@ class PeerMachines:
             return  # it says again what an earlier answer has said
         if header.kind is Kind.REFUSED:
             error, _, text = frame.bytes.decode(errors="replace").partition("\n")
-            raise from_name(error, text)
-        asked.then(frame)
+            asked.refused(from_name(error, text))
+        else:
+            asked.then(frame)
 
     # ---- answering -------------------------------------------------------------------------------------
 
@@ -162,10 +171,12 @@ class PeerMachines:
             self._traffic.note("refused a request of", f"machine {peer.machine}", error)
             peer.refuse(header, f"{type(error).__name__}\n{error}")
 
+    def refuse(self, origin: object, error: BytePSError) -> None:
+        peer, header = _origin(origin)
+        peer.refuse(header, f"{type(error).__name__}\n{error}")
+
     def serve(self, origin: object, view: memoryview, then: Callable[[], None]) -> None:
-        if not (isinstance(origin, tuple) and isinstance(origin[0], RemotePeer)):
-            raise ProtocolError("an answer for nobody")
-        peer, header = origin
+        peer, header = _origin(origin)
         if len(view) < zmq.COPY_THRESHOLD:
             peer.answer(header, zmq.Frame(bytes(view)))
             then()
@@ -197,6 +208,12 @@ class PeerMachines:
         self._listener.close()
 
 
+def _origin(origin: object) -> tuple[RemotePeer, Header]:
+    if not (isinstance(origin, tuple) and isinstance(origin[0], RemotePeer)):
+        raise ProtocolError("an answer for nobody")
+    return origin
+
+
 def _request(header: Header, peer: Peer, frame: zmq.Frame) -> Request | SumRequest:
     """Raises ProtocolError."""
     origin = (peer, header)
@@ -205,7 +222,7 @@ def _request(header: Header, peer: Peer, frame: zmq.Frame) -> Request | SumReque
     fetch = Fetch.unpack(frame.bytes)
     return Request(
         origin, peer.machine, header.key, header.round, fetch.source, fetch.target, header.offset, header.length,
-        fetch.total,
+        fetch.total, fetch.is_tentative,
     )  # fmt: skip
 
 

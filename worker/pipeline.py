@@ -24,7 +24,7 @@ class Pipeline:
 
     def __init__(self, size: int, queue: PushQueue[Part], scatter: Scatter | None = None) -> None:
         self._scatter = scatter
-        self._size = size
+        self.size = size
         self._queue = queue
         self._undelivered_bytes = 0  # of answers that kernels have yet to read, or are reading
 
@@ -126,7 +126,7 @@ class Pipeline:
         sources = tensor.slots if tensor.local_root is None else (tensor.slots[tensor.local_root],)
         inputs = tuple(slot.input.address + offset for slot in sources)
         if tensor.is_alone:  # each rank's input and result stay where they are: the addresses never change
-            part.local_sum = Compute(part, spec.op, inputs, part.outputs, spec.divisor(self._size))
+            part.local_sum = Compute(part, spec.op, inputs, part.outputs, spec.divisor(self.size))
             return part.local_sum
         return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
 
@@ -192,7 +192,7 @@ class Pipeline:
         self._undelivered_bytes += part.length
         tensor.running += 1
         actions = self.pump(now)
-        divisor = tensor.spec.divisor(self._size)
+        divisor = tensor.spec.divisor(self.size)
         op = Op.SUM if divisor > 1 else Op.BROADCAST  # of one input: a division, or a copy
         return [*actions, Compute(part, op, (source,), outputs, divisor)]
 

@@ -169,6 +169,8 @@ class Service:
             self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
             logger.warning("%s", message.stalled.message)
             self._look_at(message.stalled.missing)
+        elif body == "slow":
+            logger.warning("%s", message.slow.message)
         elif body == "sight":
             logger.warning("rank %d, which is waited for: %s", message.sight.rank, message.sight.text)
         elif body in ("refused", "failure"):
@@ -314,7 +316,10 @@ class Service:
             statistics.bytes_received = self._network.bytes_received
             statistics.bytes_received += self._peers.bytes_received if self._peers else 0
             statistics.bytes_local = self._network.bytes_local
-        return pb.Heartbeat(statistics=statistics, waiting=self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
+        waiting = self._waiting(min(1.0, self._settings.stall_warn_s / 2))
+        ranks = self._executor.pace.report(self._executor.ranks) if self._executor is not None else ()
+        servers = self._network.pace.report() if self._network is not None else ()
+        return pb.Heartbeat(statistics=statistics, waiting=waiting, ranks=ranks, servers=servers)
 
     # ---- waiting too long ------------------------------------------------------------------------------
 

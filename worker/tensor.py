@@ -48,6 +48,8 @@ class Part:
     answer: Block | None = None
     local_sum: Compute | None = None  # the same every round, where one machine is all
     is_resent: bool = False
+    #: By parity of the round: who is to blame if this machine's sum is not finite; 0: it has none, or nobody asks.
+    blames: list[int] = field(default_factory=lambda: [0, 0])
 
     @property
     def end(self) -> int:
@@ -167,6 +169,7 @@ class Tensor:
     joined: tuple[RankSlot, ...] = ()
     is_leaving: bool = False
     passes_from: int = 0  # the first round to which this machine contributes nothing, if it has no slots
+    blame: int = 0  # who has made the current round's result NaN or infinite, as far as it is there
 
     def __post_init__(self) -> None:
         self.key = key_of(self.name)

@@ -46,7 +46,7 @@ class Waits:
         for tensor in self._agreement.tensors():
             add(tensor.name, tensor.round, [slot for slot in tensor.slots if slot.waits])
         for channel, member in self._direct.members():
-            add(channel.spec.name, member.round, [member.slot] if member.slot.waits else [])
+            add(channel.spec.name, member.round, [member.slot] if member.is_waited_for else [])
         there, waited_s = self._requests.at_barrier()
         if there and waited_s > age_s:
             found.append(pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s))

@@ -16,6 +16,8 @@ from byteps_py.variables import VARIABLES
 #: Not for ever: something kills it.
 _SCHEDULER_RESTARTS = 5
 _BY_FIELD = {variable.field: variable for variable in VARIABLES}
+#: What a cluster manager may have said of a machine's only rank.
+_PLACE = ("RANK", "WORLD_SIZE")
 _EXAMPLES = {
     "role": "worker",
     "scheduler_host": "10.0.0.1",
@@ -27,12 +29,12 @@ _EXAMPLES = {
 
 
 def role_plan(
-    environ: Mapping[str, str], command: Sequence[str], *, visible_gpus: int, cores: int, token: str
+    environ: Mapping[str, str], command: Sequence[str], *, visible_gpus: int, cores: int, token: str, port: int
 ) -> list[ProcessSpec]:
     """The processes of this machine, in the order in which to start them.
 
-    ``token`` is a random word that names this machine's local socket. Raises ConfigurationError naming every
-    missing variable, or the one that is malformed.
+    ``token`` is a random word that names this machine's local socket; ``port``: a free one. Raises ConfigurationError
+    naming every missing variable, or the one that is malformed.
     """
     # Of the machine; who asks bpslaunch for a machine's ranks has left their number to it.
     machine = {"DMLC_NUM_WORKER", "DMLC_WORKER_ID"}
@@ -48,11 +50,11 @@ def role_plan(
     if role == "server":
         require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
         return [ProcessSpec("the summation service", Kind.MAIN, "ss", service_argv("server"), {"DMLC_ROLE": role})]
-    return _worker_plan(environ, command, role, visible_gpus or 1, cores, token)
+    return _worker_plan(environ, command, role, visible_gpus or 1, cores, token, port)
 
 
 def _worker_plan(
-    environ: Mapping[str, str], command: Sequence[str], role: str, default_size: int, cores: int, token: str
+    environ: Mapping[str, str], command: Sequence[str], role: str, default_size: int, cores: int, token: str, port: int
 ) -> list[ProcessSpec]:
     alone = _value(environ, "num_workers") == "1" and _value(environ, "num_servers") in ("", "0")
     if alone:
@@ -79,8 +81,12 @@ def _worker_plan(
         argv = service_argv("server")
         specs.insert(0, ProcessSpec("the summation service", Kind.SERVICE, "ss", argv, server_env, is_replaceable=True))
     many = settings.num_workers > 1
+    meeting = _meeting(settings) if many else ("127.0.0.1", port)
+    kept = {} if settings.local_size > 1 else {name: environ[name] for name in _PLACE if environ.get(name)}
     for local_rank in range(settings.local_size):
-        told = {} if many else horovod_variables(local_rank, settings.local_size, 0, 1)
+        place = (local_rank, settings.local_size, settings.worker_id, settings.num_workers)
+        told = {**torch_variables(*place, *meeting, environ), **kept}
+        told |= {} if many else horovod_variables(*place)
         specs.append(
             rank_spec(
                 f"local rank {local_rank}{where}" if many else f"rank {local_rank}",
@@ -131,6 +137,32 @@ def horovod_variables(local_rank: int, local_size: int, machine: int, machines: 
         "HOROVOD_CROSS_RANK": str(machine),
         "HOROVOD_CROSS_SIZE": str(machines),
     }
+
+
+def torch_variables(
+    local_rank: int, local_size: int, machine: int, machines: int, host: str, port: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What torchrun tells a rank, for ``init_process_group`` with its usual init_method, ``env://``: there the first
+    rank listens at ``host`` and ``port``, unless ``environ`` says where. Machines have equally many ranks.
+
+    >>> torch_variables(1, 2, 1, 3, "10.0.0.1", 8999, {})["RANK"]
+    '3'
+    """
+    return {
+        "RANK": str(machine * local_size + local_rank),
+        "WORLD_SIZE": str(machines * local_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or host,
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
+    }
+
+
+def _meeting(settings: Settings) -> tuple[str, int]:
+    """What all machines can tell without asking: beside the scheduler, which the first machine is expected to run. The
+    reverse of what torchrun's ranks do, whose scheduler is beside MASTER_PORT."""
+    port = settings.scheduler_port
+    return settings.scheduler_host, port - 1 if port > 1 else port + 1
 
 
 def rank_spec(

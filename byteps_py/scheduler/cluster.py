@@ -27,6 +27,7 @@ class ClusterConfig:
     heartbeat_interval_s: float = 0.2
     heartbeat_timeout_s: float = 1.0
     stall_warn_s: float = 60.0
+    straggler: float = 5.0
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ClusterConfig:
@@ -39,6 +40,7 @@ class ClusterConfig:
             heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             stall_warn_s=settings.stall_warn_s,
+            straggler=settings.straggler,
         )
 
     @property

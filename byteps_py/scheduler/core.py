@@ -24,12 +24,14 @@ from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.joining import Joining
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
+from byteps_py.scheduler.pace import PaceWatch, Slow
+from byteps_py.scheduler.pace import sentences as slow_sentences
 from byteps_py.scheduler.roster import Refusal, Roster
 from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.survey import Survey
 from byteps_py.scheduler.words import count_text, ranks_text
 
-REGISTER_TIMEOUT_S = 10.0  # a connection that has not said by then who it is, is turned away
+REGISTER_TIMEOUT_S = 4.0  # a connection that has not said by then who it is, is turned away
 
 FORMING = pb.StatusReply.STATE_FORMING
 RUNNING = pb.StatusReply.STATE_RUNNING
@@ -43,6 +45,7 @@ class SchedulerCore:
         self._roster = Roster(config)
         self._declarations = Declarations(config.num_workers, 0)
         self._stalls = stalls.StallWatch(config.stall_warn_s)
+        self._pace = PaceWatch(config.straggler, config.stall_warn_s)
         self._barriers = Barriers(config.num_workers)
         self._joining = Joining(config.num_workers)
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
@@ -132,6 +135,8 @@ class SchedulerCore:
         out: Outgoing = []
         for connection, why in self.silent(now_s):
             out += self.on_lost(connection, why, now_s)
+        if why := self.contradiction():
+            out += self.on_contradiction(why, now_s)
         return out + self.on_deadlines(now_s)
 
     def on_deadlines(self, now_s: float) -> Outgoing:
@@ -149,6 +154,10 @@ class SchedulerCore:
                 text = f"the cluster is not complete after {limit_s:g} s (BYTEPS_START_TIMEOUT_S): {self.reason}"
                 out += self._fail("RendezvousError", text, now_s)
         return out
+
+    def on_contradiction(self, why: str, now_s: float) -> Outgoing:
+        """Ranks wait for each other in different operations, and will for ever."""
+        return self._fail("MismatchError", why, now_s)
 
     def stop(self, reason: str, now_s: float) -> Outgoing:
         """End the job in order: every member is told to leave."""
@@ -168,6 +177,13 @@ class SchedulerCore:
     def epoch(self) -> int:
         """The latest that was opened here, or that is known of an earlier cluster."""
         return max(self._roster.epoch, self._roster.first_epoch - 1)
+
+    def contradiction(self) -> str:
+        """Why ranks wait in vain, as far as heartbeats show; empty if they don't."""
+        if self.state != RUNNING:
+            return ""
+        size = sum(len(m.ranks) for m in self._roster.everyone)
+        return self._stalls.contradiction(size, self._declarations.describe)
 
     def is_member(self, connection: int) -> bool:
         """True from its registration until it has left or is lost."""
@@ -202,6 +218,11 @@ class SchedulerCore:
         late = "; ".join(m.describe() for m in self._roster.present())
         return finish(self.state != ENDED, now_s - self._over_s, has_connections, late, self.reason)
 
+    @property
+    def cpu_machines(self) -> int:
+        """Those that sum, or are ready to."""
+        return len(self._roster.cpu_servers())
+
     def status(self, now_s: float) -> pb.StatusReply:
         return pb.StatusReply(
             state=self.state,
@@ -214,6 +235,7 @@ class SchedulerCore:
             num_workers=self._config.num_workers,
             num_servers=self._config.num_servers,
             stalled=stalls.sentences(self._current_stalls(), self._who) if self.state == RUNNING else [],
+            slow=self._slow_sentences(self._slow()),
         )
 
     # ---- one kind of message each ------------------------------------------------------------------------------
@@ -282,10 +304,14 @@ class SchedulerCore:
             return []
         member.statistics = heartbeat.statistics
         self._stalls.report(member.id, heartbeat.waiting)
-        if not heartbeat.waiting or self.state != RUNNING:
-            return []
-        due = self._stalls.due(self._current_stalls(), now_s)
+        self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         out: Outgoing = []
+        for sentence in self._slow_sentences(self._pace.due(self._slow(), now_s)):
+            slow = pb.SchedulerMessage(slow=pb.Slow(message=sentence))
+            out += to_each(self._roster.workers(), slow)
+        if not heartbeat.waiting or self.state != RUNNING:
+            return out
+        due = self._stalls.due(self._current_stalls(), now_s)
         for sentence, missing in stalls.told(due, self._who):
             stalled = pb.Stalled(message=sentence, missing=missing)
             out += to_each(self._roster.present(), pb.SchedulerMessage(stalled=stalled))
@@ -388,7 +414,10 @@ class SchedulerCore:
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
         error = report.error if report.error in BY_NAME else "CommunicationError"
-        return self._fail(error, f"{report.message} (reported by {member.describe()})", now_s, silent_for=member)
+        # A traceback may follow the sentence.
+        first, *rest = report.message.split("\n", 1)
+        text = "\n".join([f"{first} (reported by {member.describe()})", *rest])
+        return self._fail(error, text, now_s, silent_for=member)
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 
@@ -411,8 +440,11 @@ class SchedulerCore:
         text = f"lost {member.describe()}: {why}"
         if self.state == RUNNING and not member.is_worker:
             out = self._reassign(text, now_s)
-        else:
-            out = self._fail("PeerLostError", text, now_s)
+            if tell_it_too:  # should it wake up
+                sentence = f"this summation service was given up, and others sum what it did: {why}"
+                out.append(refused(member.connection, "PeerLostError", sentence))
+            return out
+        out = self._fail("PeerLostError", text, now_s)
         if tell_it_too:
             out.append((member.connection, failure("PeerLostError", text)))
         return out
@@ -432,11 +464,32 @@ class SchedulerCore:
     def _drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
         if member.is_worker:
             raise ProtocolError("only a summation service can be drained")
-        member.is_draining = True
         if self.state != RUNNING:
-            return []  # while the cluster forms it holds nothing: it leaves
+            return to_each([member], pb.SchedulerMessage(stop=pb.Stop(reason="it holds no keys")))
+        if not any(m is not member for m in (*self._roster.cpu_servers(), *self._roster.gpu_servers())):
+            return []  # the last one: better late than never
+        member.is_draining = True
         out = self._reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
         return out + self._let_go()
+
+    def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
+        """Drain these servers, and the last of all CPU machines' until at most ``count`` are left (-1: any number).
+
+        Raises UsageError, and drains none, if an address is no server's, or the job does not run.
+        """
+        if self.state != RUNNING:
+            raise UsageError(f"the job does not run: {self.reason}")
+        servers = self._roster.cpu_servers()
+        by_address = {member.facts.address.removeprefix("tcp://"): member for member in servers}
+        if unknown := [address for address in addresses if address.removeprefix("tcp://") not in by_address]:
+            known = ", ".join(by_address) or "there are none"
+            raise UsageError(f"no CPU machine's server is at {', '.join(unknown)}; servers: {known}")
+        chosen = [by_address[address.removeprefix("tcp://")] for address in addresses]
+        rest = sorted((m for m in servers if m not in chosen), key=lambda m: m.id)
+        chosen += rest[count:] if count >= 0 else []
+        if len(chosen) == len(servers) and not self._roster.gpu_servers():
+            raise UsageError("one summation service has to stay: GPU machines run none (BYTEPS_PLACEMENT=servers-only)")
+        return [message for member in chosen for message in self._drain(member, "bps scale", now_s)]
 
     def _applied(self, member: MemberRecord, applied: pb.Applied) -> Outgoing:
         self._ranks_of(member)
@@ -475,6 +528,16 @@ class SchedulerCore:
     def _current_stalls(self) -> list[stalls.Stall]:
         size = sum(len(m.ranks) for m in self._roster.everyone)
         return self._stalls.stalls(size, self._declarations.undecided_voters, self._joining.ranks)
+
+    def _slow(self) -> list[Slow]:
+        return self._pace.slow([m.id for m in self._roster.present()]) if self.state == RUNNING else []
+
+    def _slow_sentences(self, slow: list[Slow]) -> list[str]:
+        if not slow:
+            return []
+        everyone = self._roster.everyone
+        size = sum(len(m.ranks) for m in everyone)
+        return slow_sentences(slow, self._who, {m.id: m.describe() for m in everyone if not m.is_worker}, size)
 
     def _who(self, ranks: Iterable[int]) -> str:
         wanted = set(ranks)

@@ -23,6 +23,7 @@ def to_dict(reply: pb.StatusReply) -> dict[str, Any]:
         "tensors": reply.tensors,
         "tensor_bytes": reply.tensor_bytes,
         "stalled": list(reply.stalled),
+        "slow": list(reply.slow),
         "restarts": reply.restarts,
         "journal": reply.journal,
         "members": [_member(m, total) for m in reply.members],

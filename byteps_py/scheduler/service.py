@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from byteps_py import auth
-from byteps_py.errors import ConfigurationError
+from byteps_py.errors import ConfigurationError, UsageError
 from byteps_py.log import logger
 from byteps_py.machine import require_secret
 from byteps_py.proto import control_pb2 as pb
@@ -190,9 +190,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         held, self._held = self._held, []
         for sent in held:
             self._say(sent)
-        for sentence in dict.fromkeys(
-            s.message.stalled.message for s in held if s.message and s.message.stalled.message
-        ):
+        told = [s.message.stalled.message or s.message.slow.message for s in held if s.message is not None]
+        for sentence in dict.fromkeys(filter(None, told)):
             logger.info("%s", sentence)  # the workers warn
 
     def _say(self, sent: Sent) -> None:
@@ -254,6 +253,14 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         await self._authenticate(context)
         self.stop(request.reason)
         return pb.StopReply()
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:  # noqa: N802
+        await self._authenticate(context)
+        try:
+            self._deliver(self._sessions.scale(request, self._now_s()))
+        except UsageError as error:
+            return pb.ScaleReply(error=str(error))
+        return pb.ScaleReply(servers=self._sessions.core.cpu_machines)
 
     async def _authenticate(self, context: Context) -> None:
         shown = dict(context.invocation_metadata() or ()).get(rpc.TOKEN_KEY, "")

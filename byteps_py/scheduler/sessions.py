@@ -37,7 +37,7 @@ from byteps_py.scheduler.session import Sent, Session, check
 MAX_UNHEARD = 10_000
 #: What members say without a number, and the news that it may lead to. Both may be lost with a connection.
 _NEWS = ("heartbeat", "sight")
-_FLEETING = ("stalled", "sight")
+_FLEETING = ("stalled", "sight", "slow")
 
 
 class Sessions:
@@ -113,11 +113,17 @@ class Sessions:
         for connection, why in self.core.silent(now_s):
             if self._sessions[connection].stream is not None:  # whoever is away has a deadline of its own
                 out += self._do(JournalRecord(at_s=now_s, session=connection, lost=why))
+        if why := self.core.contradiction():
+            out += self._do(JournalRecord(at_s=now_s, contradiction=why))
         return out + self._do(JournalRecord(at_s=now_s, tick=True), True)
 
     def stop(self, reason: str, now_s: float) -> list[Sent]:
         """End the job in order: every member is told to leave."""
         return self._do(JournalRecord(at_s=now_s, stop=reason))
+
+    def scale(self, request: pb.ScaleRequest, now_s: float) -> list[Sent]:
+        """Let CPU machines go. Raises UsageError, as the core does; nothing is written then."""
+        return self._do(JournalRecord(at_s=now_s, scale=request))
 
     def restart(self, now_s: float) -> None:
         """All records have been replayed: members that these tell of may now come back."""
@@ -282,6 +288,10 @@ class Sessions:
                 return core.on_deadlines(now_s)
             case "stop":
                 return core.stop(record.stop, now_s)
+            case "contradiction":
+                return core.on_contradiction(record.contradiction, now_s)
+            case "scale":
+                return core.scale(record.scale.servers, record.scale.addresses, now_s)
             case "restart":
                 self.restarts += 1
             case "beyond_epoch":

@@ -105,6 +105,9 @@ class Arena:
             raise InvariantError(f"{nbytes} bytes at {offset} of shared memory are used after they were given back")
         return self._data[offset : offset + nbytes]
 
+    def peek(self, address: int, nbytes: int) -> Bytes:
+        return self._data[address - self.base : address - self.base + nbytes]
+
     def close(self) -> None: ...
 
 
@@ -155,6 +158,13 @@ class Memory:
     def map_segment(self, fd: int, nbytes: int) -> Segment:
         """Stands for byteps_py.shm.Segment(fd, nbytes)."""
         return Segment(fd, self._by_descriptor[fd][:nbytes])
+
+    def find(self, address: int, nbytes: int) -> Bytes:
+        """The bytes there, whoever uses them by now."""
+        for arena in self.arenas:
+            if arena.base <= address < arena.base + ARENA_BYTES:
+                return arena.peek(address, nbytes)
+        return self.at(address, nbytes)
 
     def at(self, address: int, nbytes: int) -> Bytes:
         """The bytes there, in use as they must be."""

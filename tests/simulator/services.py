@@ -9,7 +9,7 @@ from typing import Any
 
 from byteps_py.errors import RendezvousError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.server.partition import Partition, State
+from byteps_py.server.partition import Round, State
 from byteps_py.server.service import Service as ServerService
 from byteps_py.settings import Settings
 from byteps_py.worker import credit, service
@@ -91,6 +91,12 @@ class Worker(Process):
         loop.call_later(service._TICK_S, self._service._tick)
         loop.call_later(credit.PATIENCE_S, self._service._pump)
 
+    @property
+    def parts(self) -> dict[tuple[int, int, int], Part]:
+        """By key, generation, index."""
+        executor = self._service._executor
+        return executor._parts if executor is not None else {}
+
     def broke(self, error: Exception) -> None:
         """As ``Service.run`` does; but only a server that is gone from the start excuses it."""
         if not isinstance(error, RendezvousError) or not self.world.faults:
@@ -170,7 +176,6 @@ class Server(Process):
         super().__init__(world, name)
         self._memory = memory
         self._kind = kind
-        self._reduced: set[tuple[int, int, int, int]] = set()
         self._service: ServerService
         self._link: Any
 
@@ -181,21 +186,18 @@ class Server(Process):
         self._link = connect(settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat)
         it._loop.call_later(settings.stall_warn_s, it._warn_of_stalls)
 
-    def _check_reduce(self, partition: Partition[Any]) -> None:
-        """Each machine is counted once, in order, and each round is summed once."""
-        machines = [contribution.header.sender for contribution in partition.in_order()]
-        group = partition.in_order()[0].header.machines
+    def _check_reduce(self, round_: Round[Any]) -> None:
+        """Each machine is counted once, in order."""
+        what = f"round {round_.number} of {round_.partition}"
+        machines = [contribution.header.sender for contribution in round_.in_order()]
+        group = round_.in_order()[0].header.machines
         if group:
             is_right = len(machines) == group and machines == sorted(set(machines))
         else:
             is_right = machines == list(range(self._service._rounds.num_machines))
         if not is_right:
-            raise InvariantError(f"round {partition.round} of {partition} is summed over machines {machines}")
-        round_ = (partition.key, partition.generation, partition.index, partition.round)
-        if round_ in self._reduced:
-            raise InvariantError(f"round {partition.round} of {partition} is summed twice")
-        self._reduced.add(round_)
-        self._reduce(partition)
+            raise InvariantError(f"{what} is summed over machines {machines}")
+        self._reduce(round_)
 
     def check(self) -> None:
         if not self.is_alive:
@@ -209,9 +211,9 @@ class Server(Process):
     def _check_end(self) -> None:
         """Contributions are held for rounds under way only. Those that wait for ever are of void tensors."""
         rounds = self._service._rounds
-        partitions = [p for group in rounds._generations.values() for p in group.values()]
-        held = sum(c.nbytes for p in partitions for c in p.contributions.values())
+        rounds_ = [r for group in rounds._generations.values() for p in group.values() for r in p.rounds.values()]
+        held = sum(c.nbytes for r in rounds_ for c in r.contributions.values())
         if rounds.counters.bytes_in_flight != held and not self.world.faults:
             raise InvariantError(f"{rounds.counters.bytes_in_flight} bytes count as held, {held} are")
-        if any(p.contributions for p in partitions if p.state in (State.IDLE, State.BROKEN, State.DROPPED)):
-            raise InvariantError("contributions of no round are held")
+        if any(not r.contributions or r.state is State.DROPPED for r in rounds_):
+            raise InvariantError("a round that is over, or void, is kept")

@@ -52,12 +52,14 @@ class Surroundings:
         def new_listener(name: str) -> Listener:
             return Listener(world, local, self.booting, name)
 
-        def new_server_network(host: str, settings: Any, traffic: Any, on_arrival: Any, on_gone: Any) -> ServerNetwork:
-            return ServerNetwork(net, self.booting, on_arrival, on_gone)
+        def new_server_network(host: str, settings: Any, traffic: Any, *callbacks: Any) -> ServerNetwork:
+            return ServerNetwork(net, self.booting, *callbacks)
 
         # A link, or a rank's connection, is made by its service in one of its events.
         os_ = SimpleNamespace(
-            pidfd_open=lambda pid: local.open_pidfd(pid, self._active()), close=lambda fd: None, getpid=lambda: 1
+            pidfd_open=lambda pid: local.open_pidfd(pid, self._active()),
+            close=lambda fd: None,
+            getpid=lambda: self.booting.pid,
         )
         # Half of all kernels are small enough for the loop's thread, half are not.
         small = PARTITION_BYTES * world.random.choice((0, 1, 2, 100))

@@ -29,6 +29,8 @@ class Process:
         self.pid = 1000 + len(world.processes)
         self.is_alive = True
         self.is_gone = False  # not alive, and not frozen
+        self.is_paused = False
+        self.backlog: list[tuple[str | None, Callable[[], None]]] = []  # what happens to it once it wakes
         self.exit_code: int | None = None  # None: killed, or still there
         self.on_end: list[Callable[[], None]] = []  # what others notice when it is gone, however it went
         world.processes.append(self)
@@ -43,6 +45,20 @@ class Process:
         """Do nothing any more, and nobody is told."""
         self.is_alive = False
 
+    def pause(self, for_s: float) -> None:
+        """Do nothing for so long. What comes meanwhile is waiting then."""
+        self.is_paused = True
+        self.world.after(for_s, None, None, self._wake)
+        self.world.expect_quiet(for_s)
+
+    def _wake(self) -> None:
+        self.is_paused = False
+        backlog, self.backlog = self.backlog, []
+        if self.is_alive:
+            self.world.note(self.name, "wakes")
+        for label, act in backlog:
+            self.world.after(0.0, self, label, act)
+
     def die(self) -> None:
         """End at once, without a word."""
         if self.is_alive:
@@ -54,8 +70,9 @@ class Process:
 class Wire:
     """One direction of a connection: what is sent later never arrives earlier."""
 
-    def __init__(self) -> None:
+    def __init__(self, slowness: float = 1.0) -> None:
         self.last_arrival_s = 0.0
+        self.slowness = slowness
 
 
 class World:
@@ -70,6 +87,7 @@ class World:
         self.hang_s = HANG_S
         self._pace_s = self.random.choice((0.0002, 0.001, 0.005))
         self._last_work_s = 0.0
+        self._slow_wires = self.random.choice((0.0, 0.0, 0.2))
         self._queue: list[tuple[float, int, Process | None, str | None, Callable[[], None]]] = []
         self._order = itertools.count()
         self._log: list[tuple[float, str, str]] = []
@@ -82,6 +100,14 @@ class World:
         mean_s = self._pace_s * (15 if self.random.random() < 0.02 else 1)
         return self.random.expovariate(1 / mean_s)
 
+    def new_wire(self) -> Wire:
+        """Between machines: some are slow in some runs."""
+        return Wire(30.0 if self.random.random() < self._slow_wires else 1.0)
+
+    def expect_quiet(self, for_s: float) -> None:
+        """It may be that nothing but timers happens for so long."""
+        self._last_work_s = max(self._last_work_s, self.now_s + for_s)
+
     def after(self, delay_s: float, process: Process | None, label: str | None, act: Callable[[], None]) -> None:
         """``act`` as an event of ``process``, unless that is dead by then. No label: a timer, which is no work."""
         self._at(self.now_s + delay_s, process, label, act)
@@ -91,7 +117,7 @@ class World:
 
     def carry(self, wire: Wire, process: Process, label: str | None, act: Callable[[], None]) -> None:
         """``act`` in ``process`` when a message sent now on ``wire`` arrives."""
-        wire.last_arrival_s = max(wire.last_arrival_s, self.now_s + self.delay())
+        wire.last_arrival_s = max(wire.last_arrival_s, self.now_s + self.delay() * wire.slowness)
         self._at(wire.last_arrival_s, process, label, act)
 
     def note(self, who: str, what: str) -> None:
@@ -106,10 +132,13 @@ class World:
             return False
         self.now_s, _, process, label, act = heapq.heappop(self._queue)
         if label is not None:
-            self._last_work_s = self.now_s
+            self._last_work_s = max(self._last_work_s, self.now_s)
         elif self.now_s - self._last_work_s > self.hang_s:
             return False
         if process is not None and not process.is_alive:
+            return True
+        if process is not None and process.is_paused:
+            process.backlog.append((label, act))
             return True
         self.events += 1
         if label:

@@ -24,14 +24,14 @@ _LIMIT_S = 100  # less than pytest allows a test
 _MARK = "BYTEPS_TEST_MARK"
 
 
-def _environ(pid: int) -> dict[str, str]:
+def environ_of(pid: int) -> dict[str, str]:
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
         return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
     return {}
 
 
-def _arguments(pid: int) -> list[str]:
+def arguments_of(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     return []
@@ -75,7 +75,7 @@ class Job:
             self.process.stdin.close()
         self.said += [line.rstrip("\n") for line in self.process.stdout]
         status = self.process.wait()
-        left = [f"{pid}: {' '.join(_arguments(pid))}" for pid in self.pids() if not wait_gone(pid, 0)]
+        left = [f"{pid}: {' '.join(arguments_of(pid))}" for pid in self.pids() if not wait_gone(pid, 0)]
         assert not left, f"left behind: {left}; it said:\n{self.text}"
         return status
 
@@ -86,11 +86,11 @@ class Job:
     # ---- its processes ---------------------------------------------------------------------------------
 
     def pids(self) -> list[int]:
-        return [pid for pid, _, state in processes() if state != "Z" and _environ(pid).get(_MARK) == self._mark]
+        return [pid for pid, _, state in processes() if state != "Z" and environ_of(pid).get(_MARK) == self._mark]
 
     def pid(self, word: str, **environ: str) -> int:
         """The process with ``word`` on its command line and these variables, which must be one."""
-        found = [pid for pid in self.pids() if word in _arguments(pid) and environ.items() <= _environ(pid).items()]
+        found = [pid for pid in self.pids() if word in arguments_of(pid) and environ.items() <= environ_of(pid).items()]
         assert len(found) == 1, f"{len(found)} processes are {word} with {environ}"
         return found[0]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
 from byteps_py.torch.distributed.arguments import Landing, device_of, octets
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane, Place
@@ -69,13 +69,25 @@ class Direct:
         after: After | None = None,
     ) -> Operation:
         """Everybody's ``tensors`` to everybody."""
-        return self._start(Op.GATHER, what, [tensors], outputs, timeout_s, after)
+        return self._start(Op.GATHER, what, [tensors], outputs, timeout_s, after, Sizes.TOGETHER)
 
     def exchange(
-        self, what: str, sends: Pieces, receives: Pieces, timeout_s: float, after: After | None = None
+        self,
+        what: str,
+        sends: Pieces,
+        receives: Pieces,
+        timeout_s: float,
+        after: After | None = None,
+        sizes: Sizes = Sizes.TOGETHER,
     ) -> Operation:
         """To each member what is for it, from each what is for this one."""
-        return self._start(Op.EXCHANGE, what, sends, receives, timeout_s, after)
+        return self._start(Op.EXCHANGE, what, sends, receives, timeout_s, after, sizes)
+
+    def finish(self) -> None:
+        """Complete what is under way. Raises StallError."""
+        with self._lock:
+            for lane in itertools.chain.from_iterable(self._lanes.values()):
+                self._around.vacate(lane)
 
     def even(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Operation:
         """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; contiguous.
@@ -96,14 +108,21 @@ class Direct:
         moved = Moved(
             [(0, mine)] if is_gather else others(mine),
             others(whole),
-            Layout(((0, share),) if is_gather else ranges, ranges),
+            Layout(((0, share),) if is_gather else ranges, ranges, Sizes.TOGETHER),
             [(whole[first:after], mine if is_gather else mine[first:after])],
             (mine.numel(), whole.numel()),
         )
         return self._begin(op, what, moved, device_of([source, target]), [target], _nothing, timeout_s)
 
     def _start(
-        self, op: Op, what: str, sends: Pieces, receives: Pieces, timeout_s: float, after: After | None
+        self,
+        op: Op,
+        what: str,
+        sends: Pieces,
+        receives: Pieces,
+        timeout_s: float,
+        after: After | None,
+        sizes: Sizes,
     ) -> Operation:
         outgoing = [[octets(tensor) for tensor in piece] for piece in sends]
         landings = [[Landing(tensor) for tensor in piece] for piece in receives]
@@ -111,7 +130,7 @@ class Direct:
         outputs = after.outputs if after else [tensor for piece in receives for tensor in piece]
         kept = self._keep_own(op, outgoing, incoming)
         device = device_of([tensor for piece in (*sends, *receives) for tensor in piece])
-        layout = Layout(_ranges(outgoing), _ranges(incoming))
+        layout = Layout(_ranges(outgoing), _ranges(incoming), sizes)
         room = (_total(outgoing), _total(incoming))
 
         def finish() -> None:
@@ -147,7 +166,8 @@ class Direct:
                 finish()
 
             work = Operation(self._around, self._completer, what, lane, device, outputs, deliver, timeout_s)
-            work.number = self._around.journal.record((what,), lane.name)
+            # The service compares sizes, not what they are for: to the journal, that is part of the name.
+            work.number = self._around.journal.record((what,), f"{lane.name} {what}")
             lane.begin(device, moved.outgoing, moved.layout)
             lane.occupant = work
             with torch.no_grad():  # while the others' are on their way; before another call may deliver this one

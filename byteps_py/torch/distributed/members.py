@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from byteps_py.errors import UnsupportedError
 from byteps_py.session import Session
+from byteps_py.session.solo import SoloSession
 from byteps_py.torch.context import Context
 from byteps_py.torch.exchange import Mover
 
@@ -22,6 +24,12 @@ class Members:
     ranks: tuple[int, ...]
     position: int
     prefix: str
+
+    def __post_init__(self) -> None:
+        if list(self.ranks) != sorted(self.ranks):
+            raise UnsupportedError(
+                f"a process group of ranks {list(self.ranks)}: the backend byteps has groups in ascending order only"
+            )
 
     @property
     def count(self) -> int:
@@ -40,6 +48,13 @@ class Members:
         """The rank of a member, as the session knows it."""
         return self.ranks[position] if self.session.size > 1 else 0
 
+    def split(self, positions: Sequence[int], number: int) -> Members:
+        """A group of some of them, this process among them; ``number``: of the splits of this group so far."""
+        ranks = tuple(self.ranks[p] for p in positions)
+        session = self.context.session if len(ranks) > 1 else SoloSession()
+        name = f"{self.prefix}.split.{number}.{_digest(ranks)}"
+        return Members(self.context, session, ranks, positions.index(self.position), name)
+
     def mover(self, device: torch.device) -> Mover:
         return self.context.mover(device)
 
@@ -49,5 +64,8 @@ def prefix_of(epoch: int, name: str, ranks: Sequence[int]) -> str:
 
     Disjoint groups may have the same name, where not all ranks have made the same ones: hence the ranks.
     """
-    who = hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=6).hexdigest()
-    return f"c10d.{epoch}.{name}.{who}"
+    return f"c10d.{epoch}.{name}.{_digest(ranks)}"
+
+
+def _digest(ranks: Sequence[int]) -> str:
+    return hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=6).hexdigest()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.tensors import Op
+from byteps_py.tensors import Op, Sizes
 from byteps_py.torch.distributed.arguments import Tensors, alone, listed
 from byteps_py.torch.distributed.direct import After
 from byteps_py.torch.distributed.parts import Parts, assign
@@ -83,7 +83,8 @@ class Moving(Parts):
             self._check_count("gather", outputs)
         sends = [[tensor] if member == root else [] for member in range(self.size())]
         receives = [[output] for output in outputs] or [[] for _ in range(self.size())]
-        return self._record(self._direct.exchange("gather", sends, receives, self._limit(opts)))
+        sizes = _one_sided(outputs)
+        return self._record(self._direct.exchange("gather", sends, receives, self._limit(opts), sizes=sizes))
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
         """From the root, which alone gives inputs, a tensor to each member."""
@@ -94,7 +95,8 @@ class Moving(Parts):
             self._check_count("scatter", inputs)
         sends = [[tensor] for tensor in inputs] or [[] for _ in range(self.size())]
         receives = [[output] if member == root else [] for member in range(self.size())]
-        return self._record(self._direct.exchange("scatter", sends, receives, self._limit(opts)))
+        sizes = _one_sided([output])
+        return self._record(self._direct.exchange("scatter", sends, receives, self._limit(opts), sizes=sizes))
 
     # ---- all to all ------------------------------------------------------------------------------------
 
@@ -150,6 +152,11 @@ class Moving(Parts):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Pending:
         """From whichever member's message with this tag comes first."""
         return self._record(self._channels.receive_from_anybody(alone(listed(tensors), "recv"), tag))
+
+
+def _one_sided(outputs: Sequence[torch.Tensor]) -> Sizes:
+    """How a member that gets ``outputs`` looks at sizes, where others get nothing: who only sends waits for nobody."""
+    return Sizes.PLAIN if all(output.numel() for output in outputs) else Sizes.CHECKED
 
 
 def _nothing() -> None:

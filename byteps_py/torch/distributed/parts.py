@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,10 +45,40 @@ class Parts(Identity):
         look_s = _LOOKS * members.context.settings.patience_s
         self._around = Surroundings(timeout_s, Journal(members, store), look_s)
         self._completer = Completer()
-        self._reductions = Reductions(members, self._around, self._completer)
-        self._direct = Direct(members, self._around, self._completer)
-        self._channels = PointToPoint(members, self._around)
         self._coalesced: list[Pending] | None = None
+        self._splits = itertools.count()
+        self._building = threading.Lock()
+        self._joins = -1
+        self._parts = self._built()
+
+    def _built(self) -> tuple[Reductions, Direct, PointToPoint]:
+        """The parts, new ones after each ``byteps_py.join()``: what they have declared is void, and members have not
+        called equally often."""
+        members = self._members
+        joins = members.context.joins
+        if joins != self._joins:
+            with self._building:
+                if joins != self._joins:
+                    if joins:
+                        members = dataclasses.replace(members, prefix=f"{members.prefix}.{joins}")
+                    self._around.journal = Journal(members, self._store)
+                    reductions = Reductions(members, self._around, self._completer)
+                    direct = Direct(members, self._around, self._completer)
+                    members.context.until_join.update((reductions, direct))
+                    self._parts, self._joins = (reductions, direct, PointToPoint(members, self._around)), joins
+        return self._parts
+
+    @property
+    def _reductions(self) -> Reductions:
+        return self._built()[0]
+
+    @property
+    def _direct(self) -> Direct:
+        return self._built()[1]
+
+    @property
+    def _channels(self) -> PointToPoint:
+        return self._built()[2]
 
     # ---- coalescing ------------------------------------------------------------------------------------
 

@@ -83,6 +83,13 @@ class Reductions:
         targets = [] if sends else [view]
         return self._start(what, kind, sends, targets, [tensor], timeout_s, device_of([tensor]))
 
+    def finish(self) -> None:
+        """Complete what is under way. Raises StallError."""
+        with self._lock:
+            for place in self._places.all():
+                for lane in place.lanes:
+                    self._around.vacate(lane)
+
     def _start(
         self,
         what: str,
