@@ -19,21 +19,23 @@ def main() -> int:
     first, _, end = arguments.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
     began_s = time.monotonic()
-    failed, events, faults = 0, 0, 0
+    failed, events, faults, trials = 0, 0, 0, 0
     for seed in seeds:
         report = run(seed)
         events += report.events
         faults += bool(report.fault)
+        trials += len(report.trials)
         if report.violation:
             failed += 1
             print("".join(report.log.splitlines(keepends=True)[-arguments.tail :]))
-            print(f"seed {seed} ({report.shape}; {report.fault or 'no fault'}): {report.violation}\n")
+            print(f"seed {seed} ({report.shape}; {report.fault or 'no fault'}; {'; '.join(report.trials)}):")
+            print(f"{report.violation}\n")
             if failed >= arguments.failures:
                 break
         if (seed - seeds.start + 1) % 1000 == 0:
             print(f"{seed + 1 - seeds.start} seeds, {failed} failed, {time.monotonic() - began_s:.0f} s", flush=True)
     print(
-        f"{seed + 1 - seeds.start} seeds ({faults} with a fault), {events} events, {failed} failed, "
+        f"{seed + 1 - seeds.start} seeds ({faults} with a fault, {trials} trials), {events} events, {failed} failed, "
         f"{time.monotonic() - began_s:.1f} s"
     )
     return 1 if failed else 0

@@ -9,6 +9,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import complete
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.core import SchedulerCore
+from byteps_py.scheduler.member import Presence
 from byteps_py.scheduler.outgoing import Outgoing
 from byteps_py.settings import Settings
 
@@ -28,6 +29,18 @@ class Scheduler(Process):
     def _tick(self) -> None:
         self.deliver(self._core.on_tick(self.world.now_s))
         self.world.after(_TICK_S, self, None, self._tick)
+
+    @property
+    def state(self) -> pb.StatusReply.State:
+        return self._core.state
+
+    def server_addresses(self) -> set[str]:
+        """Of summation services that are members."""
+        return {member.facts.address for member in self._core._roster.present() if not member.is_worker}
+
+    def lost_addresses(self) -> set[str]:
+        """Of summation services that were members once, or never."""
+        return {m.facts.address for m in self._core._roster.everyone if m.presence is Presence.LOST}
 
     def check(self) -> None:
         finish = self._core.finished(self.world.now_s)
