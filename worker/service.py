@@ -90,6 +90,7 @@ class Service:
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
         self._is_headless = False  # the scheduler is away
+        self._headless_since = 0.0
         self._link: ControlLink = connect(
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
             self._scheduler_away, self._scheduler_back,
@@ -296,6 +297,7 @@ class Service:
 
     def _scheduler_away(self, error: BytePSError) -> None:
         self._is_headless = True
+        self._headless_since = time.monotonic()
         # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
         if self._requests is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
@@ -333,6 +335,8 @@ class Service:
         if why:
             self._fail(PeerLostError(why), report=is_news)
         limit = self._settings.stall_limit_s
+        if limit and self._is_headless and now - self._headless_since > limit and self._requests is not None:
+            self._requests.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
         if limit and (waiting := self._waiting(limit)):
             # The scheduler knows whom they wait for: the last that it said about it.
             name = repr(waiting[0].name) if waiting[0].name else "a barrier"

@@ -193,7 +193,9 @@ class Server(Process):
         kind = pb.MACHINE_KIND_GPU if self.machine >= 0 else pb.MACHINE_KIND_CPU
         it = self._service = ServerService(settings, kind, connect)
         self._reduce, it._reduce = it._reduce, self._check_reduce  # type: ignore[method-assign]
-        it._link = connect(settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat)
+        it._link = connect(
+            settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat, it._on_away, it._on_back
+        )
         it._loop.call_later(settings.stall_warn_s, it._warn_of_stalls)
 
     @property
