@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import stat
 from pathlib import Path
@@ -15,7 +16,8 @@ from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalReco
 from byteps_py.scheduler import journal as files
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.journal import Journal, journal_path
-from byteps_py.scheduler.restoring import begin, restore
+from byteps_py.scheduler.restoring import begin, compact, restore
+from byteps_py.scheduler.snapshot import thaw
 from byteps_py.settings import Settings
 
 
@@ -164,3 +166,40 @@ def test_the_journal_of_a_job_that_was_configured_otherwise_is_given_up(tmp_path
     journal.delete()
     journal.close()
     assert not path.exists()
+
+
+def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "COMPACT_BYTES", 300)
+    path = tmp_path / "j"
+    config = ClusterConfig(num_workers=2, job="j")
+    journal = Journal(path)
+    sessions = begin(config, journal, 3, 1.0).sessions
+    while not journal.is_long:
+        sessions.skip_epochs(4, 2.0)
+        journal.flush()
+    inode = path.stat().st_ino
+    (tmp_path / "j.new").write_bytes(b"of a crash")
+    compact(config, journal, sessions, 5.0)
+    assert path.stat().st_ino != inode
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not journal.is_long
+    with pytest.raises(JournalError, match="in use"):
+        Journal(path)
+    sessions.skip_epochs(6, 7.0)
+    journal.flush()
+    journal.close()
+    journal = Journal(path)
+    restored = restore(config, journal)
+    assert (restored.sessions.core.epoch, restored.at_s, restored.records) == (6, 7.0, 1)
+    journal.close()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("wanted", [os.system, pytest.raises, files.journal_path, JournalError])
+def test_a_snapshot_brings_only_what_is_its_own(wanted: object) -> None:
+    with pytest.raises(JournalError):
+        thaw(pickle.dumps({"version": wanted}))
+    with pytest.raises(JournalError):
+        thaw(random.Random(1).randbytes(50))
+    with pytest.raises(JournalError, match=r"is of byteps_py 0\.0"):
+        thaw(pickle.dumps({"version": "0.0"}))

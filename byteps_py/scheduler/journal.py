@@ -30,6 +30,8 @@ from byteps_py.proto.journal_pb2 import JournalFrame, JournalRecord
 from byteps_py.settings import Settings
 
 NO_JOURNAL = "none"
+#: A hundred thousand records, which take about a second to go through again.
+COMPACT_BYTES = 4 << 20
 _MAGIC = b"byteps journal 1\n"
 _HEAD = struct.Struct("<II")
 
@@ -113,6 +115,7 @@ class Journal:
         """Open or create it. Raises JournalError: damaged, somebody else's, or in use by another scheduler."""
         self.path = path
         self._waiting: list[JournalRecord] = []
+        self._size = self._first_size = 0
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -139,6 +142,8 @@ class Journal:
                 ) from None
             os.ftruncate(self._fd, good)
             os.lseek(self._fd, good, os.SEEK_SET)
+            self._size = good
+            self._first_size = frames[0].ByteSize() if frames else 0
         except BlockingIOError:
             raise JournalError(
                 f"the scheduler's journal {self.path} is in use: another scheduler of this job runs; end it, or give "
@@ -147,6 +152,32 @@ class Journal:
         except OSError as error:
             raise _unusable(self.path, error) from error
         return frames
+
+    @property
+    def is_long(self) -> bool:
+        """It is time for ``replace``: much more has been written than a snapshot takes."""
+        return self._size > max(COMPACT_BYTES, 4 * self._first_size)
+
+    def replace(self, first: JournalFrame) -> None:
+        """A journal that begins with this, at once in the place of this one: a crash leaves the one or the other.
+
+        Nothing may be waiting. Raises OSError; the journal is as it was then.
+        """
+        path = self.path.with_suffix(".new")
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # a crash left it
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            data = _MAGIC + encode(first)
+            _write(fd, data)
+            os.rename(path, self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(self._fd)
+        self._fd, self._size, self._first_size = fd, len(data), len(data)
+        self._sync_folder()
 
     @property
     def is_behind(self) -> bool:
@@ -158,10 +189,16 @@ class Journal:
         os.ftruncate(self._fd, 0)
         os.lseek(self._fd, 0, os.SEEK_SET)
         self._waiting.clear()
-        self._write(_MAGIC + encode(first))
+        data = _MAGIC + encode(first)
+        _write(self._fd, data)
+        self._size = self._first_size = len(data)
+        self._sync_folder()
+
+    def _sync_folder(self) -> None:
+        """The file's name is as safe as what is in it."""
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(folder)  # the file's name is as safe as what is in it
+            os.fsync(folder)
         finally:
             os.close(folder)
 
@@ -171,14 +208,10 @@ class Journal:
     def flush(self) -> None:
         """All that was appended is safe. Raises OSError."""
         if self._waiting:
-            self._write(encode(JournalFrame(records=self._waiting)))
+            data = encode(JournalFrame(records=self._waiting))
+            _write(self._fd, data)
+            self._size += len(data)
             self._waiting.clear()
-
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
-        os.fdatasync(self._fd)
 
     def delete(self) -> None:
         """The job is over. Close it, too."""
@@ -187,3 +220,10 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.fdatasync(fd)

@@ -17,6 +17,7 @@ messages without a number.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ from byteps_py.scheduler.outbox import Outbox
 from byteps_py.scheduler.outgoing import Outgoing
 from byteps_py.scheduler.returning import Returning
 from byteps_py.scheduler.session import Sent, Session, check
+from byteps_py.scheduler.snapshot import freeze, thaw
 
 #: Messages that a member has not confirmed; one that takes none of so many is lost.
 MAX_UNHEARD = 10_000
@@ -147,6 +149,23 @@ class Sessions:
                 f"the scheduler's journal does not lead to what it led to when it was written (at {record.at_s:.1f} s, "
                 f"{record.WhichOneof('body')}): was it written by another version of byteps_py?"
             )
+
+    def snapshot(self, now_s: float) -> bytes:
+        """The state, in the place of all that was written so far. Connections are no part of it."""
+        members = [dataclasses.replace(s, stream=None, away_until_s=None) for s in self._sessions.values() if s.digest]
+        strangers = [s.id for s in self._sessions.values() if not s.digest]
+        return freeze({"core": self.core, "members": members, "strangers": strangers, "next": self._next_id,
+                       "restarts": self.restarts, "at_s": now_s})  # fmt: skip
+
+    def restore(self, snapshot: bytes) -> float:
+        """To be called first. The time when it was made. Raises JournalError."""
+        state = thaw(snapshot)
+        self.core, self.restarts, self._next_id = state["core"], state["restarts"], state["next"]
+        for session in state["members"]:
+            self._sessions[session.id] = self._by_digest[session.digest] = session
+        for stranger in state["strangers"]:
+            self.core.on_disconnected(stranger, state["at_s"])
+        return float(state["at_s"])
 
     # ---- questions -------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from byteps_py.scheduler.restoring import replay
 from byteps_py.scheduler.resuming import MemberSession
 from byteps_py.scheduler.session import Sent
 from byteps_py.scheduler.sessions import Sessions
+from byteps_py.server.service import _ORPHAN_S
 from byteps_py.settings import Settings
 
 from .local import Loop
@@ -269,6 +270,8 @@ class ControlLink:
         if self._is_dismissed:
             self.is_over = True
         elif not self.is_over:
+            if self._place.scheduler.exit_code is not None:
+                self._world.expect_quiet(_ORPHAN_S + 2.0)  # a server that has slept finds that all is over
             if self._away_since_s < 0:
                 since_s = self._away_since_s = self._world.now_s
                 self._world.after(_SHORT_S, self.process, None, lambda: self._tell(since_s))

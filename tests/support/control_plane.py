@@ -58,6 +58,7 @@ class Plane:
         self.config = ClusterConfig(**{"job": "j", **config})  # type: ignore[arg-type]
         self.now = 0.0
         self.disk: list[JournalRecord] = []
+        self.snapshot = b""
         self._unsafe: list[JournalRecord] = []
         self._held: list[Sent] = []
         self._streams: dict[int, Member] = {}
@@ -76,7 +77,7 @@ class Plane:
 
     def start(self) -> None:
         records = [JournalRecord.FromString(record.SerializeToString()) for record in self.disk]
-        self.sessions, self.now = replay(self.config, records)
+        self.sessions, self.now = replay(self.config, records, self.snapshot)
         self.sessions.write = self._unsafe.append
         self.sessions.restart(self.now)
         self.flush()
@@ -88,6 +89,14 @@ class Plane:
         for sent in held:
             if (member := self._streams.get(sent.stream)) is not None:
                 member.down.append(None if sent.message is None else sent.stamped())
+
+    def compact(self) -> None:
+        """As the service does it: after everything is written, and before what follows is sent."""
+        if self.sessions is not None:
+            self.disk += self._unsafe
+            self._unsafe.clear()
+            self.snapshot = self.sessions.snapshot(self.now)
+            self.disk.clear()
 
     def tick(self, by_s: float = 0.0) -> None:
         self.now += by_s
@@ -184,6 +193,8 @@ class Plane:
             self.flush()
         elif what < 0.92:
             self.connect(member)
+        elif what < 0.925:
+            self.compact()
         elif what < 0.95:
             self.cut(member)
         elif what < 0.965:
