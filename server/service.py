@@ -7,6 +7,7 @@ Owns the process's life: it registers, serves, and says when and how the process
     ``stop``: SIGTERM, SIGINT                                         0, after Leave; if it may hold keys, once they
                                                                       have moved, or after ``DRAIN_LIMIT_S``
     Failure from the scheduler: the job can't go on                   1
+    Refused by the scheduler, which had taken it for dead             75: it may be started again
     Refused, or the scheduler lost before the cluster was complete    the error is raised
     the scheduler away later, and no worker connected any more        0; until then sums go on
     (the launcher that started it is gone: the kernel's parent-death signal, set by the launcher)
@@ -26,6 +27,7 @@ from byteps_py.dataplane.peer import Peer
 from byteps_py.dataplane.strangers import SWEEP_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, CommunicationError, ConfigurationError, ProtocolError, from_name
+from byteps_py.launch.spec import GIVEN_UP_STATUS
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
@@ -260,6 +262,9 @@ class Service:
             case "stop":
                 logger.info("the job is over: %s", message.stop.reason)
                 self._end(0, "the job is over")
+            case "refused" if self._rounds.epoch:
+                logger.warning("%s", message.refused.message)
+                self._end(GIVEN_UP_STATUS, "given up")
             case "refused":
                 self._error = from_name(message.refused.error, message.refused.message)
                 self._end(1, "refused by the scheduler")

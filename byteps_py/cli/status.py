@@ -110,9 +110,10 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 def to_text(reply: pb.StatusReply) -> str:
     """The reply as a table for people, without a final newline."""
     facts = report.to_dict(reply)
-    lines = [f"{facts['state']}, epoch {facts['epoch']}: {facts['reason']}"]
+    lines = [f"{facts['state']}: {facts['reason']}"]
     lines.append(
-        f"{facts['num_workers']} workers, {facts['num_servers']} servers configured; {facts['tensors']} tensors, "
+        f"{facts['num_workers']} workers, {facts['num_servers']} servers configured, epoch {facts['epoch']}; "
+        f"{facts['tensors']} tensors, "
         f"{_mb(facts['tensor_bytes'])} MB, in partitions of at most {_mb(facts['partition_bytes'])} MB"
     )
     if facts["restarts"]:

@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from byteps_py.errors import RendezvousError
-from byteps_py.launch.plan import horovod_variables, rank_spec, scheduler_restarts, services, torch_variables
+from byteps_py.launch.plan import (
+    horovod_variables,
+    rank_spec,
+    scheduler_restarts,
+    server_spec,
+    services,
+    torch_variables,
+)
 from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 
@@ -89,8 +96,7 @@ def cluster_plan(
     for index in range(servers):
         env = {**common, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": f"c{index}"}
         name = f"the summation service of CPU machine c{index}"
-        argv = service_argv("server")
-        specs.append(ProcessSpec(name, Kind.SERVICE, f"ss-c{index}", argv, env, is_replaceable=True))
+        specs.append(server_spec(name, f"ss-c{index}", env))
     return [*specs, *gpu_machine_services, *rank_specs]
 
 

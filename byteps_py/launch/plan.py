@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from byteps_py import launchers
 from byteps_py.errors import ConfigurationError
-from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
+from byteps_py.launch.spec import GIVEN_UP_STATUS, Kind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 from byteps_py.variables import VARIABLES
 
 #: Not for ever: something kills it.
 _SCHEDULER_RESTARTS = 5
+_SERVER_RESTARTS = 16
 _BY_FIELD = {variable.field: variable for variable in VARIABLES}
 #: What a cluster manager may have said of a machine's only rank.
 _PLACE = ("RANK", "WORLD_SIZE")
@@ -78,8 +79,7 @@ def _worker_plan(
     if role == "joint" and settings.num_servers >= settings.num_workers:
         # BytePS's joint role: one of the DMLC_NUM_SERVER servers lives on this machine.
         server_env = {**env, "DMLC_ROLE": "server"}
-        argv = service_argv("server")
-        specs.insert(0, ProcessSpec("the summation service", Kind.SERVICE, "ss", argv, server_env, is_replaceable=True))
+        specs.insert(0, server_spec("the summation service of a CPU machine", "ss-cpu", server_env))
     many = settings.num_workers > 1
     meeting = _meeting(settings) if many else ("127.0.0.1", port)
     kept = {} if settings.local_size > 1 else {name: environ[name] for name in _PLACE if environ.get(name)}
@@ -106,6 +106,20 @@ def scheduler_restarts(environ: Mapping[str, str]) -> int:
     return 0 if environ.get("BYTEPS_JOURNAL_DIR") == "none" else _SCHEDULER_RESTARTS
 
 
+def server_spec(name: str, label: str, env: Mapping[str, str], *arguments: str) -> ProcessSpec:
+    """A summation service beside ranks: others do its work when it dies, and it is started again to take its part."""
+    return ProcessSpec(
+        name,
+        Kind.SERVICE,
+        label,
+        service_argv("server", *arguments),
+        env,
+        is_replaceable=True,
+        restarts=_SERVER_RESTARTS,
+        again_status=GIVEN_UP_STATUS,
+    )
+
+
 def services(settings: Settings, env: Mapping[str, str], token: str, where: str, label: str) -> list[ProcessSpec]:
     """What a GPU machine runs besides its ranks: its CS, and its SS where the placement gives it a share."""
     if settings.is_alone:
@@ -113,9 +127,8 @@ def services(settings: Settings, env: Mapping[str, str], token: str, where: str,
     env = {**env, **_socket(token)}
     specs = []
     if settings.gpu_machines_sum:
-        argv = service_argv("server", "--gpu-machine")
         name = f"the summation service{where}"
-        specs.append(ProcessSpec(name, Kind.SERVICE, f"ss{label}", argv, env, is_replaceable=True))
+        specs.append(server_spec(name, f"ss{label}", env, "--gpu-machine"))
     # It stays while the launcher does: ranks may shut down and come back.
     argv = service_argv("worker", "--stay")
     name = f"the communication service{where}"

@@ -157,8 +157,8 @@ class Policy:
                 return [Say(f"{late} could not be killed: the system holds it in an uninterruptible wait")]
 
     def _goes_on(self, spec: ProcessSpec, status: int) -> bool:
-        """It is to be started again: it was killed, and nobody had asked it to end."""
-        was_killed = status < 0 and -status not in ENDING_SIGNALS
+        """It is to be started again: it was killed, or given up, and nobody had asked it to end."""
+        was_killed = (status < 0 and -status not in ENDING_SIGNALS) or status == spec.again_status
         return self.phase is Phase.RUNNING and was_killed and self._restarted.get(spec.name, 0) < spec.restarts
 
     def _main_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:
