@@ -270,10 +270,9 @@ class Rounds(Generic[C]):
             return []  # all ranks of the group have joined: there will be nothing to sum
         round_.state = State.REDUCING
         self._wanting.pop(round_, None)
-        # Who gives to a round has the results of those before: what is left of them was answered elsewhere.
-        for before in [r for r in round_.partition.rounds.values() if r.number < round_.number]:
-            if before.state is State.COLLECTING:
-                self._forget(before)
+        for other in [r for r in round_.partition.rounds.values() if r.number < round_.number]:
+            if other.state is State.COLLECTING:  # all have its result by now: it came from the server before this one
+                self._forget(other)
         return [Reduce(round_)]
 
     def _late(self, round_: Round[C], new: C) -> list[Action[C]]:

@@ -108,3 +108,14 @@ def test_ranks_that_joined_are_asked_too() -> None:
     assert wanted(rounds.tick(1.0)) == (1, (1,))
     answer = given(1, kind=Kind.PASS, nbytes=0, flags=RESENT | SUPPLY)
     assert len(answered(rounds.reduced(reduction(rounds.contribution(answer, 1.0))))) == 1
+
+
+def test_a_round_that_nobody_lacks_any_more_is_forgotten() -> None:
+    """It was given to this server and then answered by the one before it after all."""
+    rounds = started(2)
+    rounds.contribution(given(0, round=5, flags=RESENT), 0.0)
+    rounds.contribution(given(0, round=6), 0.1)
+    rounds.reduced(reduction(rounds.contribution(given(1, round=6), 0.1)))
+    assert (rounds.is_wanting, rounds.counters.bytes_in_flight) == (False, 0)
+    rounds.contribution(given(0, round=7), 0.2)
+    assert len(answered(rounds.reduced(reduction(rounds.contribution(given(1, round=7), 0.2))))) == 2

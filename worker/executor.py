@@ -219,7 +219,7 @@ class Executor:
         if part is not None and header.kind is Kind.WANT:
             self.run(self._pipeline.wanted(part, header.round, server))
             return
-        if self._memory.take_abandoned(header) or part is None or not self._pipeline.awaits(part, header.round):
+        if self._memory.take_abandoned(header, server) or part is None or not self._pipeline.awaits(part, header.round):
             return  # of a tensor that is void by now, or a repetition: a kernel may be reading the first answer
         if header.kind is Kind.REFUSED:
             if server != part.server:

@@ -130,7 +130,7 @@ class Network:
             header.kind = Kind.WITHDRAW
             link.push(header, None, 0, None)
             if isinstance(link, LocalLink):
-                self._memory.abandon_answer_block(part)
+                self._memory.abandon_answer_block(part, server)
         part.answer = None  # it may yet be written, if its server is only frozen: never used again
 
     def _header(self, part: Part, round_: int, contributes: bool) -> Header:

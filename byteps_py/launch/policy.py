@@ -9,9 +9,10 @@ supervisor's thread alone calls it.
        └─all ranks ended, 0─────┴──► DRAINING ──grace over──► ENDING ◄────┘
                                                                 └──grace over──► KILLING ──grace over──► OVER
 
-RUNNING: nothing happened yet, or what can go on where it stopped was killed and started again. LOSING: a service is
-gone; the ranks notice by themselves and say what they miss. DRAINING: services that stay for the ranks' sake are told
-to end, the others follow by themselves. ENDING: all are told to. OVER: what survived SIGKILL is left.
+RUNNING: nothing happened yet, but that a process that can go on where it stopped was killed and started again.
+LOSING: a service is gone; the ranks notice by themselves and say what they miss. DRAINING: services that stay for the
+ranks' sake are told to end, the others follow by themselves. ENDING: all are told to. OVER: what survived SIGKILL is
+left.
 """
 
 from __future__ import annotations
