@@ -144,9 +144,24 @@ def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert other is not None
     assert other.parent == tmp_path / f"byteps-{os.getuid()}"
     other.parent.chmod(0o777)
-    with pytest.raises(JournalError, match="others may write there"):
-        journal_path(Settings(scheduler_host="h", scheduler_port=9001))
+    assert journal_path(Settings(scheduler_host="h", scheduler_port=9001)) is None
+    with pytest.raises(JournalError, match="can't be used: Not a directory"):
+        journal_path(Settings(journal_dir=str(tmp_path / "file" / "below")))
     assert journal_path(Settings(journal_dir="none")) is None
+
+
+def test_what_killed_jobs_have_left_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = tmp_path / "byteps"
+    folder.mkdir(mode=0o700)
+    used = Journal(folder / "used.journal")
+    for name in ("old.journal", "new.journal", "other.txt"):
+        (folder / name).write_bytes(b"")
+    for name in ("old.journal", "used.journal", "other.txt"):
+        os.utime(folder / name, (1e9, 1e9))
+    journal_path(Settings(scheduler_host="h", scheduler_port=9000))
+    assert {path.name for path in folder.iterdir()} == {"used.journal", "new.journal", "other.txt"}
+    used.close()
 
 
 def test_the_journal_of_a_job_that_was_configured_otherwise_is_given_up(tmp_path: Path) -> None:

@@ -110,6 +110,24 @@ def test_a_stranger_can_not_take_a_members_place() -> None:
     assert one.is_welcome
 
 
+def test_who_comes_in_the_place_of_a_member_that_may_come_back_waits_for_that() -> None:
+    plane = Plane(num_workers=2, num_servers=2, servers_only=True)
+    for register in (worker(0, k=2), worker(1, k=2), server(0, k=2), server(1, k=2)):
+        plane.add(register)
+    plane.settle()
+    plane.cut(plane.members.pop())
+    heir = plane.add(server(1, k=2))
+    plane.connect(heir)
+    plane.carry_up(heir)
+    plane.flush()
+    plane.carry_down(heir)
+    assert heir.heard[-1].refused.later
+    plane.carry_down(heir)
+    plane.wait(0.6)
+    plane.settle()
+    assert heir.bodies()[1:3] == ["welcome", "membership"]
+
+
 def test_a_member_that_confirms_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_UNHEARD", 100)
     plane, one, two, _ = complete()

@@ -20,18 +20,21 @@ import re
 import stat
 import struct
 import tempfile
+import time
 import zlib
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from byteps_py.errors import JournalError
+from byteps_py.log import logger
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalRecord
 from byteps_py.settings import Settings
 
 NO_JOURNAL = "none"
 #: A hundred thousand records, which take about a second to go through again.
 COMPACT_BYTES = 4 << 20
+_STALE_S = 7 * 86400.0
 _MAGIC = b"byteps journal 1\n"
 _HEAD = struct.Struct("<II")
 
@@ -73,7 +76,9 @@ def _parse(body: bytes, crc: int) -> JournalFrame | None:
 
 
 def journal_path(settings: Settings) -> Path | None:
-    """Where this job's journal is; None if there is to be none. Makes the folder. Raises JournalError."""
+    """Where this job's journal is; None if there is to be none, or if there is no place for it. Makes the folder, and
+    clears it of what jobs have left that were killed long ago. Raises JournalError if the folder that was told is bad.
+    """
     if settings.journal_dir == NO_JOURNAL:
         return None
     readable = re.sub(r"[^A-Za-z0-9.-]+", "_", settings.job)[:60]
@@ -82,9 +87,29 @@ def journal_path(settings: Settings) -> Path | None:
     if settings.journal_dir:
         return _folder(Path(settings.journal_dir)) / name
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    with contextlib.suppress(JournalError):
-        return _folder(Path(state) / "byteps") / name
-    return _folder(Path(tempfile.gettempdir()) / f"byteps-{os.getuid()}", is_shared=True) / name
+    for folder, is_shared in (
+        (Path(state) / "byteps", False),
+        (Path(tempfile.gettempdir()) / f"byteps-{os.getuid()}", True),
+    ):
+        try:
+            _folder(folder, is_shared)
+        except JournalError as error:
+            why = error
+            continue
+        _clear(folder)
+        return folder / name
+    logger.warning("no journal: a killed scheduler can't go on (%s)", why)
+    return None
+
+
+def _clear(folder: Path) -> None:
+    """Of journals that nobody has written to for long, and nobody has open."""
+    for path in folder.glob("*.journal"):
+        with contextlib.suppress(OSError):  # in use, or gone
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                with path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def _folder(path: Path, is_shared: bool = False) -> Path:

@@ -211,7 +211,7 @@ class Sessions:
         record = JournalRecord(at_s=now_s, session=session.id, register=stated)
         out = self._run(record)
         if not session.digest:
-            if self._returning.is_open(now_s):
+            if any(other.away_until_s is not None for other in self._sessions.values()):  # its place may become free
                 return self._refuse(session, "RendezvousError", self._waiting_for(), later=True)
             return self._pass(session, out)
         return self._keep(record, out)
@@ -253,7 +253,7 @@ class Sessions:
     def _waiting_for(self) -> str:
         who = [s.who for s in self._sessions.values() if s.away_until_s is not None]
         some = ", ".join(who[:4]) + (", …" if len(who) > 4 else "")
-        return f"this scheduler was started again, and waits for members of its job to come back: {some or 'any'}"
+        return f"the scheduler waits for members of its job to come back: {some or 'any'}"
 
     def _send_away(self, session: Session, now_s: float, grace_s: float, why: str) -> None:
         session.away_since_s, session.away_until_s, session.away_why = now_s, now_s + grace_s, why
