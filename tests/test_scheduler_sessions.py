@@ -8,6 +8,7 @@ import pytest
 from support.control_plane import Member, Plane
 from support.scheduler_core import CPU, ballot, declare, server, spec, worker
 
+from byteps_py.cli.status import to_text
 from byteps_py.errors import JournalError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
@@ -80,6 +81,7 @@ def test_a_broken_connection_is_forgiven_for_half_a_second() -> None:
     plane.tick(0.4)
     (doubt,) = {member.doubt for member in running(plane).status(plane.now).members} - {""}
     assert doubt == "disconnected for 0.4 s"
+    assert f"  {doubt}  " in to_text(running(plane).status(plane.now))
     plane.settle()
     plane.tick(0.2)
     assert running(plane).core.state == states.RUNNING
@@ -198,6 +200,7 @@ def test_a_restarted_scheduler_takes_its_members_back_and_waits_for_the_others()
     plane.settle()
     assert one.bodies()[2:] == two.bodies()[2:] == ["release"]
     assert (running(plane).restarts, running(plane).core.epoch) == (1, 1)
+    assert "the scheduler was started again once" in to_text(running(plane).status(plane.now))
     plane.crash()
     plane.start()
     plane.members.remove(two)
