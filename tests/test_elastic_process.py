@@ -17,7 +17,7 @@ from programs.elastic import digest_of
 from support.breaking import Job, launch
 from support.clusters import ROOT
 from support.threaded import contract
-from torch_training import Net, gradients, sgd
+from torch_training import Net, gradients, loss_of, sgd
 
 from byteps_py.launch.cluster import free_port
 
@@ -60,6 +60,11 @@ class Reference:
     def go(self, to: int, machines: list[int]) -> str:
         """Take steps with so many ranks on each machine; the parameters after them."""
         for step in range(self.step, to):
+            if machines == [1]:  # nothing is exchanged, and what is not used has no gradient
+                self.model.zero_grad()
+                loss_of(self.model, 0, step).backward()
+                self.optimizer.step()
+                continue
             by_rank = [gradients(self.model, rank, [step]) for rank in range(sum(machines))]
             for param, parts in zip(self.model.parameters(), zip(*by_rank, strict=True), strict=True):
                 param.grad = contract(parts, machines, average=True)
@@ -130,7 +135,6 @@ def test_one_group_after_another(tmp_path, record_property) -> None:
         jobs[0].signal(signal.SIGKILL)
         jobs[1].until("going back to the last commit")
         jobs[2].signal(signal.SIGKILL)
-        scheduler.until("lost worker 0")
         jobs[2].end()
         os.kill(held, signal.SIGCONT)
         assert training.group(jobs[1], "two machines were killed, one after the other", began_s) == [1, 1]

@@ -132,7 +132,7 @@ def memberships(cluster: Cluster, connection: int) -> list[pb.Membership]:
 
 def back(cluster: Cluster, connection: int, ranks: int = 2) -> None:
     epoch = memberships(cluster, connection)[-1].workers_since if memberships(cluster, connection) else 0
-    cluster.say(connection, ready=pb.Ready(ranks=ranks, epoch=epoch))
+    cluster.say(connection, gathered=pb.Gathered(ranks=ranks, epoch=epoch))
 
 
 def test_a_lost_machine_is_gone_on_without() -> None:

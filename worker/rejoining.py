@@ -18,7 +18,7 @@ class Rejoining:
         self._desk = desk
         self._send = send
         self._epoch = 0  # since which the last group that this machine was in was the same
-        self._told: pb.Ready | None = None  # since then
+        self._told: pb.Gathered | None = None  # since then
 
     def is_new(self, membership: pb.Membership) -> bool:
         """True if its workers are another group than the last one."""
@@ -32,10 +32,10 @@ class Rejoining:
         desk = self._desk
         if not desk.is_whole:
             return
-        ready = pb.Ready(ranks=desk.waiting, others=desk.at_work > 0, epoch=self._epoch)
+        ready = pb.Gathered(ranks=desk.waiting, others=desk.at_work > 0, epoch=self._epoch)
         if ready != self._told and not (self._told is None and desk.at_work and not desk.waiting):
             self._told = ready
-            self._send(pb.MemberMessage(ready=ready))
+            self._send(pb.MemberMessage(gathered=ready))
 
     def dissolve(self, error: BytePSError) -> None:
         """The scheduler says that the group can't go on."""

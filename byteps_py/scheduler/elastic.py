@@ -15,7 +15,7 @@ from byteps_py.scheduler.reforming import Candidate, Decision, Reforming
 from byteps_py.scheduler.roster import Roster
 
 #: What a communication service says of its group. It says nothing of the next one before that is open.
-OF_A_GROUP = ("declare", "arrive", "join", "idle", "gone", "sight", "applied", "unreachable", "reform")
+OF_A_GROUP = ("declare", "arrive", "join", "idle", "gone", "sight", "applied", "unreachable", "settled", "reform")
 
 
 class Elastic:
@@ -47,7 +47,7 @@ class Elastic:
         message.failure.again = True
         return to_each(self._roster.workers(), message)
 
-    def ready(self, member: MemberRecord, ready: pb.Ready) -> Outgoing:
+    def gathered(self, member: MemberRecord, ready: pb.Gathered) -> Outgoing:
         """A machine's ranks wait to be in the next group."""
         if member.ranks and ready.epoch != self._roster.workers_since:
             return []  # said before it heard that it is in this group
