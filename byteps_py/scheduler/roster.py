@@ -248,6 +248,7 @@ class Roster:
         for server in self.present():
             if server.is_gpu_server:
                 server.facts.machine_index = places.get(server.home, OUTSIDE)
+        self._workers = self.workers()
         self.workers_since = self.epoch + 1
         membership = self._open_epoch(reason)
         membership.continued = is_continued
