@@ -102,6 +102,7 @@ class Policy:
         self._grace_s, self._own_error_s = grace_s, own_error_s
         self._elastic, self._is_part = elastic, is_part
         self._one_ended_well = False
+        self._is_leaving = False  # others go on without these ranks, as they were asked to
         self._alive = {spec.name: spec for spec in specs}
         self._mains_over = False
         self._no_main_ended = True
@@ -127,12 +128,19 @@ class Policy:
         self._no_main_ended = False
         self._one_ended_well = self._one_ended_well or not status
         actions = self._main_exited(spec, status, now) if status else []
-        if self._elastic and self._one_ended_well and not self._mains() and self._signalled_at is None:
+        if not self._mains() and self._is_well:
             self.code = 0
         if not self._mains() and not self._mains_over:
             self._mains_over = True
             actions += self._after_mains(now)
         return actions
+
+    @property
+    def _is_well(self) -> bool:
+        """All ranks have ended, of an elastic job: does it matter how?"""
+        if not self._elastic or self._is_leaving:
+            return self._is_leaving
+        return self._one_ended_well and self._signalled_at is None
 
     def signalled(self, signum: int, now: float) -> list[Action]:
         """The launcher received a signal."""
@@ -145,7 +153,7 @@ class Policy:
             if self._mains_over:
                 return [Say(f"received {name}; ending"), *self._end_services(now)]
             if self._elastic and self._is_part and signum == signal.SIGTERM and self.phase is Phase.RUNNING:
-                self._reason_code = 0
+                self._is_leaving = True
                 self._enter(Phase.LEAVING, now)
                 text = f"received {name}; the ranks leave at their next commit, within {self._grace_s:g} s"
                 return [Say(text), *self._send(self._dismissed(), signal.SIGTERM)]
