@@ -7,6 +7,7 @@ nothing of tensors or rounds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -214,6 +215,9 @@ class LocalLink(ServerLink):
         self._on_answer = on_answer
         self._on_lost = on_lost
         self._channel: Channel | None = None
+        # While the service reads nothing, it may be frozen: this process must not wait for it.
+        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._is_full = False
         try:  # it listened before it became a member: who is not there now is gone
             self._channel = connect_channel(name, _CONNECT_S)
             token = auth.token(settings.secret, "local", settings.job, str(sender))
@@ -232,15 +236,32 @@ class LocalLink(ServerLink):
             header.answer_segment, header.answer_offset = answer.segment, answer.offset
         if self._channel is None:
             return
+        while self._announced < len(self._arena.segments):
+            segment = self._arena.segments[self._announced]
+            hello = Header(Kind.SEGMENT, header.sender, segment=self._announced, length=segment.nbytes)
+            self._unsent.append((hello.pack(), (segment.fd,)))
+            self._announced += 1
+        self._unsent.append((header.pack(), ()))
+        if not self._is_full:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what waits, as far as the service takes it."""
+        channel = self._channel
+        if channel is None:
+            return
         try:
-            while self._announced < len(self._arena.segments):
-                segment = self._arena.segments[self._announced]
-                hello = Header(Kind.SEGMENT, header.sender, segment=self._announced, length=segment.nbytes)
-                self._channel.send(hello.pack(), (segment.fd,))
-                self._announced += 1
-            self._channel.send(header.pack())
+            while self._unsent and channel.try_send(*self._unsent[0]):
+                self._unsent.popleft()
         except PeerLostError as lost:
             self._lost(lost)
+            return
+        if bool(self._unsent) != self._is_full:
+            self._is_full = bool(self._unsent)
+            if self._is_full:
+                self._loop.add_writer(channel.fileno(), self._flush)
+            else:
+                self._loop.remove_writer(channel.fileno())
 
     def _drain(self) -> None:
         try:

@@ -33,6 +33,10 @@ class Trials:
         self._due = [rng.choice(kinds) for _ in range(count)]
         self._next_event = -1
 
+    @property
+    def are_due(self) -> bool:
+        return bool(self._due)
+
     def step(self) -> None:
         """Between two events."""
         if not self._due or self._cluster.scheduler.state != RUNNING:
