@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 
 TORCH_RANGE ?= 2.8.0 2.15.0
 
-.PHONY: demo test torch-range check lint types proto format clean install
+.PHONY: demo test torch-range check lint types proto format clean install fuzz
 
 install: $(STAMP)
 
@@ -32,6 +32,10 @@ torch-%: pyproject.toml
 	test -x .venv-torch-$*/bin/pytest || { $(PYTHON) -m venv .venv-torch-$* \
 		&& .venv-torch-$*/bin/pip install --quiet --disable-pip-version-check torch==$* -e '.[dev]'; }
 	.venv-torch-$*/bin/python -m pytest tests/test_backend_matrix.py tests/test_backend_examples.py
+
+# Ten million seeded inputs to every parser and core: minutes.
+fuzz: install
+	$(BIN)/python -m tests.fuzz --inputs 10000000
 
 check: lint types
 

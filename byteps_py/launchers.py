@@ -41,7 +41,7 @@ def job(environ: Environ) -> str:
 def scheduler(environ: Environ) -> tuple[str, int] | None:
     """Where the first machine's scheduler is to listen, next to the port on which torch.distributed meets."""
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if not host or not port.isdecimal():
+    if not host or not re.fullmatch("[0-9]{1,5}", port):
         return None
     return host, int(port) + 1 if int(port) < 65535 else int(port) - 1
 
@@ -89,7 +89,7 @@ def _srun(environ: Environ) -> Facts:
     )
     sizes = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     node = environ.get("SLURM_NODEID", "0")
-    if node.isdecimal() and int(node) < len(sizes):
+    if re.fullmatch("[0-9]{1,6}", node) and int(node) < len(sizes):
         found["BYTEPS_LOCAL_SIZE"] = sizes[int(node)]
     return found
 

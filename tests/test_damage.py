@@ -157,7 +157,7 @@ def test_contributions_that_are_always_damaged_are_an_error_that_names_the_way(l
     [
         (
             (SIGNED, dataclasses.replace(SIGNED, secret="guessed")),
-            "could not prove that it belongs to this cluster: do",
+            "could not prove that it belongs to this cluster: its proof of membership is wrong: do job and secret",
         ),
         ((SIGNED, OPEN), "its messages would be open, here they are signed: set BYTEPS_SECRET and BYTEPS_ENCRYPT"),
         ((ENCRYPTED, SIGNED), "its messages would be signed, here they are encrypted"),
@@ -203,3 +203,32 @@ def test_answers_that_are_always_damaged_are_an_error_that_names_the_way(line: L
     error = line.answer()
     assert isinstance(error, IntegrityError), error
     assert f"an answer from the summation service at {line.proxy.address} came damaged twice" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ([b"hello"], "sent 1 frames where a CHALLENGE was due"),
+        ([b"hello", b"x"], "sent something else than a CHALLENGE: a header has"),
+        ([Header(Kind.ANSWER, 0).pack(), b""], "said ANSWER where a CHALLENGE was due"),
+        ([Header(Kind.CHALLENGE, 0).pack(), bytes(96)], "could not prove that it belongs to this cluster: its proof"),
+        ([Header(Kind.CHALLENGE, 0).pack(), b"short"], "a CHALLENGE has 96 bytes, got 5"),
+    ],
+)
+def test_something_else_listens_there(says: list[bytes], text: str) -> None:
+    """A few attempts, then an error: once may be chance."""
+    loop, losses = EventLoop(), []
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as stranger:
+        stranger.linger = 0
+        address = f"tcp://127.0.0.1:{stranger.bind_to_random_port('tcp://127.0.0.1')}"
+        loop.add_reader(stranger, lambda: stranger.send_multipart([stranger.recv_multipart()[0], *says]))
+        link = TcpLink(
+            context, loop, address, 0, SIGNED, lambda *block: memoryview(b""), lambda *answer: None, lambda: None,
+            losses.append,
+        )  # fmt: skip
+        with pytest.raises(ProtocolError, match="the summation service at") as caught:
+            loop.run()
+        link.close()
+    loop.close()
+    assert text in str(caught.value)
+    assert losses == []

@@ -73,6 +73,17 @@ def test_every_flipped_bit_is_found(protection: Protection) -> None:
             opened(new_seal(protection, KEY), (bytes(changed[: len(sealed)]), bytes(changed[len(sealed) :])))
 
 
+@pytest.mark.parametrize("protection", Protection)
+def test_payloads_can_not_be_left_out_or_exchanged(protection: Protection) -> None:
+    seal = new_seal(protection, KEY)
+    (one, shown), (two, other), (empty, _) = (seal.seal(HEADER, payload) for payload in (b"a" * 99, b"b" * 99, b""))
+    for number, header, payload in ((0, one, b""), (0, one, other), (1, two, shown), (2, empty, shown)):
+        back = new_seal(protection, KEY)
+        back.number = number
+        with pytest.raises(DamagedError):
+            opened(back, (header, payload))
+
+
 def test_encrypted_payloads_and_signed_headers_can_not_be_read() -> None:
     payload = b"weights " * 100
     for protection, is_readable in ((Protection.OPEN, True), (Protection.SIGNED, True), (Protection.ENCRYPTED, False)):

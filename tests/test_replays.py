@@ -67,6 +67,8 @@ def test_replayed_pushes_over_a_connection_change_no_sum() -> None:
         zero, one = server.machine(0), server.machine(1)
         for _ in range(500):
             zero.push(ONE)
+        zero.push(b"", length=0)  # refused: what was sent before it has arrived
+        assert "0 bytes; a partition has" in zero.refusal()
         one.push(TWO)
         assert one.result() == THREE
         assert zero.result() == THREE

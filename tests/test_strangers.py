@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from byteps_py.scheduler import query
 from byteps_py.scheduler.core import REGISTER_TIMEOUT_S
 from byteps_py.wire import Header, Kind
 from byteps_py.worker import desk
+from byteps_py.worker.peers import PeerMachines
 
 MOST_BYTES = 64 << 10  # for each connection
 FLOOD = 200
@@ -71,67 +73,90 @@ def test_time_limits_are_within_what_is_promised() -> None:
     assert max(PATIENCE_S + SWEEP_S, REGISTER_TIMEOUT_S, desk._PATIENCE_S) < 5
 
 
-def test_half_open_connections_to_a_summation_server() -> None:
-    server = LoneServer()
-    with zmq.Context() as context:
-        check_round(context, server, 1)
-        before = resident_bytes(server.process.pid)
-        silent = [tcp(server.address, SILENT) for _ in range(FLOOD)]
+class LoneScheduler:
+    """A scheduler as a process."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        self._scheduler = Scheduler(num_workers=1, secret=secret).wait_listening()
+        self.address = self._scheduler.settings.scheduler_address
+        self.process = self._scheduler.process
+
+    def check(self) -> None:
+        assert query.status(self._scheduler.settings, WAIT_S).members == []
+
+    def end(self) -> str:
+        query.stop(self._scheduler.settings, "the test is over", WAIT_S)
+        return self._scheduler.ended()[1]
+
+    def close(self) -> None:
+        self._scheduler.close()
+
+
+class CommunicationService:
+    """Its two doors, in a loop that the test's thread runs."""
+
+    def __init__(self) -> None:
+        self.loop = EventLoop()
+        self.peers = PeerMachines(self.loop, SETTINGS, lambda request: None, lambda machine: None)
+        self.listener = Listener("byteps-test-strangers")
+        self.desk = desk.Desk(self.loop, self.listener, 1, lambda sentence: None, lambda: None)
+
+    def run(self) -> None:
+        """Until none of those that have connected before can be there any more."""
+        self.loop.call_later(max(PATIENCE_S + 2 * SWEEP_S, desk._PATIENCE_S), self.loop.stop)
+        self.loop.run()
+        assert not self.desk._strangers
+        assert len(self.peers._listener._strangers) == 0
+
+    def close(self) -> None:
+        self.peers.close()
+        self.desk.close()
+        self.loop.close()
+
+
+def test_half_open_connections_to_every_port() -> None:
+    """All at once, because all take their time."""
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(contextlib.closing(CommunicationService()))
+        server = LoneServer()
+        schedulers = [
+            stack.enter_context(contextlib.closing(LoneScheduler(secret))) for secret in ("", SETTINGS.secret)
+        ]
+        context = stack.enter_context(zmq.Context())
+
+        def check(round_: int) -> None:
+            check_round(context, server, round_)
+            for scheduler in schedulers:
+                scheduler.check()
+
+        check(1)
+        processes = (server, *schedulers)
+        before = [resident_bytes(process.process.pid) for process in processes]
+        floods = [[tcp(each.address, says) for says in (*HALF_OPEN, *[SILENT] * FLOOD)] for each in processes]
         # Those that get as far as to speak ZeroMQ, say HELLO, and never prove anything.
-        hello = context.socket(zmq.DEALER)
+        hello = stack.enter_context(context.socket(zmq.DEALER))
         hello.linger = 0
         hello.connect(server.address)
         hello.send_multipart([Header(Kind.HELLO, 0).pack(), bytes((1,)) + bytes(32)])
         assert hello.poll(WAIT_S * 1000)
-        many = [tcp(server.address, says) for says in HALF_OPEN]
         inside = [local(server.local_address, says) for says in (SILENT, b"noise", header_for(0, b"").pack())]
-        check_round(context, server, 2)  # beside them all
-        grown = resident_bytes(server.process.pid) - before
-        assert grown < MOST_BYTES * (len(silent) + len(many) + len(inside)), grown
-        for sock in (*silent, *many, *inside):
+        outside = [tcp(service.peers.address, says) for says in HALF_OPEN]
+        silent = [local(service.listener.name, SILENT) for _ in range(100)]
+        nonsense = [local(service.listener.name, says) for says in (b"\x01{", b"\x01[]", b"\x03", b"x" * 1000)]
+        check(2)  # beside them all
+        for process, then, flood in zip(processes, before, floods, strict=True):
+            grown = resident_bytes(process.process.pid) - then
+            assert grown < MOST_BYTES * len(flood), f"{process.address}: {grown} bytes for {len(flood)} connections"
+        service.run()
+        for sock in (*inside, *outside, *silent, *itertools.chain(*floods)):
             read_to_end(sock)
-        hello.close()
-        check_round(context, server, 3)
-        with contextlib.closing(LocalMachine(server.local_address, 0, SETTINGS)) as inside_machine:
-            inside_machine.send(bytes(64), segment=5)
-            assert inside_machine.receive()[0].kind is Kind.REFUSED
-    assert SETTINGS.secret not in command_line(server.process.pid)
-    log = server.end()
-    assert "was not asked for a proof" not in log
-    assert SETTINGS.secret not in log
-
-
-@pytest.mark.parametrize("secret", ["", "known to members"], ids=["open", "tls"])
-def test_half_open_connections_to_the_scheduler(secret: str) -> None:
-    with contextlib.closing(Scheduler(num_workers=1, secret=secret).wait_listening()) as scheduler:
-        settings = scheduler.settings
-        assert query.status(settings, WAIT_S).members == []
-        before = resident_bytes(scheduler.process.pid)
-        socks = [tcp(settings.scheduler_address, says) for says in (*HALF_OPEN, *[SILENT] * FLOOD)]
-        assert query.status(settings, WAIT_S).members == []
-        assert resident_bytes(scheduler.process.pid) - before < MOST_BYTES * len(socks)
-        for sock in socks:
-            read_to_end(sock)
-        assert query.status(settings, WAIT_S).members == []
-        assert not secret or secret not in command_line(scheduler.process.pid)
-        query.stop(settings, "the test is over", WAIT_S)
-        log = scheduler.ended()[1]
-        assert "the test is over" in log
-        assert not secret or secret not in log
-
-
-def test_silent_connections_to_a_communication_service() -> None:
-    loop = EventLoop()
-    listener = Listener("byteps-test-silent-strangers")
-    reception = desk.Desk(loop, listener, 1, lambda sentence: None, lambda: None)
-    socks = [local(listener.name, SILENT) for _ in range(100)]
-    extra = [local(listener.name, says) for says in (b"\x01{", b"\x01[]", b"\x03", b"x" * 1000)]
-    loop.call_later(desk._PATIENCE_S + 0.5, loop.stop)
-    loop.run()
-    assert not reception._strangers
-    for sock in socks:
-        assert read_to_end(sock) == b""
-    for sock in extra:
-        assert b"ProtocolError" in read_to_end(sock)
-    reception.close()
-    loop.close()
+        for sock in nonsense:
+            assert b"ProtocolError" in read_to_end(sock)
+        check(3)
+        with contextlib.closing(LocalMachine(server.local_address, 0, SETTINGS)) as machine:
+            machine.send(bytes(64), segment=5)
+            assert machine.receive()[0].kind is Kind.REFUSED
+        for process in processes:
+            assert SETTINGS.secret not in command_line(process.process.pid)
+            assert SETTINGS.secret not in process.end()

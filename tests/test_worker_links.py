@@ -161,3 +161,12 @@ def test_an_answer_that_is_lost_with_its_connection_is_asked_for_again(worker: W
     header, answer = worker.answers.pop()
     assert (header.round, answer) == (2, exact_sum(DType.FLOAT32, both).tobytes())
     worker.check_round(3)
+
+
+def test_a_server_that_can_not_be_reached_is_told(worker: Worker) -> None:
+    worker.check_round(1)
+    worker.link._silence_s = 0.3
+    worker.proxy.refuse()
+    while not worker.losses:
+        worker.run()
+    assert worker.losses == [f"the summation service at {worker.proxy.address} can't be reached since 0.3 s"]

@@ -228,13 +228,17 @@ class Executor:
             self._fail(from_name(error, f"tensor {part.tensor.name!r}: {text}"))
             return
         source = 0
-        if part.answer is not None:
-            source = part.answer.address
+        if frame is None:  # of the service of this machine
+            if server != part.server:
+                return  # of a place that was given up
+            source = part.answer.address if part.answer is not None else 0
         elif part.tensor.local_root is None and part.tensor.slots:
-            if frame is None or len(frame) != part.length:
+            if len(frame) != part.length:
                 raise ProtocolError(
-                    f"tensor {part.tensor.name!r}: an answer of {len(frame or b'')} bytes, {part.length} were due"
+                    f"tensor {part.tensor.name!r}: an answer of {len(frame)} bytes, {part.length} were due"
                 )
+            # The server before may answer while the service of this machine, which has the partition now, does too.
+            self._memory.abandon_answer_block(part, part.server)
             self._frames[part] = frame
             source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
         self._moved_at = time.monotonic()

@@ -6,8 +6,8 @@ nothing of tensors or rounds.
 
 from __future__ import annotations
 
+import collections
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -212,12 +212,11 @@ class LocalLink(ServerLink):
         self._loop = loop
         self._arena = arena
         self._announced = 0
+        self._is_full = False  # the service has to read before it can be sent more
         self._on_answer = on_answer
         self._on_lost = on_lost
         self._channel: Channel | None = None
-        # While the service reads nothing, it may be frozen: this process must not wait for it.
-        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
-        self._is_full = False
+        self._unsent: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
         try:  # it listened before it became a member: who is not there now is gone
             self._channel = connect_channel(name, _CONNECT_S)
             token = auth.token(settings.secret, "local", settings.job, str(sender))
@@ -246,22 +245,18 @@ class LocalLink(ServerLink):
             self._flush()
 
     def _flush(self) -> None:
-        """Send what waits, as far as the service takes it."""
-        channel = self._channel
-        if channel is None:
-            return
+        """Send what the service takes. It may be frozen, or starting: this one must not wait for it."""
         try:
-            while self._unsent and channel.try_send(*self._unsent[0]):
+            while self._channel is not None and self._unsent and self._channel.try_send(*self._unsent[0]):
                 self._unsent.popleft()
         except PeerLostError as lost:
             self._lost(lost)
-            return
-        if bool(self._unsent) != self._is_full:
+        if self._channel is not None and self._is_full != bool(self._unsent):
             self._is_full = bool(self._unsent)
             if self._is_full:
-                self._loop.add_writer(channel.fileno(), self._flush)
+                self._loop.add_writer(self._channel.fileno(), self._flush)
             else:
-                self._loop.remove_writer(channel.fileno())
+                self._loop.remove_writer(self._channel.fileno())
 
     def _drain(self) -> None:
         try:

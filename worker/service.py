@@ -315,6 +315,7 @@ class Service:
         if not self._is_headless:
             self._headless_since = time.monotonic()
         self._is_headless = True
+        self._headless_since = time.monotonic()
         # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
         if self._requests is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
@@ -353,6 +354,8 @@ class Service:
         if why:
             self._fail(PeerLostError(why), report=is_news)
         limit = self._settings.stall_limit_s
+        if limit and self._is_headless and now - self._headless_since > limit and self._requests is not None:
+            self._requests.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
         if limit and (waiting := self._waiting(limit)):
             # The scheduler knows whom they wait for: the last that it said about it.
             name = repr(waiting[0].name) if waiting[0].name else "a barrier"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from byteps_py.dataplane.handshake import WRONG, Caller
+from byteps_py.dataplane.handshake import Caller
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import ProtocolError
 from byteps_py.loop import EventLoop
@@ -111,8 +111,9 @@ class Dialer:
             zmq.RECONNECT_IVL: -1,
             zmq.CONNECT_TIMEOUT: _CONNECT_MS,
             zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
-            zmq.HEARTBEAT_IVL: 2_000,
-            zmq.HEARTBEAT_TIMEOUT: max(20_000, silence_ms),
+            # Only what neither end notices otherwise is found so: the network between them lost everything.
+            zmq.HEARTBEAT_IVL: max(200, silence_ms // 2),
+            zmq.HEARTBEAT_TIMEOUT: 2 * silence_ms,
         }
         for option, value in options.items():
             socket.setsockopt(option, value)
@@ -174,11 +175,11 @@ class Dialer:
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
+        if self._opening is None:
+            self._shake_hands(frames)
+            return True
         if len(frames) != 2:
             raise ProtocolError(f"{self._who} sent {len(frames)} frames, a message has 2")
-        if self._opening is None:
-            self._shake_hands(Header.unpack(frames[0].bytes), frames[1].bytes)
-            return True
         try:
             packed, payload = self._opening.open(frames[0].bytes, frames[1])
         except DamagedError:
@@ -191,21 +192,28 @@ class Dialer:
             self._owner.on_message(header, payload)
         return True
 
-    def _shake_hands(self, header: Header, said: bytes) -> None:
-        if header.kind is not Kind.CHALLENGE or self._socket is None:
-            why = said.decode(errors="replace").partition("\n")[2] if header.kind is Kind.REFUSED else header.kind.name
-            self._refused(f"turned this process away: {why}")
-            return
+    def _shake_hands(self, frames: list[zmq.Frame]) -> None:
         try:
-            proof, sealing, opening = self._caller.answer(said)
+            proof = self._prove(*_of_handshake(frames))
         except ProtocolError as error:
-            hint = ": do job and secret agree?" if str(error) == WRONG else ""
-            self._refused(f"could not prove that it belongs to this cluster{hint or f': {error}'}")
+            self._refused(str(error))
             return
-        self._socket.send_multipart([Header(Kind.PROOF, self._sender).pack(), proof])
-        self._sealing, self._opening = sealing, opening
-        self._failures = self._refusals = 0
-        self._owner.on_open()
+        if self._socket is not None:
+            self._socket.send_multipart([Header(Kind.PROOF, self._sender).pack(), proof])
+            self._failures = self._refusals = 0
+            self._owner.on_open()
+
+    def _prove(self, header: Header, said: bytes) -> bytes:
+        """The proof that is due. Raises ProtocolError."""
+        if header.kind is Kind.REFUSED:
+            raise ProtocolError(f"turned this process away: {said.decode(errors='replace').partition(chr(10))[2]}")
+        if header.kind is not Kind.CHALLENGE:
+            raise ProtocolError(f"said {header.kind.name} where a CHALLENGE was due")
+        try:
+            proof, self._sealing, self._opening = self._caller.answer(said)
+        except ProtocolError as error:
+            raise ProtocolError(f"could not prove that it belongs to this cluster: {error}") from None
+        return proof
 
     def _refused(self, why: str) -> None:
         self._refusals += 1
@@ -213,3 +221,13 @@ class Dialer:
             self._owner.on_refused(ProtocolError(f"{self._who} {why}"))
         if self._socket is not None:
             self._again()
+
+
+def _of_handshake(frames: list[zmq.Frame]) -> tuple[Header, bytes]:
+    """Raises ProtocolError."""
+    if len(frames) != 2:
+        raise ProtocolError(f"sent {len(frames)} frames where a CHALLENGE was due")
+    try:
+        return Header.unpack(frames[0].bytes), frames[1].bytes
+    except ProtocolError as error:
+        raise ProtocolError(f"sent something else than a CHALLENGE: {error}") from None

@@ -181,9 +181,8 @@ class DataListener:
         if header.kind is Kind.PROBE:
             self._probed(peer, header, payload)
         elif header.kind not in self._kinds or header.sender != peer.machine:
-            text = (
-                f"{header.kind.name} in the name of machine {header.sender} is not for machine {peer.machine} to send"
-            )
+            name = header.kind.name
+            text = f"{name} in the name of machine {header.sender} is not for machine {peer.machine} to send"
             peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
             raise ProtocolError(text)
         elif peer is self._by_machine.get(peer.machine):
@@ -217,7 +216,6 @@ class DataListener:
                 raise ProtocolError("no HELLO was accepted on this connection")
         except ProtocolError as error:
             if self._refusals.allow():
-                # Its header as it came, but for the kind.
                 self._say(identity, reply(header, Kind.REFUSED), f"{ProtocolError.__name__}\n{error}".encode())
             raise ProtocolError(f"(machine {header.sender}, it says) {error}") from None
 

@@ -8,7 +8,7 @@ damaged message does not spoil the next.
     SIGNED   AES-GCM authenticates header and payload, and hides the header; the payload travels in the clear
     ENCRYPTED  AES-GCM hides the payload, too
 
-Measured for 4 MB on one core: 63, 23 and 12 GB/s; below 1 KB 0.4 to 1.2 µs a message.
+Measured on one core: 64, 22 and 11 GB/s for 4 MB; 0.3 to 2.3 µs for a message of 1 KB.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Data = bytes | bytearray | memoryview
 KEY_BYTES = 16
 _TAG_BYTES = 16
 _CHECKSUM_BYTES = 8
-_EMPTY = b""
+_FOLLOWS = b"a payload follows"  # so that nobody can leave it out
+_LARGE_BYTES = 16 << 10  # from here on a buffer of our own is cheaper than one that the library makes
 
 
 class Protection(enum.IntEnum):
@@ -88,9 +89,10 @@ class _Open(Seal):
 
 
 class _Signed(Seal):
-    def __init__(self, cipher: AESGCM) -> None:
+    def __init__(self, cipher: AESGCM, invalid: type[Exception]) -> None:
         super().__init__()
         self._cipher = cipher
+        self._invalid = invalid  # what the cipher raises
 
     def _nonce(self) -> bytes:
         """Never the same twice with one key."""
@@ -102,28 +104,38 @@ class _Signed(Seal):
         return self._cipher.encrypt(self._nonce(), header, payload), payload
 
     def open(self, header: bytes, payload: zmq.Frame) -> tuple[bytes, zmq.Frame]:
-        return _decrypt(self._cipher, self._nonce(), header, payload.buffer, self.number - 1), payload
+        try:
+            return self._cipher.decrypt(self._nonce(), header, payload.buffer), payload
+        except self._invalid:
+            raise DamagedError(self.number - 1) from None
 
 
 class _Encrypted(_Signed):
     def seal(self, header: bytes, payload: Data) -> tuple[bytes, Data]:
         nonce = self._nonce()
-        sealed = self._cipher.encrypt(nonce, header, None)
-        if not len(payload):
+        size = len(payload)
+        sealed = self._cipher.encrypt(nonce, header, _FOLLOWS if size else None)
+        if not size:
             return sealed, payload
-        hidden = np.empty(len(payload) + _TAG_BYTES, np.uint8)  # not cleared first, as a bytearray would be
+        if size < _LARGE_BYTES:
+            return sealed, self._cipher.encrypt(_of_payload(nonce), bytes(payload), header)
+        hidden = np.empty(size + _TAG_BYTES, np.uint8)  # not cleared first, as a bytearray would be
         self._cipher.encrypt_into(_of_payload(nonce), payload, header, hidden.data)
         return sealed, hidden.data
 
     def open(self, header: bytes, payload: zmq.Frame) -> tuple[bytes, zmq.Frame]:
         nonce = self._nonce()
-        plain = _decrypt(self._cipher, nonce, header, None, self.number - 1)
-        if not len(payload):
-            return plain, payload
-        if len(payload) <= _TAG_BYTES:
-            raise DamagedError(self.number - 1)
-        shown = np.empty(len(payload) - _TAG_BYTES, np.uint8)
-        _decrypt_into(self._cipher, _of_payload(nonce), payload.buffer, plain, shown.data, self.number - 1)
+        size = len(payload) - _TAG_BYTES
+        try:
+            plain = self._cipher.decrypt(nonce, header, _FOLLOWS if len(payload) else None)
+            if not len(payload):
+                return plain, payload
+            if size < _LARGE_BYTES:
+                return plain, zmq.Frame(self._cipher.decrypt(_of_payload(nonce), payload.bytes, plain))
+            shown = np.empty(size, np.uint8)
+            self._cipher.decrypt_into(_of_payload(nonce), payload.buffer, plain, shown.data)
+        except self._invalid:
+            raise DamagedError(self.number - 1) from None
         return plain, zmq.Frame(shown.data)
 
 
@@ -131,29 +143,13 @@ def _of_payload(nonce: bytes) -> bytes:
     return nonce[:-1] + b"\x01"
 
 
-def _decrypt(cipher: AESGCM, nonce: bytes, hidden: bytes, beside: Data | None, number: int) -> bytes:
-    from cryptography.exceptions import InvalidTag
-
-    try:
-        return cipher.decrypt(nonce, hidden, beside)
-    except InvalidTag:
-        raise DamagedError(number) from None
-
-
-def _decrypt_into(cipher: AESGCM, nonce: bytes, hidden: Data, beside: bytes, shown: memoryview, number: int) -> None:
-    from cryptography.exceptions import InvalidTag
-
-    try:
-        cipher.decrypt_into(nonce, hidden, beside, shown)
-    except InvalidTag:
-        raise DamagedError(number) from None
-
-
 def new_seal(protection: Protection, key: bytes) -> Seal:
     """For one direction; ``key``: its own, of KEY_BYTES."""
     if protection is Protection.OPEN:
         return _Open()
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # loopback jobs do without the library
+    # Loopback jobs do without the library.
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     kind = _Signed if protection is Protection.SIGNED else _Encrypted
-    return kind(AESGCM(key))
+    return kind(AESGCM(key), InvalidTag)

@@ -115,6 +115,8 @@ class SchedulerCore:
                     return self._sight(member, message.sight)
                 case "drain":
                     return self._drain(member, message.drain.reason, now_s)
+                case "ready":
+                    return self._ready(member, now_s)
                 case "applied":
                     return self._applied(member, message.applied)
                 case "unreachable":
@@ -257,8 +259,8 @@ class SchedulerCore:
         if self.state == FORMING:
             self.reason = self._roster.missing()
         if self.state == RUNNING:  # a summation service more
+            admitted.is_late = True
             out.append((connection, pb.SchedulerMessage(membership=self._membership)))
-            out += self._reassign(f"{admitted.describe()} has come", now_s)
         elif not self.reason:
             out += self._all_are_there(now_s)
         return out
@@ -308,6 +310,8 @@ class SchedulerCore:
             return []
         member.statistics = heartbeat.statistics
         self._stalls.report(member.id, heartbeat.waiting)
+        if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
+            raise ProtocolError("it says how ranks keep up that are not its own")
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         out: Outgoing = []
         for sentence in self._slow_sentences(self._pace.due(self._slow(), now_s)):
@@ -486,6 +490,12 @@ class SchedulerCore:
         member.is_draining = True
         out = self._reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
         return out + self._let_go()
+
+    def _ready(self, member: MemberRecord, now_s: float) -> Outgoing:
+        if not member.is_late:
+            return []
+        member.is_late = False
+        return self._reassign(f"{member.describe()} has come", now_s)
 
     def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
         """Drain these servers, and the last of all CPU machines' until at most ``count`` are left (-1: any number).

@@ -179,12 +179,12 @@ class Roster:
 
     def cpu_servers(self) -> list[MemberRecord]:
         """In the order in which they get their keys."""
-        servers = (m for m in self.present() if m.is_cpu_server and not m.is_draining)
+        servers = (m for m in self.present() if m.is_cpu_server and m.can_hold_keys)
         return sorted(servers, key=lambda m: m.facts.address)
 
     def gpu_servers(self) -> list[MemberRecord]:
         """By machine index; none where GPU machines don't sum."""
-        servers = (m for m in self.present() if m.is_gpu_server and not m.is_draining)
+        servers = (m for m in self.present() if m.is_gpu_server and m.can_hold_keys)
         return sorted(servers, key=lambda m: m.facts.machine_index)
 
     def link_rates(self) -> list[float]:

@@ -36,6 +36,7 @@ from byteps_py.settings import Settings
 
 TICK_S = 0.2
 STOP_GRACE_S = 1.0
+SHORT_SECRET = 16
 MAX_BACKLOG = 20_000  # messages that wait for one connection; who takes none of so many is cut off
 
 Context = grpc.aio.ServicerContext[pb.MemberMessage, pb.SchedulerMessage]
@@ -90,6 +91,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 self._journal.close()
 
     async def _serve(self, host: str, port: int) -> Finish:
+        if 0 < len(self._settings.secret) < SHORT_SECRET:
+            logger.warning("the cluster secret is shorter than %d characters: it can be guessed", SHORT_SECRET)
         restored = restoring.restore(self._config, self._journal)
         self._go_on_with(restored)
         if self._sessions.restarts and self._journal is not None:
@@ -121,7 +124,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             await server.stop(STOP_GRACE_S)
 
     def _go_on_with(self, restored: Restored) -> None:
-        self._sessions = restored.sessions
+        self._sessions, self._config = restored.sessions, restored.config
         self._clock_s = restored.at_s - time.monotonic()
 
     def _now_s(self) -> float:
@@ -185,6 +188,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         if self._journal is not None:
             try:
                 self._journal.flush()
+                if self._journal.is_long:
+                    restoring.compact(self._config, self._journal, self._sessions, self._now_s())
             except OSError as error:
                 self._give_up_journal(self._journal, error)
         held, self._held = self._held, []

@@ -13,22 +13,33 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`, also where nobody has said where it is
 
 from .base import Target
-from .control import Control
+from .control import Control, JournalFile, Streams
 from .mutator import Mutator
 from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, WireHeader
 
 TARGETS: dict[str, type[Target]] = {
     kind.__name__: kind
-    for kind in (WireHeader, Seals, Handshake, Listener, ServerRounds, LocalProtocol, Environment, Control)
+    for kind in (
+        WireHeader,
+        Seals,
+        Handshake,
+        Listener,
+        ServerRounds,
+        LocalProtocol,
+        Environment,
+        Control,
+        Streams,
+        JournalFile,
+    )
 }
 
 
 def fuzz(kind: type[Target], inputs: int, seed: int) -> Target:
-    """Feed so many inputs. An exception says which one broke it, and how to see it again."""
+    """Feed so many inputs, fewer if each costs much. An exception says which one broke it, and how to see it again."""
     target = kind()
     mutator = Mutator(target.seeds, seed)
     try:
-        for number in range(inputs):
+        for number in range(inputs // kind.cost):
             data = mutator.next()
             try:
                 target.feed(data)

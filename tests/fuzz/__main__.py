@@ -30,7 +30,7 @@ def main() -> int:
             failed += 1
             traceback.print_exception(error.__cause__)
             print(error)
-        print(f"{name}: {inputs} inputs, {time.monotonic() - began_s:.0f} s", flush=True)
+        print(f"{name}: {inputs // TARGETS[name].cost} inputs, {time.monotonic() - began_s:.0f} s", flush=True)
     return 1 if failed else 0
 
 

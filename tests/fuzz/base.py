@@ -10,6 +10,7 @@ class Target(ABC):
     """``seeds``: well-formed inputs."""
 
     seeds: ClassVar[tuple[bytes, ...]]
+    cost: ClassVar[int] = 1  # of one input; those that cost more get fewer
 
     @abstractmethod
     def feed(self, data: bytes) -> None:

@@ -54,7 +54,7 @@ class WireHeader(Target):
                 read = kind.unpack(data)
             except ProtocolError:
                 continue
-            assert read.pack() == data
+            assert kind.unpack(read.pack()) == read
 
 
 class Seals(Target):
@@ -268,12 +268,13 @@ class Environment(Target):
         if self._turn % 5 == 0:
             self._environ.clear()
         name = self._names[(self._turn * 7919 + len(data)) % len(self._names)]
-        self._environ[name] = os.fsdecode(data.replace(b"\0", b""))
+        self._environ[name] = os.fsdecode(data.replace(b"\0", b"")) + (
+            "of nothing else" if name == "BYTEPS_SECRET" else ""
+        )
         try:
             settings = Settings.from_env(self._environ)
         except ConfigurationError as error:
-            secret = self._environ.get("BYTEPS_SECRET", "")
-            if len(secret) >= 8 and secret in str(error):
+            if "of nothing else" in str(error):
                 raise AssertionError("the secret is shown") from None
             return
         settings.describe().encode()

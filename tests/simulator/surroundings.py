@@ -15,7 +15,7 @@ from byteps_py.server import service as server_service
 from byteps_py.session import remote, slots
 from byteps_py.worker import desk, executor, joining, links, memory, network, placing, ranks, requests, service
 
-from .control import ControlLink, Scheduler
+from .control import ControlLink, Place
 from .ledger import Ledger, LedgerNetwork
 from .local import Listener, Local
 from .memory import Engine, Kernels, Memory
@@ -28,17 +28,17 @@ from .world import Process, World
 class Surroundings:
     """``booting``: the process whose constructor runs."""
 
-    def __init__(self, world: World, memory_: Memory, local: Local, net: Network, scheduler: Scheduler) -> None:
+    def __init__(self, world: World, memory_: Memory, local: Local, net: Network, place: Place) -> None:
         self.booting: Process
         self._world = world
         self._memory = memory_
         self._local = local
         self._net = net
-        self._scheduler = scheduler
+        self._place = place
         self.ledger = Ledger(memory_)
 
     def connect(self, *args: Any) -> ControlLink:
-        return ControlLink(self._scheduler, *args)
+        return self._place.link(*args)
 
     def _substitutes(self) -> dict[Any, dict[str, Any]]:
         world, memory_, local, net = self._world, self._memory, self._local, self._net

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 TRIALS = (
     "kill a server", "freeze a server", "drain a server", "start a server", "cut a connection", "cut a machine off",
+    "start the scheduler again", "cut off from the scheduler",
 )  # fmt: skip
 _MAX_TRIALS = 8
 
@@ -39,13 +40,17 @@ class Trials:
 
     def step(self) -> None:
         """Between two events."""
-        if not self._due or self._cluster.scheduler.state != RUNNING:
+        if not self._due or not self._has_begun():
             return
         if self._next_event < 0:
             self._wait()
         if self._world.events >= self._next_event:
             self._strike(self._due.pop())
             self._wait()
+
+    def _has_begun(self) -> bool:
+        """The cluster is complete, and has heard so: a scheduler that is started again knows it, too."""
+        return self._cluster.scheduler.state == RUNNING and all(worker.has_begun for worker in self._cluster.workers)
 
     def _wait(self) -> None:
         self._next_event = self._world.events + int(self._random.expovariate(1 / self._spacing))
@@ -57,6 +62,10 @@ class Trials:
             whom = self._cut(1)
         elif kind == "cut a machine off":
             whom = self._cut(99)
+        elif kind == "start the scheduler again":
+            whom = self._start_scheduler_again()
+        elif kind == "cut off from the scheduler":
+            whom = self._cut_off_from_scheduler()
         else:
             whom = self._hit_server(kind)
         if whom:
@@ -111,3 +120,22 @@ class Trials:
         for link in chosen:
             link.break_()
         return ", ".join(f"{link.process.name} from {link.server.process.name}" for link in chosen)
+
+    def _start_scheduler_again(self) -> str:
+        cluster, world = self._cluster, self._world
+        if not cluster.scheduler.is_alive or cluster.fault == "kill the scheduler":
+            return ""
+        cluster.scheduler.die()
+        away_s = self._random.choice((0.01, 0.3, 2.0)) * self._random.random()
+        world.after(away_s, None, "somebody starts the scheduler again", cluster.place.start_again)
+        # Who has died meanwhile is given time to come back.
+        world.expect_quiet(away_s + 5 * cluster.config.heartbeat_timeout_s)
+        return f"after {away_s:.2f} s"
+
+    def _cut_off_from_scheduler(self) -> str:
+        links = [link for link in self._cluster.place.links if link.can_break]
+        if not links:
+            return ""
+        link = self._random.choice(links)
+        link.break_()
+        return link.name

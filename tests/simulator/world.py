@@ -118,7 +118,7 @@ class World:
     def _at(self, at_s: float, process: Process | None, label: str | None, act: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (at_s, next(self._order), process, label, act))
 
-    def carry(self, wire: Wire, process: Process, label: str | None, act: Callable[[], None]) -> None:
+    def carry(self, wire: Wire, process: Process | None, label: str | None, act: Callable[[], None]) -> None:
         """``act`` in ``process`` when a message sent now on ``wire`` arrives."""
         delay_s = self.delay()
         if wire.slowness > 1.0:
