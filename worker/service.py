@@ -33,6 +33,7 @@ from byteps_py.worker.direct import Direct
 from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.epochs import Epochs
 from byteps_py.worker.executor import Executor
+from byteps_py.worker.farewell import Farewell
 from byteps_py.worker.joining import Joining
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
@@ -52,7 +53,6 @@ from byteps_py.worker.waits import Waits
 _TICK_S = 0.25
 _STALLS_KEPT = 20
 _WORD_OF_SCHEDULER_S = 1.0
-_FAREWELL_S = 10.0  # at most: a scheduler that was restarted knows nothing of who waits to go
 _HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to come back
 #: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
 _LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
@@ -95,16 +95,13 @@ class Service:
         self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
-        # Ranks of other machines that are gone, and have given to what lacks here.
-        self._departed: list[set[int]] = []
-        self._is_dismissed = False  # nobody needs what its ranks gave, which are gone
-        self._is_leaving = False
         self._is_headless = False  # the scheduler is away
         self._headless_since = 0.0
         self._link: ControlLink = connect(
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
             self._scheduler_away, self._scheduler_back,
         )  # fmt: skip
+        self._farewell = Farewell(self._loop, self._link.send, self._loop.stop)
 
     def _open_desk(self, settings: Settings) -> Desk:
         if not settings.elastic:
@@ -148,25 +145,11 @@ class Service:
 
     def _go(self) -> None:
         """End, once no other machine lacks a result that takes what this one gave."""
-        ends_at_once = self._network is None or self._is_headless or self._desk.failure is not None
-        have_left = len(self._desk.left) >= self._settings.local_size
-        if ends_at_once or self._is_dismissed or not have_left:
+        at_once = self._network is None or self._is_headless or self._desk.failure is not None
+        if at_once or len(self._desk.left) < self._settings.local_size:
             self._loop.stop()
-        elif not self._is_leaving:
-            self._is_leaving = True
-            self._loop.call_later(_FAREWELL_S, self._loop.stop)
-
-    def _settle(self) -> None:
-        """Machines whose ranks are gone wait to hear that nothing of theirs is needed."""
-        if self._executor is None:
-            return
-        lacking = []
-        for ranks in self._departed:
-            if self._executor.lacks(ranks):
-                lacking.append(ranks)
-            else:
-                self._link.send(pb.MemberMessage(settled=pb.Gone(ranks=sorted(ranks))))
-        self._departed = lacking
+        else:
+            self._farewell.go()
 
     def _close(self) -> None:
         self._link.close("the communication service ends")
@@ -236,14 +219,11 @@ class Service:
                 self._end_group()
             elif body == "failure" and message.failure.orderly and self._waits is not None:
                 self._waits.departed(time.monotonic(), answer.message, set(message.failure.ranks))
-                self._departed.append(set(message.failure.ranks))
-                self._settle()
+                self._farewell.departed(message.failure.ranks)
             else:
                 self._fail(error, report=False)
         elif body == "dismissed":
-            self._is_dismissed = True
-            if self._is_leaving:
-                self._loop.stop()
+            self._farewell.dismissed()
         elif body == "stop":
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._loop.stop()
@@ -297,6 +277,7 @@ class Service:
             self._loop, self._ready, memory, pipeline, direct, scatter, topology.first_rank, self._link.send, self._fail
         )
         executor.on_end = self._end_tensor
+        self._farewell.lacks = executor.lacks
         if self._peers is not None:
             self._peers.open(topology, self._machine_lost)
             executor.courier.peers = self._peers
@@ -425,7 +406,7 @@ class Service:
 
     def _tick(self) -> None:
         self._loop.call_later(_TICK_S, self._tick)
-        self._settle()
+        self._farewell.settle()
         now = time.monotonic()
         why, is_news = self._waits.vain(now) if self._waits is not None else ("", False)
         if why:

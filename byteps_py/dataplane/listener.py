@@ -185,9 +185,11 @@ class DataListener:
             text = f"{name} in the name of machine {header.sender} is not for machine {peer.machine} to send"
             peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
             raise ProtocolError(text)
-        else:
+        elif peer is self._by_machine.get(peer.machine):
             self._traffic.bytes_received += len(payload)
             self._on_message(header, peer, payload)
+        # Else its machine has connected again, and says again there what has no answer: one on this connection would
+        # be lost.
 
     def _damaged(self, peer: RemotePeer, damage: DamagedError) -> None:
         """What it says, it will have to say again. But who says nothing else is none of us."""

@@ -68,7 +68,9 @@ class Cluster:
         self.config = ClusterConfig.from_settings(self._settings(0))
         self.place = Place(world, self.config)
         self.surroundings = Surroundings(world, self.memory, self.local, self.network, self.place)
-        self.program = Program.make(rng, sum(self.local_sizes))
+        self.trials = Trials(self)
+        # When ranks disagree a name is void at once, and a machine that lacks its last result then can't be helped.
+        self.program = Program.make(rng, sum(self.local_sizes), may_disagree=not self.trials.are_due)
         self.results = {
             use.id: use.result(self.local_sizes)
             for step in self.program.steps
@@ -78,7 +80,6 @@ class Cluster:
         self.ranks: list[Rank] = []
         self.workers: list[Worker] = []
         self.servers: list[Server] = []
-        self.trials = Trials(self)
 
     @property
     def scheduler(self) -> Scheduler:

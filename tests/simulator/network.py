@@ -32,7 +32,10 @@ DUPLICATES = 0.15  # of all messages
 
 
 class Network:
-    """All of it. ``servers``: by address. ``links``: that are open."""
+    """All of it. ``servers``: by address. ``links``: that are open. ``hears_the_past``: servers do, what comes from a
+    connection though its machine has a newer one."""
+
+    hears_the_past = False
 
     def __init__(self, world: World, memory: Memory, duplicates: bool) -> None:
         self.world = world
@@ -152,7 +155,8 @@ class TcpLink(ServerLink):
         world, connection = self._world, self.connection
         if self.is_closed or connection.up_ends_s < math.inf:
             return
-        connection.up_ends_s = world.now_s + world.delay()
+        # What the server has been sent may wait there until after it has read from the next connection.
+        connection.up_ends_s = world.now_s + world.delay() * world.random.choice((1, 1, 10))
         connection.down_ends_s = world.now_s + world.delay()
         world.after(world.delay(), self.server.process, "a peer is gone", lambda: self.server.forget(connection))
         # What has arrived by then is read; what comes later never is, for then this socket is closed.
@@ -246,9 +250,10 @@ class ServerNetwork:
     def open_echo(self) -> None: ...
 
     def hello(self, peer: TcpPeer) -> None:
-        if peer.connection not in self._peers:
+        link = peer.link
+        # It stands for a handshake, which needs both ends: one that has hung up does not come to its end.
+        if link.is_current(peer.connection) and peer.connection not in self._peers:
             self._peers[peer.connection] = self._by_machine[peer.machine] = peer
-            link = peer.link
             link.network.world.carry(peer.connection.down, link.process, "connected", link.up)
 
     def peer_of(self, machine: int) -> Peer | None:
@@ -269,6 +274,8 @@ class ServerNetwork:
     def receive(self, peer: TcpPeer, header: Header, frame: Frame | None) -> None:
         if peer.connection not in self._peers:
             return  # an unknown sender: its connection was found gone
+        if self._by_machine.get(peer.machine) is not peer and not self.network.hears_the_past:
+            return  # as DataListener does
         if header.kind is Kind.WITHDRAW:
             self._on_withdraw(header)
             return

@@ -95,6 +95,11 @@ class Worker(Process):
         loop.call_later(credit.PATIENCE_S, self._service._pump)
 
     @property
+    def has_begun(self) -> bool:
+        """It knows that the cluster is complete."""
+        return self._service._executor is not None
+
+    @property
     def parts(self) -> dict[tuple[int, int, int], Part]:
         """By key, generation, index."""
         executor = self._service._executor

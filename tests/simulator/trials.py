@@ -34,15 +34,23 @@ class Trials:
         self._due = [rng.choice(kinds) for _ in range(count)]
         self._next_event = -1
 
+    @property
+    def are_due(self) -> bool:
+        return bool(self._due)
+
     def step(self) -> None:
         """Between two events."""
-        if not self._due or self._cluster.scheduler.state != RUNNING:
+        if not self._due or not self._has_begun():
             return
         if self._next_event < 0:
             self._wait()
         if self._world.events >= self._next_event:
             self._strike(self._due.pop())
             self._wait()
+
+    def _has_begun(self) -> bool:
+        """The cluster is complete, and has heard so: a scheduler that is started again knows it, too."""
+        return self._cluster.scheduler.state == RUNNING and all(worker.has_begun for worker in self._cluster.workers)
 
     def _wait(self) -> None:
         self._next_event = self._world.events + int(self._random.expovariate(1 / self._spacing))
