@@ -318,8 +318,7 @@ class Service:
         self._placing = self._pipeline = self._executor = self._network = self._epochs = self._waits = None
         self._requests = self._sights = self._direct = self._scatter = None
         self._told_left.clear()
-        self._departed.clear()
-        self._is_dismissed = False
+        self._farewell = Farewell(self._loop, self._link.send, self._loop.stop)
 
     def _decide(self, verdicts: pb.Verdicts) -> None:
         """Names become tensors, all together, or void."""
