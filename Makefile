@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 
 TORCH_RANGE ?= 2.8.0 2.15.0
 
-.PHONY: demo test torch-range check lint types proto format clean install fuzz
+.PHONY: demo test torch-range check lint types proto format clean install fuzz chaos
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ torch-%: pyproject.toml
 # Ten million seeded inputs to every parser and core: minutes.
 fuzz: install
 	$(BIN)/python -m tests.fuzz --inputs 10000000
+
+# Processes killed and frozen at random while a model trains: half an hour, and a report.
+chaos: install
+	$(BIN)/python -m tests.chaos --faults 500
 
 check: lint types
 

@@ -14,8 +14,8 @@ from byteps_py.settings import Settings
 from byteps_py.variables import VARIABLES
 
 #: Not for ever: something kills it.
-_SCHEDULER_RESTARTS = 5
-_SERVER_RESTARTS = 16
+_SCHEDULER_RESTARTS = 1000
+_SERVER_RESTARTS = 1000  # CPU machines that are lent may be taken back many times
 _BY_FIELD = {variable.field: variable for variable in VARIABLES}
 #: What a cluster manager may have said of a machine's only rank.
 _PLACE = ("RANK", "WORLD_SIZE")

@@ -40,7 +40,7 @@ def arguments_of(pid: int) -> list[str]:
 class Job:
     """One process and what it starts. stdout and stderr are one stream, in the order in which they were written."""
 
-    def __init__(self, command: Sequence[str], mark: str, environ: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], mark: str, environ: dict[str, str], limit_s: float = _LIMIT_S) -> None:
         self.said: list[str] = []
         self._mark = mark
         self.process = subprocess.Popen(
@@ -51,7 +51,7 @@ class Job:
             text=True,
             env={**environ, _MARK: mark},
         )
-        self._limit = threading.Timer(_LIMIT_S, self._kill_all)
+        self._limit = threading.Timer(limit_s, self._kill_all)
         self._limit.start()
 
     # ---- what it says ----------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Job:
         self.process.send_signal(signum)
 
     def _kill_all(self) -> None:
-        self.said.append(f"[killed by the test after {_LIMIT_S} s]")
+        self.said.append(f"[killed by the test after {self._limit.interval:g} s]")
         for pid in self.pids():
             kill(pid)
 
@@ -116,8 +116,8 @@ class Job:
 
 
 @contextlib.contextmanager
-def _job(command: Sequence[str], environ: dict[str, str]) -> Iterator[Job]:
-    job = Job(command, uuid.uuid4().hex, environ)
+def _job(command: Sequence[str], environ: dict[str, str], limit_s: float = _LIMIT_S) -> Iterator[Job]:
+    job = Job(command, uuid.uuid4().hex, environ, limit_s)
     try:
         yield job
     finally:
@@ -125,13 +125,13 @@ def _job(command: Sequence[str], environ: dict[str, str]) -> Iterator[Job]:
 
 
 def launch(
-    options: str, *words: str, program: str | Path = RANK, **environ: str
+    options: str, *words: str, program: str | Path = RANK, limit_s: float = _LIMIT_S, **environ: str
 ) -> contextlib.AbstractContextManager[Job]:
     """``bpslaunch OPTIONS python PROGRAM WORDS``; without words, and with the usual program, no command is given."""
     command = [sys.executable, "-m", "byteps_py.launch", *options.split()]
     if words or program != RANK:
         command += [sys.executable, str(program), *words]
-    return _job(command, clean_environment(**environ))
+    return _job(command, clean_environment(**environ), limit_s)
 
 
 def alone(*words: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
