@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.roster import Roster
 from byteps_py.server.partition import Round
 from byteps_py.server.rounds import Reduce, Rounds
+from byteps_py.server.service import Service as ServerService
 from byteps_py.worker.actions import Action, Push, Release
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PushQueue
@@ -180,6 +182,20 @@ def forget_to_want(core: pytest.MonkeyPatch) -> None:
     core.setattr(Rounds, "tick", lambda self, now: [])
 
 
+def want_only_what_comes(core: pytest.MonkeyPatch) -> None:
+    """A server does not ask for rounds given once more that had waited there for news of their epoch."""
+    real = ServerService._on_membership
+
+    def on_membership(self: ServerService, membership: pb.Membership) -> None:
+        had_tick, self._has_tick = self._has_tick, True
+        try:
+            real(self, membership)
+        finally:
+            self._has_tick = had_tick
+
+    core.setattr(ServerService, "_on_membership", on_membership)
+
+
 def supply_another_round(core: pytest.MonkeyPatch) -> None:
     real = Tensor.given
     core.setattr(Tensor, "given", lambda self, round_: real(self, round_ - 1))
@@ -341,6 +357,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     silent_about_the_dead,
     hear_the_past,
     forget_to_want,
+    want_only_what_comes,
     supply_another_round,
     give_contributions_back_early,
     reuse_answer_blocks,
