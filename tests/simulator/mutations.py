@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.roster import Roster
 from byteps_py.server.partition import Round
 from byteps_py.server.rounds import Reduce, Rounds
-from byteps_py.server.service import Service as ServerService
 from byteps_py.worker.actions import Action, Push, Release
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PushQueue
@@ -25,8 +23,6 @@ from byteps_py.worker.requests import Requests
 from byteps_py.worker.service import Service
 from byteps_py.worker.tensor import Part, RankSlot, Tensor
 from byteps_py.worker.topology import Topology
-
-from .network import Network as SimulatedNetwork
 
 
 def count_a_duplicate(core: pytest.MonkeyPatch) -> None:
@@ -130,8 +126,8 @@ def reuse_memory_of_void_slots(core: pytest.MonkeyPatch) -> None:
     """Before their rank can know that they are void."""
     real = Agreement.rejected
 
-    def rejected(self: Agreement, name: str, generation: int, error: Any) -> Any:
-        actions, old = real(self, name, generation, error)
+    def rejected(self: Agreement, name: str, generation: int, *more: Any) -> Any:
+        actions, old = real(self, name, generation, *more)
         failed = [slot for slots in self._names[name].failed.values() for slot in slots]
         self._names[name].failed.clear()
         for slot in failed:
@@ -180,20 +176,6 @@ def wait_for_ever_at_barriers(core: pytest.MonkeyPatch) -> None:
 def forget_to_want(core: pytest.MonkeyPatch) -> None:
     """A server that gets a round once more does not ask those who have its result for their parts."""
     core.setattr(Rounds, "tick", lambda self, now: [])
-
-
-def want_only_what_comes(core: pytest.MonkeyPatch) -> None:
-    """A server does not ask for rounds given once more that had waited there for news of their epoch."""
-    real = ServerService._on_membership
-
-    def on_membership(self: ServerService, membership: pb.Membership) -> None:
-        had_tick, self._has_tick = self._has_tick, True
-        try:
-            real(self, membership)
-        finally:
-            self._has_tick = had_tick
-
-    core.setattr(ServerService, "_on_membership", on_membership)
 
 
 def supply_another_round(core: pytest.MonkeyPatch) -> None:
@@ -331,11 +313,6 @@ def welcome_to_a_failed_job(core: pytest.MonkeyPatch) -> None:
     core.setattr(Desk, "open", open_)
 
 
-def hear_the_past(core: pytest.MonkeyPatch) -> None:
-    """What was sent on a connection that is gone by now takes the place of what its machine sent on the next one."""
-    core.setattr(SimulatedNetwork, "hears_the_past", True)
-
-
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     count_a_duplicate,
     ignore_credit,
@@ -355,9 +332,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     welcome_to_a_failed_job,
     dead_without_last_words,
     silent_about_the_dead,
-    hear_the_past,
     forget_to_want,
-    want_only_what_comes,
     supply_another_round,
     give_contributions_back_early,
     reuse_answer_blocks,
