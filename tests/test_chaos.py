@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from chaos.run import run
-
-STRETCHES = 8
+from chaos.run import calm, run
+from test_recovery import OPTIONS, STRETCHES
 
 
 @pytest.mark.timeout(300)
 def test_random_faults_change_nothing() -> None:
-    wild = run(STRETCHES, seed=7)
+    wild = run(STRETCHES, seed=7, options=OPTIONS)
     assert wild.counts
-    assert wild.digests == run(STRETCHES, None).digests
+    assert wild.digests == calm(STRETCHES, OPTIONS).digests

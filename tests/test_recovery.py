@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from chaos.run import ENVIRON, PROGRAM, STEPS, calm
 from support.breaking import Job, launch
-from support.clusters import ROOT, clean_environment
+from support.clusters import clean_environment
 
 from byteps_py.launch.cluster import free_port
 
-PROGRAM = ROOT / "tests" / "programs" / "recovery.py"
-STEPS = 12
+OPTIONS = "-np 1 --machines 2 --servers 1"
+STRETCHES = 6
 DIGEST = re.compile(r"digest (\w{64})")
-#: Many partitions, so that a server that goes has given some answers and not others.
-SMALL = {"BYTEPS_PARTITION_BYTES": "16384", "BYTEPS_LOG_LEVEL": "WARNING", "PS_HEARTBEAT_TIMEOUT": "2"}
 Fault = Callable[[Job], None]
 
 
@@ -51,9 +50,9 @@ def train(job: Job, faults: list[Fault]) -> set[str]:
     return set(DIGEST.findall(job.text))
 
 
-def run(options: str, faults: list[Fault], **environ: str) -> set[str]:
+def run(options: str, faults: list[Fault]) -> set[str]:
     words = (str(len(faults)), str(STEPS))
-    with launch(options, *words, program=PROGRAM, **SMALL, **environ) as job:
+    with launch(options, *words, program=PROGRAM, **ENVIRON) as job:
         digests = train(job, faults)
     assert len(digests) == 1, job.text
     return digests
@@ -90,6 +89,11 @@ def kill_and_return(*words: str) -> Fault:
     return fault
 
 
+def kill_all_but_one(job: Job) -> None:
+    for victim in [*servers(job), *servers(job, "--gpu-machine")][1:]:
+        os.kill(victim, signal.SIGKILL)
+
+
 @pytest.mark.timeout(400)
 def test_servers_die_freeze_and_leave_and_the_weights_are_the_same() -> None:
     faults = [
@@ -97,21 +101,10 @@ def test_servers_die_freeze_and_leave_and_the_weights_are_the_same() -> None:
         kill_and_return(),
         kill_and_return("--gpu-machine"),
         freeze_and_wake,
-        signal_to(signal.SIGTERM),  # drained: its keys move first
-        nothing,
+        kill_all_but_one,
+        signal_to(signal.SIGTERM, "--gpu-machine"),  # drained: its keys move first, as soon as there is another
     ]
-    options = "-np 1 --machines 2 --servers 1"
-    assert run(options, faults) == run(options, [nothing] * len(faults))
-
-
-@pytest.mark.timeout(400)
-def test_all_servers_but_one_die_at_once() -> None:
-    def fault(job: Job) -> None:
-        for victim in [*servers(job), *servers(job, "--gpu-machine")[1:]]:
-            os.kill(victim, signal.SIGKILL)
-
-    options = "-np 1 --machines 3 --servers 1"
-    assert run(options, [nothing, fault, nothing]) == run(options, [nothing] * 3)
+    assert run(OPTIONS, faults) == calm(STRETCHES, OPTIONS).digests
 
 
 @contextlib.contextmanager
@@ -136,7 +129,7 @@ def test_cpu_machines_come_and_go_by_bps_scale() -> None:
         spare: list[Job] = []
 
         def come(job: Job) -> None:
-            spare.append(stack.enter_context(late_server(**SMALL, **address)))
+            spare.append(stack.enter_context(late_server(**ENVIRON, **address)))
             job.until("has come")
 
         def go(job: Job) -> None:
@@ -148,13 +141,13 @@ def test_cpu_machines_come_and_go_by_bps_scale() -> None:
 
         scheduler = stack.enter_context(launch("", DMLC_ROLE="scheduler", **address))
         machines = []
-        words = ("3", str(STEPS))
+        words = (str(STRETCHES), str(STEPS))
         for index in (1, 0):
             own = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(index), "BYTEPS_MACHINE_ID": f"m{index}"}
-            machines.append(stack.enter_context(launch("", *words, program=PROGRAM, **SMALL, **address, **own)))
+            machines.append(stack.enter_context(launch("", *words, program=PROGRAM, **ENVIRON, **address, **own)))
         other, first = machines
-        digests = train(first, [nothing, come, go])
+        digests = train(first, [nothing, come, go, nothing, nothing, nothing])
         assert other.end() == 0, other.text
         digests |= set(DIGEST.findall(other.text))
         assert scheduler.end() == 0
-    assert digests == run("-np 1 --machines 2", [nothing] * 3)
+    assert digests == calm(STRETCHES, OPTIONS).digests

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from chaos.run import run
+from chaos.run import calm, run
 
 
 def main() -> int:
@@ -17,12 +17,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     stretches = arguments.faults + 2
-    calm = run(stretches, None)
-    print("in peace:", *calm.lines(), sep="\n  ", flush=True)
+    peace = calm(stretches)
+    print("in peace:", *peace.lines(), sep="\n  ", flush=True)
     wild = run(stretches, arguments.seed)
     print("with faults:", *wild.lines(), sep="\n  ")
-    print("weights:", "the same bits" if wild.digests == calm.digests else "DIFFERENT")
-    return int(wild.digests != calm.digests)
+    print("weights:", "the same bits" if wild.digests == peace.digests else "DIFFERENT")
+    return int(wild.digests != peace.digests)
 
 
 if __name__ == "__main__":
