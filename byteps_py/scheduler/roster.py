@@ -268,6 +268,8 @@ class Roster:
 
     def _open_epoch(self, reason: str) -> pb.Membership:
         workers, cpu, gpu = self._workers, self.cpu_servers(), self.gpu_servers()
+        if len(workers) > 1 and not cpu and (self._config.servers_only or not gpu):
+            raise UsageError("no summation service is left")
         by_machine = {member.facts.machine_index: member for member in gpu}
         usual_mbit = max((member.link_mbit for member in (*cpu, *workers)), default=0.0)
         for member in (*cpu, *workers):  # one that came later is taken for one like the others, unless it says more
@@ -281,8 +283,6 @@ class Roster:
         shares = {member.id: weight for member, weight in zip(holders, weights, strict=True) if member is not None}
         if len(workers) > 1 and not any(shares.values()):  # machines that should sum have no service (any more)
             shares = {member.id: 1 for member in holders if member is not None}
-            if not shares:
-                raise UsageError("no summation service is left")
         for member in self.everyone:
             member.weight = shares.get(member.id, 0)
         self.epoch += 1
