@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from byteps_py.channel import Channel, Listener
-from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError, from_name
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.session import protocol
@@ -25,7 +25,7 @@ _DRAIN = 256  # messages taken from a rank before others get their turn
 
 class Desk:
     """``on_death(sentence)``: a rank ended without leaving. ``on_change()``: a rank came or left, or has left and
-    its process has ended by now."""
+    its process has ended by now. ``on_failure(error)``: a rank says that the job can't go on."""
 
     def __init__(
         self,
@@ -34,12 +34,14 @@ class Desk:
         local_size: int,
         on_death: Callable[[str], None],
         on_change: Callable[[], None],
+        on_failure: Callable[[BytePSError], None],
     ) -> None:
         self._loop = loop
         self._listener = listener
         self._local_size = local_size
         self._on_death = on_death
         self._on_change = on_change
+        self._on_failure = on_failure
         self._strangers: dict[int, Channel] = {}
         self._waiting: list[tuple[Channel, int]] = []  # said HELLO before the cluster was complete
         self._open: Requests | None = None
@@ -195,6 +197,15 @@ class Desk:
                 elif kind is Kind.JOIN:
                     here.joining.join(rank)
                     here.poll_barrier()
+                elif kind is Kind.MEET:
+                    here.meet(rank, protocol.fields_of(message))
+                elif kind is Kind.WAITS:
+                    here.waits(rank, protocol.fields_of(message))
+                elif kind is Kind.WAITED:
+                    rank.direct_waits.pop(int(protocol.fields_of(message)["id"]), None)
+                elif kind is Kind.REPORT:
+                    fields = protocol.fields_of(message)
+                    self._on_failure(from_name(fields["error"], fields["message"]))
                 elif kind is Kind.PING:
                     rank.send(protocol.pack(Kind.PONG))
                 elif kind is Kind.LEAVE:

@@ -65,7 +65,9 @@ class Service:
         self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
         self._prefaulter = Engine(1, "byteps-prefault")
         self._ready = Readiness(self._engine, self._loop, self._kernel_failed)
-        self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
+        self._desk = Desk(
+            self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._fail
+        )
         self._queue: PushQueue[Part] = PushQueue()
         self._fetches: PushQueue[Transfer | AskSum] = PushQueue()
         self._agreement = Agreement(settings.local_size)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from byteps_py.session.nearby import Neighbours
 from byteps_py.tensors import Layout, TensorSpec
 
 
@@ -63,6 +64,11 @@ class Session(ABC):
     #: Tensors of different incarnations never meet, whatever their names: a rank that failed in the middle of a step
     #: has left contributions behind. The same on all ranks; set before anything is declared.
     incarnation: int = 0
+
+    @property
+    def nearby(self) -> Neighbours | None:
+        """This rank's dealings with the other ranks of its machine, if it has any."""
+        return None
 
     rank: int
     size: int

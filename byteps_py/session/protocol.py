@@ -3,8 +3,9 @@
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
 a message; the rest is JSON.
 
-    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, LEAVE, PING
-    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, FATAL, PONG
+    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, LEAVE, PING, STACK, MEET, WAITS, WAITED, REPORT
+    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, FATAL, PONG,
+                    NEIGHBOUR, MET
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ class Kind(enum.IntEnum):
     FATAL = 17  # {error, message}: nothing works any more
     PONG = 18  # {}
     JOINED = 19  # {last}: all ranks have joined, that one as the last
+    # What ranks of one machine need of the service to deal with each other (byteps_py/session/nearby):
+    MEET = 20  # {key, members}: local ranks that are to know each other; the first one with the way to the sender
+    NEIGHBOUR = 21  # {local_rank} and the way to it
+    MET = 22  # {key}: all members have asked, and each knows the way to the others by now
+    WAITS = 23  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
+    WAITED = 24  # {id}: it has come
+    REPORT = 25  # {error, message}: the sender has found out that the job can't go on
 
 
 _KINDS = {int(k): k for k in Kind}

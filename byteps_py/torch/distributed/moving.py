@@ -81,9 +81,7 @@ class Moving(Parts):
         outputs = listed(alone(output_tensors, "gather")) if self.rank() == root else []
         if self.rank() == root:
             self._check_count("gather", outputs)
-        sends = [[tensor] if member == root else [] for member in range(self.size())]
-        receives = [[output] for output in outputs] or [[] for _ in range(self.size())]
-        return self._record(self._direct.exchange("gather", sends, receives, self._limit(opts)))
+        return self._record(self._direct.gather_to(root, tensor, outputs, self._limit(opts)))
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
         """From the root, which alone gives inputs, a tensor to each member."""
@@ -92,9 +90,7 @@ class Moving(Parts):
         inputs = listed(alone(input_tensors, "scatter")) if self.rank() == root else []
         if self.rank() == root:
             self._check_count("scatter", inputs)
-        sends = [[tensor] for tensor in inputs] or [[] for _ in range(self.size())]
-        receives = [[output] if member == root else [] for member in range(self.size())]
-        return self._record(self._direct.exchange("scatter", sends, receives, self._limit(opts)))
+        return self._record(self._direct.scatter_from(root, inputs, output, self._limit(opts)))
 
     # ---- all to all ------------------------------------------------------------------------------------
 

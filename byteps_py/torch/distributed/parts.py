@@ -15,6 +15,8 @@ from byteps_py.torch.distributed.direct import Direct
 from byteps_py.torch.distributed.identity import Identity
 from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.near import Near
+from byteps_py.torch.distributed.near_collectives import NearCollectives
 from byteps_py.torch.distributed.operation import Together
 from byteps_py.torch.distributed.point_to_point import PointToPoint
 from byteps_py.torch.distributed.reductions import Reductions
@@ -42,9 +44,12 @@ class Parts(Identity):
         look_s = _LOOKS * members.context.settings.heartbeat_timeout_s
         self._around = Surroundings(timeout_s, Journal(members, store), look_s)
         self._completer = Completer()
-        self._reductions = Reductions(members, self._around, self._completer)
-        self._direct = Direct(members, self._around, self._completer)
-        self._channels = PointToPoint(members, self._around)
+        neighbours = members.neighbours
+        near = Near(members, neighbours, self._around, self._completer) if neighbours is not None else None
+        collectives = NearCollectives(members, near) if near is not None else None
+        self._reductions = Reductions(members, self._around, self._completer, collectives)
+        self._direct = Direct(members, self._around, self._completer, collectives)
+        self._channels = PointToPoint(members, self._around, near)
         self._coalesced: list[Pending] | None = None
 
     # ---- coalescing ------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from byteps_py.errors import StallError, UsageError
 from byteps_py.torch.distributed.arguments import nbytes_of
 from byteps_py.torch.distributed.channels import Channel, Message
 from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.near import Near
+from byteps_py.torch.distributed.near_channels import NearReceive, NearReceiver, NearSender
 from byteps_py.torch.distributed.work import Pending, Surroundings
 
 #: How long a receive from anybody looks at one sender before it looks at the next.
@@ -21,17 +23,22 @@ _LOOK_S = 0.002
 class PointToPoint:
     """The channels of one group."""
 
-    def __init__(self, members: Members, around: Surroundings) -> None:
+    def __init__(self, members: Members, around: Surroundings, near: Near | None = None) -> None:
         self._members = members
         self._around = around
+        self._near = near
+        self._senders: dict[tuple[int, int], NearSender] = {}
+        self._receivers: dict[tuple[int, int], NearReceiver] = {}
         self._lock = threading.Lock()
         self._channels: dict[tuple[int, int, bool], Channel] = {}
-        self._kept: dict[tuple[int, int], deque[Message]] = {}  # posted for anybody's, not yet taken
+        self._kept: dict[tuple[int, int], deque[Message | NearReceive]] = {}  # posted for anybody's, not yet taken
         self._anybody = threading.Lock()
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         self._check(peer)
         what = f"send to rank {self._members.ranks[peer]}, tag {tag}"
+        if self._near is not None and tensor.is_cpu:
+            return self._sender(self._near, peer, tag).post(what, tensor.detach())
         return self._channel(peer, tag, True).post(Message(self._around, what, tensor.detach(), self._around.timeout_s))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -44,7 +51,12 @@ class PointToPoint:
             early = kept.popleft() if kept else None
         if early is not None:
             return Taken(self._around, what, early, tensor, self._around.timeout_s)
-        message = Message(self._around, what, tensor.detach(), self._around.timeout_s, peer)
+        return self._post(what, tensor.detach(), peer, tag)
+
+    def _post(self, what: str, tensor: torch.Tensor, peer: int, tag: int) -> Message | NearReceive:
+        if self._near is not None and tensor.is_cpu:
+            return self._receiver(self._near, peer, tag).post(what, tensor)
+        message = Message(self._around, what, tensor, self._around.timeout_s, peer)
         return self._channel(peer, tag, False).post(message)
 
     def receive_from_anybody(self, tensor: torch.Tensor, tag: int) -> Pending:
@@ -59,6 +71,20 @@ class PointToPoint:
                 f"rank {peer} of it"
             )
 
+    def _sender(self, near: Near, peer: int, tag: int) -> NearSender:
+        with self._lock:
+            sender = self._senders.get((peer, tag))
+            if sender is None:
+                sender = self._senders[peer, tag] = NearSender(self._members, self._around, near, peer, tag)
+            return sender
+
+    def _receiver(self, near: Near, peer: int, tag: int) -> NearReceiver:
+        with self._lock:
+            receiver = self._receivers.get((peer, tag))
+            if receiver is None:
+                receiver = self._receivers[peer, tag] = NearReceiver(self._members, self._around, near, peer, tag)
+            return receiver
+
     def _channel(self, peer: int, tag: int, is_sender: bool) -> Channel:
         with self._lock:
             key = (peer, tag, is_sender)
@@ -69,7 +95,7 @@ class PointToPoint:
 
     # ---- from anybody ----------------------------------------------------------------------------------
 
-    def first_of(self, like: torch.Tensor, tag: int, timeout_s: float) -> Message:
+    def first_of(self, like: torch.Tensor, tag: int, timeout_s: float) -> Message | NearReceive:
         """The message of the first member whose message is there. Raises StallError."""
         deadline = time.monotonic() + timeout_s
         with self._anybody:
@@ -85,20 +111,19 @@ class PointToPoint:
                 for message in posted.values():
                     _look(message)
 
-    def _posted(self, peer: int, tag: int, like: torch.Tensor) -> Message:
+    def _posted(self, peer: int, tag: int, like: torch.Tensor) -> Message | NearReceive:
         with self._lock:
             kept = self._kept.setdefault((peer, tag), deque())
             if kept:
                 return kept[0]
         what = f"receive from anybody (rank {self._members.ranks[peer]}), tag {tag}"
-        message = Message(self._around, what, torch.empty_like(like), self._around.timeout_s, peer)
-        self._channel(peer, tag, False).post(message)
+        message = self._post(what, torch.empty_like(like), peer, tag)
         with self._lock:
             kept.append(message)
         return message
 
 
-def _look(message: Message) -> None:
+def _look(message: Pending) -> None:
     try:
         message.settle(_LOOK_S)
     except StallError:
@@ -108,7 +133,9 @@ def _look(message: Message) -> None:
 class Taken(Pending):
     """A receive for which a receive from anybody has been posted already."""
 
-    def __init__(self, around: Surroundings, what: str, early: Message, tensor: torch.Tensor, timeout_s: float) -> None:
+    def __init__(
+        self, around: Surroundings, what: str, early: Message | NearReceive, tensor: torch.Tensor, timeout_s: float
+    ) -> None:
         super().__init__(around, what, [tensor], timeout_s)
         self._early = early
 
@@ -131,7 +158,7 @@ class FromAnybody(Pending):
         super().__init__(around, f"receive from anybody, tag {tag}", [tensor], around.timeout_s)
         self._owner = owner
         self._tag = tag
-        self._found: Message | None = None
+        self._found: Message | NearReceive | None = None
 
     def _complete(self, deadline: float) -> None:
         self._slices(deadline, self._find)

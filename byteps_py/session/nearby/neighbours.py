@@ -1,0 +1,421 @@
+"""A rank's side of its dealings with the other ranks of its machine: meet them, send them parcels, collect theirs.
+
+Owns this rank's inbox, the ways to the others, and the memory between them; the Ledger decides. Must not know torch,
+process groups or operations. Any thread may call; those that use one stream take turns.
+
+A receiver asks for nothing: the nth parcel that a stream brings from a rank is for the nth receipt. Nothing is sent
+back but that a parcel was taken, where memory, or a sender's lead over its receivers, depends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from byteps_py.errors import BytePSError, JoinedError, MismatchError, ProtocolError, StallError
+from byteps_py.session import protocol
+from byteps_py.session.nearby import messages
+from byteps_py.session.nearby.ledger import Ledger, Parcel, Stream
+from byteps_py.session.nearby.memory import Incoming, Outgoing
+from byteps_py.session.nearby.messages import RECORD_BYTES, Kind
+from byteps_py.session.nearby.post import Inbox, Outbox
+from byteps_py.shm import Block
+from byteps_py.tensors import differing, key_of
+
+#: What is not longer travels in the message: a copy more, but no memory to be given back.
+INLINE_BYTES = 16 << 10
+#: Receivers begin when so much lies there. Measured from 256 KB to 4 MB: less is more messages, more is more waiting.
+CHUNK_BYTES = 1 << 20
+#: Parcels of a stream that somebody has not acknowledged; a further one has to wait.
+WINDOW = 4
+#: To be woken takes 50 µs here, to look at a socket 2: for as long as two wake-ups, it pays to look again and again.
+SPIN_S = 100e-6
+#: After so long the communication service is told, which knows who is alive, and says who keeps others waiting.
+_TELL_AFTER_S = 0.3
+
+#: (address, bytes): a piece of memory of this process.
+Span = tuple[int, int]
+_INLINE, _LAID, _MORE, _TAKEN, _SEGMENT, _JOINED = map(int, Kind)
+
+
+class Host(Protocol):
+    """What Neighbours need of the session that they belong to."""
+
+    state: threading.Condition
+
+    @property
+    def is_being_read(self) -> bool:
+        """Another thread takes messages just now. Called with ``state`` held."""
+
+    def check_open(self) -> None:
+        """Raises whatever has ended the session."""
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float | None, what: Callable[[], str]) -> None:
+        """Take messages until ``condition``. Raises StallError with ``what``, and whatever ends the session."""
+
+    def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send to the communication service."""
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """Something that this rank waits for: the name and number of it in messages; ``missing``: the local ranks without
+    which it does not come. ``id``: under which the service knows of it; 0 while it does not."""
+
+    name: str
+    number: int
+    missing: Callable[[], Iterable[int]]
+    since: float = 0.0
+    id: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Receipt:
+    """What one operation is to get of a stream: (source, number, where to, bytes), the last one first."""
+
+    stream: Stream
+    left: list[tuple[int, int, Sequence[Span], int]] = field(default_factory=list)
+    wait: Wait | None = None
+
+    def expect(self, source: int, spans: Sequence[Span], nbytes: int) -> None:
+        """The stream's next parcel from ``source``, of ``nbytes`` in all, is for ``spans``."""
+        self.left.append((source, self.stream.expect(source), spans, nbytes))
+
+    @property
+    def is_there(self) -> bool:
+        """All of it has come."""
+        flows = self.stream.flows
+        parcels = (flows[source].parcels.get(number) for source, number, _, _ in self.left)
+        return all(parcel is not None and parcel.ready == parcel.total for parcel in parcels)
+
+    def missing(self) -> list[int]:
+        flows = self.stream.flows
+        return [source for source, number, _, _ in self.left if number not in flows[source].parcels]
+
+
+class Neighbours:
+    """``first_rank``: the global rank of local rank 0."""
+
+    def __init__(self, host: Host, local_rank: int, local_size: int, first_rank: int) -> None:
+        self._host = host
+        self._first_rank = first_rank
+        self._me = local_rank
+        # Where ranks have to share cores, one that looks again and again keeps another from coming.
+        self._spin_s = SPIN_S if local_size <= len(os.sched_getaffinity(0)) else 0.0
+        self._books = threading.Lock()  # guards the ledger and the outgoing memory
+        self._ledger = Ledger(local_rank)
+        self._outgoing = Outgoing()
+        self._incoming = Incoming()
+        self._inbox = Inbox()
+        self._outboxes: dict[int, Outbox] = {}
+        self._has_told = False  # the service of the inbox
+        self._met: set[int] = set()
+        self._waits = 0
+
+    # ---- meeting ---------------------------------------------------------------------------------------
+
+    def meet(self, name: str, others: Sequence[int]) -> None:
+        """Ask to be introduced to these local ranks, who ask the same under the same name. Returns at once."""
+        fds = () if self._has_told else (self._inbox.door,)
+        self._has_told = True
+        members = sorted([self._me, *others])
+        self._host.tell(protocol.pack(protocol.Kind.MEET, key=key_of(name), members=members), fds)
+
+    def has_met(self, name: str) -> bool:
+        return key_of(name) in self._met
+
+    def await_meeting(self, name: str, others: Sequence[int], timeout_s: float) -> None:
+        """Return when all have asked. Raises StallError and what ends the session."""
+        key = key_of(name)
+        if key not in self._met:
+            wait = Wait(f"{name}: meeting", 0, lambda: others)
+            self._await(lambda: key in self._met, wait, timeout_s)
+            self._ended(wait)
+
+    def introduce(self, local_rank: int, door: int) -> None:
+        """The service gives the way to a neighbour, perhaps a new one in an earlier one's place."""
+        before = self._outboxes.get(local_rank)
+        self._outboxes[local_rank] = Outbox(door)
+        if before is not None:
+            before.close()
+
+    def met(self, key: int) -> None:
+        """The service says that all who were to meet under this key have asked."""
+        self._met.add(key)
+
+    # ---- sending ---------------------------------------------------------------------------------------
+
+    def stream(self, name: str, others: Iterable[int]) -> Stream:
+        with self._books:
+            return self._ledger.stream(name, others)
+
+    def make_room(self, stream: Stream, timeout_s: float) -> None:
+        """Return when the next parcel may be sent. Raises StallError and what ends the session."""
+        if stream.unacknowledged >= WINDOW:
+            wait = Wait(stream.name, 0, lambda: self._ledger.takers(stream))
+            self._await(lambda: stream.unacknowledged < WINDOW, wait, timeout_s)
+            self._ended(wait)
+
+    def send(self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], is_led: bool) -> None:
+        """The stream's next parcel, end to end of ``spans``, to each of ``targets``. Over when it is copied.
+
+        ``is_led``: targets don't send in turn, so what is small, too, has to be acknowledged.
+        """
+        self._host.check_open()
+        nbytes = spans[0][1] if len(spans) == 1 else sum(length for _, length in spans)
+        if nbytes <= INLINE_BYTES:
+            self._send_inline(stream, targets, spans, nbytes, is_led)
+        else:
+            self._lay(stream, targets, spans, nbytes)
+
+    def _send_inline(
+        self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], nbytes: int, is_led: bool
+    ) -> None:
+        parcel_id = 0
+        if is_led:
+            with self._books:
+                parcel_id = self._ledger.send(stream, targets, None)
+        data = b"".join([ctypes.string_at(address, length) for address, length in spans])
+        era, me, key = self._ledger.era, self._me, stream.key
+        for target in targets:
+            number = stream.send(target)
+            record = messages.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, parcel_id, 0)
+            self._outboxes[target].send(record + data)
+
+    def _lay(self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], nbytes: int) -> None:
+        with self._books:
+            block, segment = self._outgoing.allocate(nbytes)
+            parcel_id = self._ledger.send(stream, targets, block)
+        era, me, key = self._ledger.era, self._me, stream.key
+        done = ready = 0
+        for address, length in spans:
+            for first in range(0, length, CHUNK_BYTES):
+                part = min(CHUNK_BYTES, length - first)
+                ctypes.memmove(segment.address + block.offset + done, address + first, part)
+                done += part
+                if done - ready < CHUNK_BYTES and done < nbytes:
+                    continue
+                for target in targets:
+                    outbox = self._outboxes[target]
+                    if ready:
+                        outbox.send(messages.pack(_MORE, me, era, 0, 0, 0, nbytes, done, parcel_id, 0))
+                        continue
+                    if outbox.announced <= block.segment:
+                        self._announce(outbox)
+                    number = stream.send(target)
+                    outbox.send(
+                        messages.pack(_LAID, me, era, block.segment, key, number, nbytes, done, parcel_id, block.offset)
+                    )
+                ready = done
+
+    def _announce(self, outbox: Outbox) -> None:
+        with self._books:
+            segments = self._outgoing.segments[outbox.announced :]
+            for number, segment in enumerate(segments, outbox.announced):
+                record = messages.pack(_SEGMENT, self._me, self._ledger.era, number, 0, 0, segment.nbytes, 0, 0, 0)
+                outbox.send(record, segment.fd)
+            outbox.announced += len(segments)
+
+    # ---- receiving -------------------------------------------------------------------------------------
+
+    def collect(self, receipt: Receipt, timeout_s: float) -> None:
+        """Copy what comes to where it belongs; return when all of it is there. What has come stays, if called again.
+
+        Raises StallError, MismatchError, JoinedError and what ends the session.
+        """
+        left = receipt.left
+        deadline = 0.0
+        while left:
+            source, number, spans, nbytes = left[-1]
+            parcels = receipt.stream.flows[source].parcels
+            parcel = parcels.get(number)
+            if parcel is not None and (parcel.done < parcel.ready or parcel.ready == parcel.total):
+                self._check(receipt.stream, source, parcel, nbytes)
+                if self._take(source, parcel, spans):
+                    del parcels[number]
+                    left.pop()
+                continue
+            if receipt.wait is None:
+                receipt.wait = Wait(receipt.stream.name, number, receipt.missing)
+                deadline = time.monotonic() + timeout_s
+            elif not deadline:
+                deadline = time.monotonic() + timeout_s
+            self._await_parcel(receipt.wait, source, parcels, number, deadline - time.monotonic())
+        if receipt.wait is not None:
+            self._ended(receipt.wait)
+
+    def look(self, receipt: Receipt) -> bool:
+        """True if ``collect`` would not block. Takes what messages there are."""
+        if not receipt.is_there:
+            self.take_messages()
+        return receipt.is_there
+
+    def take_messages(self) -> None:
+        """Take what messages there are."""
+        with self._host.state:
+            self._host.check_open()
+            while not self._host.is_being_read and self.take_message():
+                pass
+
+    def _await_parcel(self, wait: Wait, source: int, parcels: dict[int, Parcel], number: int, timeout_s: float) -> None:
+        joined = self._ledger.joined
+
+        def has_come() -> bool:
+            parcel = parcels.get(number)
+            return source in joined if parcel is None else parcel.done < parcel.ready
+
+        self._await(has_come, wait, timeout_s)
+        if number not in parcels:
+            raise JoinedError(
+                f"tensor {wait.name!r}: what needs all of its ranks is not supported while rank "
+                f"{self._first_rank + source} has joined"
+            )
+
+    def _check(self, stream: Stream, source: int, parcel: Parcel, nbytes: int) -> None:
+        """Raises MismatchError if it is not as long as it should be: on every rank, the job is at its end."""
+        if parcel.total == nbytes:
+            return
+        ranks = (self._first_rank + source, self._first_rank + self._me)
+        raise self.failed(MismatchError(differing(stream.name, ranks[0], parcel.total, ranks[1], nbytes)))
+
+    def _take(self, source: int, parcel: Parcel, spans: Sequence[Span]) -> bool:
+        """Copy what is there of it. True if that was all."""
+        if parcel.payload is not None:
+            start = 0
+            for address, length in spans:
+                data = parcel.payload if length == parcel.total else parcel.payload[start : start + length]
+                ctypes.memmove(address, data, length)
+                start += length
+        else:
+            done, ready = parcel.done, parcel.ready
+            segment = self._incoming.find(source, parcel.segment, parcel.offset + parcel.total)
+            place = segment.address + parcel.offset
+            start = 0
+            for address, length in spans:
+                first, last = max(done, start), min(ready, start + length)
+                if first < last:
+                    ctypes.memmove(address + first - start, place + first, last - first)
+                start += length
+            parcel.done = ready
+            if ready < parcel.total:
+                return False
+        if parcel.id:
+            self._outboxes[source].send(messages.pack(_TAKEN, self._me, self._ledger.era, 0, 0, 0, 0, 0, parcel.id, 0))
+        return True
+
+    # ---- waiting ---------------------------------------------------------------------------------------
+
+    def _await(self, condition: Callable[[], bool], wait: Wait, timeout_s: float) -> None:
+        host = self._host
+        host.check_open()
+        if self._spin_s and timeout_s > self._spin_s and self._spin(condition):
+            return
+        if not wait.since:
+            wait.since = time.monotonic()
+
+        def what() -> str:
+            return f"tensor {wait.name!r}, round {wait.number}: nothing came"
+
+        patience_s = wait.since + _TELL_AFTER_S - time.monotonic()
+        if not wait.id and 0 < patience_s < timeout_s:
+            try:
+                host.wait_until(condition, patience_s, what)
+                return
+            except StallError:
+                timeout_s -= patience_s
+        if not wait.id and patience_s < timeout_s:
+            self._tell(wait)
+        host.wait_until(condition, timeout_s, what)
+
+    def _spin(self, condition: Callable[[], bool]) -> bool:
+        """Look for messages for a while."""
+        host = self._host
+        with host.state:
+            host.check_open()
+            limit = time.perf_counter() + self._spin_s
+            while not host.is_being_read:
+                if self.take_message():
+                    if condition():
+                        return True
+                elif time.perf_counter() > limit:
+                    break
+        return condition()
+
+    def _tell(self, wait: Wait) -> None:
+        self._waits += 1
+        wait.id = self._waits
+        group = sorted(self._first_rank + rank for rank in {self._me, *wait.missing()})
+        age_s = time.monotonic() - wait.since
+        self._host.tell(
+            protocol.pack(protocol.Kind.WAITS, id=wait.id, name=wait.name, round=wait.number, age_s=age_s, group=group)
+        )
+
+    def _ended(self, wait: Wait) -> None:
+        """It has come."""
+        if wait.id:
+            self._host.tell(protocol.pack(protocol.Kind.WAITED, id=wait.id))
+            wait.id = 0
+
+    # ---- messages --------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Readable when there is a message."""
+        return self._inbox.fileno()
+
+    def take_message(self) -> bool:
+        """Take one, if there is any. Called with the host's ``state`` held while nobody else reads. Raises
+        ProtocolError."""
+        nbytes, fd = self._inbox.receive()
+        if not nbytes:
+            return False
+        buffer = self._inbox.buffer
+        message = messages.unpack(buffer, nbytes)
+        if message.kind == _SEGMENT:
+            if fd < 0:
+                raise ProtocolError(f"local rank {message.source} told of memory without its descriptor")
+            self._incoming.add(message.source, message.segment, fd, message.total)
+            return True
+        if fd >= 0:
+            os.close(fd)
+        payload = bytes(buffer[RECORD_BYTES:nbytes]) if message.kind == _INLINE else None
+        with self._books:
+            freed = self._ledger.came(message, payload)
+            if freed is not None:
+                self._outgoing.free(cast(Block, freed))
+        return True
+
+    # ---- ends ------------------------------------------------------------------------------------------
+
+    def failed(self, error: BytePSError) -> BytePSError:
+        """The job can't go on: let everybody know. Returns the error, to be raised."""
+        self._host.tell(protocol.pack(protocol.Kind.REPORT, error=type(error).__name__, message=str(error)))
+        return error
+
+    def join(self) -> None:
+        """This rank has no more data: tell those it has met."""
+        record = messages.pack(_JOINED, self._me, self._ledger.era, 0, 0, 0, 0, 0, 0, 0)
+        for outbox in self._outboxes.values():
+            outbox.send(record)
+
+    def start_anew(self) -> None:
+        """All ranks have joined."""
+        with self._books:
+            for block in self._ledger.start_anew():
+                self._outgoing.free(cast(Block, block))
+
+    def close(self, is_forked: bool = False) -> None:
+        """The session has ended, and nobody reads. What was sent still arrives. ``is_forked``: this is a copy of the
+        process that the session belongs to."""
+        for outbox in self._outboxes.values():
+            outbox.close(is_forked)
+        self._outboxes.clear()
+        with contextlib.nullcontext() if is_forked else self._host.state:
+            self._inbox.close()
+        self._incoming.close()
+        self._outgoing.close()
