@@ -33,6 +33,11 @@ class Parcel:
     offset: int = 0
     done: int = 0
 
+    @property
+    def has_news(self) -> bool:
+        """There is something to be copied, or nothing that is still to come."""
+        return self.done < self.ready or self.ready == self.total
+
 
 @dataclass(slots=True, eq=False)
 class Flow:

@@ -235,7 +235,7 @@ class Neighbours:
             source, number, spans, nbytes = left[-1]
             parcels = receipt.stream.flows[source].parcels
             parcel = parcels.get(number)
-            if parcel is not None and (parcel.done < parcel.ready or parcel.ready == parcel.total):
+            if parcel is not None and parcel.has_news:
                 self._check(receipt.stream, source, parcel, nbytes)
                 if self._take(source, parcel, spans):
                     del parcels[number]
@@ -268,7 +268,7 @@ class Neighbours:
 
         def has_come() -> bool:
             parcel = parcels.get(number)
-            return source in joined if parcel is None else parcel.done < parcel.ready
+            return source in joined if parcel is None else parcel.has_news
 
         self._await(has_come, wait, timeout_s)
         if number not in parcels:
