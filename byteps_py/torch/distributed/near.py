@@ -6,6 +6,7 @@ it belongs (byteps_py/session/nearby). The communication service has no part in 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -59,9 +60,9 @@ class Passage(Pending):
 
     def _release(self) -> None:
         self._finish = None
-        line = self.line
-        if line is not None and self in line:
-            line.remove(self)
+        if self.line is not None:
+            with contextlib.suppress(ValueError):  # it has been removed
+                self.line.remove(self)
 
     def _hand_to_pool(self) -> None:
         if self._completer is not None:
@@ -160,8 +161,8 @@ class Near:
             line = self._lines[name] = _Line(stream)
         try:
             self.await_meeting(around.timeout_s)
-            while len(line.under_way) >= LANES:
-                line.under_way[0].settle()
+            for work in list(line.under_way)[: len(line.under_way) + 1 - LANES]:
+                work.settle()
             self.neighbours.make_room(line.stream, around.timeout_s)
         except StallError as error:  # the others don't know that this member has left a call out
             around.aborted = error

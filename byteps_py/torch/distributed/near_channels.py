@@ -1,12 +1,14 @@
 """Sends and receives between members on one machine: a stream for every pair of members and every tag, each way.
 
-A send is over when its tensor is copied. Some messages wait at the sender for their receive; those beyond wait for
-their turn without blocking the caller: a thread of the pool sends them, in order, as soon as there is room; until then
-their tensors must not change (as always before ``wait``). Any thread may call.
+A send is over when its tensor is copied. ``WINDOW`` messages wait at the sender for their receive; those beyond wait
+for their turn without blocking the caller: a thread of the pool sends them, in order, as soon as there is room; until
+then their tensors must not change (as always before ``wait``). Where more receives are posted than that, a thread of
+the pool completes them, whoever waits for them. Any thread may call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 
@@ -87,7 +89,7 @@ class NearReceive(Pending):
 
     def _release(self) -> None:
         self._landing = None
-        if self in self._channel:
+        with contextlib.suppress(ValueError):  # it has been removed
             self._channel.remove(self)
 
     def source_rank(self) -> int:
@@ -170,6 +172,7 @@ class NearReceiver:
         self._stream = _stream(members, near, peer, members.position, tag)
         self._lock = threading.Lock()
         self._under_way: deque[NearReceive] = deque()
+        self._is_served = False
 
     def post(self, what: str, tensor: torch.Tensor) -> NearReceive:
         """The next message is for ``tensor``."""
@@ -191,7 +194,19 @@ class NearReceiver:
                 self._under_way,
             )
             self._under_way.append(message)
+            if len(self._under_way) > WINDOW and not self._is_served:
+                self._is_served = True  # the sender may be waited for that way, and this rank wait for it elsewhere
+                POOL.run(self._serve)
             return message
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if not self._under_way:
+                    self._is_served = False
+                    return
+                first = self._under_way[0]
+            first.settle_whatever_comes()
 
 
 def _stream(members: Members, near: Near, source: int, target: int, tag: int) -> Stream:
