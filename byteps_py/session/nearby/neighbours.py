@@ -322,16 +322,18 @@ class Neighbours:
         def what() -> str:
             return f"tensor {wait.name!r}, round {wait.number}: nothing came"
 
-        patience_s = wait.since + _TELL_AFTER_S - time.monotonic()
-        if not wait.id and 0 < patience_s < timeout_s:
-            try:
-                host.wait_until(condition, patience_s, what)
-                return
-            except StallError:
-                timeout_s -= patience_s
-        if not wait.id and patience_s < timeout_s:
-            self._tell(wait)
-        host.wait_until(condition, timeout_s, what)
+        patience_s = max(0.0, wait.since + _TELL_AFTER_S - time.monotonic())
+        if wait.id or timeout_s <= patience_s:
+            host.wait_until(condition, timeout_s, what)
+            return
+        with contextlib.suppress(StallError):
+            host.wait_until(condition, patience_s, what)
+            return
+        self._tell(wait)
+        try:
+            host.wait_until(condition, timeout_s - patience_s, what)
+        except StallError as error:
+            raise StallError(f"{what()} within {timeout_s:g} s") from error
 
     def _spin(self, condition: Callable[[], bool]) -> bool:
         """Look for messages for a while."""
