@@ -21,7 +21,13 @@ _NOTHING: Sequence[Span] = ((0, 0),)
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """In the host's memory, its bytes as they are in logical order and without gaps."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def span(tensor: torch.Tensor) -> Span:
