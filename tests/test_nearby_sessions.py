@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -14,6 +17,20 @@ from byteps_py.errors import JoinedError, MismatchError, NotInitializedError, Pe
 from byteps_py.session.nearby import WINDOW, Neighbours, Receipt, Stream
 from byteps_py.session.remote import RemoteSession
 
+#: A rank in a process of its own, that sends one large parcel, and then waits for what never comes.
+SENDER = """
+import ctypes, sys
+from byteps_py import channel
+from byteps_py.session.remote import RemoteSession
+session = RemoteSession(channel.connect(sys.argv[1], 30), 1, 2, 30, 600)
+nearby = session.nearby
+nearby.meet("s", (0,))
+nearby.await_meeting("s", (0,), 30)
+memory = ctypes.create_string_buffer(b"x" * 3_000_000, 3_000_000)
+nearby.send(nearby.stream("s", (0,)), (0,), [(ctypes.addressof(memory), 3_000_000)], True)
+print("sent", flush=True)
+sys.stdin.read()
+"""
 SIZES = (0, 1, 1000, 16 << 10, (16 << 10) + 1, 1 << 20, (5 << 20) + 3)
 
 
@@ -182,6 +199,26 @@ def test_who_waits_for_a_neighbour_that_left_is_told(pair: list[RemoteSession]) 
     error = failure(got.get)
     assert isinstance(error, PeerLostError)
     assert "rank 1 shut down" in str(error)
+
+
+def test_a_killed_neighbour_is_named_and_what_it_sent_is_there() -> None:
+    service = start()
+    session = service.rank(0)
+    command = [sys.executable, "-c", SENDER, service.name]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.closing(session), process:
+        nearby(session).meet("s", (1,))
+        nearby(session).await_meeting("s", (1,), WAIT_S)
+        stream = nearby(session).stream("s", (1,))
+        assert process.stdout.readline() == b"sent\n"
+        process.kill()
+        assert Expected(session, stream, 3_000_000).get() == b"x" * 3_000_000
+        error = failure(Expected(session, stream, 1).get)
+        assert isinstance(error, PeerLostError)
+        assert f"rank 1 (process {process.pid} on " in str(error)
+    end(service)
 
 
 def test_who_waits_is_woken_by_close(pair: list[RemoteSession]) -> None:

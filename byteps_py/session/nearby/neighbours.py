@@ -14,17 +14,18 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+from collections.abc import Iterable, Sequence
+from typing import cast
 
-from byteps_py.errors import BytePSError, JoinedError, MismatchError, ProtocolError, StallError
+from byteps_py.errors import BytePSError, JoinedError, MismatchError, ProtocolError
 from byteps_py.session import protocol
 from byteps_py.session.nearby import messages
 from byteps_py.session.nearby.ledger import Ledger, Parcel, Stream
 from byteps_py.session.nearby.memory import Incoming, Outgoing
 from byteps_py.session.nearby.messages import RECORD_BYTES, Kind
 from byteps_py.session.nearby.post import Inbox, Outbox
+from byteps_py.session.nearby.receipts import Receipt, Span
+from byteps_py.session.nearby.waiting import Host, Patience, Wait
 from byteps_py.shm import Block
 from byteps_py.tensors import differing, key_of
 
@@ -34,69 +35,8 @@ INLINE_BYTES = 16 << 10
 CHUNK_BYTES = 1 << 20
 #: Parcels of a stream that somebody has not acknowledged; a further one has to wait.
 WINDOW = 4
-#: To be woken takes 50 µs here, to look at a socket 2: for as long as two wake-ups, it pays to look again and again.
-SPIN_S = 100e-6
-#: After so long the communication service is told, which knows who is alive, and says who keeps others waiting.
-_TELL_AFTER_S = 0.3
 
-#: (address, bytes): a piece of memory of this process.
-Span = tuple[int, int]
 _INLINE, _LAID, _MORE, _TAKEN, _SEGMENT, _JOINED = map(int, Kind)
-
-
-class Host(Protocol):
-    """What Neighbours need of the session that they belong to."""
-
-    state: threading.Condition
-
-    @property
-    def is_being_read(self) -> bool:
-        """Another thread takes messages just now. Called with ``state`` held."""
-
-    def check_open(self) -> None:
-        """Raises whatever has ended the session."""
-
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float | None, what: Callable[[], str]) -> None:
-        """Take messages until ``condition``. Raises StallError with ``what``, and whatever ends the session."""
-
-    def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send to the communication service."""
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """Something that this rank waits for: the name and number of it in messages; ``missing``: the local ranks without
-    which it does not come. ``id``: under which the service knows of it; 0 while it does not."""
-
-    name: str
-    number: int
-    missing: Callable[[], Iterable[int]]
-    since: float = 0.0
-    id: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Receipt:
-    """What one operation is to get of a stream: (source, number, where to, bytes), the last one first."""
-
-    stream: Stream
-    left: list[tuple[int, int, Sequence[Span], int]] = field(default_factory=list)
-    wait: Wait | None = None
-
-    def expect(self, source: int, spans: Sequence[Span], nbytes: int) -> None:
-        """The stream's next parcel from ``source``, of ``nbytes`` in all, is for ``spans``."""
-        self.left.append((source, self.stream.expect(source), spans, nbytes))
-
-    @property
-    def is_there(self) -> bool:
-        """All of it has come."""
-        flows = self.stream.flows
-        parcels = (flows[source].parcels.get(number) for source, number, _, _ in self.left)
-        return all(parcel is not None and parcel.ready == parcel.total for parcel in parcels)
-
-    def missing(self) -> list[int]:
-        flows = self.stream.flows
-        return [source for source, number, _, _ in self.left if number not in flows[source].parcels]
 
 
 class Neighbours:
@@ -106,8 +46,7 @@ class Neighbours:
         self._host = host
         self._first_rank = first_rank
         self._me = local_rank
-        # Where ranks have to share cores, one that looks again and again keeps another from coming.
-        self._spin_s = SPIN_S if local_size <= len(os.sched_getaffinity(0)) else 0.0
+        self._patience = Patience(host, local_rank, local_size, first_rank, self.take_message)
         self._books = threading.Lock()  # guards the ledger and the outgoing memory
         self._ledger = Ledger(local_rank)
         self._outgoing = Outgoing()
@@ -116,7 +55,6 @@ class Neighbours:
         self._outboxes: dict[int, Outbox] = {}
         self._has_told = False  # the service of the inbox
         self._met: set[int] = set()
-        self._waits = 0
 
     # ---- meeting ---------------------------------------------------------------------------------------
 
@@ -135,8 +73,8 @@ class Neighbours:
         key = key_of(name)
         if key not in self._met:
             wait = Wait(f"{name}: meeting", 0, lambda: others)
-            self._await(lambda: key in self._met, wait, timeout_s)
-            self._ended(wait)
+            self._patience.until(lambda: key in self._met, wait, timeout_s)
+            self._patience.ended(wait)
 
     def introduce(self, local_rank: int, door: int) -> None:
         """The service gives the way to a neighbour, perhaps a new one in an earlier one's place."""
@@ -155,12 +93,18 @@ class Neighbours:
         with self._books:
             return self._ledger.stream(name, others)
 
+    def has_room(self, stream: Stream) -> bool:
+        """True if the next parcel may be sent."""
+        if stream.unacknowledged >= WINDOW:
+            self.take_messages()
+        return stream.unacknowledged < WINDOW
+
     def make_room(self, stream: Stream, timeout_s: float) -> None:
         """Return when the next parcel may be sent. Raises StallError and what ends the session."""
         if stream.unacknowledged >= WINDOW:
             wait = Wait(stream.name, 0, lambda: self._ledger.takers(stream))
-            self._await(lambda: stream.unacknowledged < WINDOW, wait, timeout_s)
-            self._ended(wait)
+            self._patience.until(lambda: stream.unacknowledged < WINDOW, wait, timeout_s)
+            self._patience.ended(wait)
 
     def send(self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], is_led: bool) -> None:
         """The stream's next parcel, end to end of ``spans``, to each of ``targets``. Over when it is copied.
@@ -230,7 +174,7 @@ class Neighbours:
         Raises StallError, MismatchError, JoinedError and what ends the session.
         """
         left = receipt.left
-        deadline = 0.0
+        deadline = time.monotonic() + timeout_s if left else 0.0
         while left:
             source, number, spans, nbytes = left[-1]
             parcels = receipt.stream.flows[source].parcels
@@ -243,12 +187,9 @@ class Neighbours:
                 continue
             if receipt.wait is None:
                 receipt.wait = Wait(receipt.stream.name, number, receipt.missing)
-                deadline = time.monotonic() + timeout_s
-            elif not deadline:
-                deadline = time.monotonic() + timeout_s
             self._await_parcel(receipt.wait, source, parcels, number, deadline - time.monotonic())
         if receipt.wait is not None:
-            self._ended(receipt.wait)
+            self._patience.ended(receipt.wait)
 
     def look(self, receipt: Receipt) -> bool:
         """True if ``collect`` would not block. Takes what messages there are."""
@@ -270,7 +211,7 @@ class Neighbours:
             parcel = parcels.get(number)
             return source in joined if parcel is None else parcel.has_news
 
-        self._await(has_come, wait, timeout_s)
+        self._patience.until(has_come, wait, timeout_s)
         if number not in parcels:
             raise JoinedError(
                 f"tensor {wait.name!r}: what needs all of its ranks is not supported while rank "
@@ -308,61 +249,6 @@ class Neighbours:
         if parcel.id:
             self._outboxes[source].send(messages.pack(_TAKEN, self._me, self._ledger.era, 0, 0, 0, 0, 0, parcel.id, 0))
         return True
-
-    # ---- waiting ---------------------------------------------------------------------------------------
-
-    def _await(self, condition: Callable[[], bool], wait: Wait, timeout_s: float) -> None:
-        host = self._host
-        host.check_open()
-        if self._spin_s and timeout_s > self._spin_s and self._spin(condition):
-            return
-        if not wait.since:
-            wait.since = time.monotonic()
-
-        def what() -> str:
-            return f"tensor {wait.name!r}, round {wait.number}: nothing came"
-
-        patience_s = max(0.0, wait.since + _TELL_AFTER_S - time.monotonic())
-        if wait.id or timeout_s <= patience_s:
-            host.wait_until(condition, timeout_s, what)
-            return
-        with contextlib.suppress(StallError):
-            host.wait_until(condition, patience_s, what)
-            return
-        self._tell(wait)
-        try:
-            host.wait_until(condition, timeout_s - patience_s, what)
-        except StallError as error:
-            raise StallError(f"{what()} within {timeout_s:g} s") from error
-
-    def _spin(self, condition: Callable[[], bool]) -> bool:
-        """Look for messages for a while."""
-        host = self._host
-        with host.state:
-            host.check_open()
-            limit = time.perf_counter() + self._spin_s
-            while not host.is_being_read:
-                if self.take_message():
-                    if condition():
-                        return True
-                elif time.perf_counter() > limit:
-                    break
-        return condition()
-
-    def _tell(self, wait: Wait) -> None:
-        self._waits += 1
-        wait.id = self._waits
-        group = sorted(self._first_rank + rank for rank in {self._me, *wait.missing()})
-        age_s = time.monotonic() - wait.since
-        self._host.tell(
-            protocol.pack(protocol.Kind.WAITS, id=wait.id, name=wait.name, round=wait.number, age_s=age_s, group=group)
-        )
-
-    def _ended(self, wait: Wait) -> None:
-        """It has come."""
-        if wait.id:
-            self._host.tell(protocol.pack(protocol.Kind.WAITED, id=wait.id))
-            wait.id = 0
 
     # ---- messages --------------------------------------------------------------------------------------
 

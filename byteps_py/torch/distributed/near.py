@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from byteps_py.errors import StallError
 from byteps_py.session.nearby import Neighbours, Receipt, Span, Stream
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.members import Members
@@ -159,14 +158,12 @@ class Near:
         if line is None:
             stream = self.neighbours.stream(f"{self._members.prefix}.{name}", self._all)
             line = self._lines[name] = _Line(stream)
-        try:
-            self.await_meeting(around.timeout_s)
-            for work in list(line.under_way)[: len(line.under_way) + 1 - LANES]:
-                work.settle()
-            self.neighbours.make_room(line.stream, around.timeout_s)
-        except StallError as error:  # the others don't know that this member has left a call out
-            around.aborted = error
-            raise
+        if not self._has_met:
+            around.patiently(self.await_meeting)
+        for work in list(line.under_way)[: len(line.under_way) + 1 - LANES]:
+            around.patiently(work.settle)
+        if not self.neighbours.has_room(line.stream):
+            around.patiently(lambda timeout_s: self.neighbours.make_room(line.stream, timeout_s))
         return line
 
     def _follow(

@@ -113,9 +113,7 @@ class NearSender:
         message = NearSend(self._around, what, tensor, self._around.timeout_s)
         with self._lock:
             self._around.check()
-            if not self._waiting and self._stream.unacknowledged >= WINDOW:
-                self._near.neighbours.take_messages()
-            if not self._waiting and self._stream.unacknowledged < WINDOW and self._near.has_met:
+            if not self._waiting and self._near.has_met and self._near.neighbours.has_room(self._stream):
                 self._send(message)
                 return message
             message.begun = threading.Event()
@@ -136,8 +134,8 @@ class NearSender:
                     self._is_served = False
                     return
             try:
-                self._near.await_meeting(self._around.timeout_s)
-                self._near.neighbours.make_room(self._stream, self._around.timeout_s)
+                self._around.patiently(self._near.await_meeting)
+                self._around.patiently(self._make_room)
             except Exception as error:
                 self._fail(error)
                 return
@@ -149,6 +147,9 @@ class NearSender:
                     message.failure = error
                 if message.begun is not None:
                     message.begun.set()
+
+    def _make_room(self, timeout_s: float) -> None:
+        self._near.neighbours.make_room(self._stream, timeout_s)
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

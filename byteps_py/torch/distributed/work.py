@@ -44,6 +44,22 @@ class Surroundings:
         if self.aborted is not None:
             raise type(self.aborted)(*self.aborted.args)
 
+    def patiently(self, wait: Callable[[float], None]) -> None:
+        """``wait`` for something before an operation begins. Raises StallError; then the group is at its end, as the
+        other members don't know that this one has left a call out."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            self.check()
+            left = deadline - time.monotonic()
+            try:
+                wait(max(0.0, min(left, _DOUBT_S[0])))
+                return
+            except StallError as error:
+                if left <= _DOUBT_S[0]:
+                    self.aborted = error
+                    raise
+            self.compare(self.journal.count)
+
     def vacate(self, lane: Lane) -> None:
         """Return when ``lane`` may be used again; the failure of the operation in it stays with that one. Raises
         StallError; then the group is at its end, as the other members don't know that this one has left a call out."""
