@@ -11,7 +11,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -322,21 +322,24 @@ class RemoteSession(Session):
         """Take one message. Called with the lock held, which is free while the channel is waited for."""
         self._reading = True
         try:
-            message, nearby = None, self._nearby
+            message, came = None, False
+            nearby, readable = self._nearby, self._readable
+            ready: Iterable[int] = ()
             if timeout_s:
                 self.state.release()
             try:
-                if nearby is None or self._readable is None:
+                if nearby is None or readable is None:
                     message = self._channel.receive(timeout_s)
-                elif timeout_s:
-                    self._readable.poll(timeout_s * 1000)
+                else:
+                    ready = [fd for fd, _ in readable.poll(timeout_s * 1000)]
             finally:
                 if timeout_s:
                     self.state.acquire()
-            came = False
-            if nearby is not None and not self._closed:
-                came = nearby.take_message()
-                message = self._channel.receive(0)
+            if nearby is not None and ready and not self._closed:
+                if nearby.fileno() in ready:
+                    came = nearby.take_message()
+                if self._channel.fileno() in ready:
+                    message = self._channel.receive(0)
             if message is not None:
                 self._handle(*message)
             return came or message is not None
