@@ -1,12 +1,16 @@
 # make demo: train on this machine through summation servers.  make test: the test suite.
 # Both create .venv and install what they need.
+# make torch-range: the backend of torch.distributed under the lowest and the highest torch that are supported, each in an
+# environment of its own.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint types proto format clean install
+TORCH_RANGE ?= 2.8.0 2.15.0
+
+.PHONY: demo test torch-range check lint types proto format clean install fuzz chaos
 
 install: $(STAMP)
 
@@ -21,6 +25,21 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+torch-range: $(addprefix torch-,$(TORCH_RANGE))
+
+torch-%: pyproject.toml
+	test -x .venv-torch-$*/bin/pytest || { $(PYTHON) -m venv .venv-torch-$* \
+		&& .venv-torch-$*/bin/pip install --quiet --disable-pip-version-check torch==$* -e '.[dev]'; }
+	.venv-torch-$*/bin/python -m pytest tests/test_backend_matrix.py tests/test_backend_examples.py
+
+# Ten million seeded inputs to every parser and core: minutes.
+fuzz: install
+	$(BIN)/python -m tests.fuzz --inputs 10000000
+
+# Processes killed and frozen at random while a model trains: half an hour, and a report.
+chaos: install
+	$(BIN)/python -m tests.chaos --faults 500
 
 check: lint types
 
@@ -43,4 +62,4 @@ proto: install
 	$(BIN)/python proto/generate.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,10 +3,11 @@
     python benchmarks/server.py [--workers 2] [--runs 5] [--gigabytes 2] [--in-flight 8] [--untuned] [--json FILE]
 
 Client processes push float32 partitions and wait for their sums, several in flight. The echo sends every message
-straight back: what the sockets alone would allow. Both servers stay up; runs alternate between them, and with an
-all-reduce by gloo between as many processes (which with two of them sends and receives as much). Printed: goodput in
-each direction per worker; CPU seconds, page faults and context switches of the server per GB that it received (4 MB
-partitions: 250 of them); and what the server used while idle for a second.
+straight back: what the sockets alone would allow. BYTEPS_SECRET and BYTEPS_ENCRYPT=1 protect the sums' messages. Both
+servers stay up; runs alternate between them, and with an all-reduce by gloo between as many processes (which with two
+of them sends and receives as much). Printed: goodput in each direction per worker; CPU seconds, page faults and context
+switches of the server per GB that it received (4 MB partitions: 250 of them); and what the server used while idle for
+a second.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pathlib import Path
 
 import zmq
 
+from byteps_py.dataplane.handshake import Caller
+from byteps_py.dataplane.seal import Seal
 from byteps_py.loop import EventLoop
 from byteps_py.malloc import keep_freed_memory
 from byteps_py.proto import control_pb2 as pb
@@ -37,7 +40,11 @@ IDLE_S = 1.0
 
 
 def settings(workers: int) -> Settings:
-    return Settings(scheduler_host="127.0.0.1", scheduler_port=1, job_id="benchmark", num_workers=workers)
+    secret, encrypt = os.environ.get("BYTEPS_SECRET", ""), os.environ.get("BYTEPS_ENCRYPT") == "1"
+    return Settings(
+        scheduler_host="127.0.0.1", scheduler_port=1, job_id="benchmark", num_workers=workers, secret=secret,
+        encrypt=encrypt,
+    )  # fmt: skip
 
 
 # ---- the two servers: each prints its address, and ends when its standard input does -----------------------------
@@ -62,7 +69,7 @@ def serve_sums(workers: int) -> None:
     service = Service(
         settings(workers),
         pb.MACHINE_KIND_CPU,
-        lambda settings, register, loop, on_message, on_lost, heartbeat: FixedMembership(workers, loop, on_message),
+        lambda settings, register, loop, on_message, *others: FixedMembership(workers, loop, on_message),
     )
     print(service.address, flush=True)
     threading.Thread(target=lambda: (sys.stdin.read(), service.stop("done")), daemon=True).start()
@@ -83,8 +90,7 @@ def serve_echo() -> None:
         if sys.stdin.fileno() in ready:
             break
         frames = router.recv_multipart(copy=False)
-        if len(frames[2]):  # not a HELLO
-            router.send_multipart(frames, copy=False)
+        router.send_multipart(frames, copy=False)
     router.close()
     context.term()
 
@@ -92,12 +98,20 @@ def serve_echo() -> None:
 # ---- a worker: says ready, runs when told, prints the seconds it took ---------------------------------------------
 
 
-def work(address: str, index: int, nbytes: int, in_flight: int, count: int) -> None:
+def shake_hands(dealer: zmq.Socket[bytes], address: str, index: int) -> tuple[Seal, Seal]:
+    caller = Caller(settings(index + 1), index, address)
+    dealer.send_multipart([Header(Kind.HELLO, index).pack(), caller.hello])
+    proof, out, back = caller.answer(dealer.recv_multipart()[1])
+    dealer.send_multipart([Header(Kind.PROOF, index).pack(), proof])
+    return out, back
+
+
+def work(address: str, index: int, nbytes: int, in_flight: int, count: int, is_sums: bool) -> None:
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.connect(address)
-    dealer.send_multipart([Header(Kind.HELLO, index).pack(), b""])
+    out, back = shake_hands(dealer, address, index) if is_sums else (None, None)
     buffers = [memoryview(bytearray(os.urandom(16) * (nbytes // 16))) for _ in range(in_flight)]
     rounds = [0] * in_flight
     base = int(sys.argv[-1])  # rounds of earlier runs on the same server
@@ -107,8 +121,9 @@ def work(address: str, index: int, nbytes: int, in_flight: int, count: int) -> N
         header = Header(
             Kind.PUSH, index, 1, DType.FLOAT32, Op.SUM, key=slot, generation=1, round=base + rounds[slot], length=nbytes
         )
-        dealer.send(header.pack(), zmq.SNDMORE)
-        dealer.send(buffers[slot], copy=False)
+        sealed, shown = out.seal(header.pack(), buffers[slot]) if out else (header.pack(), buffers[slot])
+        dealer.send(sealed, zmq.SNDMORE)
+        dealer.send(shown, copy=False)
 
     print("ready", flush=True)
     sys.stdin.readline()
@@ -118,11 +133,14 @@ def work(address: str, index: int, nbytes: int, in_flight: int, count: int) -> N
     for done in range(1, count + 1):
         if not dealer.poll(30_000):
             sys.exit("no answer for 30 s")
-        header, payload = dealer.recv_multipart(copy=False)
+        sealed, payload = dealer.recv_multipart(copy=False)
+        header = sealed.bytes
+        if back:
+            header, payload = back.open(header, payload)
         if len(payload) != nbytes:
             sys.exit(f"{len(payload)} bytes came: {payload.bytes[:200]!r}")
         if done + in_flight <= count:
-            push(Header.unpack(header.buffer).key)
+            push(Header.unpack(header).key)
     print(time.monotonic() - began, flush=True)
     dealer.close()
     context.term()
@@ -184,11 +202,13 @@ def race(processes: list[subprocess.Popen[str]]) -> float:
     return elapsed
 
 
-def measure(server: subprocess.Popen[str], address: str, options: argparse.Namespace, run: int) -> list[float]:
+def measure(
+    server: subprocess.Popen[str], address: str, options: argparse.Namespace, run: int, is_sums: bool
+) -> list[float]:
     """Gbit/s each way per worker; per GB received: CPU seconds, page faults, context switches."""
     count = int(options.gigabytes * 1e9 / options.workers / options.partition_bytes)
     base = run * (count + 1)
-    shape = (options.partition_bytes, options.in_flight, count)
+    shape = (options.partition_bytes, options.in_flight, count, int(is_sums))
     before = used(server.pid)
     elapsed = race([start("--work", address, i, *shape, base) for i in range(options.workers)])
     gigabytes = options.workers * count * options.partition_bytes / 1e9
@@ -209,8 +229,8 @@ def measure_gloo(options: argparse.Namespace) -> float:
 def main() -> None:
     if sys.argv[1:2] == ["--work"]:
         address, *numbers = sys.argv[2:]
-        index, nbytes, in_flight, count, _ = map(int, numbers)
-        return work(address, index, nbytes, in_flight, count)
+        index, nbytes, in_flight, count, is_sums, _ = map(int, numbers)
+        return work(address, index, nbytes, in_flight, count, bool(is_sums))
     if sys.argv[1:2] == ["--gloo"]:
         return reduce_with_gloo(*map(int, sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -238,7 +258,7 @@ def compare(options: argparse.Namespace) -> None:
     gloo = []
     for run in range(options.runs + 1):
         for kind, server in servers.items():
-            result = measure(server, addresses[kind], options, run)
+            result = measure(server, addresses[kind], options, run, kind == "sums")
             if run:  # the first warms up
                 found[kind].append(result)
         if run:

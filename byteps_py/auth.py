@@ -19,4 +19,4 @@ def token(secret: str, *parts: str) -> str:
 
 def is_valid(shown: str, secret: str, *parts: str) -> bool:
     """Compare in constant time."""
-    return hmac.compare_digest(shown.encode(), token(secret, *parts).encode())
+    return hmac.compare_digest(shown.encode(errors="replace"), token(secret, *parts).encode())

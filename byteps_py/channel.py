@@ -26,6 +26,17 @@ _DONTWAIT = int(socket.MSG_DONTWAIT)
 _TRUNCATED = int(socket.MSG_TRUNC) | int(socket.MSG_CTRUNC)
 
 
+class _Kept(threading.local):
+    """One buffer per thread: a fresh one for each message would cost ten times what receiving it does, and one for
+    each connection would be memory that a stranger gets for nothing."""
+
+    def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(MAX_MESSAGE))
+
+
+_kept = _Kept()
+
+
 def _check_same_user(sock: socket.socket) -> int:
     """The peer's pid. Raises ProtocolError if it runs as another user."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -43,8 +54,6 @@ class Channel:
         # The socket stays in blocking mode: a Python timeout would apply to senders in other threads too.
         seconds, fraction = divmod(SEND_TIMEOUT_S, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(fraction * 1e6)))
-        # Kept: a fresh buffer of this size for each message would cost ten times what receiving it does.
-        self._buffer = memoryview(bytearray(MAX_MESSAGE))
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self.peer_pid = _check_same_user(sock)
@@ -82,19 +91,20 @@ class Channel:
 
         Raises PeerLostError when the other end is gone.
         """
+        buffer = _kept.buffer
         try:
             if timeout_s > 0 and not self._readable.poll(timeout_s * 1000):
                 return None
             try:
-                nbytes, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _ANCILLARY_BYTES, _DONTWAIT)
+                nbytes, ancillary, flags, _ = self._sock.recvmsg_into([buffer], _ANCILLARY_BYTES, _DONTWAIT)
             except ConnectionResetError:  # the peer closed before it had read all; what it had sent is still to come
-                nbytes, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _ANCILLARY_BYTES, _DONTWAIT)
+                nbytes, ancillary, flags, _ = self._sock.recvmsg_into([buffer], _ANCILLARY_BYTES, _DONTWAIT)
         except BlockingIOError:
             return None
         except OSError as error:
             raise PeerLostError(f"process {self.peer_pid} closed its local connection ({error})") from error
         if not ancillary and nbytes and not flags & _TRUNCATED:  # nearly all messages
-            return self._buffer[:nbytes].tobytes(), []
+            return buffer[:nbytes].tobytes(), []
         fds: list[int] = []
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -106,7 +116,7 @@ class Channel:
             raise PeerLostError(f"process {self.peer_pid} closed its local connection")
         if flags & _TRUNCATED:
             raise ProtocolError(f"a local message of process {self.peer_pid} was truncated")
-        return self._buffer[:nbytes].tobytes(), fds
+        return buffer[:nbytes].tobytes(), fds
 
     def shutdown(self) -> None:
         """End the connection, for all processes that share it: both ends read what was sent before, then its end."""

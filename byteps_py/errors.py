@@ -2,17 +2,20 @@
 
     BytePSError
     ├── ConfigurationError (ValueError)       a variable or argument is missing, malformed or contradicts another
+    ├── JournalError                          the scheduler's journal is damaged, or another's
     ├── UsageError (ValueError)               the calling program misuses the API
     │   ├── NotInitializedError               used before init() or after shutdown()
     │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
     │   └── GradientOrderError (AssertionError)  backward, synchronize, step, zero_grad out of order
+    ├── NonFiniteError (FloatingPointError)   a gradient is NaN or infinite; on every rank
     └── CommunicationError (RuntimeError)     the job, not this call, is at fault; Horovod's HorovodInternalError
         ├── MismatchError                     ranks disagree about a tensor
         ├── StallError (TimeoutError)         a deadline passed while waiting for ranks
         ├── JoinedError (also a UsageError)   an operation needs every rank, and some have joined
         ├── RendezvousError                   the cluster did not come together
         ├── PeerLostError                     a process of the job died or left
-        └── ProtocolError                     a peer sent something it must not
+        ├── ProtocolError                     a peer sent something it must not
+        └── IntegrityError                    what was sent came damaged, twice
 
 A message says what happened, to which tensor and ranks, and what to do about it.
 """
@@ -24,6 +27,10 @@ class BytePSError(Exception):
 
 class ConfigurationError(BytePSError, ValueError):
     """A variable or an argument is missing, malformed or contradicts another."""
+
+
+class JournalError(BytePSError):
+    """The scheduler's journal can't be gone on with: it is damaged, another's, or another version's."""
 
 
 class UsageError(BytePSError, ValueError):
@@ -46,6 +53,10 @@ class GradientOrderError(UsageError, AssertionError):
 
     Also an AssertionError: that is what Horovod's users catch here.
     """
+
+
+class NonFiniteError(BytePSError, FloatingPointError):
+    """A gradient is NaN or infinite on some rank, and BYTEPS_NONFINITE=raise. Every rank raises it in the same step."""
 
 
 class CommunicationError(BytePSError, RuntimeError):
@@ -94,6 +105,10 @@ class ProtocolError(CommunicationError):
     """A peer sent a message that breaks the protocol."""
 
 
+class IntegrityError(CommunicationError):
+    """A message came damaged, and so did its repetition: the network, or memory, changes what passes through."""
+
+
 #: What crosses a process border as text comes back as its own type.
 BY_NAME: dict[str, type[BytePSError]] = {
     cls.__name__: cls
@@ -107,6 +122,7 @@ BY_NAME: dict[str, type[BytePSError]] = {
         RendezvousError,
         PeerLostError,
         ProtocolError,
+        IntegrityError,
     )
 }
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from byteps_py.errors import ConfigurationError
 
 Facts = dict[str, str]
+_MOST_MACHINES = 65_535
 Environ = Mapping[str, str]
 
 
@@ -40,7 +41,7 @@ def job(environ: Environ) -> str:
 def scheduler(environ: Environ) -> tuple[str, int] | None:
     """Where the first machine's scheduler is to listen, next to the port on which torch.distributed meets."""
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if not host or not port.isdigit():
+    if not host or not re.fullmatch("[0-9]{1,5}", port):
         return None
     return host, int(port) + 1 if int(port) < 65535 else int(port) - 1
 
@@ -63,8 +64,8 @@ def _open_mpi(environ: Environ) -> Facts:
     if environ.get("DMLC_NUM_WORKER") and environ.get("DMLC_WORKER_ID"):
         return found
     size, rank, local_size, local_rank = (
-        int(environ.get(f"OMPI_COMM_WORLD_{name}", default))
-        for name, default in (("SIZE", "1"), ("RANK", "0"), ("LOCAL_SIZE", "1"), ("LOCAL_RANK", "0"))
+        _count(environ, f"OMPI_COMM_WORLD_{name}", least)
+        for name, least in (("SIZE", 1), ("RANK", 0), ("LOCAL_SIZE", 1), ("LOCAL_RANK", 0))
     )
     machines, worker_id = size // local_size, rank // local_size
     if size != machines * local_size or rank != worker_id * local_size + local_rank:
@@ -88,7 +89,7 @@ def _srun(environ: Environ) -> Facts:
     )
     sizes = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     node = environ.get("SLURM_NODEID", "0")
-    if node.isdigit() and int(node) < len(sizes):
+    if re.fullmatch("[0-9]{1,6}", node) and int(node) < len(sizes):
         found["BYTEPS_LOCAL_SIZE"] = sizes[int(node)]
     return found
 
@@ -100,8 +101,16 @@ def _tasks_per_node(text: str) -> list[str]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
         if match is None:
             return []
-        sizes += [match[1]] * int(match[2] or 1)
+        sizes += [match[1]] * min(int(match[2] or 1), _MOST_MACHINES - len(sizes))
     return sizes
+
+
+def _count(environ: Environ, name: str, least: int) -> int:
+    """``least`` if it is not set. Raises ConfigurationError."""
+    text = environ.get(name, str(least))
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        raise ConfigurationError(f"{name}={text[:40]!r} is not what mpirun sets: a whole number of at least {least}")
+    return int(text)
 
 
 def _renamed(environ: Environ, **names: str) -> Facts:

@@ -40,19 +40,23 @@ class Settings:
     socket_name: str = ""
     secret: str = field(default="", repr=False)
     secret_file: str = ""
+    encrypt: bool = False
     placement: str = "optimal"
     link_mbit: float = 0.0
     partition_bytes: int | None = None
     credit_bytes: int | None = None
     fusion_bytes: int = 1 << 20
+    nonfinite: str = "allow"
     server_threads: int = 0
     worker_threads: int = 0
     force_distributed: bool = False
     start_timeout_s: float = 60.0
     stall_warn_s: float = 60.0
     stall_limit_s: float = 600.0
+    straggler: float = 5.0
     heartbeat_interval_s: float = 0.2
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 1.0
+    journal_dir: str = ""
     report: str = ""
     timeline: str = ""
     timeline_mark_cycles: bool = False
@@ -80,6 +84,10 @@ class Settings:
             raise ConfigurationError(
                 "BYTEPS_PLACEMENT=servers-only needs servers, but DMLC_NUM_SERVER is 0: without CPU machines GPU "
                 "machines sum"
+            )
+        if self.encrypt and not self.secret:
+            raise ConfigurationError(
+                "BYTEPS_ENCRYPT=1 needs a key: set BYTEPS_SECRET or BYTEPS_SECRET_FILE to the same value everywhere"
             )
         if self.partition_bytes is not None and self.partition_bytes % 4096:
             raise ConfigurationError(
@@ -123,8 +131,15 @@ class Settings:
 
     @property
     def gpu_machines_sum(self) -> bool:
-        """GPU machines hold a share of the sums, and so run a summation service each."""
-        return self.num_workers > 1 and self.num_servers < self.num_workers and self.placement == "optimal"
+        """GPU machines run a summation service each: for their share of the sums or, where k ≥ n and they have none,
+        ready to take over when CPU machines go."""
+        return self.num_workers > 1 and self.placement == "optimal"
+
+    @property
+    def patience_s(self) -> float:
+        """How long a process may be silent that is known, or thought, to be slow rather than dead: one of a machine
+        that lives, or one whom only the scheduler may declare dead sooner."""
+        return 10 * self.heartbeat_timeout_s
 
     @property
     def max_partition_bytes(self) -> int:
@@ -157,6 +172,8 @@ def _read_secret(path: str) -> str:
         secret = Path(path).read_text().strip()
     except OSError as error:
         raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} can't be read: {error.strerror}") from error
+    except ValueError:
+        raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is no text, or its path is none") from None
     if not secret:
         raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is empty")
     return secret

@@ -13,6 +13,7 @@ from byteps_py.errors import UsageError
 
 MAX_NAME_BYTES = 1024
 MAX_TERMS_BYTES = 256
+MAX_TENSOR_BYTES = 1 << 48  # no machine holds more; keeps sums of sizes within 64 bits
 PAGE_BYTES = 4096
 
 
@@ -91,6 +92,14 @@ class Checks(enum.IntFlag):
     CHECKSUM = 2
 
 
+class NonFinite(enum.IntEnum):
+    """What ranks do about a reduction whose result is NaN or infinite; the values are wire codes and never change."""
+
+    ALLOW = 0  # nothing: nobody looks
+    RAISE = 1
+    SKIP = 2  # leave the step out
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """What all ranks must agree on before a name is reduced for the first time.
@@ -102,6 +111,8 @@ class TensorSpec:
 
     ``scatters``: each rank gets only its piece of a reduction. Pieces are rows (of the first dimension), as even as
     can be, the longer ones first, in the order of the group.
+
+    ``nonfinite``: unless it is ALLOW, each round says which ranks made its result NaN or infinite.
 
     A GATHER or an EXCHANGE has a dtype of UINT8 and the shape (bytes of the input, bytes of the result): room for the
     largest round, which each rank chooses for itself. Declared again with more room, its memory grows.
@@ -117,6 +128,7 @@ class TensorSpec:
     group: tuple[int, ...] = ()
     scatters: bool = False
     terms: str = ""
+    nonfinite: NonFinite = NonFinite.ALLOW
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -142,11 +154,18 @@ class TensorSpec:
         # Once: rounds ask for them again and again.
         object.__setattr__(self, "count", self.shape[0] if self.op.is_direct else math.prod(self.shape))
         object.__setattr__(self, "nbytes", self.count * self.dtype.itemsize)
+        if max(self.nbytes, self.shape[1] if self.op.is_direct else 0) > MAX_TENSOR_BYTES:
+            raise UsageError(f"tensor {self.name!r}: shape {list(self.shape)} is larger than any machine's memory")
 
     @property
     def needs_all(self) -> bool:
         """It can't go on without a rank that has joined."""
         return self.scatters or not self.op.is_reduction
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whoever takes the sum looks for NaN and infinity in it."""
+        return bool(self.nonfinite) and self.dtype.is_floating and self.op.is_reduction and not self.scatters
 
     def members(self, size: int) -> Sequence[int]:
         """The ranks that take part, of ``size`` in the job."""
@@ -182,7 +201,9 @@ class TensorSpec:
 
     def signature(self) -> tuple[object, ...]:
         shape = () if self.op.is_direct else self.shape
-        return (self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms)
+        return (
+            self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms, self.nonfinite,
+        )  # fmt: skip
 
     def describe(self) -> str:
         """The part that ranks must agree on, for messages: ``average of float32[3, 4]``."""
@@ -192,7 +213,21 @@ class TensorSpec:
         group = f" among ranks {', '.join(map(str, self.group))}" if self.group else ""
         what = "bytes" if self.op.is_direct else f"{self.dtype.name.lower()}{list(self.shape)}"
         terms = f" ({self.terms})" if self.terms else ""
-        return f"{op} of {what}{root}{group}{terms}"
+        guard = f", BYTEPS_NONFINITE={self.nonfinite.name.lower()}" if self.nonfinite else ""
+        return f"{op} of {what}{root}{group}{terms}{guard}"
+
+
+#: In the names of operations that were given none, and so are matched in the order of their calls.
+UNNAMED = ".noname."
+
+
+class Sizes(enum.IntEnum):
+    """How far one who receives pieces looks at their sizes. Where one is not as expected, it gets a MismatchError."""
+
+    PLAIN = 0  # a piece that is expected to be empty is not asked for
+    CHECKED = 1  # it is
+    TOGETHER = 2  # it is, and nobody's round is over before all have asked: so who sends gets the error, too
+    TENTATIVE = 3  # it is; a piece of another size stays where it is, and the round may be given again
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +236,16 @@ class Layout:
 
     ``sends``: in the input, for each member of the group, in order; a GATHER has one piece, which is for all.
     ``receives``: in the result, from each member. What one member sends and what the other expects must be equally
-    long. A piece of 0 bytes is neither sent nor waited for. A member of a GATHER may leave out its own: it has it.
+    long. A piece of 0 bytes is not sent; ``sizes`` says whether it is looked at. A member of a GATHER may leave out its
+    own: it has it. Who is TENTATIVE sends nothing.
 
     >>> Layout(sends=((0, 8),), receives=((0, 8), (8, 8)))  # all gather 8 bytes of each of two
-    Layout(sends=((0, 8),), receives=((0, 8), (8, 8)))
+    Layout(sends=((0, 8),), receives=((0, 8), (8, 8)), sizes=<Sizes.PLAIN: 0>)
     """
 
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
+    sizes: Sizes = Sizes.PLAIN
 
     def check(self, spec: TensorSpec, members: int) -> None:
         """Raises UsageError if ``spec``, with so many members, has no room for it."""

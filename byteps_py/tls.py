@@ -24,7 +24,7 @@ _VALID_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _VALID_TO = datetime.datetime(2999, 1, 1, tzinfo=datetime.UTC)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
     """PEM texts: the authority to trust, and this process's own certificate and private key."""
 

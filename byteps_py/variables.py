@@ -39,7 +39,12 @@ class Variable:
 
     def parse(self, name: str, text: str) -> object:
         """The value of ``text``. Raises ConfigurationError that names the variable and what it allows."""
-        error = ConfigurationError(f"{name}={text!r} is not valid: it takes {self.allowed()}")
+        shown = "(hidden)" if self.field == "secret" else repr(text if len(text) <= 200 else text[:200] + "…")
+        error = ConfigurationError(f"{name}={shown} is not valid: it takes {self.allowed()}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # the environment's bytes are no UTF-8
+            raise error from None
         text = text.strip()
         value: object = text
         if self.kind is bool:
@@ -78,19 +83,23 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("socket_name", ("BYTEPS_SOCKET_NAME",), str, "local socket of this machine's communication service; set by bpslaunch"),
     Variable("secret", ("BYTEPS_SECRET",), str, "cluster secret; required to listen beyond loopback"),
     Variable("secret_file", ("BYTEPS_SECRET_FILE",), str, "file that holds the cluster secret"),
+    Variable("encrypt", ("BYTEPS_ENCRYPT",), bool, "encrypt tensors on their way between machines; without, they are authenticated only; needs a secret"),
     Variable("partition_bytes", ("BYTEPS_PARTITION_BYTES",), int, "largest piece of a tensor that is sent at once; default: by the links' rates, a few ms of the slowest", low=4096, high=1 << 30),
     Variable("link_mbit", ("BYTEPS_LINK_MBIT",), float, "rate of this machine's network link each way, Mbit/s; 0: measured when the cluster comes together", low=0, high=_FAR),
     Variable("placement", ("BYTEPS_PLACEMENT",), str, "who sums: every machine by its optimal share, or CPU machines alone (the classical parameter server)", choices=("optimal", "servers-only")),
     Variable("credit_bytes", ("BYTEPS_SCHEDULING_CREDIT",), int, "most bytes a machine has in flight; 0: no limit; default: 4 partitions for each GPU machine", low=0),
     Variable("fusion_bytes", ("BYTEPS_FUSION_BYTES",), int, "gradients smaller than this travel together, up to this size; 0: never", low=0),
+    Variable("nonfinite", ("BYTEPS_NONFINITE",), str, "what to do about NaN and infinity in gradients: nothing, as a GradScaler (AMP) expects; raise NonFiniteError, which names ranks and parameters, on every rank; or leave the step out on every rank", choices=("allow", "raise", "skip")),
     Variable("server_threads", ("BYTEPS_SERVER_ENGINE_THREAD",), int, "summing threads of a summation service; 0: one per core, at most 4", low=0, high=256),
     Variable("worker_threads", ("BYTEPS_WORKER_ENGINE_THREAD",), int, "summing threads of a communication service; 0: one per core, at most 4", low=0, high=256),
     Variable("force_distributed", ("BYTEPS_FORCE_DISTRIBUTED",), bool, "use the services even for a single rank"),
     Variable("start_timeout_s", ("BYTEPS_START_TIMEOUT_S",), float, "how long to wait for the cluster to come together", low=0.1, high=_FAR),
     Variable("stall_warn_s", ("BYTEPS_STALL_WARN_S",), float, "warn about ranks that keep others waiting this long", low=0.1, high=_FAR),
     Variable("stall_limit_s", ("BYTEPS_STALL_LIMIT_S",), float, "give up, with an error, after this long; 0: never", low=0, high=_FAR),
+    Variable("straggler", ("BYTEPS_STRAGGLER",), float, "warn about a rank or a summation service that takes so many times as long as the others", low=1.5, high=_FAR),
     Variable("heartbeat_interval_s", ("PS_HEARTBEAT_INTERVAL",), float, "seconds between heartbeats", low=0.01, high=3600),
-    Variable("heartbeat_timeout_s", ("PS_HEARTBEAT_TIMEOUT",), float, "seconds of silence after which a process counts as dead", low=0.1, high=_FAR),
+    Variable("heartbeat_timeout_s", ("PS_HEARTBEAT_TIMEOUT",), float, "seconds of silence after which a process counts as dead; ten times as long for a worker whose machine is heard through another process", low=0.1, high=_FAR),
+    Variable("journal_dir", ("BYTEPS_JOURNAL_DIR",), str, "folder of the scheduler's journal, with which a killed one can be started again; none: no journal; default: $XDG_STATE_HOME/byteps or ~/.local/state/byteps, else a folder of the user's in the temporary one"),
     Variable("report", ("BYTEPS_REPORT",), str, "file to which the scheduler writes, at the end, who carried what (JSON)"),
     Variable("timeline", ("HOROVOD_TIMELINE",), str, "file for a timeline of rank 0, a Chrome trace; rank N appends .rankN; DYNAMIC: when start_timeline() is called"),
     Variable("timeline_mark_cycles", ("HOROVOD_TIMELINE_MARK_CYCLES",), bool, "mark in it where a tensor leaves while no other is on its way"),

@@ -1,7 +1,8 @@
 """The header of a data-plane message: what a CS and an SS say to each other. Pure; any thread.
 
-Over TCP a message is [header, payload]; between two processes of one machine it is a header whose payload
-lies in shared memory (``local``). Nothing here allocates by what a header claims.
+Over TCP a message is [header, payload], sealed (dataplane/seal.py) but for those of the handshake; between two
+processes of one machine it is a header whose payload lies in shared memory (``local``). Nothing here allocates by what
+a header claims.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 1
+VERSION = 2
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
-# | payload segment, payload offset, answer segment, answer offset
-_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ")
+# | payload segment, payload offset, answer segment, answer offset | flags | blame | waited
+_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I")
 HEADER_BYTES = _LAYOUT.size
+MAX_WAITED_US = (1 << 32) - 1
 
 
 class Kind(enum.IntEnum):
     """What a message is for; the values are wire codes and never change."""
 
-    HELLO = 1  # CS → SS or CS, first on a connection: who I am; payload: the proof of membership
+    HELLO = 1  # CS → SS or CS, first on a connection: who I am; payload: see dataplane/handshake.py
     PUSH = 2  # CS → SS: my contribution; an answer is expected
     PULL = 3  # CS → SS: I contribute nothing to this broadcast, but want its result
     ANSWER = 4  # SS → CS: the result of a round; CS → CS: the bytes that were fetched
@@ -35,6 +37,17 @@ class Kind(enum.IntEnum):
     FETCH = 8  # CS → CS: give me bytes of a rank of yours; payload: a Fetch. The answer is an ANSWER with them
     FETCH_SUM = 9  # CS → CS: give me your machine's sum of a part of a scattered reduction; its offset: which part
     PASS = 10  # CS → SS: my ranks have joined, and I contribute nothing; tell me, without the result, when it is there
+    WANT = 11  # SS → CS: another machine lacks the result of this round; if you have it, give me your part once more
+    WITHDRAW = 12  # CS → SS: what I gave to this round goes to another server; no answer
+    CHALLENGE = 20  # back, at a HELLO: prove that you know the secret, as I do
+    PROOF = 21  # CS → SS or CS, at a CHALLENGE; from now on every message is sealed
+    DAMAGED = 22  # back: message number ``round`` of this connection could not be opened; send it again
+
+
+#: Flags of a contribution. RESENT: its machine lacks the result, though the server may have sent it. SUPPLY: its
+#: machine has the result, and wants no answer; it was asked for it (WANT).
+RESENT = 1
+SUPPLY = 2
 
 
 @dataclass(slots=True)
@@ -42,7 +55,9 @@ class Header:
     """One message's header. ``sender``: machine index of the CS. ``root``: machine index of a broadcast's
     source. ``index``: which partition of the key; ``offset``, ``length``: where it lies in the tensor and how
     long it is, in bytes. The next four fields place payload and answer in shared memory (0 over TCP). ``machines``:
-    how many contribute, 0 for all."""
+    how many contribute, 0 for all. ``flags``: of RESENT and SUPPLY. ``blame`` (see blame.py): of a PUSH, who is to
+    blame if its payload is NaN or infinite, 0 if nobody wants to know; of its ANSWER, who is. ``waited_us``: of an
+    ANSWER, for how long the PUSH had waited for others."""
 
     kind: Kind
     sender: int
@@ -61,6 +76,17 @@ class Header:
     answer_segment: int = 0
     answer_offset: int = 0
     machines: int = 0
+    flags: int = 0
+    blame: int = 0
+    waited_us: int = 0
+
+    @property
+    def is_resent(self) -> bool:
+        return bool(self.flags & RESENT)
+
+    @property
+    def is_supply(self) -> bool:
+        return bool(self.flags & SUPPLY)
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
@@ -83,6 +109,9 @@ class Header:
             self.segment_offset,
             self.answer_segment,
             self.answer_offset,
+            self.flags,
+            self.blame,
+            self.waited_us,
         )
 
     @classmethod
@@ -91,7 +120,9 @@ class Header:
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
-         segment, segment_offset, answer_segment, answer_offset) = _LAYOUT.unpack(data)  # fmt: skip
+         segment, segment_offset, answer_segment, answer_offset, flags, blame, waited_us) = _LAYOUT.unpack(
+            data
+        )  # fmt: skip
         if magic != MAGIC:
             raise ProtocolError(f"not a byteps_py message (magic {magic:#010x})")
         if version != VERSION:
@@ -99,7 +130,8 @@ class Header:
         try:
             return cls(
                 _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
-                offset, length, segment, segment_offset, answer_segment, answer_offset, machines,
+                offset, length, segment, segment_offset, answer_segment, answer_offset, machines, flags, blame,
+                waited_us,
             )  # fmt: skip
         except KeyError:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None
@@ -111,25 +143,27 @@ _DTYPES = {int(d): d for d in DType}
 _OPS = {int(o): o for o in Op}
 
 
-_FETCH = struct.Struct("<IIQ")
+_FETCH = struct.Struct("<IIQB")
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """The payload of a FETCH: of the piece, of ``total`` bytes, that rank ``source`` has for rank ``target``, the
     header's ``length`` bytes at its ``offset`` are wanted. The header's ``index`` numbers the requests, of FETCH_SUM
-    as well."""
+    as well. ``is_tentative``: if it has another size it stays there, for a later request."""
 
     source: int
     target: int
     total: int
+    is_tentative: bool = False
 
     def pack(self) -> bytes:
-        return _FETCH.pack(self.source, self.target, self.total)
+        return _FETCH.pack(self.source, self.target, self.total, self.is_tentative)
 
     @classmethod
     def unpack(cls, data: bytes) -> Fetch:
         """Raises ProtocolError."""
         if len(data) != _FETCH.size:
             raise ProtocolError(f"a FETCH has a payload of {_FETCH.size} bytes, got {len(data)}")
-        return cls(*_FETCH.unpack(data))
+        source, target, total, is_tentative = _FETCH.unpack(data)
+        return cls(source, target, total, bool(is_tentative))

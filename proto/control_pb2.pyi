@@ -26,7 +26,9 @@ MACHINE_KIND_GPU: MachineKind
 MACHINE_KIND_CPU: MachineKind
 
 class MemberMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured", "join", "idle", "sight")
+    __slots__ = ("number", "received", "register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured", "join", "idle", "sight", "drain", "applied", "unreachable", "ready", "settled")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DECLARE_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +40,13 @@ class MemberMessage(_message.Message):
     JOIN_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
     SIGHT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    received: int
     register: Register
     heartbeat: Heartbeat
     declare: Declare
@@ -49,10 +58,15 @@ class MemberMessage(_message.Message):
     join: Join
     idle: Idle
     sight: Sight
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ...) -> None: ...
+    drain: Drain
+    applied: Applied
+    unreachable: Unreachable
+    ready: Ready
+    settled: Gone
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., settled: _Optional[_Union[Gone, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit")
+    __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit", "token", "received", "member_id", "epoch")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +82,10 @@ class Register(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LINK_MBIT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     job: str
     role: Role
@@ -83,15 +101,47 @@ class Register(_message.Message):
     host: str
     pid: int
     link_mbit: float
-    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ...) -> None: ...
+    token: bytes
+    received: int
+    member_id: int
+    epoch: int
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("statistics", "waiting")
+    __slots__ = ("statistics", "waiting", "ranks", "servers", "bare")
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    BARE_FIELD_NUMBER: _ClassVar[int]
     statistics: Statistics
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
-    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankPace]
+    servers: _containers.RepeatedCompositeFieldContainer[ServerPace]
+    bare: bool
+    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., bare: bool = ...) -> None: ...
+
+class RankPace(_message.Message):
+    __slots__ = ("rank", "step_s", "wait_s", "pid")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    step_s: float
+    wait_s: float
+    pid: int
+    def __init__(self, rank: _Optional[int] = ..., step_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class ServerPace(_message.Message):
+    __slots__ = ("member_id", "answer_s", "ratio")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_S_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    member_id: int
+    answer_s: float
+    ratio: float
+    def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ...) -> None: ...
 
 class Statistics(_message.Message):
     __slots__ = ("bytes_received", "bytes_sent", "bytes_local", "rounds", "bytes_summed", "cpu_s", "resident_bytes", "bytes_in_flight")
@@ -154,7 +204,7 @@ class Vote(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ...) -> None: ...
 
 class Spec(_message.Message):
-    __slots__ = ("dtype", "shape", "op", "average", "root", "priority", "group", "scatters", "terms")
+    __slots__ = ("dtype", "shape", "op", "average", "root", "priority", "group", "scatters", "terms", "nonfinite")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +214,7 @@ class Spec(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     SCATTERS_FIELD_NUMBER: _ClassVar[int]
     TERMS_FIELD_NUMBER: _ClassVar[int]
+    NONFINITE_FIELD_NUMBER: _ClassVar[int]
     dtype: int
     shape: _containers.RepeatedScalarFieldContainer[int]
     op: int
@@ -173,7 +224,8 @@ class Spec(_message.Message):
     group: _containers.RepeatedScalarFieldContainer[int]
     scatters: bool
     terms: str
-    def __init__(self, dtype: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., op: _Optional[int] = ..., average: bool = ..., root: _Optional[int] = ..., priority: _Optional[int] = ..., group: _Optional[_Iterable[int]] = ..., scatters: bool = ..., terms: _Optional[str] = ...) -> None: ...
+    nonfinite: int
+    def __init__(self, dtype: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., op: _Optional[int] = ..., average: bool = ..., root: _Optional[int] = ..., priority: _Optional[int] = ..., group: _Optional[_Iterable[int]] = ..., scatters: bool = ..., terms: _Optional[str] = ..., nonfinite: _Optional[int] = ...) -> None: ...
 
 class Arrive(_message.Message):
     __slots__ = ("sequence",)
@@ -194,6 +246,32 @@ class Report(_message.Message):
     error: str
     message: str
     def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Applied(_message.Message):
+    __slots__ = ("epoch", "moved")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    moved: int
+    def __init__(self, epoch: _Optional[int] = ..., moved: _Optional[int] = ...) -> None: ...
+
+class Unreachable(_message.Message):
+    __slots__ = ("member_id", "reason")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    member_id: int
+    reason: str
+    def __init__(self, member_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Sight(_message.Message):
     __slots__ = ("rank", "text")
@@ -242,7 +320,9 @@ class Measured(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., mbit: _Optional[float] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "sight")
+    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "sight", "slow", "dismissed")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +336,10 @@ class SchedulerMessage(_message.Message):
     JOINED_FIELD_NUMBER: _ClassVar[int]
     ALL_JOINED_FIELD_NUMBER: _ClassVar[int]
     SIGHT_FIELD_NUMBER: _ClassVar[int]
+    SLOW_FIELD_NUMBER: _ClassVar[int]
+    DISMISSED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    received: int
     welcome: Welcome
     refused: Refused
     membership: Membership
@@ -269,7 +353,9 @@ class SchedulerMessage(_message.Message):
     joined: Join
     all_joined: AllJoined
     sight: Sight
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ...) -> None: ...
+    slow: Slow
+    dismissed: Dismissed
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("member_id",)
@@ -278,14 +364,16 @@ class Welcome(_message.Message):
     def __init__(self, member_id: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("error", "message", "later")
+    __slots__ = ("error", "message", "later", "unknown")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     LATER_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     error: str
     message: str
     later: bool
-    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., later: bool = ...) -> None: ...
+    unknown: bool
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., later: bool = ..., unknown: bool = ...) -> None: ...
 
 class Measure(_message.Message):
     __slots__ = ("turn", "address")
@@ -296,16 +384,20 @@ class Measure(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("epoch", "workers", "servers", "partition_bytes")
+    __slots__ = ("epoch", "workers", "servers", "partition_bytes", "workers_since", "reason")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     PARTITION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_SINCE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     workers: _containers.RepeatedCompositeFieldContainer[Member]
     servers: _containers.RepeatedCompositeFieldContainer[Member]
     partition_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., partition_bytes: _Optional[int] = ...) -> None: ...
+    workers_since: int
+    reason: str
+    def __init__(self, epoch: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., partition_bytes: _Optional[int] = ..., workers_since: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("member_id", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "first_rank", "host", "pid", "weight", "link_mbit")
@@ -405,6 +497,16 @@ class Failure(_message.Message):
     ranks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., orderly: bool = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Slow(_message.Message):
+    __slots__ = ("message",)
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class Dismissed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Stop(_message.Message):
     __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -416,7 +518,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "partition_bytes", "num_workers", "num_servers", "stalled")
+    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "partition_bytes", "num_workers", "num_servers", "stalled", "slow", "restarts", "journal")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[StatusReply.State]
@@ -439,6 +541,9 @@ class StatusReply(_message.Message):
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
+    SLOW_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_FIELD_NUMBER: _ClassVar[int]
     state: StatusReply.State
     reason: str
     epoch: int
@@ -449,19 +554,24 @@ class StatusReply(_message.Message):
     num_workers: int
     num_servers: int
     stalled: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ...) -> None: ...
+    slow: _containers.RepeatedScalarFieldContainer[str]
+    restarts: int
+    journal: str
+    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., journal: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member", "alive", "heartbeat_age_s", "statistics")
+    __slots__ = ("member", "alive", "heartbeat_age_s", "statistics", "doubt")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    DOUBT_FIELD_NUMBER: _ClassVar[int]
     member: Member
     alive: bool
     heartbeat_age_s: float
     statistics: Statistics
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ...) -> None: ...
+    doubt: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., doubt: _Optional[str] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ("reason",)
@@ -472,3 +582,19 @@ class StopRequest(_message.Message):
 class StopReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("servers", "addresses")
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    servers: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, servers: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ScaleReply(_message.Message):
+    __slots__ = ("error", "servers")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    servers: int
+    def __init__(self, error: _Optional[str] = ..., servers: _Optional[int] = ...) -> None: ...

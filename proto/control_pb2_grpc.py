@@ -49,13 +49,20 @@ class SchedulerStub(object):
                 request_serializer=control__pb2.StopRequest.SerializeToString,
                 response_deserializer=control__pb2.StopReply.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/byteps.Scheduler/Scale',
+                request_serializer=control__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=control__pb2.ScaleReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attend(self, request_iterator, context):
-        """One member's life. Its first message is Register; the stream's end without Leave means that it died.
+        """One member, for as long as the connection holds. The first message is Register. A stream that ends without Leave
+        may be followed by another one of the same member (same token), which goes on where the one before it broke off;
+        if none comes soon, the member counts as dead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +77,13 @@ class SchedulerServicer(object):
 
     def Stop(self, request, context):
         """End the job in order: every member is told to leave, then the scheduler exits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Let CPU machines go: their keys move, then their servers end. For `bps scale`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,6 +106,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=control__pb2.StopRequest.FromString,
                     response_serializer=control__pb2.StopReply.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=control__pb2.ScaleRequest.FromString,
+                    response_serializer=control__pb2.ScaleReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +194,33 @@ class Scheduler(object):
             '/byteps.Scheduler/Stop',
             control__pb2.StopRequest.SerializeToString,
             control__pb2.StopReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/byteps.Scheduler/Scale',
+            control__pb2.ScaleRequest.SerializeToString,
+            control__pb2.ScaleReply.FromString,
             options,
             channel_credentials,
             insecure,

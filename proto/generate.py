@@ -1,4 +1,4 @@
-"""Regenerate control_pb2.py, control_pb2.pyi and control_pb2_grpc.py from control.proto (``make proto``)."""
+"""Regenerate what is generated from control.proto and journal.proto (``make proto``)."""
 
 from pathlib import Path
 
@@ -12,10 +12,14 @@ def main() -> None:
         ["protoc", f"-I{HERE}", f"--python_out={HERE}", f"--pyi_out={HERE}", f"--grpc_python_out={HERE}",
          str(HERE / "control.proto")]
     )  # fmt: skip
+    code = code or protoc.main(
+        ["protoc", f"-I{HERE}", f"--python_out={HERE}", f"--pyi_out={HERE}", str(HERE / "journal.proto")]
+    )
     if code:
         raise SystemExit(code)
-    stub = HERE / "control_pb2_grpc.py"  # protoc writes a top-level import; here it lives in a package
-    stub.write_text(stub.read_text().replace("import control_pb2 as", "from byteps_py.proto import control_pb2 as"))
+    for name in ("control_pb2_grpc.py", "journal_pb2.py", "journal_pb2.pyi"):
+        file = HERE / name  # protoc writes top-level imports; here they live in a package
+        file.write_text(file.read_text().replace("import control_pb2 as", "from byteps_py.proto import control_pb2 as"))
 
 
 if __name__ == "__main__":

@@ -60,8 +60,10 @@ class SharedMemory(Memory):
 
 @dataclass(slots=True, eq=False)
 class Arrival(Contribution):
-    """A contribution with its memory. ``answer``: where a local peer wants the result; None for a remote one."""
+    """A contribution with its memory. ``answer``: where a local peer wants the result; None for a remote one.
+    ``came_s``: when it was taken from the network."""
 
     origin: Peer
     payload: Memory | None = None
     answer: Memory | None = None
+    came_s: float = 0.0

@@ -49,14 +49,14 @@ def difference(gave: list[tuple[int, Facts]]) -> str:
     return f"machines disagree about {' and '.join(names)}: {said}"
 
 
-def objection(header: Header, nbytes: int, epoch: int, num_machines: int, partition_bytes: int) -> str:
+def objection(header: Header, nbytes: int, since_epoch: int, num_machines: int, partition_bytes: int) -> str:
     """Why a contribution with ``nbytes`` of payload can't be used whatever the others give; empty if it can.
 
-    ``epoch``, ``num_machines``: as this server knows them; the contribution's epoch is not newer.
+    The ``num_machines`` machines are the same since ``since_epoch``.
     """
     what = f"partition {header.index} of tensor key {header.key:#018x} from machine {header.sender}"
-    if header.epoch < max(epoch, 1):
-        return f"stale epoch: {what} was sent in epoch {header.epoch}, this is epoch {epoch}"
+    if header.epoch < max(since_epoch, 1):
+        return f"stale epoch: {what} was sent in epoch {header.epoch}; the machines are others since {since_epoch}"
     if header.sender >= num_machines:
         return f"{what}: there are {num_machines} machines, from 0"
     if header.machines > num_machines:

@@ -15,6 +15,7 @@ import zmq
 from byteps_py import auth
 from byteps_py.channel import Channel, Listener
 from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.dataplane.strangers import PATIENCE_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import PeerLostError, ProtocolError
 from byteps_py.log import logger
@@ -51,6 +52,9 @@ class LocalPeer(Peer):
 
     def answer(self, header: Header, result: zmq.Frame | None) -> None:
         self._send(reply(header, Kind.ANSWER))
+
+    def want(self, header: Header) -> None:
+        self._send(header.pack())
 
     def refuse(self, header: Header, reason: str) -> None:
         self._send(reply(header, Kind.REFUSED) + reason.encode())
@@ -94,7 +98,8 @@ class LocalPeer(Peer):
         payload = answer = None
         if header.kind is Kind.PUSH:
             payload = self._place(header, header.segment, header.segment_offset)
-        if header.kind is not Kind.PASS and (header.op is not Op.BROADCAST or header.kind is Kind.PULL):
+        wants = header.kind is not Kind.PASS and not header.is_supply
+        if wants and (header.op is not Op.BROADCAST or header.kind is Kind.PULL):
             answer = self._place(header, header.answer_segment, header.answer_offset)
             if payload and 0 < abs(payload.address - answer.address) < header.length:
                 raise ProtocolError("the answer's place overlaps the contribution")
@@ -109,7 +114,8 @@ class LocalPeer(Peer):
 
 
 class Local:
-    """Listens at the abstract socket ``name``. ``on_arrival``: a contribution came; ``on_gone``: a peer is gone."""
+    """Listens at the abstract socket ``name``. ``on_arrival``: a contribution came; ``on_gone``: a peer is gone;
+    ``on_withdraw``: one takes a contribution back."""
 
     def __init__(
         self,
@@ -119,6 +125,7 @@ class Local:
         traffic: Traffic,
         on_arrival: Callable[[Arrival], None],
         on_gone: Callable[[Peer], None],
+        on_withdraw: Callable[[Header], None],
     ) -> None:
         self.name = name
         self._settings = settings
@@ -126,9 +133,14 @@ class Local:
         self._traffic = traffic
         self._on_arrival = on_arrival
         self._on_gone = on_gone
+        self._on_withdraw = on_withdraw
         self._peers: set[LocalPeer] = set()
         self._listener = Listener(name)
         loop.add_reader(self._listener.fileno(), self._accept)
+
+    def peer_of(self, machine: int) -> Peer | None:
+        """Its connection; None if it has none here."""
+        return next((peer for peer in self._peers if peer.machine == machine), None)
 
     @property
     def connections(self) -> int:
@@ -142,6 +154,11 @@ class Local:
             return
         self._peers.add(peer)
         self._loop.add_reader(peer.channel.fileno(), lambda: self._on_readable(peer))
+        self._loop.call_later(PATIENCE_S, lambda: self._expire(peer))
+
+    def _expire(self, peer: LocalPeer) -> None:
+        if peer.machine < 0:
+            self.lose(peer, ProtocolError("it has not said who it is"))
 
     def _on_readable(self, peer: LocalPeer) -> None:
         try:
@@ -165,7 +182,7 @@ class Local:
         header = Header.unpack(data[:HEADER_BYTES])
         if header.kind is Kind.HELLO and peer.machine < 0:
             token = data[HEADER_BYTES:].decode(errors="replace")
-            if not auth.is_valid(token, self._settings.secret, "data", self._settings.job, str(header.sender)):
+            if not auth.is_valid(token, self._settings.secret, "local", self._settings.job, str(header.sender)):
                 text = "its proof of membership is wrong: do job and secret agree?"
                 peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
                 raise ProtocolError(text)
@@ -177,6 +194,8 @@ class Local:
             peer.accept_segment(header, fds)
         elif header.kind in (Kind.PUSH, Kind.PULL, Kind.PASS) and len(data) == HEADER_BYTES:
             self._contribution(peer, header)
+        elif header.kind is Kind.WITHDRAW:
+            self._on_withdraw(header)
         else:
             raise ProtocolError(f"{header.kind.name} of {len(data)} bytes is not for it to send")
 

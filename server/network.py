@@ -15,7 +15,8 @@ from byteps_py.wire import Header, Kind
 
 
 class Network(DataListener):
-    """``on_arrival``: a contribution came; ``on_gone``: a peer went away."""
+    """``on_arrival``: a contribution came; ``on_gone``: a peer went away; ``on_withdraw``: one takes a
+    contribution back."""
 
     def __init__(
         self,
@@ -24,9 +25,14 @@ class Network(DataListener):
         traffic: Traffic,
         on_arrival: Callable[[Arrival], None],
         on_gone: Callable[[Peer], None],
+        on_withdraw: Callable[[Header], None],
     ) -> None:
         def on_message(header: Header, peer: Peer, frame: zmq.Frame) -> None:
+            if header.kind is Kind.WITHDRAW:
+                on_withdraw(header)
+                return
             payload = FrameMemory(frame)
             on_arrival(Arrival(header, peer, payload.nbytes, payload if payload.nbytes else None))
 
-        super().__init__(host, settings, traffic, frozenset((Kind.PUSH, Kind.PULL, Kind.PASS)), on_message, on_gone)
+        kinds = frozenset((Kind.PUSH, Kind.PULL, Kind.PASS, Kind.WITHDRAW))
+        super().__init__(host, settings, traffic, kinds, on_message, on_gone)

@@ -1,4 +1,4 @@
-"""One piece of one tensor, and what machines gave to its round in flight. Pure data; the rules are in rounds.py."""
+"""One piece of one tensor, and what machines gave to its rounds in flight. Pure data; the rules are in rounds.py."""
 
 from __future__ import annotations
 
@@ -25,30 +25,47 @@ C = TypeVar("C", bound=Contribution)
 
 
 class State(enum.Enum):
-    IDLE = "no round in flight"
     COLLECTING = "waiting for contributions"
     REDUCING = "all contributions are there"
-    BROKEN = "the round was refused"
     DROPPED = "superseded"
 
 
 @dataclass(slots=True, eq=False)
-class Partition(Generic[C]):
-    """A piece of one generation of a tensor. ``round``: in flight, or broken. ``last_round``: completed last."""
+class Round(Generic[C]):
+    """One round in flight. ``is_resent``: a machine lacks its result, which others may have: who has not given within
+    a moment (``want_at``) is asked. ``redirected``: by machine, whom to answer instead of who gave."""
 
-    key: int
-    generation: int
-    index: int
-    state: State = State.IDLE
-    round: int = 0
-    last_round: int = -1  # none yet
-    since_s: float = 0.0
-    reason: str = ""
+    partition: Partition[C]
+    number: int
+    since_s: float
+    state: State = State.COLLECTING
+    is_resent: bool = False
+    want_at: float = 0.0
     contributions: dict[int, C] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"partition {self.index} of tensor key {self.key:#018x}"
+    redirected: dict[int, C] = field(default_factory=dict)
 
     def in_order(self) -> list[C]:
         """Contributions by machine index: the order in which they are added."""
         return [self.contributions[machine] for machine in sorted(self.contributions)]
+
+    def waiting(self) -> list[C]:
+        """Whom to answer, in machine order."""
+        asked = (self.redirected.get(c.header.sender, c) for c in self.in_order())
+        return [c for c in asked if not c.header.is_supply]
+
+
+@dataclass(slots=True, eq=False)
+class Partition(Generic[C]):
+    """A piece of one generation of a tensor. ``last_round``: completed last; ``broken_round``: refused last, for
+    ``reason``; -1: none yet."""
+
+    key: int
+    generation: int
+    index: int
+    last_round: int = -1
+    broken_round: int = -1
+    reason: str = ""
+    rounds: dict[int, Round[C]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"partition {self.index} of tensor key {self.key:#018x}"

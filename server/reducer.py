@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from byteps_py import kernels
+from byteps_py.blame import OVERFLOW
 from byteps_py.kernels.engine import Engine, default_threads
-from byteps_py.kernels.readiness import Readiness
+from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.server.arrival import Arrival, FrameMemory, Memory
-from byteps_py.tensors import DType, Op
+from byteps_py.tensors import Checks, DType, Op
 
-Done = Callable[[BaseException | None], None]
+#: The error, if there was one, and who is to blame for a result that is not finite (see blame.py).
+Done = Callable[[BaseException | None, int], None]
 
 #: Up to this size a sum takes less time than handing it to another thread and back.
 INLINE_BYTES = 64 << 10
@@ -30,24 +32,43 @@ _LIKELY = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.IN
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One kernel call. ``result``: what remote machines are sent; None if there are none.
-    ``outputs`` is empty when the result lies there already."""
+    ``outputs`` is empty when the result lies there already. ``blames``: who is to blame if an input is not finite;
+    empty if nobody wants to know."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     result: Memory | None
+    blames: tuple[int, ...] = ()
+
+    @property
+    def checks(self) -> Checks:
+        return Checks.FINITE if self.blames else Checks.NONE
+
+    def carry_out(self, op: Op, dtype: DType, count: int) -> int:
+        """Returns who is to blame if the result is not finite. Any thread."""
+        if not self.blames:
+            kernels.reduce(op, dtype, self.inputs, self.outputs, count)
+            return 0
+        report = kernels.reduce_checked(self.checks, op, dtype, self.inputs, self.outputs, count)
+        blame = OVERFLOW if report.overflowed else 0
+        for i in report.poisoned:
+            blame |= self.blames[i]
+        return blame
 
 
 def plan(op: Op, arrivals: Sequence[Arrival]) -> Plan:
     """Who reads and writes what. ``arrivals``: all machines' contributions, in machine order."""
-    payloads = [a.payload for a in arrivals if a.payload is not None]
+    givers = [a for a in arrivals if a.payload is not None]
+    payloads = [a.payload for a in givers if a.payload is not None]
     inputs = tuple(payload.address for payload in payloads)
     outputs = [a.answer.address for a in arrivals if a.answer is not None]
     if op is Op.BROADCAST:
         return Plan(inputs, tuple(outputs), payloads[0])
     result = next((payload for payload in payloads if isinstance(payload, FrameMemory)), None)
-    if result is not None and len(inputs) > 1:
+    blames = tuple(a.header.blame for a in givers) if all(a.header.blame for a in givers) else ()
+    if result is not None and (len(inputs) > 1 or blames):
         outputs.append(result.address)
-    return Plan(inputs, tuple(outputs), result)
+    return Plan(inputs, tuple(outputs), result, blames)
 
 
 class Reducer:
@@ -66,21 +87,23 @@ class Reducer:
     def start(self, op: Op, dtype: DType, nbytes: int, plan: Plan, done: Done) -> None:
         """Carry out ``plan`` over ``nbytes`` per input, then call ``done``: at once, or later from the loop."""
         if not plan.outputs:
-            done(None)
+            done(None, 0)
             return
+        pair: Pair = (op, dtype, plan.checks) if plan.blames else (op, dtype)
+        count = nbytes // dtype.itemsize
+        if nbytes <= INLINE_BYTES and pair in self._ready:
+            done(None, plan.carry_out(op, dtype, count))
+            return
+        blame = 0
 
         def work() -> None:
-            kernels.reduce(op, dtype, plan.inputs, plan.outputs, nbytes // dtype.itemsize)
-
-        if nbytes <= INLINE_BYTES and (op, dtype) in self._ready:
-            work()
-            done(None)
-            return
+            nonlocal blame
+            blame = plan.carry_out(op, dtype, count)
 
         def finished(error: BaseException | None) -> None:  # on an engine thread
-            self._loop.post(lambda: done(error))
+            self._loop.post(lambda: done(error, blame))
 
-        self._ready.submit((op, dtype), 0, work, finished)
+        self._ready.submit(pair, 0, work, finished)
 
     def close(self) -> None:
         """Waits for the sum in hand, at most one partition per thread."""

@@ -3,21 +3,24 @@
 Owns which contributions belong together, when they are complete, and who is answered or refused. Must not know
 where a contribution's bytes lie or how an answer travels: it passes the shell's objects through. One thread.
 
-A partition is one object (partition.py), and its state is one of
+A round of a partition begins with its first contribution, and its state is one of
 
-    IDLE        ──first contribution──►  COLLECTING     of round r
-    COLLECTING  ──all machines gave────► REDUCING       the engine reads and writes the contributions' memory
-    COLLECTING  ──all givers gone──────► IDLE
-    COLLECTING  ──machines disagree────► BROKEN         all who gave are refused; late ones get the same sentence
-    REDUCING    ──reduced──────────────► IDLE           all are answered, r is the last completed round
-    REDUCING    ──the engine failed────► BROKEN
-    BROKEN      ──newer round──────────► COLLECTING     a newer epoch makes it IDLE
-    any         ──newer generation of the key, or another number of machines──► DROPPED, and forgotten
+    COLLECTING  ──all machines gave────► REDUCING    the engine reads and writes the contributions' memory
+    COLLECTING  ──all givers gone──────► forgotten
+    COLLECTING  ──machines disagree────► broken      all who gave are refused; late ones get the same sentence
+    REDUCING    ──reduced──────────────► forgotten   all are answered, it is the last completed round
+    REDUCING    ──the engine failed────► broken      until a newer round, or a newer epoch
+    any         ──newer generation of the key, or other machines──► DROPPED, and forgotten
 
 All machines give, or as many as their messages say; who they are is for them to agree on (the control plane's vote).
 Each is identified by its machine: what one gives twice counts once. A machine whose ranks have joined gives nothing,
 and says so; a round in which all say so never ends. Memory is held for rounds in flight only; it is
 given back when the last reference to a contribution goes, so there is no action that says so.
+
+Nothing is kept that was sent, and nothing has to be. A machine that lacks a result (its server died, its connection
+broke, the partition moved) gives its part once more, RESENT. If others have the result already, they are asked for
+theirs (WANT), which they keep until the next round is complete, and the sum is taken again: the same bits, for it does
+not depend on who adds. Until then these others may be one round ahead, so a partition can have two rounds in flight.
 """
 
 from __future__ import annotations
@@ -28,24 +31,27 @@ from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError
 from byteps_py.server.checks import Facts, difference, objection
-from byteps_py.server.partition import C, Partition, State
+from byteps_py.server.partition import C, Partition, Round, State
 from byteps_py.wire import Header, Kind
 
 #: Contributions that wait for news of a newer epoch; beyond either limit they are refused.
 HELD_COUNT = 4096
 HELD_BYTES = 256 << 20
+#: Machines that send a round once more do so at about the same time; only who has not by then is asked for it.
+WANT_AFTER_S = 0.02
+WANT_AGAIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Generic[C]):
-    """Combine ``partition.in_order()``, then report it with ``Rounds.reduced``."""
+    """Combine ``round.in_order()``, then report it with ``Rounds.reduced``."""
 
-    partition: Partition[C]
+    round: Round[C]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[C]):
-    """Send the result to all who contributed, in machine order."""
+    """Send the result to all who contributed and lack it, in machine order."""
 
     contributions: list[C]
 
@@ -59,7 +65,15 @@ class Refuse(Generic[C]):
     text: str
 
 
-Action = Reduce[C] | Answer[C] | Refuse[C]
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Ask ``machines`` for what they gave to a round; ``header``: of another machine's contribution to it."""
+
+    header: Header
+    machines: tuple[int, ...]
+
+
+Action = Reduce[C] | Answer[C] | Refuse[C] | Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +97,7 @@ class Counters:
     bytes_summed: int = 0
     duplicates: int = 0
     refused: int = 0
+    wanted: int = 0
     bytes_in_flight: int = 0
 
 
@@ -94,23 +109,26 @@ class Rounds(Generic[C]):
         self.num_machines = 0
         self.counters = Counters()
         self._partition_bytes = partition_bytes
+        self._since_epoch = 0  # the machines are the same since then
         self._generations: dict[int, dict[int, Partition[C]]] = {}  # by key: the newest generation's, by index
+        self._wanting: dict[Round[C], None] = {}  # resent, and not complete
         self._held: list[C] = []
         self._held_bytes = 0
 
     # ---- events ------------------------------------------------------------------------------------------
 
-    def membership(self, epoch: int, num_machines: int, now: float) -> list[Action[C]]:
-        """A newer membership. Rounds in flight stay, unless machines were renumbered by a new count."""
+    def membership(self, epoch: int, num_machines: int, now: float, since_epoch: int = 0) -> list[Action[C]]:
+        """A newer membership. ``since_epoch``: the machines are the same since then, and their rounds in flight
+        stay; rounds of other machines are dropped."""
         if epoch <= self.epoch:
             return []
-        if num_machines != self.num_machines:
+        if num_machines != self.num_machines or since_epoch != self._since_epoch:
             for partitions in self._generations.values():
                 self._drop(partitions)
             self._generations.clear()
-        for partition in self._partitions(State.BROKEN):
-            partition.state = State.IDLE
-        self.epoch, self.num_machines = epoch, num_machines
+        for partition in self._partitions():
+            partition.broken_round = -1
+        self.epoch, self.num_machines, self._since_epoch = epoch, num_machines, since_epoch
         held, self._held = self._held, []
         self.counters.bytes_in_flight -= self._held_bytes
         self._held_bytes = 0
@@ -121,38 +139,53 @@ class Rounds(Generic[C]):
         header = new.header
         if header.epoch > self.epoch:
             return self._hold(new)
-        text = objection(header, new.nbytes, self.epoch, self.num_machines, self._partition_bytes)
+        text = objection(header, new.nbytes, self._since_epoch, self.num_machines, self._partition_bytes)
         if text:
             return self._refuse([new], ProtocolError, text)
         partition = self._find(header)
-        if partition is None and header.kind is Kind.PASS:
+        if partition is None and (header.kind is Kind.PASS or header.is_supply):
             return []  # it does not know yet that the others have moved on without it, and misses nothing
         if partition is None:
             return self._refuse([new], ProtocolError, f"stale: tensor key {header.key:#018x} was declared again")
-        if header.round <= partition.last_round:
+        if header.round < partition.last_round + (not header.is_resent):
             text = f"stale: round {header.round} of {partition}; round {partition.last_round} is complete"
-            return self._refuse([new], ProtocolError, text)
-        if partition.state is State.BROKEN and header.round <= partition.round:
+            return [] if header.is_supply else self._refuse([new], ProtocolError, text)
+        if header.round <= partition.broken_round:
             return self._refuse([new], ProtocolError, partition.reason)
-        if partition.state is State.REDUCING:
-            return self._late(partition, new)
-        return self._collect(partition, new, now)
+        round_ = partition.rounds.get(header.round)
+        if round_ is None:
+            if header.is_supply:
+                return []  # it was asked for twice
+            if text := self._out_of_step(partition, new):
+                return self._break(partition, new, text)
+            round_ = partition.rounds[header.round] = Round(partition, header.round, now)
+        if round_.state is State.REDUCING:
+            return self._late(round_, new)
+        return self._collect(round_, new, now)
 
-    def reduced(self, partition: Partition[C], error: BaseException | None = None) -> list[Action[C]]:
-        """The engine is done with a partition's memory, well or with ``error``."""
-        contributions = partition.in_order()
-        self._forget(partition)
-        if partition.state is not State.REDUCING:  # dropped meanwhile: nobody waits for the result
+    def reduced(self, round_: Round[C], error: BaseException | None = None) -> list[Action[C]]:
+        """The engine is done with a round's memory, well or with ``error``."""
+        partition, contributions, waiting = round_.partition, round_.in_order(), round_.waiting()
+        self._forget(round_)
+        if round_.state is not State.REDUCING:  # dropped meanwhile: nobody waits for the result
             return []
         if error is not None:
-            partition.state = State.BROKEN
-            partition.reason = f"{partition}, round {partition.round}: could not be reduced: {error}"
-            return self._refuse(contributions, CommunicationError, partition.reason)
-        partition.state = State.IDLE
-        partition.last_round = partition.round
+            partition.broken_round = round_.number
+            partition.reason = f"{partition}, round {round_.number}: could not be reduced: {error}"
+            return self._refuse(waiting, CommunicationError, partition.reason)
+        partition.last_round = max(partition.last_round, round_.number)
         self.counters.rounds += 1
         self.counters.bytes_summed += contributions[0].header.length
-        return [Answer(contributions)]
+        return [Answer(waiting)]
+
+    def withdraw(self, header: Header) -> None:
+        """What a machine gave to a round goes to another server."""
+        partition = self._generations.get(header.key, {}).get(header.index)
+        if partition is None or partition.generation != header.generation:
+            return
+        round_ = partition.rounds.get(header.round)
+        if round_ is not None and round_.state is State.COLLECTING:
+            self._take_back(round_, header.sender)
 
     def gone(self, origin: object) -> None:
         """Nobody can be answered at ``origin`` any more. What is being reduced goes on, for the others."""
@@ -160,27 +193,42 @@ class Rounds(Generic[C]):
             self._held.remove(contribution)
             self._held_bytes -= contribution.nbytes
             self.counters.bytes_in_flight -= contribution.nbytes
-        for partition in self._partitions(State.COLLECTING):
-            for machine in [m for m, c in partition.contributions.items() if c.origin is origin]:
-                self.counters.bytes_in_flight -= partition.contributions.pop(machine).nbytes
-            if not partition.contributions:
-                partition.state = State.IDLE
+        for round_ in self._rounds(State.COLLECTING):
+            for machine in [m for m, c in round_.contributions.items() if c.origin is origin]:
+                self._take_back(round_, machine)
+
+    def tick(self, now: float) -> list[Action[C]]:
+        """Call it soon after a contribution that is RESENT, and as long as ``is_wanting``."""
+        actions: list[Action[C]] = []
+        for round_ in self._wanting:
+            if now < round_.want_at:
+                continue
+            round_.want_at = now + WANT_AGAIN_S
+            header = next(iter(round_.contributions.values())).header
+            self.counters.wanted += 1
+            actions.append(Want(header, self._missing(round_)))
+        return actions
 
     # ---- questions ---------------------------------------------------------------------------------------
+
+    @property
+    def is_wanting(self) -> bool:
+        """Rounds that some machines lack wait for others to give their part once more."""
+        return bool(self._wanting)
 
     def stalled(self, now: float, older_than_s: float = 0.0) -> list[Stall]:
         """Rounds that have waited ``older_than_s`` or longer, and for which machines; the oldest first."""
         stalls = [
             Stall(
-                partition.key,
-                partition.index,
-                partition.round,
-                now - partition.since_s,
-                next(iter(partition.contributions.values())).header.machines or self.num_machines,
-                tuple(m for m in range(self.num_machines) if m not in partition.contributions),
+                round_.partition.key,
+                round_.partition.index,
+                round_.number,
+                now - round_.since_s,
+                next(iter(round_.contributions.values())).header.machines or self.num_machines,
+                self._missing(round_),
             )
-            for partition in self._partitions(State.COLLECTING)
-            if now - partition.since_s >= older_than_s
+            for round_ in self._rounds(State.COLLECTING)
+            if now - round_.since_s >= older_than_s
         ]
         return sorted(stalls, key=lambda stall: -stall.age_s)
 
@@ -200,17 +248,12 @@ class Rounds(Generic[C]):
             partition = partitions[header.index] = Partition(header.key, header.generation, header.index)
         return partition
 
-    def _collect(self, partition: Partition[C], new: C, now: float) -> list[Action[C]]:
-        machine = new.header.sender
-        if partition.state is not State.COLLECTING:
-            partition.state, partition.round, partition.since_s = State.COLLECTING, new.header.round, now
-        others = partition.contributions
-        if others and (text := self._disagreement(partition, new)):
-            refused = [*partition.in_order(), new]
-            self._forget(partition)
-            partition.state, partition.reason = State.BROKEN, text
-            partition.round = max(partition.round, new.header.round)
-            return self._refuse(refused, ProtocolError, text)
+    def _collect(self, round_: Round[C], new: C, now: float) -> list[Action[C]]:
+        machine, others = new.header.sender, round_.contributions
+        if others and (text := self._disagreement(round_, new)):
+            return self._break(round_.partition, new, text)
+        if new.header.is_resent and not new.header.is_supply and not round_.is_resent:
+            round_.is_resent, round_.want_at = True, now + WANT_AFTER_S
         if (known := others.get(machine)) is not None:
             self.counters.duplicates += 1
             if known.origin is new.origin:
@@ -220,27 +263,60 @@ class Rounds(Generic[C]):
         others[machine] = new
         self.counters.bytes_in_flight += new.nbytes
         if len(others) < (new.header.machines or self.num_machines):
+            if round_.is_resent:
+                self._wanting[round_] = None
             return []
         if all(contribution.header.kind is Kind.PASS for contribution in others.values()):
             return []  # all ranks of the group have joined: there will be nothing to sum
-        partition.state = State.REDUCING
-        return [Reduce(partition)]
+        round_.state = State.REDUCING
+        self._wanting.pop(round_, None)
+        for other in [r for r in round_.partition.rounds.values() if r.number < round_.number]:
+            if other.state is State.COLLECTING:  # all have its result by now: it came from the server before this one
+                self._forget(other)
+        return [Reduce(round_)]
 
-    def _late(self, partition: Partition[C], new: C) -> list[Action[C]]:
-        """All machines have given, and the result is on its way: a repetition, or a machine out of step."""
-        if new.header.round == partition.round:
-            self.counters.duplicates += 1
-            return []
-        text = f"round {new.header.round} of {partition}: round {partition.round} is not delivered yet"
-        return self._refuse([new], ProtocolError, text)
+    def _late(self, round_: Round[C], new: C) -> list[Action[C]]:
+        """All machines have given, and the result is on its way: a repetition."""
+        known = round_.contributions.get(new.header.sender)
+        if known is None:
+            text = f"machine {new.header.sender} is not among those of round {round_.number} of {round_.partition}"
+            return self._refuse([new], ProtocolError, text)
+        self.counters.duplicates += 1
+        if known.origin is not new.origin and not new.header.is_supply:
+            round_.redirected[new.header.sender] = new
+        return []
 
-    def _disagreement(self, partition: Partition[C], new: C) -> str:
+    def _missing(self, round_: Round[C]) -> tuple[int, ...]:
+        return tuple(m for m in range(self.num_machines) if m not in round_.contributions)
+
+    def _out_of_step(self, partition: Partition[C], new: C) -> str:
+        """Why a round can't begin beside those in flight. Machines may be one apart only where one lacks a result."""
+        for other in partition.rounds.values():
+            lower_is_resent = other.is_resent if other.number < new.header.round else new.header.is_resent
+            if abs(other.number - new.header.round) > 1 or not lower_is_resent:
+                if other.state is State.REDUCING:
+                    return f"round {new.header.round} of {partition}: round {other.number} is not delivered yet"
+                return self._disagreement(other, new)
+        return ""
+
+    def _disagreement(self, round_: Round[C], new: C) -> str:
         facts = Facts.of(new.header)
-        first = next(iter(partition.contributions.values()))
+        first = next(iter(round_.contributions.values()))
         if Facts.of(first.header) == facts:  # the first speaks for all that are there
             return ""
-        gave = [(c.header.sender, Facts.of(c.header)) for c in partition.in_order()]
-        return f"{partition}: {difference([*gave, (new.header.sender, facts)])}"
+        gave = [(c.header.sender, Facts.of(c.header)) for c in round_.in_order()]
+        return f"{round_.partition}: {difference([*gave, (new.header.sender, facts)])}"
+
+    def _break(self, partition: Partition[C], new: C, text: str) -> list[Action[C]]:
+        """Refuse ``new``, and all that is not being reduced."""
+        refused = []
+        for round_ in [r for r in partition.rounds.values() if r.state is State.COLLECTING]:
+            refused += round_.in_order()
+            partition.broken_round = max(partition.broken_round, round_.number)
+            self._forget(round_)
+        if refused:
+            partition.broken_round, partition.reason = max(partition.broken_round, new.header.round), text
+        return self._refuse([*refused, new], ProtocolError, text)
 
     def _hold(self, new: C) -> list[Action[C]]:
         if len(self._held) >= HELD_COUNT or self._held_bytes + new.nbytes > HELD_BYTES:
@@ -255,15 +331,29 @@ class Rounds(Generic[C]):
         self.counters.refused += len(refused)
         return [Refuse(refused, error, text)]
 
+    def _take_back(self, round_: Round[C], machine: int) -> None:
+        given = round_.contributions.pop(machine, None)
+        if given is not None:
+            self.counters.bytes_in_flight -= given.nbytes
+        if not round_.contributions:
+            self._forget(round_)
+
     def _drop(self, partitions: dict[int, Partition[C]]) -> None:
         for partition in partitions.values():
-            if partition.state is not State.REDUCING:  # else the engine still works in its memory
-                self._forget(partition)
-            partition.state = State.DROPPED
+            for round_ in list(partition.rounds.values()):
+                if round_.state is State.COLLECTING:  # else the engine still works in its memory
+                    self._forget(round_)
+                round_.state = State.DROPPED
 
-    def _forget(self, partition: Partition[C]) -> None:
-        self.counters.bytes_in_flight -= sum(c.nbytes for c in partition.contributions.values())
-        partition.contributions.clear()
+    def _forget(self, round_: Round[C]) -> None:
+        self.counters.bytes_in_flight -= sum(c.nbytes for c in round_.contributions.values())
+        round_.contributions.clear()
+        round_.redirected.clear()
+        self._wanting.pop(round_, None)
+        round_.partition.rounds.pop(round_.number, None)
 
-    def _partitions(self, state: State) -> Iterator[Partition[C]]:
-        return (p for group in self._generations.values() for p in group.values() if p.state is state)
+    def _partitions(self) -> Iterator[Partition[C]]:
+        return (partition for group in self._generations.values() for partition in group.values())
+
+    def _rounds(self, state: State) -> list[Round[C]]:
+        return [r for partition in self._partitions() for r in partition.rounds.values() if r.state is state]

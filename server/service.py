@@ -4,15 +4,18 @@ Owns the process's life: it registers, serves, and says when and how the process
 ``stop`` may be called by any other and by a signal handler. What ends a server, so that none outlives its job:
 
     Stop from the scheduler: the job is over                          0
-    ``stop``: SIGTERM, SIGINT                                         0, after Leave
+    ``stop``: SIGTERM, SIGINT                                         0, after Leave; if it may hold keys, once they
+                                                                      have moved, or after ``DRAIN_LIMIT_S``
     Failure from the scheduler: the job can't go on                   1
+    Refused by the scheduler, which had taken it for dead             75: it may be started again
     Refused, or the scheduler lost before the cluster was complete    the error is raised
-    the scheduler lost later, and no worker connected any more        0; until then sums go on
+    the scheduler away later, and no worker connected any more        0; until then sums go on
     (the launcher that started it is gone: the kernel's parent-death signal, set by the launcher)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -21,23 +24,26 @@ from typing import Protocol
 
 from byteps_py import machine
 from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.strangers import SWEEP_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, CommunicationError, ConfigurationError, ProtocolError, from_name
+from byteps_py.launch.spec import GIVEN_UP_STATUS
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.server.arrival import Arrival, Memory
 from byteps_py.server.local import Local
 from byteps_py.server.network import Network
-from byteps_py.server.partition import Partition
+from byteps_py.server.partition import Round
 from byteps_py.server.reducer import Reducer, plan
-from byteps_py.server.rounds import Action, Answer, Reduce, Refuse, Rounds
+from byteps_py.server.rounds import WANT_AFTER_S, Action, Answer, Reduce, Refuse, Rounds, Want
 from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
-from byteps_py.wire import Kind
+from byteps_py.wire import MAX_WAITED_US, Kind
 
 _ORPHAN_CHECK_S = 0.5
-_ORPHAN_S = 2.0  # at most: workers reconnect within less
+DRAIN_LIMIT_S = 30.0  # for so long it goes on after SIGTERM if nobody takes its keys
+_ORPHAN_S = 10.0  # at most: workers reconnect, and a scheduler is started again, within less
 
 
 class Link(Protocol):
@@ -58,6 +64,8 @@ class Connect(Protocol):
         on_message: Callable[[pb.SchedulerMessage], None],
         on_lost: Callable[[BytePSError], None],
         heartbeat: Callable[[], pb.Heartbeat],
+        on_away: Callable[[BytePSError], None],
+        on_back: Callable[[], None],
     ) -> Link: ...
 
 
@@ -78,20 +86,28 @@ class Service:
         self._status = 0
         self._error: BytePSError | None = None
         self._reason = "the server is done"
+        self._is_headless = False  # the scheduler is away
         self._orphaned_since_s = 0.0
+        self._has_tick = False
+        self._is_draining = False
+        self._is_prepared = False
+        self._link: Link | None = None
         host = machine.offered_host(settings)
         self._loop = EventLoop()
-        self._network = Network(host, settings, self._traffic, self._on_arrival, self._on_gone)
+        self._network = Network(host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw)
         self._loop.add_reader(self._network.socket, self._network.on_readable)
         self._loop.add_reader(self._network.monitor, self._network.on_monitor)
+        self._loop.call_later(SWEEP_S, self._sweep)
         self._local: Local | None = None
         if kind == pb.MACHINE_KIND_GPU:
             # Named after the process, too: machines that are told apart only by their index may share one host.
             name = f"{machine.local_socket(settings, 'ss')}-{os.getpid()}"
-            self._local = Local(name, settings, self._loop, self._traffic, self._on_arrival, self._on_gone)
+            self._local = Local(
+                name, settings, self._loop, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
+            )
         # Beside trainers, whose communication service says it too, it would be the same sentence once more.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
-        self._reducer = Reducer(self._loop, settings.server_threads, self._network.open_echo)
+        self._reducer = Reducer(self._loop, settings.server_threads, self._prepared)
 
     @property
     def address(self) -> str:
@@ -100,34 +116,52 @@ class Service:
 
     def run(self) -> int:
         """Serve; the exit status. Raises the typed error that kept the cluster from coming together."""
-        link: Link | None = None
         try:
-            link = self._connect(
-                self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat
-            )
+            self._link = self._connect(
+                self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat,
+                self._on_away, self._on_back,
+            )  # fmt: skip
+            if self._is_prepared:
+                self._link.send(pb.MemberMessage(ready=pb.Ready()))
             logger.info("summation server at %s", self.address)
             self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
             self._loop.run()
         except Exception as error:
-            if link is not None:
+            if self._link is not None:
                 text = f"summation server at {self.address} (pid {os.getpid()}) failed: {error!r}"
-                link.send(pb.MemberMessage(report=pb.Report(error=CommunicationError.__name__, message=text)))
+                self._link.send(pb.MemberMessage(report=pb.Report(error=CommunicationError.__name__, message=text)))
                 self._reason = text
             raise
         finally:
-            self._close(link)
+            self._close()
         if self._error is not None:
             raise self._error
         return self._status
 
-    def stop(self, reason: str) -> None:
-        """Leave the job and let ``run`` return 0. Any thread; also a signal handler."""
-        self._reason = reason
-        self._loop.stop()
+    def _prepared(self) -> None:
+        """The kernels are loaded."""
+        self._is_prepared = True
+        self._network.open_echo()
+        if self._link is not None:
+            self._link.send(pb.MemberMessage(ready=pb.Ready()))
 
-    def _close(self, link: Link | None) -> None:
-        if link is not None:
-            link.close(self._reason)
+    def stop(self, reason: str) -> None:
+        """Leave the job and let ``run`` return 0: at once when asked twice, else when its keys have moved to others.
+        Any thread; also a signal handler."""
+        self._loop.post(lambda: self._drain(reason))
+
+    def _drain(self, reason: str) -> None:
+        self._reason = reason
+        if self._is_draining or self._rounds.epoch == 0 or self._orphaned_since_s or self._link is None:
+            self._loop.stop()
+            return
+        self._is_draining = True
+        self._link.send(pb.MemberMessage(drain=pb.Drain(reason=reason)))
+        self._loop.call_later(DRAIN_LIMIT_S, self._loop.stop)
+
+    def _close(self) -> None:
+        if self._link is not None:
+            self._link.close(self._reason)
         self._network.close()
         if self._local is not None:
             self._local.close()
@@ -137,16 +171,45 @@ class Service:
     # ---- data plane --------------------------------------------------------------------------------------
 
     def _on_arrival(self, arrival: Arrival) -> None:
-        self._perform(self._rounds.contribution(arrival, time.monotonic()), None)
+        arrival.came_s = time.monotonic()
+        self._perform(self._rounds.contribution(arrival, arrival.came_s), None)
+        if arrival.header.is_resent and not self._has_tick:
+            self._has_tick = True
+            self._loop.call_later(WANT_AFTER_S, self._tick)
+
+    def _tick(self) -> None:
+        """Machines lack results: others may have to give their parts once more."""
+        self._has_tick = self._rounds.is_wanting
+        if self._has_tick:
+            self._perform(self._rounds.tick(time.monotonic()), None)
+            self._loop.call_later(WANT_AFTER_S, self._tick)
+
+    def _ask(self, want: Want) -> None:
+        header = dataclasses.replace(want.header, kind=Kind.WANT)
+        for index in want.machines:
+            peer = self._network.peer_of(index)
+            if peer is None and self._local is not None:
+                peer = self._local.peer_of(index)
+            if peer is not None:  # else it is asked again when it has connected
+                peer.want(header)
+
+    def _sweep(self) -> None:
+        self._network.sweep()
+        self._loop.call_later(SWEEP_S, self._sweep)
 
     def _on_gone(self, peer: Peer) -> None:
         self._rounds.gone(peer)
 
-    def _perform(self, actions: list[Action[Arrival]], result: Memory | None) -> None:
+    def _perform(
+        self, actions: list[Action[Arrival]], result: Memory | None, blame: int = 0, complete_s: float = 0.0
+    ) -> None:
+        """``blame`` says through whom ``result`` is not finite; all machines had given by ``complete_s``."""
         for action in actions:
             match action:
-                case Reduce(partition):
-                    self._reduce(partition)
+                case Reduce(round_):
+                    self._reduce(round_)
+                case Want():
+                    self._ask(action)
                 case Answer(contributions):
                     message = result.message() if result is not None else None
                     for arrival in contributions:
@@ -154,19 +217,22 @@ class Service:
                         header = arrival.header
                         is_needed = arrival.answer is None and header.sender != header.root
                         is_needed = is_needed and header.kind is not Kind.PASS
+                        waited_s = max(0.0, complete_s - arrival.came_s)
+                        header.blame, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
                         arrival.origin.answer(header, message if is_needed else None)
                 case Refuse(contributions, error, text):
                     self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)
                     for arrival in contributions:
                         arrival.origin.refuse(arrival.header, f"{error.__name__}\n{text}")
 
-    def _reduce(self, partition: Partition[Arrival]) -> None:
-        arrivals = partition.in_order()
+    def _reduce(self, round_: Round[Arrival]) -> None:
+        arrivals = round_.in_order()
         header = arrivals[0].header
         todo = plan(header.op, arrivals)
+        complete_s = time.monotonic()
 
-        def done(error: BaseException | None) -> None:
-            self._perform(self._rounds.reduced(partition, error), todo.result)
+        def done(error: BaseException | None, blame: int) -> None:
+            self._perform(self._rounds.reduced(round_, error), todo.result, blame, complete_s)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)
 
@@ -206,6 +272,9 @@ class Service:
             case "stop":
                 logger.info("the job is over: %s", message.stop.reason)
                 self._end(0, "the job is over")
+            case "refused" if self._rounds.epoch:
+                logger.warning("%s", message.refused.message)
+                self._end(GIVEN_UP_STATUS, "given up")
             case "refused":
                 self._error = from_name(message.refused.error, message.refused.message)
                 self._end(1, "refused by the scheduler")
@@ -221,23 +290,36 @@ class Service:
             self._end(1, "the partition size differs")
             return
         logger.info("epoch %d: %d machines", membership.epoch, len(membership.workers))
-        self._perform(self._rounds.membership(membership.epoch, len(membership.workers), time.monotonic()), None)
+        count, since = len(membership.workers), membership.workers_since
+        self._perform(self._rounds.membership(membership.epoch, count, time.monotonic(), since), None)
 
     def _on_lost(self, error: BytePSError) -> None:
         if self._rounds.epoch == 0:
             self._error = error
             self._end(1, "the scheduler is lost")
             return
+        self._on_away(error)
+
+    def _on_away(self, error: BytePSError) -> None:
+        if self._rounds.epoch == 0:
+            return  # nobody depends on this server yet, and the link ends by itself if the scheduler does not return
         logger.log(self._bad_news, "%s; sums go on until the last worker has disconnected", error)
         self._orphaned_since_s = time.monotonic()
-        self._end_if_orphaned()
+        if not self._is_headless:
+            self._is_headless = True
+            self._end_if_orphaned()
+
+    def _on_back(self) -> None:
+        self._is_headless = False
 
     def _end_if_orphaned(self) -> None:
         """Without a scheduler nobody says Stop. A while without any worker, who may connect again, says it too."""
+        if not self._is_headless:
+            return
         now = time.monotonic()
         if self._network.connections or (self._local is not None and self._local.connections):
             self._orphaned_since_s = now
-        elif now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.heartbeat_timeout_s):
+        elif now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.patience_s):
             logger.warning("neither a scheduler nor a worker is left")
             self._end(0, "nobody is left")
             return

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +17,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # tests import `support`
 
 from support.processes import Snapshot
+
+# Journals of schedulers that tests kill stay, as they should: not among the user's.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="byteps-test-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # Whoever starts the tests in the background (a shell's `&`) makes them ignore Ctrl-C, and with them all they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""The examples of torch.distributed, under torchrun; the first one on two machines with a CPU machine, too."""
+"""The examples of torch.distributed, under torchrun; the first one also under bpslaunch, and on two machines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.breaking import Job, command, launch
-from support.clusters import ROOT
+from support.clusters import ROOT, bpslaunch
 
 from byteps_py.launch.cluster import free_port
 
@@ -34,6 +34,28 @@ def test_on_one_machine(name: str, tmp_path: Path) -> None:
         assert job.end() == 0, job.text
     assert_learned(job.text, 2)
     assert not arguments or (tmp_path / "saved" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("options", ["-np 2", "-np 1 --machines 2"])
+def test_under_bpslaunch(options: str) -> None:
+    run = bpslaunch(options.split(), [ROOT / "examples" / "torch_ddp.py"], **QUIET)
+    assert run.returncode == 0, run.stderr
+    assert_learned(run.stdout, 2)
+
+
+def test_under_bpslaunch_by_role() -> None:
+    """Machines can't ask each other where the first rank listens: beside the scheduler."""
+    where = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port()), "DMLC_NUM_WORKER": "2"}
+    where |= {"DMLC_NUM_SERVER": "0", "BYTEPS_LOCAL_SIZE": "1", "OMP_NUM_THREADS": "1", **QUIET}
+    program = [sys.executable, str(ROOT / "examples" / "torch_ddp.py")]
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(launch("", DMLC_ROLE="scheduler", **where))]
+        for index in "01":
+            machine = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": index, "BYTEPS_MACHINE_ID": f"m{index}"}
+            argv = [sys.executable, "-m", "byteps_py.launch", *program]
+            jobs.append(stack.enter_context(command(*argv, **machine, **where)))
+        assert [job.end() for job in jobs] == [0, 0, 0], "\n".join(job.text for job in jobs)
+    assert_learned(jobs[1].text, 2)
 
 
 def test_on_two_machines_with_a_cpu_machine() -> None:

@@ -4,7 +4,6 @@ and 2 summation servers. One job of 4 ranks runs all features of tests/programs/
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from support.clusters import ROOT, bpslaunch
@@ -19,7 +18,7 @@ FEATURES = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("machines", "ranks", "servers"), [(1, 4, 0), (1, 4, 2), (2, 2, 0), (2, 2, 2)])
-def test_all_features(machines: int, ranks: int, servers: int, tmp_path: Path) -> None:
+def test_all_features(machines: int, ranks: int, servers: int) -> None:
     options = ["-np", str(ranks), "--machines", str(machines), "--servers", str(servers)]
     run = bpslaunch(
         options,
@@ -27,7 +26,6 @@ def test_all_features(machines: int, ranks: int, servers: int, tmp_path: Path) -
         timeout_s=250,
         PYTHONPATH=str(PROGRAMS),
         PYTHONWARNINGS="ignore",
-        BACKEND_STORE=str(tmp_path / "store"),
     )
     assert run.returncode == 0, run.stdout + run.stderr
     done = re.findall(r"^\d: ([\w.]+): done in ", run.stdout, re.MULTILINE)

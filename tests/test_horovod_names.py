@@ -6,12 +6,15 @@ import inspect
 
 import pytest
 import torch
+from support.threaded import ThreadedCluster
 
 import byteps_py
 import byteps_py.torch as hvd
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 from byteps_py.torch.context import Context, use
+from byteps_py.worker.topology import Topology
 
 #: Parameters in order; ``=``: has a default.
 SCALED = "prescale_factor=1.0 postscale_factor=1.0 process_set=global"
@@ -130,6 +133,13 @@ def test_answers_about_the_build() -> None:
         assert hvd.is_homogeneous()
         hvd.shutdown()
         assert not hvd.gloo_enabled()
+
+
+@pytest.mark.parametrize(("machines", "expected"), [((2, 1, 3), False), ((1, 2), False), ((2, 2), True), ((3,), True)])
+def test_whether_machines_are_alike_is_the_same_on_all_ranks(machines: tuple[int, ...], expected: bool) -> None:
+    assert set(ThreadedCluster(machines).run(lambda rank: hvd.is_homogeneous())) == {expected}
+    workers = tuple(pb.Member(machine_index=i, local_size=size) for i, size in enumerate(machines))
+    assert Topology(1, 0, workers, (), 4096).is_homogeneous == expected
 
 
 def test_init_takes_what_bytepss_scripts_give() -> None:

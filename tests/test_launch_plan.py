@@ -28,12 +28,20 @@ def by_hand(role: str, workers: int = 1, servers: int = 0, **more: str) -> dict[
 
 
 def plan_role(environ: Mapping[str, str], gpus: int = 0, cores: int = 8) -> list[ProcessSpec]:
-    return role_plan(environ, COMMAND, visible_gpus=gpus, cores=cores, token="abc")
+    return role_plan(environ, COMMAND, visible_gpus=gpus, cores=cores, token="abc", port=7000)
 
 
 def plan_cluster(ranks: int, machines: int = 1, servers: int = 0, **environ: str) -> list[ProcessSpec]:
     return cluster_plan(
-        environ, COMMAND, ranks=ranks, machines=machines, servers=servers, port=9000, cores=8, token="abc"
+        environ,
+        COMMAND,
+        ranks=ranks,
+        machines=machines,
+        servers=servers,
+        port=9000,
+        torch_port=9500,
+        cores=8,
+        token="abc",
     )
 
 
@@ -48,7 +56,23 @@ def programs(specs: list[ProcessSpec]) -> list[str]:
 GPU_SS = "server --gpu-machine"
 
 
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 class TestRolePlan:
+    @pytest.mark.parametrize(
+        ("environ", "expected"),
+        [
+            (by_hand("worker", 1, 0, BYTEPS_LOCAL_SIZE="2"), "1 2 1 2 127.0.0.1 7000"),
+            (by_hand("worker", 2, 1, DMLC_WORKER_ID="1", BYTEPS_LOCAL_SIZE="2"), "3 4 1 2 10.0.0.1 8999"),
+            (by_hand("worker", 2, 1, MASTER_ADDR="gpu0", MASTER_PORT="1", RANK="5", WORLD_SIZE="7"), "5 7 0 1 gpu0 1"),
+            (by_hand("worker", 2, 1, BYTEPS_LOCAL_SIZE="2", RANK="5", WORLD_SIZE="7"), "1 4 1 2 10.0.0.1 8999"),
+        ],
+    )
+    def test_the_last_rank_is_told_what_torch_asks_for(self, environ: dict[str, str], expected: str) -> None:
+        rank = plan_role(environ)[-1]
+        assert [rank.env[name] for name in TORCH] == expected.split()
+
     @pytest.mark.parametrize(
         ("environ", "expected"),
         [
@@ -61,11 +85,12 @@ class TestRolePlan:
             (by_hand("worker", 1, 1), ["worker", "r"]),
             (by_hand("worker", 2, 0), [GPU_SS, "worker", "r"]),
             (by_hand("worker", 2, 1, BYTEPS_LOCAL_SIZE="3"), [GPU_SS, "worker", "r", "r", "r"]),
-            (by_hand("worker", 2, 2), ["worker", "r"]),
-            (by_hand("worker", 2, 3), ["worker", "r"]),
+            (by_hand("worker", 2, 2), [GPU_SS, "worker", "r"]),  # ready for the day when a CPU machine goes
+            (by_hand("worker", 2, 3), [GPU_SS, "worker", "r"]),
+            (by_hand("worker", 2, 3, BYTEPS_PLACEMENT="servers-only"), ["worker", "r"]),
             (by_hand("joint", 2, 0), [GPU_SS, "worker", "r"]),
-            (by_hand("joint", 2, 2), ["server", "worker", "r"]),
-            (by_hand("Worker", 2, 2), ["worker", "r"]),
+            (by_hand("joint", 2, 2), ["server", GPU_SS, "worker", "r"]),
+            (by_hand("Worker", 2, 2), [GPU_SS, "worker", "r"]),
         ],
     )
     def test_processes(self, environ: dict[str, str], expected: list[str]) -> None:
@@ -83,7 +108,7 @@ class TestRolePlan:
             "BYTEPS_LOCAL_SIZE": "2",
             "BYTEPS_SOCKET_NAME": "byteps-abc-cs",
         }
-        assert [s.env for s in specs] == [
+        assert [{name: text for name, text in s.env.items() if name not in TORCH} for s in specs] == [
             shared,
             shared,
             {**shared, "BYTEPS_LOCAL_RANK": "0", "OMP_NUM_THREADS": "4"},
@@ -162,8 +187,8 @@ class TestClusterPlan:
             ((1, 1, 1), ["scheduler", "server", "worker", "r"]),
             ((1, 2, 0), ["scheduler", GPU_SS, "worker", GPU_SS, "worker", "r", "r"]),
             ((1, 2, 1), ["scheduler", "server", GPU_SS, "worker", GPU_SS, "worker", "r", "r"]),
-            ((1, 2, 2), ["scheduler", "server", "server", "worker", "worker", "r", "r"]),
-            ((2, 2, 3), ["scheduler", "server", "server", "server", "worker", "worker", "r", "r", "r", "r"]),
+            ((1, 2, 2), ["scheduler", "server", "server", GPU_SS, "worker", GPU_SS, "worker", "r", "r"]),
+            ((2, 2, 3), ["scheduler", *["server"] * 3, GPU_SS, "worker", GPU_SS, "worker", "r", "r", "r", "r"]),
         ],
     )
     def test_processes(self, layout: tuple[int, int, int], expected: list[str]) -> None:
@@ -208,6 +233,12 @@ class TestClusterPlan:
                     "HOROVOD_LOCAL_SIZE": "2",
                     "HOROVOD_CROSS_RANK": str(m),
                     "HOROVOD_CROSS_SIZE": "2",
+                    "RANK": str(2 * m + local),
+                    "WORLD_SIZE": "4",
+                    "LOCAL_RANK": str(local),
+                    "LOCAL_WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": "9500",
                 }
                 for m, local in [(0, 0), (0, 1), (1, 0), (1, 1)]
             ),

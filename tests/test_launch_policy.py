@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from byteps_py.launch.policy import Action, Phase, Policy, Say, Send
+from byteps_py.launch.policy import Action, Phase, Policy, Say, Send, Start
 from byteps_py.launch.spec import Kind, ProcessSpec
 
 
@@ -53,6 +53,32 @@ class TestPolicy:
         policy.exited("scheduler", -9, 10)
         assert policy.finished
         assert policy.code == 0
+
+    def test_a_scheduler_that_is_killed_is_started_again_but_not_for_ever(self) -> None:
+        spec = ProcessSpec("scheduler", Kind.SERVICE, "x", ("x",), {}, is_vital=False, restarts=2, retry_status=2)
+        policy = Policy([spec, ProcessSpec("rank 0", Kind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
+        for count in (1, 2):
+            actions = policy.exited("scheduler", -9, 1)
+            text = f"scheduler was killed by SIGKILL (signal 9); starting it again ({count} of at most 2 times)"
+            assert actions == [Say(text), Start("scheduler")]
+        assert "new ones and barriers have to wait" in words(policy.exited("scheduler", -9, 1))
+        policy.exited("rank 0", 0, 2)
+        assert (policy.finished, policy.code) == (True, 0)
+
+    @pytest.mark.parametrize("status", [1, 2, -signal.SIGTERM])
+    def test_only_a_scheduler_that_is_killed_is_started_again(self, status: int) -> None:
+        spec = ProcessSpec("scheduler", Kind.MAIN, "x", ("x",), {}, restarts=2)
+        policy = Policy([spec], grace_s=5, own_error_s=10)
+        assert policy.exited("scheduler", -9, 1)[1:] == [Start("scheduler")]
+        assert not any(isinstance(action, Start) for action in policy.exited("scheduler", status, 1))
+        assert policy.finished
+
+    def test_a_scheduler_that_can_not_begin_again_does_not_start_the_job_over(self) -> None:
+        spec = ProcessSpec("scheduler", Kind.SERVICE, "x", ("x",), {}, is_vital=False, restarts=2, retry_status=2)
+        policy = Policy([spec, ProcessSpec("rank 0", Kind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
+        policy.exited("scheduler", -9, 1)
+        policy.exited("scheduler", 2, 1)
+        assert not policy.retry
 
     @pytest.mark.parametrize(("status", "code"), [(3, 3), (-9, 137), (-11, 139), (-15, 143)])
     def test_first_failing_rank_decides(self, status: int, code: int) -> None:

@@ -78,24 +78,24 @@ def met(ranks: list[RemoteSession]) -> tuple[str, list[Stream]]:
     return name, [nearby(session).stream(name, (1 - session.rank,)) for session in ranks]
 
 
-def send(session: RemoteSession, stream: Stream, data: bytes, is_led: bool = True) -> None:
+def send(session: RemoteSession, stream: Stream, data: bytes, is_led: bool = True, due: int = -1) -> None:
     memory = ctypes.create_string_buffer(data, len(data)) if data else ctypes.create_string_buffer(1)
     half = len(data) // 2
     spans = [(ctypes.addressof(memory), half), (ctypes.addressof(memory) + half, len(data) - half)]
-    nearby(session).send(stream, (1 - session.rank,), spans, is_led)
+    nearby(session).send(stream, (1 - session.rank,), spans, is_led, () if due < 0 else (due,))
 
 
 class Expected:
     """Room for the next parcel, in three pieces."""
 
-    def __init__(self, session: RemoteSession, stream: Stream, nbytes: int) -> None:
+    def __init__(self, session: RemoteSession, stream: Stream, nbytes: int, sent: int = -1) -> None:
         self._session = session
         self._memory = ctypes.create_string_buffer(nbytes + 1)
         self._nbytes = nbytes
         self.receipt = Receipt(stream)
         first, start = nbytes // 3, ctypes.addressof(self._memory)
         spans = [(start, first), (start + first, 0), (start + first, nbytes - first)]
-        self.receipt.expect(1 - session.rank, spans, nbytes)
+        self.receipt.expect(1 - session.rank, spans, nbytes, sent)
 
     def get(self, timeout_s: float = WAIT_S) -> bytes:
         nearby(self._session).collect(self.receipt, timeout_s)
@@ -181,15 +181,53 @@ def test_what_was_sent_arrives_though_the_sender_has_left(lasting: Service) -> N
         sessions[1].close()
 
 
-def test_sizes_that_do_not_match_end_the_job_with_both_named(pair: list[RemoteSession]) -> None:
-    name, streams = met(pair)
-    send(pair[0], streams[0], b"12")
-    got = Expected(pair[1], streams[1], 3)
-    for error in (failure(got.get), failure(lambda: pair[0].barrier(WAIT_S))):
+@pytest.mark.parametrize("nbytes", [0, 2, 100_000, 3 << 20])
+def test_a_parcel_of_another_size_is_an_error_of_its_receipt_only(ranks: list[RemoteSession], nbytes: int) -> None:
+    name, streams = met(ranks)
+    for due in (3, 1 << 20):
+        sent = data(nbytes, due)[:nbytes]
+        got, following = Expected(ranks[1], streams[1], due), Expected(ranks[1], streams[1], nbytes)
+        send(ranks[0], streams[0], sent)
+        send(ranks[0], streams[0], sent)
+        error = failure(got.get)
         assert isinstance(error, MismatchError)
         assert str(error) == (
-            f"tensor {name!r}: rank 0 sends 2 bytes to rank 1, which expects 3; give matching sizes on both"
+            f"tensor {name!r}: rank 0 sends {nbytes} bytes to rank 1, which expects {due}; give matching sizes on both"
         )
+        assert following.get() == sent
+    nearby(ranks[0]).take_messages()
+    assert streams[0].unacknowledged == 0  # what was let go needs no memory
+
+
+@pytest.mark.parametrize("nbytes", [0, 2, 100_000])
+def test_who_sends_is_told_what_the_other_expects(ranks: list[RemoteSession], nbytes: int) -> None:
+    name, streams = met(ranks)
+    sent = data(nbytes, 1)[:nbytes]
+    for mine, theirs in ((nbytes, nbytes), (nbytes + 1, nbytes), (nbytes, nbytes)):
+        got = [Expected(ranks[0], streams[0], nbytes, nbytes), Expected(ranks[1], streams[1], mine, theirs)]
+        send(ranks[0], streams[0], sent, False, nbytes)
+        send(ranks[1], streams[1], sent, False, mine)
+        if mine == nbytes:
+            assert [each.get() for each in got] == [sent, sent]
+            continue
+        for each in got:
+            error = failure(each.get)
+            assert isinstance(error, MismatchError)
+            assert str(error) == (
+                f"tensor {name!r}: rank 0 sends {nbytes} bytes to rank 1, which expects {mine}; give matching sizes "
+                "on both"
+            )
+
+
+def test_a_parcel_that_nobody_expects_is_seen(ranks: list[RemoteSession]) -> None:
+    _, streams = met(ranks)
+    stream = streams[1]
+    assert isinstance(failure(lambda: nearby(ranks[1]).await_next([(stream, 0)], 0.1)), StallError)
+    send(ranks[0], streams[0], b"there")
+    nearby(ranks[1]).await_next([(stream, 0)], WAIT_S)
+    got = Expected(ranks[1], stream, 5)
+    assert not stream.has_next(0)
+    assert got.get() == b"there"
 
 
 def test_who_waits_for_a_neighbour_that_left_is_told(pair: list[RemoteSession]) -> None:

@@ -11,7 +11,18 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
-from support.schedulers import TIMEOUT_S, Attend, Factory, Member, Scheduler, as_server, as_worker, ballot, environment
+from support.schedulers import (
+    CHILD,
+    TIMEOUT_S,
+    Attend,
+    Factory,
+    Member,
+    Scheduler,
+    as_server,
+    as_worker,
+    ballot,
+    environment,
+)
 
 from byteps_py import errors
 from byteps_py.proto import control_pb2 as pb
@@ -92,24 +103,9 @@ def at_port(register: pb.Register, index: int) -> pb.Register:
     return register
 
 
-_CHILD = """
-import sys
-from byteps_py.loop import EventLoop
-from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import client
-from byteps_py.settings import Settings
-loop = EventLoop()
-register = pb.Register(role=1, kind=1, machine_index=1, local_size=1)
-def told(message):
-    print(message.WhichOneof("body"), flush=True)
-client.connect(Settings.from_env(), register, loop, told, print, pb.Heartbeat)
-loop.run()
-"""
-
-
 @pytest.mark.parametrize(
     ("number", "heartbeat_timeout_s", "text"),
-    [(signal.SIGKILL, 60.0, "its connection ended"), (signal.SIGSTOP, 6.0, "nothing was heard of it")],
+    [(signal.SIGKILL, 60.0, "its connection ended"), (signal.SIGSTOP, 2.0, "nothing was heard of it")],
 )
 def test_a_member_that_dies_or_freezes_fails_the_others_in_bounded_time(
     start: Factory, attend: Attend, number: signal.Signals, heartbeat_timeout_s: float, text: str
@@ -118,9 +114,8 @@ def test_a_member_that_dies_or_freezes_fails_the_others_in_bounded_time(
     settings = scheduler.settings
     here = attend(settings, as_worker(0))
     servers = [attend(settings, at_port(as_server(), i)) for i in range(2)]
-    with subprocess.Popen(
-        [sys.executable, "-c", _CHILD], env=environment(settings), stdout=subprocess.PIPE, text=True
-    ) as child:
+    elsewhere = {**environment(settings), "BYTEPS_MACHINE_ID": "elsewhere"}
+    with subprocess.Popen([sys.executable, "-c", CHILD], env=elsewhere, stdout=subprocess.PIPE, text=True) as child:
         try:
             here.wait("membership")
             child.send_signal(number)
@@ -142,14 +137,14 @@ def test_a_member_that_dies_or_freezes_fails_the_others_in_bounded_time(
     assert f"ERROR: {failure.message}" in log
 
 
-def test_a_scheduler_that_dies_is_reported_once(start: Factory, attend: Attend) -> None:
-    scheduler = start(num_workers=2).wait_listening()
+def test_a_scheduler_that_dies_early_and_does_not_come_back_is_reported_once(start: Factory, attend: Attend) -> None:
+    scheduler = start(num_workers=2, start_timeout_s=3.0).wait_listening()
     member = attend(scheduler.settings, as_worker())
     member.wait("welcome")
-    scheduler.process.kill()
-    error = member.lost.get(timeout=TIMEOUT_S)
-    assert isinstance(error, errors.PeerLostError)
-    assert scheduler.settings.scheduler_address in str(error)
+    scheduler.kill()
+    for error in (member.away.get(timeout=TIMEOUT_S), member.lost.get(timeout=TIMEOUT_S)):
+        assert isinstance(error, errors.PeerLostError)
+        assert scheduler.settings.scheduler_address in str(error)
     member.link.send(pb.MemberMessage())
     member.link.close()
     assert member.lost.empty()

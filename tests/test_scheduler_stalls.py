@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.scheduler_core import ballot, declare, running
+from support.scheduler_core import ballot, declare, running, spec
 
 from byteps_py.proto import control_pb2 as pb
 
@@ -71,3 +71,29 @@ def test_status_carries_the_counters() -> None:
     members = {m.member.member_id: m for m in cluster.core.status(cluster.now).members}
     assert members[s].statistics == counters
     assert (members[a].heartbeat_age_s, members[a].member.host, members[a].alive) == (2.0, "gpu0", True)
+
+
+def test_ranks_at_different_unnamed_operations_are_told_so() -> None:
+    cluster, (a, b), _ = running()
+    one, other = "sum.noname.0", "sum.noname.1"
+    for name, shape in ((one, (2,)), (other, (3,))):
+        for connection, first in ((a, 0), (b, 2)):
+            ballots = [ballot([first, first + 1], spec(shape), name=name)]
+            cluster.say(connection, **declare(*ballots))
+    cluster.say(a, **wait_for(one, [0, 1], 9.0))
+    for ranks_wait in (
+        wait_for(other, [2], 3.0),  # perhaps it has been said too early
+        wait_for("sum.named", [2, 3], 9.0),  # in any order
+        wait_for(one, [3], 9.0),  # rank 2 is late
+    ):
+        cluster.say(b, **ranks_wait)
+        assert cluster.take(cluster.core.on_tick(cluster.now)) == []
+    cluster.say(b, **wait_for(other, [2, 3], 4.0))
+    out = cluster.take(cluster.core.on_tick(cluster.now))
+    (text,) = {m.failure.message for _, m in out}
+    assert {m.failure.error for _, m in out} == {"MismatchError"}
+    assert text == (
+        "Mismatched unnamed operations: ranks 0-1 gave sum of float32[2] ('sum.noname.0'), ranks 2-3 gave sum of "
+        "float32[3] ('sum.noname.1') as the same call; make the same calls in the same order on every rank, or give "
+        "them names"
+    )

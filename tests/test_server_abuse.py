@@ -54,16 +54,22 @@ REFUSED = [
 
 
 def test_malformed_messages_are_dropped_and_nothing_else_happens(server: Server) -> None:
-    machine = server.machine(0)
+    machine, stranger = server.machine(0), server.machine(1)
+    machine.prove()
     for frames in MALFORMED:
+        stranger.socket.send_multipart(frames)
         machine.socket.send_multipart(frames)
+        if len(frames) == 2:  # a peer that garbles is asked to say it again
+            assert machine.seals is not None
+            machine.seals[0].number += 1
+            assert machine.receive()[0].kind is Kind.DAMAGED
     assert_works(server, machine)
 
 
 @pytest.mark.parametrize(("header", "payload", "reason"), REFUSED)
 def test_wrong_headers_are_refused(server: Server, header: Header, payload: bytes, reason: str) -> None:
     machine = server.machine(0)
-    machine.socket.send_multipart([header.pack(), payload])
+    machine.send(header, payload)
     assert reason in machine.refusal()
     assert_works(server, machine)
 
@@ -75,7 +81,8 @@ def test_a_machine_number_that_does_not_exist_is_refused(server: Server) -> None
 
 
 def test_strangers_are_refused(server: Server) -> None:
-    stranger = server.machine(0, shown="guessed")
+    stranger = server.machine(0, shown=b"guessed")
+    stranger.prove()
     assert "its proof of membership is wrong" in stranger.refusal()
     stranger.push(bytes(4))
     assert "no HELLO was accepted" in stranger.refusal()

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from byteps_py.server.partition import Contribution, Partition, State
-from byteps_py.server.rounds import HELD_COUNT, Answer, Reduce, Refuse, Rounds
+from byteps_py.server.partition import Contribution, Round
+from byteps_py.server.rounds import HELD_COUNT, Action, Answer, Reduce, Refuse, Rounds
 from byteps_py.tensors import DType, Op
 from byteps_py.wire import Header, Kind
 
 PARTITION_BYTES = 4096
-Actions = list[Reduce[Contribution] | Answer[Contribution] | Refuse[Contribution]]
+Actions = list[Action[Contribution]]
 ORIGINS = [f"connection of machine {i}" for i in range(8)]
 
 
@@ -30,7 +30,7 @@ def given(sender: int, *, nbytes: int | None = None, origin: object = None, **fa
 
 def started(num_machines: int, epoch: int = 1) -> Rounds[Contribution]:
     rounds: Rounds[Contribution] = Rounds(PARTITION_BYTES)
-    assert rounds.membership(epoch, num_machines, now=0.0) == []
+    assert rounds.membership(epoch, num_machines, now=0.0, since_epoch=epoch) == []
     return rounds
 
 
@@ -41,10 +41,10 @@ def refusal(actions: Actions) -> tuple[list[int], str]:
     return [c.header.sender for c in action.contributions], action.text
 
 
-def reduction(actions: Actions) -> Partition[Contribution]:
+def reduction(actions: Actions) -> Round[Contribution]:
     (action,) = actions
     assert isinstance(action, Reduce)
-    return action.partition
+    return action.round
 
 
 def answered(actions: Actions) -> list[Contribution]:
@@ -59,11 +59,11 @@ def test_a_round_is_reduced_once_in_machine_order_whatever_the_order_of_arrival(
     contributions = [given(i) for i in range(3)]
     for sender in order[:-1]:
         assert rounds.contribution(contributions[sender], 0.0) == []
-    partition = reduction(rounds.contribution(contributions[order[-1]], 0.0))
-    assert partition.in_order() == contributions
+    round_ = reduction(rounds.contribution(contributions[order[-1]], 0.0))
+    assert round_.in_order() == contributions
     assert rounds.counters.bytes_in_flight == 3 * 64
-    assert answered(rounds.reduced(partition)) == contributions
-    assert (partition.state, partition.last_round, partition.contributions) == (State.IDLE, 1, {})
+    assert answered(rounds.reduced(round_)) == contributions
+    assert (round_.partition.last_round, round_.partition.rounds, round_.contributions) == (1, {}, {})
     assert (rounds.counters.rounds, rounds.counters.bytes_summed, rounds.counters.bytes_in_flight) == (1, 64, 0)
 
 
@@ -73,8 +73,8 @@ def test_of_a_group_as_many_machines_as_it_says_contribute_and_they_alone_are_an
     assert rounds.contribution(contributions[0], 0.0) == []
     (stall,) = rounds.stalled(1.0)
     assert (stall.machines, stall.missing) == (2, (0, 1, 2))
-    partition = reduction(rounds.contribution(contributions[1], 0.0))
-    assert answered(rounds.reduced(partition)) == contributions[::-1]
+    round_ = reduction(rounds.contribution(contributions[1], 0.0))
+    assert answered(rounds.reduced(round_)) == contributions[::-1]
 
 
 def test_machines_whose_ranks_have_joined_give_nothing_and_are_told_when_to_say_so_again() -> None:
@@ -82,9 +82,9 @@ def test_machines_whose_ranks_have_joined_give_nothing_and_are_told_when_to_say_
     contributions = [given(0, kind=Kind.PASS, nbytes=0), given(1), given(2, kind=Kind.PASS, nbytes=0)]
     assert rounds.contribution(contributions[0], 0.0) == []
     assert rounds.contribution(contributions[2], 0.0) == []
-    partition = reduction(rounds.contribution(contributions[1], 0.0))
+    round_ = reduction(rounds.contribution(contributions[1], 0.0))
     assert rounds.counters.bytes_in_flight == 64
-    assert answered(rounds.reduced(partition)) == contributions
+    assert answered(rounds.reduced(round_)) == contributions
     for machine in range(3):  # all have joined: there is nothing to sum, now or later
         assert rounds.contribution(given(machine, kind=Kind.PASS, nbytes=0, round=2), 0.0) == []
 
@@ -101,9 +101,9 @@ def test_a_broadcast_takes_one_push_and_the_others_pulls() -> None:
     facts = {"op": Op.BROADCAST, "root": 1}
     assert rounds.contribution(given(0, kind=Kind.PULL, **facts), 0.0) == []
     assert rounds.contribution(given(1, **facts), 0.0) == []
-    partition = reduction(rounds.contribution(given(2, kind=Kind.PULL, **facts), 0.0))
-    assert [c.nbytes for c in partition.in_order()] == [0, 64, 0]
-    assert len(answered(rounds.reduced(partition))) == 3
+    round_ = reduction(rounds.contribution(given(2, kind=Kind.PULL, **facts), 0.0))
+    assert [c.nbytes for c in round_.in_order()] == [0, 64, 0]
+    assert len(answered(rounds.reduced(round_))) == 3
 
 
 REFUSED_ALONE = [
@@ -171,11 +171,11 @@ def test_a_repetition_is_counted_and_dropped_while_collecting_and_while_reducing
     first = given(0)
     rounds.contribution(first, 0.0)
     assert rounds.contribution(given(0), 0.0) == []
-    partition = reduction(rounds.contribution(given(1), 0.0))
+    round_ = reduction(rounds.contribution(given(1), 0.0))
     assert rounds.contribution(given(1), 0.0) == []
-    assert partition.contributions[0] is first
+    assert round_.contributions[0] is first
     assert (rounds.counters.duplicates, rounds.counters.bytes_in_flight) == (2, 128)
-    assert len(answered(rounds.reduced(partition))) == 2
+    assert len(answered(rounds.reduced(round_))) == 2
 
 
 def test_a_repetition_on_a_new_connection_takes_the_place_of_the_first() -> None:
@@ -184,19 +184,19 @@ def test_a_repetition_on_a_new_connection_takes_the_place_of_the_first() -> None
     again = given(0, origin="a new connection")
     rounds.contribution(again, 0.0)
     rounds.gone(ORIGINS[0])  # the old connection's end takes nothing with it
-    partition = reduction(rounds.contribution(given(1), 0.0))
-    assert partition.in_order()[0] is again
+    round_ = reduction(rounds.contribution(given(1), 0.0))
+    assert round_.in_order()[0] is again
     assert rounds.counters.bytes_in_flight == 128
 
 
 def test_a_completed_round_is_stale_and_an_early_one_is_refused() -> None:
     rounds = started(2)
     rounds.contribution(given(0), 0.0)
-    partition = reduction(rounds.contribution(given(1), 0.0))
+    round_ = reduction(rounds.contribution(given(1), 0.0))
     senders, text = refusal(rounds.contribution(given(0, round=2), 0.0))
     assert senders == [0]
     assert text.endswith("round 1 is not delivered yet")
-    rounds.reduced(partition)
+    rounds.reduced(round_)
     assert refusal(rounds.contribution(given(0), 0.0))[1].endswith("round 1 is complete")
     assert rounds.contribution(given(0, round=2), 0.0) == []
 
@@ -218,8 +218,8 @@ def test_a_newer_generation_drops_the_older_one() -> None:
 def test_a_failed_reduction_is_refused_to_all() -> None:
     rounds = started(2)
     rounds.contribution(given(0), 0.0)
-    partition = reduction(rounds.contribution(given(1), 0.0))
-    senders, text = refusal(rounds.reduced(partition, RuntimeError("no such kernel")))
+    round_ = reduction(rounds.contribution(given(1), 0.0))
+    senders, text = refusal(rounds.reduced(round_, RuntimeError("no such kernel")))
     assert senders == [0, 1]
     assert "could not be reduced: no such kernel" in text
     assert refusal(rounds.contribution(given(0), 0.0)) == ([0], text)
@@ -230,9 +230,9 @@ def test_contributions_of_a_newer_epoch_wait_for_its_membership() -> None:
     assert rounds.contribution(given(0), 0.0) == []
     assert rounds.contribution(given(1), 0.0) == []
     assert rounds.counters.bytes_in_flight == 128
-    partition = reduction(rounds.membership(1, 2, now=0.0))
+    round_ = reduction(rounds.membership(1, 2, now=0.0))
     assert rounds.counters.bytes_in_flight == 128
-    assert len(answered(rounds.reduced(partition))) == 2
+    assert len(answered(rounds.reduced(round_))) == 2
     assert rounds.membership(1, 5, now=0.0) == []
     assert rounds.num_machines == 2
 
@@ -250,11 +250,11 @@ def test_what_waits_for_an_epoch_is_bounded() -> None:
 def test_rounds_outlive_an_epoch_of_the_same_machines_and_no_other() -> None:
     rounds = started(2)
     rounds.contribution(given(0), 0.0)
-    assert rounds.membership(2, 2, now=0.0) == []
-    partition = reduction(rounds.contribution(given(1, epoch=2), 0.0))
-    rounds.reduced(partition)
+    assert rounds.membership(2, 2, now=0.0, since_epoch=1) == []
+    round_ = reduction(rounds.contribution(given(1, epoch=2), 0.0))
+    rounds.reduced(round_)
     rounds.contribution(given(0, epoch=2, round=2), 0.0)
-    assert rounds.membership(3, 3, now=0.0) == []
+    assert rounds.membership(3, 3, now=0.0, since_epoch=3) == []
     assert (rounds.counters.bytes_in_flight, rounds.stalled(9.0)) == (0, [])
     assert rounds.contribution(given(0, epoch=3, round=1), 0.0) == []  # new machines, new count
 
@@ -265,9 +265,9 @@ def test_a_machine_that_goes_takes_its_part_along() -> None:
     rounds.gone(ORIGINS[0])
     assert (rounds.counters.bytes_in_flight, rounds.stalled(9.0)) == (0, [])
     rounds.contribution(given(1), 0.0)
-    partition = reduction(rounds.contribution(given(0, origin="back again"), 0.0))
+    round_ = reduction(rounds.contribution(given(0, origin="back again"), 0.0))
     rounds.gone(ORIGINS[1])  # too late: the others get their answer
-    assert len(answered(rounds.reduced(partition))) == 2
+    assert len(answered(rounds.reduced(round_))) == 2
 
 
 def test_stalled_rounds_name_the_missing_machines() -> None:
@@ -288,7 +288,7 @@ def test_random_schedules_count_every_contribution_exactly_once(seed: int) -> No
     rounds = started(machines)
     next_round = {(m, p): 1 for m in range(machines) for p in range(partitions)}  # what each machine sends next
     waits = dict.fromkeys(next_round, False)
-    being_reduced: list[Partition[Contribution]] = []
+    being_reduced: list[Round[Contribution]] = []
     answers: dict[tuple[int, int], list[int]] = {}
     stale = repeated = 0
 
@@ -296,12 +296,13 @@ def test_random_schedules_count_every_contribution_exactly_once(seed: int) -> No
         nonlocal stale
         for action in actions:
             if isinstance(action, Reduce):
-                assert action.partition not in being_reduced
-                being_reduced.append(action.partition)
+                assert action.round not in being_reduced
+                being_reduced.append(action.round)
             elif isinstance(action, Refuse):
                 assert action.text.startswith("stale")
                 stale += 1
             else:
+                assert isinstance(action, Answer)
                 headers = [c.header for c in action.contributions]
                 index, round_ = headers[0].index, headers[0].round
                 assert {(h.index, h.round) for h in headers} == {(index, round_)}

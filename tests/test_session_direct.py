@@ -11,7 +11,7 @@ from support.sessions import WAIT_S, Service, declare, end, failure, start, sum_
 from byteps_py.errors import MismatchError, StallError, UsageError
 from byteps_py.session import Slot
 from byteps_py.session.remote import RemoteSession
-from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
 
 EMPTY = (0, 0)
 
@@ -112,23 +112,43 @@ def test_declared_with_more_room_it_goes_on(ranks: list[RemoteSession]) -> None:
     assert ranks[0].declare([small])[0] is grown[0]
 
 
-def test_sizes_that_do_not_match_end_the_job_with_both_named(ranks: list[RemoteSession]) -> None:
-    service = start()
-    pair = [service.rank(0), service.rank(1)]
-    try:
-        slots = declare(pair, spec(Op.EXCHANGE, 16, 16, "splits"))
-        give(pair[0], slots[0], b"12", Layout((EMPTY, (0, 2)), (EMPTY, EMPTY)))
-        give(pair[1], slots[1], b"", Layout((EMPTY, EMPTY), ((0, 3), EMPTY)))
-        # Rank 0 waits for nothing, and may be told later, but is told.
-        for error in (failure(lambda: pair[1].wait(slots[1], WAIT_S)), failure(lambda: pair[0].barrier(WAIT_S))):
+def test_sizes_that_do_not_match_end_that_round_only(ranks: list[RemoteSession]) -> None:
+    what = spec(Op.EXCHANGE, 16, 16)
+    text = f"tensor {what.name!r}: rank 0 sends 2 bytes to rank 1, which expects 3; give matching sizes on both"
+    for how in (Sizes.PLAIN, Sizes.TOGETHER, Sizes.PLAIN):
+        slots = declare(ranks, what)
+        give(ranks[0], slots[0], b"12", Layout((EMPTY, (0, 2)), (EMPTY, EMPTY), how))
+        give(ranks[1], slots[1], b"", Layout((EMPTY, EMPTY), ((0, 3), EMPTY), how))
+        if how is Sizes.PLAIN:
+            ranks[0].wait(slots[0], WAIT_S)  # who only sends does not wait to be told
+        for number in (0, 1) if how is Sizes.TOGETHER else (1,):
+            error = failure(lambda number=number, slots=slots: ranks[number].wait(slots[number], WAIT_S))  # type: ignore[misc]
             assert isinstance(error, MismatchError)
-            assert str(error) == (
-                "tensor 'splits': rank 0 sends 2 bytes to rank 1, which expects 3; give matching sizes on both"
-            )
-    finally:
-        for session in pair:
-            session.close()
-        end(service)
+            assert str(error) == text
+    slots = declare(ranks, what)
+    give(ranks[0], slots[0], b"12", Layout((EMPTY, (0, 2)), (EMPTY, EMPTY)))
+    ranks[1].hand_over(slots[1], layout=Layout((EMPTY, EMPTY), ((0, 2), EMPTY)))
+    ranks[0].wait(slots[0], WAIT_S)
+    assert got(ranks[1], slots[1], 2) == b"12"
+
+
+def test_what_is_asked_for_tentatively_stays_where_it_is(ranks: list[RemoteSession]) -> None:
+    what = spec(Op.EXCHANGE, 16, 16)
+    slots = declare(ranks, what)
+    for nbytes in (5, 0, 1):
+        (slot,) = ranks[1].declare([what])
+        layout = Layout((EMPTY, EMPTY), ((0, nbytes), EMPTY), Sizes.TENTATIVE)
+        ranks[1].hand_over(slot, layout=layout)
+        if nbytes == 5:
+            give(ranks[0], slots[0], b"12", Layout((EMPTY, (0, 2)), (EMPTY, EMPTY)))
+        assert "rank 0 sends 2 bytes" in str(failure(lambda slot=slot: ranks[1].wait(slot, WAIT_S)))  # type: ignore[misc]
+    (slot,) = ranks[1].declare([what])
+    ranks[1].hand_over(slot, layout=Layout((EMPTY, EMPTY), ((0, 2), EMPTY), Sizes.TENTATIVE))
+    assert got(ranks[1], slot, 2) == b"12"
+    ranks[0].wait(slots[0], WAIT_S)
+    give(ranks[0], slots[0], b"345", Layout((EMPTY, (0, 3)), (EMPTY, EMPTY)))
+    ranks[1].hand_over(slot, layout=Layout((EMPTY, EMPTY), ((0, 3), EMPTY)))
+    assert got(ranks[1], slot, 3) == b"345"
 
 
 def test_misuse(ranks: list[RemoteSession]) -> None:

@@ -10,13 +10,24 @@ from dataclasses import dataclass, field
 import pytest
 from support.worker_core import slot as make_slot
 
-from byteps_py.errors import MismatchError, ProtocolError
+from byteps_py.errors import ProtocolError
 from byteps_py.shm import Block
-from byteps_py.tensors import DType, Layout, Op, TensorSpec
-from byteps_py.worker.actions import AskSum, Fetch
+from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
+from byteps_py.worker.actions import AskSum, Fail, Fetch
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.direct import Direct
-from byteps_py.worker.pieces import Copy, CopyHere, Delivered, DirectAction, Outgrown, Request, Serve, Transfer, due
+from byteps_py.worker.pieces import (
+    Copy,
+    CopyHere,
+    Delivered,
+    DirectAction,
+    Outgrown,
+    Refuse,
+    Request,
+    Serve,
+    Transfer,
+    due,
+)
 from byteps_py.worker.tensor import RankSlot
 
 ROOM = 64
@@ -57,6 +68,7 @@ class Machine:
         piece, local_piece, small = (world.rng.choice(sizes) for sizes in ((4, 7, 100), (5, 100), (0, 5, 100)))
         self.direct = Direct(index, machine_of, piece, local_piece, queue, small)
         self.on_delivered: dict[int, Callable[[int], None]] = {}  # by slot id
+        self.on_failed: dict[int, Callable[[str], None]] = {}
         self.outgrown: list[RankSlot] = []
         self.arrived: set[Transfer] = set()
         self.served: set[Transfer] = set()
@@ -78,6 +90,10 @@ class Machine:
                 world.due.append(lambda a=action: self._send(a))  # type: ignore[misc]
             elif isinstance(action, Delivered):
                 self.on_delivered[action.slot.id](action.round)
+            elif isinstance(action, Fail):
+                self.on_failed[action.slots[0].id](str(action.error))
+            elif isinstance(action, Refuse):
+                world.due.append(lambda a=action: self._refuse(a))  # type: ignore[misc]
             else:
                 assert isinstance(action, Outgrown)
                 self.outgrown.append(action.slot)
@@ -92,12 +108,15 @@ class Machine:
         channel = transfer.channel
         request = Request(
             (self, transfer), self.index, channel.key, transfer.round, channel.ranks[transfer.source], transfer.target,
-            transfer.offset, transfer.length, transfer.total,
+            transfer.offset, transfer.length, transfer.total, transfer.is_tentative,
         )  # fmt: skip
         other = self.all[transfer.server]
-        if transfer in other.served and not other.offers(request):
-            with pytest.raises(ProtocolError, match="was taken by all already"):
-                other.direct.requested(request)  # said again, after all was over
+        if transfer.total and transfer in other.served and not other.offers(request):
+            try:  # said again, after all was over
+                (refuse,) = other.direct.requested(request)
+                assert isinstance(refuse, Refuse)
+            except ProtocolError:
+                pass
         else:
             other.run(other.direct.requested(request))
 
@@ -106,6 +125,12 @@ class Machine:
         return any(
             c.ranks[m.position] == request.source and request.round in m.offers for c, m in self.direct.members()
         )
+
+    def _refuse(self, refuse: Refuse) -> None:
+        asker, transfer = refuse.request.origin  # type: ignore[misc]
+        if transfer not in asker.arrived:
+            asker.arrived.add(transfer)
+            asker.run(asker.direct.refused(transfer, refuse.error, self.world.now))
 
     def _send(self, serve: Serve) -> None:
         """Read now: it is sent from where it lies."""
@@ -126,9 +151,20 @@ class Machine:
         self.run(self.direct.served(serve))
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_every_byte_arrives_in_every_order_of_events(seed: int) -> None:
-    rng = random.Random(seed)
+@pytest.mark.parametrize("sizes", list(Sizes))
+@pytest.mark.parametrize("seed", range(60))
+def test_every_byte_arrives_in_every_order_of_events(seed: int, sizes: Sizes) -> None:
+    simulate(random.Random(seed), sizes, wrong=0.0)
+
+
+@pytest.mark.parametrize("sizes", [Sizes.CHECKED, Sizes.TOGETHER])
+@pytest.mark.parametrize("seed", range(200))
+def test_sizes_that_differ_end_a_round_only_for_those_who_disagree(seed: int, sizes: Sizes) -> None:
+    simulate(random.Random(seed), sizes, wrong=random.Random(seed).choice((0.02, 0.1, 0.5)))
+
+
+def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
+    """Random rounds of random ranks. ``wrong``: how likely a rank expects something else than another has for it."""
     world = World(rng)
     sizes = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]
     machine_of = [m for m, count in enumerate(sizes) for _ in range(count)]
@@ -144,7 +180,26 @@ def test_every_byte_arrives_in_every_order_of_events(seed: int) -> None:
     matrices = [
         [[rng.choice(SIZES[: 4 if columns > 3 else 6]) for _ in range(columns)] for _ in group] for _ in range(rounds)
     ]
+    wrongs = {
+        (round_, s, t): rng.choice((0, 1, 2, 9))
+        for round_ in range(1, rounds + 1)
+        for s in range(len(group))
+        for t in range(len(group))
+        if rng.random() < wrong
+    }
     left = dict.fromkeys(group, rounds)
+
+    def expected(round_: int, s: int, t: int) -> int:
+        return wrongs.get((round_, s, t), matrices[round_ - 1][s][0 if op is Op.GATHER else t])
+
+    def differing(round_: int) -> set[tuple[int, int]]:
+        return {
+            (s, t)
+            for (r, s, t), due in wrongs.items()
+            if r == round_
+            and due != matrices[r - 1][s][0 if op is Op.GATHER else t]
+            and not (op is Op.GATHER and s == t and not due)  # it has it
+        }
 
     def byte(source: int, target: int, round_: int) -> int:
         return (round_ * 49 + source * 7 + target) % 255 + 1
@@ -153,8 +208,15 @@ def test_every_byte_arrives_in_every_order_of_events(seed: int) -> None:
         machine = machines[machine_of[rank]]
         me = group.index(rank)
         slot = make_slot(rank - machine_of.index(machine_of[rank]), spec, inputs=2)
-        slot.inputs, slot.result = (world.block(ROOM), world.block(ROOM)), world.block(ROOM * 8)
-        machine.run(machine.direct.declare(rank, slot))
+
+        def declare(round_: int) -> None:
+            nonlocal slot
+            slot = make_slot(slot.local_rank, spec, inputs=2)
+            slot.inputs, slot.result = (world.block(ROOM), world.block(ROOM)), world.block(ROOM * 8)
+            machine.on_delivered[slot.id], machine.on_failed[slot.id] = delivered, failed
+            machine.run(machine.direct.declare(rank, slot))
+            assert slot.round == round_ - 1
+            world.due.append(lambda: begin(round_))
 
         def begin(round_: int) -> None:
             matrix = matrices[round_ - 1]
@@ -167,25 +229,35 @@ def test_every_byte_arrives_in_every_order_of_events(seed: int) -> None:
                 at += nbytes
             world.memory[place.address + at : place.address + ROOM] = bytes(ROOM - at)
             at = 0
-            for row in matrix:
-                nbytes = row[0 if op is Op.GATHER else me]
+            for s in range(len(group)):
+                nbytes = expected(round_, s, me)
                 receives.append((at, nbytes))
                 at += nbytes
-            machine.run(machine.direct.ready(slot, round_, Layout(tuple(sends), tuple(receives)), world.now))
+            machine.run(machine.direct.ready(slot, round_, Layout(tuple(sends), tuple(receives), how), world.now))
 
         def delivered(round_: int) -> None:
             column = 0 if op is Op.GATHER else me
-            expected = b"".join(
-                bytes([byte(s, column, round_)]) * row[column] for s, row in enumerate(matrices[round_ - 1])
-            )
+            data = b"".join(bytes([byte(s, column, round_)]) * expected(round_, s, me) for s in range(len(group)))
             start = slot.result.address
-            assert bytes(world.memory[start : start + len(expected)]) == expected
+            assert bytes(world.memory[start : start + len(data)]) == data
+            wrong_pairs = differing(round_)
+            assert me not in {t for _, t in wrong_pairs}
+            assert how is not Sizes.TOGETHER or op is Op.GATHER or me not in {s for s, _ in wrong_pairs}
             left[rank] -= 1
             if round_ < rounds:
                 world.due.append(lambda: begin(round_ + 1))
 
-        machine.on_delivered[slot.id] = delivered
-        world.due.append(lambda: begin(1))
+        def failed(text: str) -> None:
+            round_ = rounds - left[rank] + 1
+            wrong_pairs = differing(round_)
+            assert wrong_pairs
+            assert op is Op.GATHER or me in {each for pair in wrong_pairs for each in pair}
+            assert "rank" in text
+            left[rank] -= 1
+            if round_ < rounds:
+                world.due.append(lambda: declare(round_ + 1))
+
+        declare(1)
 
     for rank in group:
         world.due.append(lambda rank=rank: live(rank))  # type: ignore[misc]
@@ -224,13 +296,15 @@ def test_other_machines_get_what_is_theirs_and_no_more() -> None:
     assert isinstance(serve, Serve)
     assert (serve.block, serve.offset) == (slot.inputs[0], 8)
     for wrong, error, text in (
-        (Request(None, 1, request.key, 1, 0, 2, 0, 5, 5), MismatchError, "sends 4 bytes to rank 2, which expects 5"),
         (Request(None, 1, request.key, 1, 0, 2, 2, 4, 4), ProtocolError, "does not have"),
         (Request(None, 1, request.key, 1, 0, 9, 0, 4, 4), ProtocolError, "has no part"),
         (Request(None, 1, request.key, 1, 2, 2, 0, 4, 4), ProtocolError, "is not a rank of this machine"),
     ):
         with pytest.raises(error, match=text):
             direct.requested(wrong)
+    (refuse,) = direct.requested(Request(None, 1, request.key, 1, 0, 2, 0, 5, 5))
+    assert isinstance(refuse, Refuse)
+    assert "rank 0 sends 4 bytes to rank 2, which expects 5" in str(refuse.error)
 
 
 def test_one_name_has_one_group_and_kind() -> None:

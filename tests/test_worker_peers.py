@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from urllib.parse import urlsplit
 
 import pytest
 import zmq
+from support.damage import Flipper
 from support.data_plane import Machine
+from support.proxy import Proxy
+from support.worker_core import slot, tensor
 from zmq.utils import garbage
 
 from byteps_py.errors import MismatchError
@@ -15,9 +20,10 @@ from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.settings import Settings
 from byteps_py.wire import Fetch, Header, Kind
+from byteps_py.worker.actions import AskSum
 from byteps_py.worker.peers import PeerMachines
 from byteps_py.worker.pieces import Request
-from byteps_py.worker.tensor import SumRequest
+from byteps_py.worker.tensor import ScatterPart, SumRequest
 from byteps_py.worker.topology import Topology
 
 SETTINGS = Settings(
@@ -30,10 +36,11 @@ SETTINGS = Settings(
 )
 Connect = Callable[..., Machine]
 LARGE = bytes(range(256)) * 4096
+SCATTERED = tensor([slot(0)])
 
 
 class Service:
-    """Answers a request for key 1 with LARGE, for key 2 with a few bytes, and refuses others."""
+    """Answers a request for key 1, or SCATTERED's, with LARGE, for key 2 with a few bytes, and refuses others."""
 
     def __init__(self) -> None:
         self.loop = EventLoop()
@@ -49,9 +56,9 @@ class Service:
 
     def _requested(self, request: Request | SumRequest) -> None:
         self.requests.append(request)
-        if request.key not in (1, 2):
+        if request.key not in (1, 2, SCATTERED.key):
             raise MismatchError("sizes differ")
-        data = memoryview(LARGE if request.key == 1 else b"few")
+        data = memoryview(b"few" if request.key == 2 else LARGE)
         self.peers.serve(request.origin, data, self.served.release)
 
     def close(self) -> None:
@@ -81,7 +88,7 @@ def other_machine(service: Service) -> Iterator[Connect]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     machines = []
 
-    def connect(shown: str | None = None) -> Machine:
+    def connect(shown: bytes | None = None) -> Machine:
         machines.append(Machine(context, service.peers.address, 1, SETTINGS, shown))
         return machines[-1]
 
@@ -93,7 +100,7 @@ def other_machine(service: Service) -> Iterator[Connect]:
 
 def fetch(machine: Machine, key: int, body: bytes | None = None, kind: Kind = Kind.FETCH) -> tuple[Header, bytes]:
     header = Header(kind, machine.index, key=key, index=77, round=3, offset=5, length=9)
-    machine.socket.send_multipart([header.pack(), Fetch(0, 1, 9).pack() if body is None else body])
+    machine.send(header, Fetch(0, 1, 9).pack() if body is None else body)
     return machine.receive()
 
 
@@ -119,13 +126,14 @@ def test_large_answers_leave_from_where_they_lie_and_then_it_is_told(service: Se
 
 def test_strangers_and_nonsense_are_refused_and_nothing_else_happens(service: Service, connect: Connect) -> None:
     service.open()
-    stranger = connect("guessed")
+    stranger = connect(b"guessed")
+    stranger.prove()
     assert stranger.refusal().endswith("its proof of membership is wrong: do job and secret agree?")
     assert "no HELLO was accepted" in fetch(stranger, 1)[1].decode()
     assert service.requests == []
     machine = connect()
     for kind, body, text in (
-        (Kind.FETCH, b"short", "a FETCH has a payload of 16 bytes, got 5"),
+        (Kind.FETCH, b"short", "a FETCH has a payload of 17 bytes, got 5"),
         (Kind.FETCH, None, "MismatchError\nsizes differ"),
         (Kind.PUSH, b"", "PUSH in the name of machine 1 is not for machine 1 to send"),
     ):
@@ -133,3 +141,42 @@ def test_strangers_and_nonsense_are_refused_and_nothing_else_happens(service: Se
         assert header.kind is Kind.REFUSED
         assert text in answer.decode()
     assert fetch(machine, 2)[1] == b"few"
+
+
+@pytest.mark.parametrize("to_listener", [False, True], ids=["answer", "request"])
+def test_what_is_damaged_between_communication_services_is_said_again(service: Service, to_listener: bool) -> None:
+    """Machine 1, a real one, asks for a part over a network that flips a bit once."""
+    service.open()
+    target = urlsplit(service.peers.address)
+    proxy = Proxy((str(target.hostname), int(target.port or 0)))
+    service.peers._listener.address = proxy.address  # under which it is known
+    loop = EventLoop()
+    asking = PeerMachines(loop, replace(SETTINGS, worker_id=1), lambda request: None, lambda machine: None)
+    workers = (pb.Member(machine_index=0, address=proxy.address), pb.Member(machine_index=1))
+    asking.open(Topology(1, 1, workers, (), 1 << 20), lambda *lost: None)
+    came: list[bytes] = []
+
+    def ask() -> None:
+        ask = AskSum(ScatterPart(SCATTERED, 0, 0, len(LARGE), -1), len(came) + 1, 0, len(LARGE))
+        asking.fetch(ask, then, lambda error: loop.stop())
+
+    def then(frame: zmq.Frame) -> None:
+        came.append(frame.bytes)
+        if len(came) == 3:
+            loop.stop()
+            return
+        # A request is a small chunk, so any will do; of an answer, some chunk is large.
+        flipper = proxy.alter = proxy.alter or Flipper(to_listener, 1, least=80 if to_listener else 8192)
+        assert isinstance(flipper, Flipper)
+        ask()
+
+    ask()
+    try:
+        loop.run()
+        assert came == [LARGE] * 3
+        assert isinstance(proxy.alter, Flipper)
+        assert proxy.alter.flipped == 1
+    finally:
+        asking.close()
+        loop.close()
+        proxy.close()

@@ -11,6 +11,7 @@ from byteps_py.tensors import Op, TensorSpec
 from byteps_py.worker.tensor import Part, RankSlot, ScatterPart, SumRequest, Tensor
 
 if TYPE_CHECKING:
+    from byteps_py.kernels.reduction import Report
     from byteps_py.worker.pieces import Transfer
 
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 class Compute:
     """Run a kernel over one partition, then call ``Pipeline.computed``. ``inputs`` and ``outputs``: addresses
     of the partition in this process. Used to sum the local ranks and to deliver an answer to them. ``work``: the
-    call as the executor has bound it, kept where the same Compute comes again each round."""
+    call as the executor has bound it, kept where the same Compute comes again each round. ``report``: what it has
+    found, if the tensor is guarded."""
 
     part: Part
     op: Op
@@ -26,6 +28,7 @@ class Compute:
     outputs: tuple[int, ...]
     divisor: int
     work: Callable[[], None] | None = None
+    report: Report | None = None
 
 
 @dataclass(slots=True)
@@ -35,6 +38,24 @@ class Push:
 
     part: Part
     round: int
+
+
+@dataclass(slots=True)
+class Withdraw:
+    """Tell server ``server`` that what it was given of a round goes elsewhere."""
+
+    part: Part
+    round: int
+    server: int
+
+
+@dataclass(slots=True)
+class Supply:
+    """Send what this machine gave to a round to ``server`` once more, for others that lack its result."""
+
+    part: Part
+    round: int
+    server: int
 
 
 @dataclass(slots=True, eq=False)
@@ -97,4 +118,4 @@ class Release:
     tensor: Tensor | None = None  # also its contributions
 
 
-Action = Compute | Push | Lend | Fetch | Done | Fail | SendBallot | Release
+Action = Compute | Push | Withdraw | Supply | Lend | Fetch | Done | Fail | SendBallot | Release

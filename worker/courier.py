@@ -15,14 +15,14 @@ from typing import Protocol
 import zmq
 
 from byteps_py import kernels
-from byteps_py.errors import ProtocolError
+from byteps_py.errors import BytePSError, MismatchError, ProtocolError
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.loop import EventLoop
 from byteps_py.tensors import DType, Op
-from byteps_py.worker.actions import Action, AskSum, Fetch, Lend
+from byteps_py.worker.actions import Action, AskSum, Fail, Fetch, Lend
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.memory import Memory
-from byteps_py.worker.pieces import Copy, CopyHere, Delivered, DirectAction, Outgrown, Serve, Transfer
+from byteps_py.worker.pieces import Copy, CopyHere, Delivered, DirectAction, Outgrown, Refuse, Serve, Transfer
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.scatter import Scatter
 
@@ -34,8 +34,13 @@ _COPY = (Op.BROADCAST, DType.UINT8)
 class Peers(Protocol):
     """The other machines' communication services."""
 
-    def fetch(self, item: Transfer | AskSum, then: Callable[[zmq.Frame], None]) -> None:
-        """Ask for it; ``then`` gets its bytes."""
+    def fetch(
+        self, item: Transfer | AskSum, then: Callable[[zmq.Frame], None], refused: Callable[[BytePSError], None]
+    ) -> None:
+        """Ask for it; ``then`` gets its bytes, or ``refused`` the reason why there are none."""
+
+    def refuse(self, origin: object, error: BytePSError) -> None:
+        """Say why a request is not answered."""
 
     def serve(self, origin: object, view: memoryview, then: Callable[[], None]) -> None:
         """Answer a request; ``then`` is called once ``view`` may change."""
@@ -72,6 +77,7 @@ class Courier:
         return 0.0 if self._at_work else now - self.moved_at
 
     def carry_out(self, action: Lend | DirectAction) -> None:
+        """Anything but a Fail."""
         if isinstance(action, CopyHere):
             for _, _, source, place, nbytes in action.pairs:
                 ctypes.memmove(place, source, nbytes)
@@ -86,10 +92,13 @@ class Courier:
         elif self.peers is None:
             raise ProtocolError("a job of one machine has no other to fetch from")
         elif isinstance(action, Fetch):
-            self.peers.fetch(action.item, functools.partial(self._arrived, action.item))
+            item = action.item
+            self.peers.fetch(item, functools.partial(self._arrived, item), functools.partial(self._refused, item))
         elif isinstance(action, Lend):
             self._lend(self.peers, action)
-        else:
+        elif isinstance(action, Refuse):
+            self.peers.refuse(action.request.origin, action.error)
+        elif not isinstance(action, Fail):
             self._serve(self.peers, action)
 
     def _copy(self, copy: Copy, frame: zmq.Frame | None) -> None:
@@ -120,15 +129,23 @@ class Courier:
             name = item.part.tensor.name if isinstance(item, AskSum) else item.channel.spec.name
             raise ProtocolError(f"tensor {name!r}: a piece of {len(frame)} bytes came, {item.length} were due")
         self.moved_at = time.monotonic()
-        source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
+        source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer)) if len(frame) else 0
         if isinstance(item, AskSum):
             item.part.frames.append(frame)
             self._run(self._scatter.arrived(item, source, self.moved_at))
             return
-        first, *rest = self._direct.arrived(item, source, self.moved_at)
-        if isinstance(first, Copy):
-            self._copy(first, frame)
-        self._run(rest)
+        actions = self._direct.arrived(item, source, self.moved_at)
+        if actions and isinstance(copy := actions[0], Copy):
+            self._copy(copy, frame)
+            del actions[0]
+        self._run(actions)
+
+    def _refused(self, item: Transfer | AskSum, error: BytePSError) -> None:
+        """Raises what is no disagreement of ranks: it ends the job."""
+        if isinstance(item, AskSum) or not isinstance(error, MismatchError):
+            raise error
+        self.moved_at = time.monotonic()
+        self._run(self._direct.refused(item, error, self.moved_at))
 
     def _serve(self, peers: Peers, serve: Serve) -> None:
         rank, length = serve.member.slot.local_rank, serve.request.length

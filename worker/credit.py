@@ -76,6 +76,15 @@ class PushQueue(Generic[P]):
         heapq.heappush(turns.heap, (-priority, next(self._order), part))
         self._length += 1
 
+    def move(self, part: P, before: int) -> None:
+        """``part``, which waits, has another server than ``before``."""
+        turns = self._servers[before]
+        (entry,) = (each for each in turns.heap if each[2] is part)
+        turns.heap.remove(entry)
+        heapq.heapify(turns.heap)
+        self._length -= 1
+        self.add(part, -entry[0])
+
     def give_back(self, part: P) -> None:
         """``part`` was answered, or given up."""
         if self._on_wire.pop(part, None) is not None:

@@ -6,12 +6,13 @@ Owned by the loop's thread.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from byteps_py.channel import Channel, Listener
-from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError, from_name
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.session import protocol
@@ -20,12 +21,15 @@ from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests
 
 _READY = int(Kind.READY)  # a plain integer: by far the most frequent
+_PATIENCE_S = 4.0  # whoever connects says who it is at once
+_MOST_STRANGERS = 256
+MAX_NOTE_CHARS = 9000
 _DRAIN = 256  # messages taken from a rank before others get their turn
 
 
 class Desk:
     """``on_death(sentence)``: a rank ended without leaving. ``on_change()``: a rank came or left, or has left and
-    its process has ended by now. ``on_failure(error)``: a rank says that the job can't go on."""
+    its process has ended by now."""
 
     def __init__(
         self,
@@ -34,14 +38,12 @@ class Desk:
         local_size: int,
         on_death: Callable[[str], None],
         on_change: Callable[[], None],
-        on_failure: Callable[[BytePSError], None],
     ) -> None:
         self._loop = loop
         self._listener = listener
         self._local_size = local_size
         self._on_death = on_death
         self._on_change = on_change
-        self._on_failure = on_failure
         self._strangers: dict[int, Channel] = {}
         self._waiting: list[tuple[Channel, int]] = []  # said HELLO before the cluster was complete
         self._open: Requests | None = None
@@ -81,11 +83,22 @@ class Desk:
     def _accept(self) -> None:
         try:
             channel = self._listener.accept()
-        except BytePSError as error:
+        except (BytePSError, OSError) as error:
             logger.warning("turned away: %s", error)
             return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._expire(next(iter(self._strangers.values())))
         self._strangers[channel.fileno()] = channel
         self._loop.add_reader(channel.fileno(), functools.partial(self._greet, channel))
+        self._loop.call_later(_PATIENCE_S, functools.partial(self._expire, channel))
+
+    def _expire(self, channel: Channel) -> None:
+        """It has not said in time who it is."""
+        fd = channel.fileno()
+        if self._strangers.get(fd) is channel:
+            del self._strangers[fd]
+            self._loop.remove(fd)
+            channel.close()
 
     def _greet(self, channel: Channel) -> None:
         """The first message of a connection must be HELLO."""
@@ -94,6 +107,8 @@ class Desk:
         del self._strangers[fd]
         try:
             message = channel.receive(0)
+            for descriptor in message[1] if message is not None else ():
+                os.close(descriptor)
             if message is None or protocol.kind_of(message[0]) is not Kind.HELLO:
                 raise ProtocolError(f"process {channel.peer_pid} did not say who it is")
             local_rank = self._check_hello(protocol.fields_of(message[0]))
@@ -156,6 +171,7 @@ class Desk:
             size=here.topology.size,
             machine_index=here.topology.machine_index,
             num_machines=here.topology.machines,
+            is_homogeneous=here.topology.is_homogeneous,
         )
         self._guard(rank, functools.partial(rank.send, message))
         self._on_change()
@@ -203,20 +219,19 @@ class Desk:
                     here.waits(rank, protocol.fields_of(message))
                 elif kind is Kind.WAITED:
                     rank.direct_waits.pop(int(protocol.fields_of(message)["id"]), None)
-                elif kind is Kind.REPORT:
-                    fields = protocol.fields_of(message)
-                    self._on_failure(from_name(fields["error"], fields["message"]))
                 elif kind is Kind.PING:
                     rank.send(protocol.pack(Kind.PONG))
                 elif kind is Kind.LEAVE:
-                    self._leave(rank, here, str(protocol.fields_of(message).get("error", "")))
+                    self._leave(rank, here, protocol.fields_of(message))
                     return False
+                elif kind is Kind.NOTE:
+                    rank.note = str(protocol.fields_of(message)["text"])[:MAX_NOTE_CHARS]
                 else:
                     raise ProtocolError(f"local rank {rank.local_rank} sent a {kind.name} message")
             return True
         except PeerLostError:
             self._died(rank)
-        except (ProtocolError, KeyError, TypeError) as error:
+        except (ProtocolError, KeyError, TypeError, ValueError, OverflowError) as error:
             self._on_death(f"{here.describe(rank.local_rank, rank.pid)} broke the protocol: {error}")
         return False
 
@@ -245,11 +260,13 @@ class Desk:
         rank.forget()
         self._on_death(f"{here.describe(rank.local_rank, rank.pid)} died: its process ended without shutdown()")
 
-    def _leave(self, rank: RankConnection, here: Requests, error: str) -> None:
+    def _leave(self, rank: RankConnection, here: Requests, fields: dict[str, Any]) -> None:
         self._remove(rank, here)
-        if error:
+        if error := fields.get("error", ""):
             rank.forget()
-            self._on_death(f"{here.describe(rank.local_rank, rank.pid)} was ended by an exception: {error}")
+            trace = str(fields.get("traceback", ""))[-MAX_NOTE_CHARS:]
+            sentence = f"{here.describe(rank.local_rank, rank.pid)} was ended by an exception: {error}"
+            self._on_death(f"{sentence}\n{trace}" if trace else sentence)
             return
         self._may_return[rank.local_rank] = rank
         self._loop.remove(rank.pidfd)

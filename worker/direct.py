@@ -8,7 +8,8 @@
 Who receives asks, so nothing comes for which there is no place, and what is asked for twice is the same. Ranks go
 through the rounds of a name at their own pace, each at most one ahead of whoever still needs a piece of the round
 before: a rank's two inputs are used in turn. Nothing is voted on: a key is a name, a name says who takes part (its
-ranks disagree about that only by a fault of the front end), and sizes are compared where they meet.
+ranks disagree about that only by a fault of the front end), and sizes are compared where they meet. A piece whose
+sizes differ counts as taken, so that rounds stay in step; who expects it gets an error for it.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import MismatchError, ProtocolError
-from byteps_py.tensors import Layout, differing, key_of
+from byteps_py.tensors import Layout, Sizes, differing, key_of
 from byteps_py.worker.actions import AskSum
 from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.endings import agreeing, compare, drop_if_taken, end, finish, let_go, seen, taken, untaken
 from byteps_py.worker.pieces import (
     ALL,
     Channel,
     Copy,
     CopyHere,
-    Delivered,
     DirectAction,
     Member,
     Offer,
-    Outgrown,
     Pair,
+    Refuse,
     Request,
     Serve,
     Transfer,
@@ -96,7 +97,7 @@ class Direct:
         self._by_slot[slot.id] = self._by_slot.pop(old.id)
         slot.round = old.round
         member.outgrown.append((old.round, old))
-        return self._let_go(member)
+        return let_go(member)
 
     def ready(self, slot: RankSlot, round_: int, layout: Layout | None, now: float) -> list[DirectAction]:
         """A rank hands over round ``round_``. ``layout``: if it differs from the last. Raises ProtocolError."""
@@ -108,21 +109,29 @@ class Direct:
             )
         if layout is not None:
             member.layout = layout
-            member.expects = {source: nbytes for source, (_, nbytes) in enumerate(layout.receives) if nbytes}
-            member.takers = self._takers(channel, member, layout)
+            asks_all = layout.sizes is not Sizes.PLAIN
+            member.expects = {
+                source: nbytes
+                for source, (_, nbytes) in enumerate(layout.receives)
+                if nbytes or (asks_all and source != member.position)
+            }
+            member.takers = channel.takers(member, layout, self._machine)
         elif member.layout is None:
             raise ProtocolError(f"tensor {slot.spec.name!r}: local rank {slot.local_rank} gave no layout")
         slot.round, slot.ready_since, slot.ready_bytes = round_, now, slot.spec.nbytes
         member.due = member.expects.copy()
-        member.offers[round_] = Offer(slot.input, member.layout, member.takers.copy())
+        left = {taker: nbytes for taker, nbytes in member.takers.items() if nbytes}
+        offer = member.offers[round_] = Offer(slot.input, member.layout, left)
+        if member.sizes is Sizes.TOGETHER:
+            offer.unseen = member.takers.keys() - {member.position}
         actions = self._match_here(channel, member)
         if len(channel.here) < len(channel.ranks):
             actions += self._ask(channel, member, now)
             requests, channel.requests = channel.requests, []
             for request in requests:
                 actions += self._serve(channel, request)
-        self._drop_if_taken(member, round_)
-        return actions + self._finish(member)
+        drop_if_taken(member, round_)
+        return actions + finish(member)
 
     def requested(self, request: Request) -> list[DirectAction]:
         """Another machine wants a piece. Raises ProtocolError for what no correct machine asks."""
@@ -137,7 +146,23 @@ class Direct:
     def arrived(self, transfer: Transfer, source: int, now: float) -> list[DirectAction]:
         """The bytes of a Fetch lie at address ``source``, until ``copied``."""
         self._queue.give_back(transfer)
-        return [Copy(transfer, source, self._outputs(transfer)), *due(self._queue, now)]
+        outputs = self._outputs(transfer)
+        actions: list[DirectAction] = []
+        if not transfer.length:
+            actions += self.copied(transfer)
+        elif outputs:
+            actions.append(Copy(transfer, source, outputs))
+        return [*actions, *due(self._queue, now)]
+
+    def refused(self, transfer: Transfer, error: MismatchError, now: float) -> list[DirectAction]:
+        """Of a Fetch: the one who has the piece says that it is another."""
+        self._queue.give_back(transfer)
+        actions: list[DirectAction] = []
+        for member in transfer.targets:
+            if member.awaits(transfer.source, transfer.round):
+                member.lacks(transfer.source, error)
+                actions += finish(member)
+        return [*actions, *due(self._queue, now)]
 
     def copied_here(self, pairs: Sequence[Pair]) -> list[DirectAction]:
         """A CopyHere has ended."""
@@ -145,38 +170,35 @@ class Direct:
         for source, target, _, _, _ in pairs:
             target.due.pop(source.position, None)  # unless it was abandoned
             round_ = target.round
-            offer = source.offers[round_]
-            del offer.left[target.position]
-            if not offer.left:
-                del source.offers[round_]
+            del source.offers[round_].left[target.position]
+            if drop_if_taken(source, round_):
                 if source.outgrown:
-                    actions += self._let_go(source)
+                    actions += let_go(source)
                 if source is not target:
-                    actions += self._finish(source)
-            actions += self._finish(target)
+                    actions += finish(source)
+            actions += finish(target)
         return actions
 
     def copied(self, transfer: Transfer) -> list[DirectAction]:
         """A Copy has ended."""
         actions: list[DirectAction] = []
         for member in transfer.targets:
-            if transfer.source not in member.due or transfer.round != member.round:
+            if not member.awaits(transfer.source, transfer.round):
                 continue  # it was abandoned
             member.due[transfer.source] -= transfer.length
             if not member.due[transfer.source]:
                 del member.due[transfer.source]
-            actions += self._finish(member)
+            actions += finish(member)
         source = transfer.channel.members.get(transfer.source)
         if source is not None:
             for member in transfer.targets:
-                actions += self._taken(source, transfer.round, member.position, transfer.offset, transfer.length)
+                actions += taken(source, transfer.round, member.position, transfer.offset, transfer.length)
         return actions
 
     def served(self, serve: Serve) -> list[DirectAction]:
         """The bytes of a Serve have left."""
         request, channel = serve.request, serve.channel
-        taker = -1 - request.machine if request.target == ALL else channel.ranks.index(request.target)
-        return self._taken(serve.member, request.round, taker, request.offset, request.length)
+        return taken(serve.member, request.round, _taker(channel, request)[0], request.offset, request.length)
 
     def gone(self, machine: int) -> None:
         """What a machine has asked for can't be sent to it any more."""
@@ -187,6 +209,7 @@ class Direct:
         """The member's round will never be complete, and its rank knows."""
         member.slot.ready_bytes = -1
         member.due = {}
+        member.error = None
 
     def start_anew(self, round_: int) -> list[RankSlot]:
         """All ranks have joined, and none waits: nothing is declared any more. Returns the slots. All names go on with
@@ -212,30 +235,28 @@ class Direct:
 
     # ---- pieces ----------------------------------------------------------------------------------------
 
-    def _takers(self, channel: Channel, member: Member, layout: Layout) -> dict[int, int]:
-        """Who needs how many bytes of an offer. A member of a GATHER may have its own already."""
-        if not channel.is_gather:
-            return {position: nbytes for position, (_, nbytes) in enumerate(layout.sends) if nbytes}
-        nbytes = layout.sends[0][1]
-        if not nbytes:
-            return {}
-        others = {-1 - machine for machine in channel.machines if machine != self._machine}
-        takers = dict.fromkeys([*channel.here, *others], nbytes)
-        if not layout.receives[member.position][1]:
-            del takers[member.position]
-        return takers
-
     def _match_here(self, channel: Channel, member: Member) -> list[DirectAction]:
         """Copy between ``member`` and the local members that have come to its round, both ways."""
         actions: list[DirectAction] = []
         pairs: list[Pair] = []
+        compared: list[Member] = []  # between whom nothing travels
         round_ = member.slot.round
         mine = member.offers[round_]
         for other in channel.members.values():
             if (offer := other.offers.get(round_)) is not None:
-                self._copy(channel, other, offer, member, pairs, actions)
-            if other is not member and other.slot.round == round_ and other.slot.ready_bytes >= 0:
-                self._copy(channel, member, mine, other, pairs, actions)
+                self._copy(channel, other, offer, member, pairs, actions, compared)
+            elif other.slot.round >= round_ and other.position in member.due:  # it has nothing for anybody
+                compare(channel, other, 0, member, member.due[other.position], round_)
+                compared.append(other)
+            if other is member:
+                continue
+            if other.slot.round == round_ and other.slot.ready_bytes >= 0:
+                self._copy(channel, member, mine, other, pairs, actions, compared)
+            elif other.slot.round >= round_ and (nbytes := mine.left.get(other.position, 0)):  # it has gone on without
+                compare(channel, member, nbytes, other, 0, round_)
+        for other in compared:
+            if other is not member:
+                actions += end(other, round_)
         return [CopyHere(pairs), *actions] if pairs else actions
 
     def _copy(
@@ -246,19 +267,22 @@ class Direct:
         target: Member,
         pairs: list[Pair],
         actions: list[DirectAction],
+        compared: list[Member],
     ) -> None:
-        """Add what ``source`` has for ``target`` to ``pairs``, or to ``actions`` if it is large."""
+        """Add what ``source`` has for ``target`` to ``pairs``, or to ``actions`` if it is large; both of them to
+        ``compared`` if there is nothing, or nothing that they agree about."""
         start, nbytes = offer.layout.sends[0 if channel.is_gather else target.position]
         due = target.due.get(source.position, 0)
         if source is target and channel.is_gather and not due:
             return
-        if nbytes != due:
-            ranks = channel.ranks
-            raise MismatchError(
-                differing(channel.spec.name, ranks[source.position], nbytes, ranks[target.position], due)
-            )
-        if not nbytes:
+        if nbytes != due or not nbytes:
+            if nbytes or due or offer.unseen or source.position in target.due:
+                compare(channel, source, nbytes, target, due, target.round)
+                compared += (source, target)
             return
+        if offer.unseen:
+            offer.unseen.discard(target.position)
+            compared.append(source)
         address = offer.block.address + start
         if nbytes <= self._small_bytes and target.layout is not None:
             place = target.slot.result.address + target.layout.receives[source.position][0]
@@ -271,11 +295,11 @@ class Direct:
             actions.append(Copy(transfer, address + offset, self._outputs(transfer)))
 
     def _outputs(self, transfer: Transfer) -> tuple[int, ...]:
-        places = [(m.slot.result.address, m.layout) for m in transfer.targets]
+        waiting = (m for m in transfer.targets if m.awaits(transfer.source, transfer.round))
         return tuple(
-            address + layout.receives[transfer.source][0] + transfer.offset
-            for address, layout in places
-            if layout is not None
+            m.slot.result.address + m.layout.receives[transfer.source][0] + transfer.offset
+            for m in waiting
+            if m.layout is not None
         )
 
     def _ask(self, channel: Channel, member: Member, now: float) -> list[DirectAction]:
@@ -283,26 +307,23 @@ class Direct:
         targets: tuple[Member, ...] = (member,)
         if channel.is_gather:
             targets = tuple(channel.members[p] for p in channel.here if p in channel.members)
-            if len(targets) < len(channel.here) or any(not t.is_open or t.round != member.round for t in targets):
+            if len(targets) < len(channel.here) or not all(t.is_at(member.round) for t in targets):
                 return []  # the last of them to come asks for all
-        remote = [source for source in member.due if channel.machines[source] != self._machine]
+        sources = {source for target in targets for source in target.due}
+        remote = [source for source in sources if channel.machines[source] != self._machine]
         machines = max(channel.machines) + 1
-        remote.sort(key=lambda source: (channel.machines[source] - self._machine) % machines)
+        remote.sort(key=lambda source: ((channel.machines[source] - self._machine) % machines, source))
+        actions: list[DirectAction] = []
         for source in remote:
-            total = member.due[source]
-            for target in targets:
-                if target.due.get(source, 0) != total:
-                    raise MismatchError(
-                        f"tensor {channel.spec.name!r}: rank {channel.ranks[member.position]} expects {total} bytes of "
-                        f"rank {channel.ranks[source]}, rank {channel.ranks[target.position]} "
-                        f"{target.due.get(source, 0)}"
-                    )
+            askers, ends = agreeing(channel, source, targets)
+            actions += ends
+            total = askers[0].due[source]
             for offset, length in _pieces(total, self._piece_bytes):
                 transfer = Transfer(
-                    channel, member.round, source, targets, offset, length, total, channel.machines[source]
+                    channel, member.round, source, askers, offset, length, total, channel.machines[source]
                 )
                 self._queue.add(transfer, channel.spec.priority)
-        return [*due(self._queue, now)] if remote else []
+        return [*actions, *due(self._queue, now)] if remote else []
 
     def _serve(self, channel: Channel, request: Request) -> list[DirectAction]:
         if request.source not in channel.ranks or (request.target != ALL and request.target not in channel.ranks):
@@ -316,52 +337,37 @@ class Direct:
         if member is None or member.round < request.round:
             channel.requests.append(request)
             return []
+        taker, target = _taker(channel, request)
         offer = member.offers.get(request.round)
-        if offer is None:
+        start, nbytes, block = 0, 0, member.slot.input
+        if offer is not None:
+            (start, nbytes), block = offer.layout.sends[0 if request.target == ALL else target], offer.block
+        elif member.served.get(taker) == request.round:
             raise ProtocolError(f"tensor {channel.spec.name!r}: round {request.round} was taken by all already")
-        target = 0 if request.target == ALL else channel.ranks.index(request.target)
-        start, nbytes = offer.layout.sends[target]
+        refused, before = member.refused.get(taker, (0, None))
+        if refused == request.round and before is not None:
+            return [Refuse(request, before)]  # a further part, or said again
         if nbytes != request.total:
-            raise MismatchError(
-                differing(channel.spec.name, request.source, nbytes, channel.ranks[target], request.total)
-            )
+            name, rank = channel.spec.name, channel.ranks[target]
+            error = MismatchError(differing(name, request.source, nbytes, rank, request.total))
+            actions = [] if request.is_tentative else untaken(member, request.round, taker, error)
+            return [Refuse(request, error), *actions]
         if request.offset + request.length > nbytes:
             raise ProtocolError(f"tensor {channel.spec.name!r}: bytes were asked for that a piece does not have")
-        return [Serve(request, channel, member, offer.block, start + request.offset)]
+        serve = Serve(request, channel, member, block, start + request.offset)
+        return [serve, *seen(member, request.round, taker)]
 
-    # ---- ends ------------------------------------------------------------------------------------------
 
-    def _taken(self, member: Member, round_: int, taker: int, offset: int, nbytes: int) -> list[DirectAction]:
-        offer = member.offers.get(round_)
-        if offer is None or (taker, offset) in offer.taken:
-            return []
-        offer.taken.add((taker, offset))
-        offer.left[taker] -= nbytes
-        if not offer.left[taker]:
-            del offer.left[taker]
-        if not self._drop_if_taken(member, round_):
-            return []
-        return [*self._finish(member), *self._let_go(member)]
-
-    def _drop_if_taken(self, member: Member, round_: int) -> bool:
-        offer = member.offers.get(round_)
-        if offer is None or offer.left:
-            return False
-        del member.offers[round_]
-        return True
-
-    def _finish(self, member: Member) -> list[DirectAction]:
-        if not member.is_open or member.due or member.round - 1 in member.offers:
-            return []
-        member.slot.ready_bytes = -1
-        return [Delivered(member.slot, member.round)]
-
-    def _let_go(self, member: Member) -> list[DirectAction]:
-        """Slots it has outgrown, whose rounds are all over."""
-        over = [(last, slot) for last, slot in member.outgrown if not any(r <= last for r in member.offers)]
-        member.outgrown = [entry for entry in member.outgrown if entry not in over]
-        return [Outgrown(slot) for _, slot in over]
+def _taker(channel: Channel, request: Request) -> tuple[int, int]:
+    """Who asks, as in ``Offer.left``, and the position of the rank, or of the first of them, for whom."""
+    if request.target != ALL:
+        position = channel.ranks.index(request.target)
+        return position, position
+    if request.machine not in channel.machines:
+        raise ProtocolError(f"tensor {channel.spec.name!r}: machine {request.machine} has no part")
+    return -1 - request.machine, channel.machines.index(request.machine)
 
 
 def _pieces(nbytes: int, limit: int) -> Iterable[tuple[int, int]]:
-    return ((offset, min(limit, nbytes - offset)) for offset in range(0, nbytes, limit))
+    """An empty piece is one, too."""
+    return ((offset, min(limit, nbytes - offset)) for offset in range(0, nbytes or 1, limit))

@@ -21,17 +21,20 @@ from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.declarations import to_message
 from byteps_py.session import protocol
+from byteps_py.tensors import Checks, TensorSpec
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot
+from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot, Supply, Withdraw
 from byteps_py.worker.courier import Courier
 from byteps_py.worker.direct import Direct
+from byteps_py.worker.guard import Guard
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
+from byteps_py.worker.pace import RankPace
 from byteps_py.worker.pieces import DirectAction
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.tensor import Part, Tensor
+from byteps_py.worker.tensor import Part, Stage, Tensor
 
 #: A kernel that reads and writes fewer bytes than this runs on the loop's thread: the way to the engine and back
 #: costs 50 to 100 µs. Measured: 256 KB summed over 2 ranks takes 90 µs so, through the engine 150 to 190.
@@ -68,6 +71,8 @@ class Executor:
         self._memory = memory
         self._pipeline = pipeline
         self._first_rank = first_rank
+        self._guard = Guard(first_rank, pipeline.size)
+        self.pace = RankPace(first_rank)
         self._send = send
         self._fail = fail
         self._at_work = 0  # kernels
@@ -83,9 +88,11 @@ class Executor:
         """For how long no kernel has worked and no answer has come."""
         return min(0.0 if self._at_work else now - self._moved_at, self.courier.idle_s(now))
 
-    def expect(self, pairs: Iterable[Pair]) -> None:
-        """Tensors with these operations and dtypes are being declared: their kernels will be needed."""
-        self._ready.expect((op, dtype) for op, dtype in pairs if not op.is_direct)
+    def expect(self, specs: Iterable[TensorSpec]) -> None:
+        """These tensors are being declared: their kernels will be needed."""
+        specs = [spec for spec in specs if not spec.op.is_direct]
+        self._ready.expect((spec.op, spec.dtype) for spec in specs)
+        self._ready.expect((spec.op, spec.dtype, Checks.FINITE) for spec in specs if spec.is_guarded)
 
     def start(self, tensor: Tensor, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Begin the life of an agreed tensor."""
@@ -98,6 +105,8 @@ class Executor:
         """End it."""
         for part in tensor.parts:
             self._parts.pop((tensor.key, tensor.generation, part.index), None)
+            if self.network is not None:
+                self.network.pace.forget(part)
         self.run(self._pipeline.retire(tensor, time.monotonic()))
 
     def run(self, actions: Iterable[Action | DirectAction]) -> None:
@@ -127,10 +136,15 @@ class Executor:
         elif isinstance(action, Push):
             if self.network is not None:
                 self.network.push(action.part, action.round)
+        elif isinstance(action, (Supply, Withdraw)):
+            if self.network is not None:
+                send = self.network.supply if isinstance(action, Supply) else self.network.withdraw
+                send(action.part, action.round, action.server)
         elif isinstance(action, Done):
             self.rounds += len(action.tensor.parts)
+            blame, action.tensor.blame = action.tensor.blame, 0
             for local_rank, slot_id, round_ in action.slots:
-                self._owe(local_rank, slot_id, round_)
+                self._owe(local_rank, slot_id, round_, blame)
             if action.tensor.ending is not None and action.tensor.round > action.tensor.last_round:
                 self.on_end(action.tensor)
         elif isinstance(action, Fail):
@@ -142,10 +156,11 @@ class Executor:
         else:
             self.courier.carry_out(action)
 
-    def _owe(self, local_rank: int, slot_id: int, round_: int) -> None:
+    def _owe(self, local_rank: int, slot_id: int, round_: int, blame: int = 0) -> None:
         """A rank is to be told that a round of its is delivered."""
         if rank := self.ranks.get(local_rank):
-            rank.add_done(slot_id, round_)
+            rank.add_done(slot_id, round_, blame)
+            self.pace.done(local_rank, slot_id, time.monotonic())
             self._owed[local_rank] = rank
 
     # ---- kernels ---------------------------------------------------------------------------------------
@@ -153,8 +168,12 @@ class Executor:
     def _compute(self, compute: Compute) -> None:
         part = compute.part
         self._at_work += 1
+        # A result that a server has summed, it has looked at as well.
+        is_guarded = part.tensor.spec.is_guarded and part.stage is Stage.REDUCING
         work = compute.work
-        if work is None:
+        if work is None and is_guarded:
+            work = compute.work = functools.partial(self._guard.reduce, compute)
+        elif work is None:
             work = compute.work = functools.partial(
                 kernels.reduce,
                 compute.op,
@@ -164,23 +183,26 @@ class Executor:
                 part.count,
                 compute.divisor,
             )
-        pair = (compute.op, part.tensor.spec.dtype)
+        dtype = part.tensor.spec.dtype
+        pair: Pair = (compute.op, dtype, Checks.FINITE) if is_guarded else (compute.op, dtype)
         touched = part.length * (len(compute.inputs) + len(compute.outputs))
         is_last = part.tensor.is_alone and part is part.tensor.parts[-1]
         if touched <= (LAST_INLINE_BYTES if is_last else INLINE_BYTES) and pair in self._ready:
             work()
-            self._computed(part, None)
+            self._computed(compute, None)
         else:
             self._ready.submit(
                 pair,
                 part.tensor.spec.priority,
                 work,
-                lambda error: self._loop.post(lambda: self._computed(part, error)),
+                lambda error: self._loop.post(lambda: self._computed(compute, error)),
             )
 
-    def _computed(self, part: Part, error: BaseException | None) -> None:
+    def _computed(self, compute: Compute, error: BaseException | None) -> None:
         if error is not None:
             raise error
+        part = compute.part
+        self._guard.note(compute)
         self._at_work -= 1
         self._moved_at = time.monotonic()
         self._frames.pop(part, None)
@@ -189,29 +211,64 @@ class Executor:
 
     # ---- the network -----------------------------------------------------------------------------------
 
-    def answered(self, header: Header, frame: zmq.Frame | None) -> None:
+    def answered(self, header: Header, frame: zmq.Frame | None, server: int) -> None:
         """A summation service has sent a message."""
-        if header.kind not in (Kind.ANSWER, Kind.REFUSED):
+        if header.kind not in (Kind.ANSWER, Kind.REFUSED, Kind.WANT):
             raise ProtocolError(f"a summation service sent a {header.kind.name} message, which only workers send")
         part = self._parts.get((header.key, header.generation, header.index))
-        if part is None or not self._pipeline.awaits(part, header.round):
+        if part is not None and header.kind is Kind.WANT:
+            self.run(self._pipeline.wanted(part, header.round, server))
+            return
+        if self._memory.take_abandoned(header, server) or part is None or not self._pipeline.awaits(part, header.round):
             return  # of a tensor that is void by now, or a repetition: a kernel may be reading the first answer
         if header.kind is Kind.REFUSED:
+            if server != part.server:
+                return  # it adds other partitions by now
             error, _, text = (frame.bytes if frame is not None else b"").decode(errors="replace").partition("\n")
             self._fail(from_name(error, f"tensor {part.tensor.name!r}: {text}"))
             return
         source = 0
-        if part.answer is not None:
-            source = part.answer.address
+        if frame is None:  # of the service of this machine
+            if server != part.server:
+                return  # of a place that was given up
+            source = part.answer.address if part.answer is not None else 0
         elif part.tensor.local_root is None and part.tensor.slots:
-            if frame is None or len(frame) != part.length:
+            if len(frame) != part.length:
                 raise ProtocolError(
-                    f"tensor {part.tensor.name!r}: an answer of {len(frame or b'')} bytes, {part.length} were due"
+                    f"tensor {part.tensor.name!r}: an answer of {len(frame)} bytes, {part.length} were due"
                 )
+            # The server before may answer while the service of this machine, which has the partition now, does too.
+            self._memory.abandon_answer_block(part, part.server)
             self._frames[part] = frame
             source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
         self._moved_at = time.monotonic()
+        if self.network is not None:
+            self.network.pace.answered(part, header.waited_us / 1e6, self._moved_at)
+        part.tensor.blame |= header.blame
         self.run(self._pipeline.answered(part, header.round, source, self._moved_at))
+
+    def lacks(self, ranks: set[int]) -> bool:
+        """Something was given to a round in which these ranks take part, and the result is not there."""
+        return any(
+            part.stage is Stage.IN_FLIGHT or (part.stage is Stage.QUEUED and part.is_resent)
+            for part in self._sent
+            if part.tensor.slots and (not part.tensor.spec.group or ranks.intersection(part.tensor.spec.group))
+        )
+
+    def move(self, server_of: Callable[[Part], int]) -> int:
+        """A new epoch: what its placement gives to other servers goes there. Returns how many partitions moved."""
+        moves = [(part, server) for part in self._sent if (server := server_of(part)) != part.server]
+        self.run(self._pipeline.move(moves, time.monotonic()))
+        return len(moves)
+
+    def again(self, server: int) -> None:
+        """What was sent to a server and not answered is lost, or may be."""
+        self.run(self._pipeline.again([part for part in self._sent if part.server == server], time.monotonic()))
+
+    @property
+    def _sent(self) -> list[Part]:
+        """Partitions that servers add."""
+        return [part for part in self._parts.values() if part.server >= 0]
 
     # ---- ranks, scheduler, memory ----------------------------------------------------------------------
 
@@ -225,6 +282,8 @@ class Executor:
     def _tell_failed(self, action: Fail) -> None:
         for local_rank, rank in self.ranks.items():
             slots = [slot.id for slot in action.slots if slot.local_rank == local_rank]
+            for slot_id in slots:
+                self.pace.done(local_rank, slot_id, time.monotonic())
             if slots:
                 message = protocol.pack(
                     protocol.Kind.FAILED, slots=slots, error=type(action.error).__name__, message=str(action.error)

@@ -131,7 +131,7 @@ class Joining:
 
     def _check_idle(self) -> None:
         """Tell the scheduler once no rank waits for what it had handed over before it joined."""
-        direct = any(member.slot.waits for _, member in self._direct.members())
+        direct = any(member.is_waited_for for _, member in self._direct.members())
         if not direct and not self._agreement.is_awaited():
             self._executor.after_run = None
             round_ = max((member.round for _, member in self._direct.members()), default=0)

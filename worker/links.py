@@ -6,16 +6,19 @@ nothing of tensors or rounds.
 
 from __future__ import annotations
 
+import collections
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from byteps_py import auth
 from byteps_py.channel import Channel
 from byteps_py.channel import connect as connect_channel
-from byteps_py.errors import PeerLostError, ProtocolError
+from byteps_py.dataplane.dialer import Dialer, Owner
+from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
+from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.shm import Arena, Block
@@ -23,13 +26,20 @@ from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 #: header, payload (None if the answer lies in shared memory)
 OnAnswer = Callable[[Header, zmq.Frame | None], None]
-#: A server can't be used any more: why, and for how many seconds the scheduler may know a better reason.
-OnLost = Callable[[str, float], None]
+#: A service can't be reached: in words.
+OnLost = Callable[[str], None]
 
 _DRAIN = 64  # messages taken per wake-up before others get their turn
-_SLACK_BYTES = 64 << 10
+#: Requests that are kept for the case that they must be sent again; some never get an answer, and need none.
+_MOST_KEPT = 8192
 _CONNECT_S = 1.0
-_WORD_OF_SCHEDULER_S = 1.0
+
+
+_Name = tuple[int, int, int, int]  # what an answer has in common with its request alone
+
+
+def _name(header: Header) -> _Name:
+    return header.key, header.generation, header.index, header.round
 
 
 class ServerLink(ABC):
@@ -46,12 +56,31 @@ class ServerLink(ABC):
     def close(self) -> None: ...
 
 
-class TcpLink(ServerLink):
-    """A ZeroMQ DEALER. Payloads are sent from, and answers read in, the memory where they lie.
+_DAMAGED = "{} came damaged twice: a network card, a switch or memory on that way changes what passes through it"
 
-    ZeroMQ connects again by itself when a connection breaks, but what was on its way is lost, or is not: nobody
-    knows. If nothing was, this link only says HELLO again. Else the round can't be saved, because the server keeps
-    no result that it has sent; that is an error as soon as the server is known to live, or to be silent for long.
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A message that has no answer yet. ``payload``, ``offset``: where its bytes lie, untouched until then; or
+    ``body``, if it has none of its own."""
+
+    header: Header
+    payload: Block | None
+    offset: int
+    body: bytes = b""
+    number: int = -1  # on the connection; -1: not sent
+    was_damaged: bool = False  # once
+
+
+class TcpLink(ServerLink, Owner):
+    """Payloads are sent from, and answers read in, the memory where they lie.
+
+    When a connection breaks, what was on its way is lost, or is not: nobody knows. So a new one takes its place, with
+    nothing in its queues, and ``on_again`` sends once more what has no answer. If there is none for
+    ``PS_HEARTBEAT_TIMEOUT``, ``on_lost`` is told, and this link goes on trying.
+
+    A message that comes damaged is sent again. If an answer does, nobody can tell whose it was, and the connection
+    counts as broken. What comes damaged twice is an error.
     """
 
     def __init__(
@@ -63,6 +92,7 @@ class TcpLink(ServerLink):
         settings: Settings,
         contributions: Callable[[Block, int, int], memoryview],
         on_answer: OnAnswer,
+        on_again: Callable[[], None],
         on_lost: OnLost,
         what: str = "summation service",
     ) -> None:
@@ -71,89 +101,98 @@ class TcpLink(ServerLink):
         self._silence_s = settings.heartbeat_timeout_s
         self._view = contributions
         self._on_answer = on_answer
+        self._on_again = on_again
         self._on_lost = on_lost
-        self._unanswered = 0
-        self._loss = ""  # why the job can't go on; empty while it can
-        socket = self._socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, settings.max_partition_bytes + _SLACK_BYTES)
-        socket.setsockopt(zmq.SNDHWM, 0)  # the credit is the limit
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(20_000, int(1000 * self._silence_s)))
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        socket.connect(address)
-        token = auth.token(settings.secret, "data", settings.job, str(sender))
-        self._hello = [Header(Kind.HELLO, sender).pack(), token.encode()]
-        socket.send_multipart(self._hello)
-        loop.add_reader(self._monitor, self._watch)
-        loop.add_reader(socket, self._drain)
+        self._unsent: list[_Request] = []  # while there is no connection
+        self._requests: dict[_Name, _Request] = {}  # sent, and not answered
+        self._suspects: set[_Name] = set()  # one of their answers came damaged
+        self._opened = 0  # connections so far
+        self._is_closed = False
+        self._dialer = Dialer(context, loop, address, sender, settings, self, self._who)
+        loop.call_later(max(settings.start_timeout_s, self._silence_s), lambda: self._give_up(0))
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
-        self._unanswered += 1
-        self._socket.send(header.pack(), zmq.SNDMORE)
-        if payload is None:
-            self._socket.send(b"")
-        else:
-            self._socket.send(self._view(payload, offset, header.length), copy=False)
-            self.bytes_sent += header.length
+        self._begin(_Request(header, payload, offset))
 
     def ask(self, header: Header, body: bytes) -> None:
         """Send a request that has no memory of its own."""
-        self._unanswered += 1
-        self._socket.send(header.pack(), zmq.SNDMORE)
-        self._socket.send(body)
+        self._begin(_Request(header, None, 0, body))
 
-    def _drain(self) -> None:
-        for _ in range(_DRAIN):
-            if not self._take_answer():
-                return
+    def _begin(self, request: _Request) -> None:
+        if self._dialer.is_open:
+            self._send(request)
+        else:
+            self._unsent.append(request)
 
-    def _take_answer(self) -> bool:
-        try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        if len(frames) != 2:
-            raise ProtocolError(f"{self._who} sent {len(frames)} frames, an answer has 2")
-        header = Header.unpack(frames[0].bytes)
-        if header.kind is Kind.REFUSED:
-            self._watch()
-            if self._loss:  # sent on a new connection before the break was noticed: that is the reason to give
-                return True
-        self.bytes_received += len(frames[1])
-        self._unanswered -= 1
-        self._on_answer(header, frames[1])
-        return True
+    def _send(self, request: _Request) -> None:
+        header, payload = request.header, request.payload
+        if payload is None:
+            request.number = self._dialer.send(header, request.body)
+        else:
+            request.number = self._dialer.send(header, self._view(payload, request.offset, header.length))
+            self.bytes_sent += header.length
+        if header.kind is Kind.WITHDRAW:
+            self._requests.pop(_name(header), None)
+            self._suspects.discard(_name(header))
+        elif not header.is_supply:
+            self._requests[_name(header)] = request
+            if len(self._requests) > _MOST_KEPT:
+                del self._requests[next(iter(self._requests))]
 
-    def _watch(self) -> None:
-        """The connection was made, or broke."""
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-            if event == zmq.EVENT_DISCONNECTED:
-                self._broke()
-            elif self._loss:
-                self._on_lost(f"{self._loss}; it lives and is connected again", 0.0)
+    # ---- what the dialer says ------------------------------------------------------------------------------
 
-    def _broke(self) -> None:
-        while self._take_answer():
-            pass  # what came before is no less true
-        if not self._unanswered:
-            self._socket.send_multipart(self._hello)  # the first message of the next connection
-        elif not self._loss:
-            self._loss = (
-                f"the connection to {self._who} broke while {self._unanswered} of this machine's messages waited "
-                "for their answers, which may be lost"
-            )
-            self._on_lost(self._loss, self._silence_s + _WORD_OF_SCHEDULER_S)
+    def on_open(self) -> None:
+        self._opened += 1
+        unsent, self._unsent = self._unsent, []
+        for request in unsent:
+            self._send(request)
+
+    def on_message(self, header: Header, payload: zmq.Frame) -> None:
+        self.bytes_received += len(payload)
+        if header.kind is not Kind.WANT:
+            self._suspects.discard(_name(header))
+            self._requests.pop(_name(header), None)  # none: it says again what an earlier answer has said
+        self._on_answer(header, payload)
+
+    def on_damaged(self, number: int | None) -> None:
+        if number is None:
+            self._answer_damaged()
+            return
+        request = next((r for r in self._requests.values() if r.number == number), None)
+        if request is None:
+            return  # nobody waits for it
+        what = f"a {request.header.kind.name} message to {self._who}"
+        if request.was_damaged:
+            raise IntegrityError(_DAMAGED.format(what))
+        logger.warning("%s came damaged: it is sent again", what)
+        request.was_damaged = True
+        self._send(request)
+
+    def _answer_damaged(self) -> None:
+        if self._suspects:
+            raise IntegrityError(_DAMAGED.format(f"an answer from {self._who}"))
+        logger.warning("an answer from %s came damaged: it is asked for again", self._who)
+        self._suspects = set(self._requests)
+        self._dialer.reconnect()
+
+    def on_broken(self) -> None:
+        logger.info("the connection to %s broke; connecting again", self._who)
+        self._unsent.clear()
+        self._requests.clear()
+        opened = self._opened
+        self._loop.call_later(self._silence_s, lambda: self._give_up(opened))
+        self._on_again()
+
+    def _give_up(self, opened: int) -> None:
+        if not (self._is_closed or self._dialer.is_open) and opened == self._opened:
+            self._on_lost(f"{self._who} can't be reached since {self._silence_s:g} s")
+
+    def on_refused(self, error: ProtocolError) -> None:
+        raise error
 
     def close(self) -> None:
-        self._loop.remove(self._monitor)
-        self._loop.remove(self._socket)
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
+        self._is_closed = True
+        self._dialer.close()
 
 
 class LocalLink(ServerLink):
@@ -173,35 +212,56 @@ class LocalLink(ServerLink):
         self._loop = loop
         self._arena = arena
         self._announced = 0
+        self._is_full = False  # the service has to read before it can be sent more
         self._on_answer = on_answer
         self._on_lost = on_lost
-        # It listened before it became a member: who is not there now is gone.
-        self._channel: Channel = connect_channel(name, _CONNECT_S)
-        token = auth.token(settings.secret, "data", settings.job, str(sender))
-        self._channel.send(Header(Kind.HELLO, sender).pack() + token.encode())
-        self._fd = self._channel.fileno()
-        loop.add_reader(self._fd, self._drain)
+        self._channel: Channel | None = None
+        self._unsent: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
+        try:  # it listened before it became a member: who is not there now is gone
+            self._channel = connect_channel(name, _CONNECT_S)
+            token = auth.token(settings.secret, "local", settings.job, str(sender))
+            self._channel.send(Header(Kind.HELLO, sender).pack() + token.encode())
+        except (PeerLostError, RendezvousError) as lost:
+            self._lost(lost)
+            return
+        loop.add_reader(self._channel.fileno(), self._drain)
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
+        """After the service is gone: nothing. What it has not answered moves to another with the next epoch."""
         if payload is not None:
             header.segment, header.segment_offset = payload.segment, payload.offset + offset
             self.bytes_sent += header.length
         if answer is not None:
             header.answer_segment, header.answer_offset = answer.segment, answer.offset
+        if self._channel is None:
+            return
+        while self._announced < len(self._arena.segments):
+            segment = self._arena.segments[self._announced]
+            hello = Header(Kind.SEGMENT, header.sender, segment=self._announced, length=segment.nbytes)
+            self._unsent.append((hello.pack(), (segment.fd,)))
+            self._announced += 1
+        self._unsent.append((header.pack(), ()))
+        if not self._is_full:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what the service takes. It may be frozen, or starting: this one must not wait for it."""
         try:
-            while self._announced < len(self._arena.segments):
-                segment = self._arena.segments[self._announced]
-                hello = Header(Kind.SEGMENT, header.sender, segment=self._announced, length=segment.nbytes)
-                self._channel.send(hello.pack(), (segment.fd,))
-                self._announced += 1
-            self._channel.send(header.pack())
+            while self._channel is not None and self._unsent and self._channel.try_send(*self._unsent[0]):
+                self._unsent.popleft()
         except PeerLostError as lost:
             self._lost(lost)
+        if self._channel is not None and self._is_full != bool(self._unsent):
+            self._is_full = bool(self._unsent)
+            if self._is_full:
+                self._loop.add_writer(self._channel.fileno(), self._flush)
+            else:
+                self._loop.remove_writer(self._channel.fileno())
 
     def _drain(self) -> None:
         try:
             for _ in range(_DRAIN):
-                message = self._channel.receive(0)
+                message = self._channel.receive(0) if self._channel is not None else None
                 if message is None:
                     return
                 header = Header.unpack(message[0][:HEADER_BYTES])
@@ -209,12 +269,14 @@ class LocalLink(ServerLink):
                 self.bytes_received += header.length
                 self._on_answer(header, zmq.Frame(text) if text else None)
         except PeerLostError as lost:
-            self._loop.remove(self._fd)
             self._lost(lost)
 
-    def _lost(self, lost: PeerLostError) -> None:
-        self._on_lost(f"the summation service of this machine is gone: {lost}", _WORD_OF_SCHEDULER_S)
+    def _lost(self, lost: BytePSError) -> None:
+        self.close()
+        self._on_lost(f"the summation service of this machine is gone: {lost}")
 
     def close(self) -> None:
-        self._loop.remove(self._fd)
-        self._channel.close()
+        if self._channel is not None:
+            self._loop.remove(self._channel.fileno())
+            self._channel.close()
+            self._channel = None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from byteps_py.shm import Arena, Block
 from byteps_py.tensors import Op, TensorSpec
+from byteps_py.wire import Header
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.tensor import Part, RankSlot, Tensor
 from byteps_py.worker.topology import Topology
@@ -33,6 +34,7 @@ class Memory:
         #: What a summation service on this machine maps.
         self.machine = self._ranks[0] if self._inputs_are_contributions else Arena(elsewhere=elsewhere)
         self.slots: dict[int, RankSlot] = {}  # by id
+        self._abandoned: dict[tuple[int, int, int, int, int], Block] = {}  # server, key, generation, index, round
         self._next_slot_id = 1
 
     def arena_of(self, local_rank: int) -> Arena:
@@ -74,6 +76,20 @@ class Memory:
     def give_answer_block(self, part: Part) -> Block:
         part.answer = self.machine.allocate(part.length)
         return part.answer
+
+    def abandon_answer_block(self, part: Part, server: int) -> None:
+        """The partition has moved: nobody reads the answer, but its server of this machine may yet write it."""
+        if part.answer is not None:
+            tensor = part.tensor
+            self._abandoned[server, tensor.key, tensor.generation, part.index, tensor.round] = part.answer
+            part.answer = None
+
+    def take_abandoned(self, header: Header, server: int) -> bool:
+        """This server has written such an answer. False if it is none."""
+        block = self._abandoned.pop((server, header.key, header.generation, header.index, header.round), None)
+        if block is not None:
+            self.machine.free(block)
+        return block is not None
 
     def take_answer_block(self, part: Part) -> None:
         """The answer was delivered: its memory is free. Bounded, like the bytes in flight, by the credit."""

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import zmq
 
 from byteps_py.errors import ProtocolError
 from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.settings import Settings
-from byteps_py.wire import Header, Kind
-from byteps_py.worker.links import LocalLink, OnAnswer, OnLost, ServerLink, TcpLink
+from byteps_py.tensors import Op
+from byteps_py.wire import RESENT, SUPPLY, Header, Kind
+from byteps_py.worker.guard import Guard
+from byteps_py.worker.links import LocalLink, ServerLink, TcpLink
 from byteps_py.worker.memory import Memory
+from byteps_py.worker.pace import ServerPace
 from byteps_py.worker.tensor import Part
 from byteps_py.worker.topology import Topology
 
 
+@dataclass(slots=True)
+class _Bytes:
+    """Of links that are gone."""
+
+    sent: int = 0
+    received: int = 0
+    local: int = 0
+
+
 class Network:
-    """``on_lost``: called when a server's connection is found broken."""
+    """``on_answer(header, frame, server)``: server, by member id, has sent a message. ``on_again(server)``: the
+    connection to it was made anew, and what was not answered on the one before is lost. ``on_lost(sentence, server)``:
+    it can't be reached."""
 
     def __init__(
         self,
@@ -23,21 +42,64 @@ class Network:
         settings: Settings,
         topology: Topology,
         memory: Memory,
-        on_answer: OnAnswer,
-        on_lost: OnLost,
+        on_answer: Callable[[Header, zmq.Frame | None, int], None],
+        on_again: Callable[[int], None],
+        on_lost: Callable[[str, int], None],
     ) -> None:
-        self._epoch = topology.epoch
+        self._loop = loop
+        self._settings = settings
         self._me = topology.machine_index
         self._memory = memory
+        self._guard = Guard(topology.first_rank, topology.size)
+        self._on_answer = on_answer
+        self._on_again = on_again
+        self._on_lost = on_lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[int, ServerLink] = {}
-        for server in topology.servers:
-            link: ServerLink
-            if server.machine_id == topology.me.machine_id and server.local_address:
-                link = LocalLink(loop, server.local_address, self._me, settings, memory.machine, on_answer, on_lost)
+        self._closed = _Bytes()
+        self.change(topology)
+
+    def change(self, topology: Topology) -> None:
+        """Go over to the servers of a new epoch."""
+        self._epoch = topology.epoch
+        servers = {server.member_id: server for server in topology.servers}
+        mine = [number for number, server in servers.items() if _is_here(server, topology)]
+        self.pace = ServerPace({number: server.link_mbit for number, server in servers.items()}, mine)
+        for member_id in [known for known in self._links if known not in servers]:
+            link = self._links.pop(member_id)
+            if isinstance(link, LocalLink):
+                self._closed.local += link.bytes_sent
             else:
-                link = TcpLink(self._context, loop, server.address, self._me, settings, memory.view, on_answer, on_lost)
-            self._links[server.member_id] = link
+                self._closed.sent += link.bytes_sent
+                self._closed.received += link.bytes_received
+            link.close()
+        for member_id, server in servers.items():
+            if member_id not in self._links:
+                self._links[member_id] = self._open(server, topology)
+
+    def _open(self, server: pb.Member, topology: Topology) -> ServerLink:
+        number = server.member_id
+
+        def on_answer(header: Header, frame: zmq.Frame | None) -> None:
+            self._on_answer(header, frame, number)
+
+        def on_lost(sentence: str) -> None:
+            self._on_lost(sentence, number)
+
+        if _is_here(server, topology):
+            name, arena = server.local_address, self._memory.machine
+            return LocalLink(self._loop, name, self._me, self._settings, arena, on_answer, on_lost)
+        return TcpLink(
+            self._context,
+            self._loop,
+            server.address,
+            self._me,
+            self._settings,
+            self._memory.view,
+            on_answer,
+            lambda: self._on_again(number),
+            on_lost,
+        )
 
     def push(self, part: Part, round_: int) -> None:
         """Send the machine's contribution to the partition's server, or ask for a broadcast's result."""
@@ -45,10 +107,38 @@ class Network:
         link = self._links.get(part.server)
         if link is None:
             raise ProtocolError(f"tensor {tensor.name!r} is placed on server {part.server}, which is no member")
-        contributes = tensor.contributes
-        kind = Kind.PUSH if contributes else Kind.PULL if tensor.slots else Kind.PASS
-        header = Header(
-            kind,
+        header = self._header(part, round_, tensor.contributes)
+        header.flags = RESENT if part.is_resent else 0
+        answer = None
+        if isinstance(link, LocalLink) and tensor.local_root is None and tensor.slots:
+            answer = self._memory.give_answer_block(part)
+        self.pace.pushed(part, time.monotonic())
+        link.push(header, tensor.contribution if tensor.contributes else None, part.offset, answer)
+
+    def supply(self, part: Part, round_: int, server: int) -> None:
+        """Give what was given to a round once more, for others; its answer is not wanted."""
+        if link := self._links.get(server):
+            block = part.tensor.given(round_)
+            header = self._header(part, round_, block is not None)
+            header.flags = RESENT | SUPPLY
+            link.push(header, block, part.offset, None)
+
+    def withdraw(self, part: Part, round_: int, server: int) -> None:
+        """What was given to a round goes elsewhere. To a server that is gone nothing needs to be said."""
+        if link := self._links.get(server):
+            header = self._header(part, round_, False)
+            header.kind = Kind.WITHDRAW
+            link.push(header, None, 0, None)
+            if isinstance(link, LocalLink):
+                self._memory.abandon_answer_block(part, server)
+        part.answer = None  # it may yet be written, if its server is only frozen: never used again
+
+    def _header(self, part: Part, round_: int, contributes: bool) -> Header:
+        tensor = part.tensor
+        is_pull = tensor.spec.op is Op.BROADCAST
+        is_guarded = contributes and tensor.spec.is_guarded
+        return Header(
+            Kind.PUSH if contributes else Kind.PULL if is_pull else Kind.PASS,
             self._me,
             self._epoch,
             tensor.spec.dtype,
@@ -61,25 +151,28 @@ class Network:
             part.offset,
             part.length,
             machines=tensor.machines,
+            blame=self._guard.of_push(part, round_) if is_guarded else 0,
         )
-        answer = None
-        if isinstance(link, LocalLink) and tensor.local_root is None and tensor.slots:
-            answer = self._memory.give_answer_block(part)
-        link.push(header, tensor.contribution if contributes else None, part.offset, answer)
 
     @property
     def bytes_sent(self) -> int:
-        return sum(link.bytes_sent for link in self._links.values() if isinstance(link, TcpLink))
+        return self._closed.sent + sum(link.bytes_sent for link in self._links.values() if isinstance(link, TcpLink))
 
     @property
     def bytes_received(self) -> int:
-        return sum(link.bytes_received for link in self._links.values() if isinstance(link, TcpLink))
+        links = [link for link in self._links.values() if isinstance(link, TcpLink)]
+        return self._closed.received + sum(link.bytes_received for link in links)
 
     @property
     def bytes_local(self) -> int:
-        return sum(link.bytes_sent for link in self._links.values() if isinstance(link, LocalLink))
+        return self._closed.local + sum(link.bytes_sent for link in self._links.values() if isinstance(link, LocalLink))
 
     def close(self) -> None:
         for link in self._links.values():
             link.close()
         self._context.term()
+
+
+def _is_here(server: pb.Member, topology: Topology) -> bool:
+    """It maps this machine's shared memory."""
+    return server.machine_id == topology.me.machine_id and bool(server.local_address)

@@ -5,14 +5,17 @@ Owned by the loop's thread. Connections are made when they are first needed, so 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 
 from byteps_py import machine
 from byteps_py.dataplane.listener import DataListener, RemotePeer
 from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.strangers import SWEEP_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, ProtocolError, from_name
 from byteps_py.loop import EventLoop
@@ -28,6 +31,18 @@ from byteps_py.worker.topology import Topology
 _SENT_CHECK_S = 0.001
 
 Then = Callable[[zmq.Frame], None]
+Refused = Callable[[BytePSError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that has no answer yet."""
+
+    machine: int
+    header: Header
+    body: bytes
+    then: Then
+    refused: Refused
 
 
 class PeerMachines:
@@ -57,14 +72,19 @@ class PeerMachines:
         )
         loop.add_reader(self._listener.socket, self._listener.on_readable)
         loop.add_reader(self._listener.monitor, self._listener.on_monitor)
+        loop.call_later(SWEEP_S, self._sweep)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._topology: Topology | None = None
         self._on_lost: OnLost | None = None
         self._links: dict[int, TcpLink] = {}
         self._numbers = itertools.count()
-        self._fetched: dict[int, Then] = {}  # by number of the request
+        self._fetched: dict[int, _Asked] = {}  # by number of the request
         self._early: list[tuple[Header, Peer, zmq.Frame]] = []
         self._leaving: list[tuple[zmq.MessageTracker, Callable[[], None]]] = []
+
+    def _sweep(self) -> None:
+        self._listener.sweep()
+        self._loop.call_later(SWEEP_S, self._sweep)
 
     @property
     def address(self) -> str:
@@ -88,9 +108,8 @@ class PeerMachines:
 
     # ---- asking ----------------------------------------------------------------------------------------
 
-    def fetch(self, item: Transfer | AskSum, then: Then) -> None:
+    def fetch(self, item: Transfer | AskSum, then: Then, refused: Refused) -> None:
         number = next(self._numbers) & 0xFFFFFFFF
-        self._fetched[number] = then
         header = Header(Kind.FETCH, self._settings.worker_id, index=number, round=item.round, length=item.length)
         if isinstance(item, AskSum):
             tensor = item.part.tensor
@@ -99,8 +118,14 @@ class PeerMachines:
             body = b""
         else:
             header.key, header.offset = item.channel.key, item.offset
-            body = Fetch(item.channel.ranks[item.source], item.target, item.total).pack()
+            body = Fetch(item.channel.ranks[item.source], item.target, item.total, item.is_tentative).pack()
+        self._fetched[number] = _Asked(item.server, header, body, then, refused)
         self._link(item.server).ask(header, body)
+
+    def _again(self, machine_index: int) -> None:
+        """The connection was made anew: what was asked may be lost, or its answer. Asking twice does no harm."""
+        for asked in [each for each in self._fetched.values() if each.machine == machine_index]:
+            self._link(machine_index).ask(asked.header, asked.body)
 
     def _link(self, machine_index: int) -> TcpLink:
         link = self._links.get(machine_index)
@@ -115,6 +140,7 @@ class PeerMachines:
                 self._settings,
                 _no_payload,
                 self._answered,
+                functools.partial(self._again, machine_index),
                 self._on_lost,
                 f"communication service of machine {machine_index}",
             )
@@ -123,13 +149,14 @@ class PeerMachines:
     def _answered(self, header: Header, frame: zmq.Frame | None) -> None:
         if header.kind not in (Kind.ANSWER, Kind.REFUSED) or frame is None:
             raise ProtocolError(f"a communication service sent a {header.kind.name} message for an answer")
-        then = self._fetched.pop(header.index, None)
-        if then is None:
+        asked = self._fetched.pop(header.index, None)
+        if asked is None:
             return  # it says again what an earlier answer has said
         if header.kind is Kind.REFUSED:
             error, _, text = frame.bytes.decode(errors="replace").partition("\n")
-            raise from_name(error, text)
-        then(frame)
+            asked.refused(from_name(error, text))
+        else:
+            asked.then(frame)
 
     # ---- answering -------------------------------------------------------------------------------------
 
@@ -144,17 +171,20 @@ class PeerMachines:
             self._traffic.note("refused a request of", f"machine {peer.machine}", error)
             peer.refuse(header, f"{type(error).__name__}\n{error}")
 
+    def refuse(self, origin: object, error: BytePSError) -> None:
+        peer, header = _origin(origin)
+        peer.refuse(header, f"{type(error).__name__}\n{error}")
+
     def serve(self, origin: object, view: memoryview, then: Callable[[], None]) -> None:
-        if not (isinstance(origin, tuple) and isinstance(origin[0], RemotePeer)):
-            raise ProtocolError("an answer for nobody")
-        peer, header = origin
+        peer, header = _origin(origin)
         if len(view) < zmq.COPY_THRESHOLD:
             peer.answer(header, zmq.Frame(bytes(view)))
             then()
             return
         tracker = peer.lend(header, view)
         if tracker is None:
-            return  # it is gone, and the job with it
+            then()  # it is gone; it asks again if it comes back
+            return
         if not self._leaving:
             self._loop.call_later(_SENT_CHECK_S, self._check_sent)
         self._leaving.append((tracker, then))
@@ -178,6 +208,12 @@ class PeerMachines:
         self._listener.close()
 
 
+def _origin(origin: object) -> tuple[RemotePeer, Header]:
+    if not (isinstance(origin, tuple) and isinstance(origin[0], RemotePeer)):
+        raise ProtocolError("an answer for nobody")
+    return origin
+
+
 def _request(header: Header, peer: Peer, frame: zmq.Frame) -> Request | SumRequest:
     """Raises ProtocolError."""
     origin = (peer, header)
@@ -186,7 +222,7 @@ def _request(header: Header, peer: Peer, frame: zmq.Frame) -> Request | SumReque
     fetch = Fetch.unpack(frame.bytes)
     return Request(
         origin, peer.machine, header.key, header.round, fetch.source, fetch.target, header.offset, header.length,
-        fetch.total,
+        fetch.total, fetch.is_tentative,
     )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.shm import Block
-from byteps_py.tensors import Layout, Op, TensorSpec
-from byteps_py.worker.actions import AskSum, Fetch
+from byteps_py.tensors import Layout, Op, Sizes, TensorSpec
+from byteps_py.worker.actions import AskSum, Fail, Fetch
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.tensor import RankSlot
 
@@ -19,17 +20,21 @@ ALL = 0xFFFFFFFF
 class Offer:
     """What a member has handed over in one round. ``left``: bytes that takers still need, by position in the group;
     a machine, which takes a GATHER for all its ranks, counts as -1 - its index.
-    ``taken``: by whom, from which offset; asked for twice, it still counts once."""
+    ``taken``: by whom, from which offset; asked for twice, it still counts once. ``unseen``: takers who have yet to say
+    what they expect, if the round is not over before."""
 
     block: Block
     layout: Layout
     left: dict[int, int]
     taken: set[tuple[int, int]] = field(default_factory=set)
+    unseen: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A local rank of the group. ``due``: bytes still to come in the current round, by source's position."""
+    """A local rank of the group. ``due``: bytes still to come in the current round, by source's position; 0: nothing,
+    but the source has yet to agree. ``error``: how the round will end. ``served``: by taker, the last round in which
+    it took all that was for it; ``refused``: the same of a round in which it could not."""
 
     position: int
     slot: RankSlot
@@ -39,6 +44,9 @@ class Member:
     expects: dict[int, int] = field(default_factory=dict)  # ``due`` at the beginning of a round with this layout
     takers: dict[int, int] = field(default_factory=dict)  # ``left`` of an offer with this layout
     outgrown: list[tuple[int, RankSlot]] = field(default_factory=list)  # the last round that used it, and the slot
+    error: BytePSError | None = None
+    served: dict[int, int] = field(default_factory=dict)
+    refused: dict[int, tuple[int, MismatchError]] = field(default_factory=dict)
 
     @property
     def round(self) -> int:
@@ -48,6 +56,27 @@ class Member:
     def is_open(self) -> bool:
         """It has begun a round that is not delivered."""
         return self.slot.ready_bytes >= 0
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.layout.sizes if self.layout is not None else Sizes.PLAIN
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Its rank needs the end of its round: not of one that was begun in case a message comes."""
+        return self.slot.waits and self.sizes is not Sizes.TENTATIVE
+
+    def is_at(self, round_: int) -> bool:
+        """It has begun this round, which is not over."""
+        return self.is_open and self.round == round_
+
+    def awaits(self, source: int, round_: int) -> bool:
+        return self.is_at(round_) and source in self.due
+
+    def lacks(self, source: int, error: BytePSError) -> None:
+        """What ``source`` has will not come; the round ends with that."""
+        self.due.pop(source, None)
+        self.error = self.error or error
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +96,16 @@ class Channel:
     def is_gather(self) -> bool:
         return self.spec.op is Op.GATHER
 
+    def takers(self, member: Member, layout: Layout, machine: int) -> dict[int, int]:
+        """Who needs how many bytes of an offer, perhaps 0, as in ``Offer.left``. Of a GATHER, one may have its own."""
+        if not self.is_gather:
+            return {position: nbytes for position, (_, nbytes) in enumerate(layout.sends)}
+        others = {-1 - other for other in self.machines if other != machine}
+        takers = dict.fromkeys([*self.here, *others], layout.sends[0][1])
+        if not layout.receives[member.position][1]:
+            del takers[member.position]
+        return takers
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -82,11 +121,13 @@ class Request:
     offset: int
     length: int
     total: int
+    is_tentative: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """``length`` bytes at ``offset`` of a piece on its way to ``targets``. ``server``: the machine it comes from."""
+    """``length`` bytes at ``offset`` of a piece, perhaps an empty one, on its way to ``targets``. ``server``: the
+    machine it comes from."""
 
     channel: Channel
     round: int
@@ -101,6 +142,10 @@ class Transfer:
     def target(self) -> int:
         """The global rank it is for, or ALL of its group on this machine."""
         return ALL if self.channel.is_gather else self.channel.ranks[self.targets[0].position]
+
+    @property
+    def is_tentative(self) -> bool:
+        return self.targets[0].sizes is Sizes.TENTATIVE
 
 
 @dataclass(slots=True)
@@ -135,6 +180,14 @@ class Serve:
 
 
 @dataclass(slots=True)
+class Refuse:
+    """Say to the machine that asked why it gets nothing."""
+
+    request: Request
+    error: BytePSError
+
+
+@dataclass(slots=True)
 class Delivered:
     """A member's round is over."""
 
@@ -149,7 +202,7 @@ class Outgrown:
     slot: RankSlot
 
 
-DirectAction = Copy | CopyHere | Fetch | Serve | Delivered | Outgrown
+DirectAction = Copy | CopyHere | Fetch | Serve | Refuse | Delivered | Fail | Outgrown
 
 
 def due(queue: PushQueue[Transfer | AskSum], now: float) -> list[Fetch]:

@@ -9,11 +9,11 @@ The first Compute is left out when one rank's input, or another machine's, alrea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
-from byteps_py.worker.actions import Action, Compute, Done, Push, Release
+from byteps_py.worker.actions import Action, Compute, Done, Push, Release, Supply, Withdraw
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.scatter import Scatter
 from byteps_py.worker.tensor import Part, RankSlot, ScatterPart, Stage, Tensor
@@ -24,7 +24,7 @@ class Pipeline:
 
     def __init__(self, size: int, queue: PushQueue[Part], scatter: Scatter | None = None) -> None:
         self._scatter = scatter
-        self._size = size
+        self.size = size
         self._queue = queue
         self._undelivered_bytes = 0  # of answers that kernels have yet to read, or are reading
 
@@ -73,6 +73,8 @@ class Pipeline:
         gone = tuple(slot for slot in tensor.slots if slot.has_joined and slot.ready_bytes < 0)
         tensor.joined += gone
         tensor.slots = tuple(slot for slot in tensor.slots if slot not in gone)
+        if not tensor.slots:
+            tensor.passes_from = tensor.round
         for part in tensor.parts:
             part.local_sum = None
 
@@ -124,7 +126,7 @@ class Pipeline:
         sources = tensor.slots if tensor.local_root is None else (tensor.slots[tensor.local_root],)
         inputs = tuple(slot.input.address + offset for slot in sources)
         if tensor.is_alone:  # each rank's input and result stay where they are: the addresses never change
-            part.local_sum = Compute(part, spec.op, inputs, part.outputs, spec.divisor(self._size))
+            part.local_sum = Compute(part, spec.op, inputs, part.outputs, spec.divisor(self.size))
             return part.local_sum
         return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
 
@@ -170,13 +172,16 @@ class Pipeline:
     def awaits(self, part: Part, round_: int) -> bool:
         """True if an answer to, or a refusal of, this round's push still matters; else it is of a void tensor,
         or says again what an earlier one has said."""
-        return not part.tensor.retired and part.stage is Stage.IN_FLIGHT and round_ == part.tensor.round
+        is_due = part.stage is Stage.IN_FLIGHT or (part.stage is Stage.QUEUED and part.is_resent)
+        return not part.tensor.retired and is_due and round_ == part.tensor.round
 
     def answered(self, part: Part, round_: int, source: int, now: float) -> list[Action]:
         """The server's answer to a push lies at address ``source`` (0: none, for the root of a broadcast)."""
         if not self.awaits(part, round_):
             return []
         tensor = part.tensor
+        if part.stage is Stage.QUEUED:  # the server before has answered after all
+            self._queue.drop({part})
         self._queue.give_back(part)
         if tensor.local_root is not None:
             source = tensor.contribution.address + part.offset
@@ -187,9 +192,38 @@ class Pipeline:
         self._undelivered_bytes += part.length
         tensor.running += 1
         actions = self.pump(now)
-        divisor = tensor.spec.divisor(self._size)
+        divisor = tensor.spec.divisor(self.size)
         op = Op.SUM if divisor > 1 else Op.BROADCAST  # of one input: a division, or a copy
         return [*actions, Compute(part, op, (source,), outputs, divisor)]
+
+    def move(self, moves: Sequence[tuple[Part, int]], now: float) -> list[Action]:
+        """Other servers, by member id, add these partitions from now on; also what those before have not answered."""
+        actions: list[Action] = []
+        for part, server in moves:
+            before, part.server = part.server, server
+            if part.stage is Stage.QUEUED:
+                self._queue.move(part, before)
+            elif part.stage is Stage.IN_FLIGHT:
+                actions += [Withdraw(part, part.tensor.round, before), *self._again(part)]
+        return actions + self.pump(now)
+
+    def again(self, parts: Iterable[Part], now: float) -> list[Action]:
+        """What was sent of these, or its answer, is lost where it is not there yet: send it once more."""
+        actions = [action for part in parts if part.stage is Stage.IN_FLIGHT for action in self._again(part)]
+        return actions + self.pump(now)
+
+    def _again(self, part: Part) -> list[Action]:
+        part.is_resent = True
+        if not part.tensor.slots:  # it passes
+            return [Push(part, part.tensor.round)]
+        self._queue.give_back(part)
+        self._enqueue(part)
+        return []
+
+    def wanted(self, part: Part, round_: int, server: int) -> list[Action]:
+        """Another machine lacks a round's result. If this one has it, it won't send its part by itself."""
+        tensor = part.tensor
+        return [Supply(part, round_, server)] if tensor.has_result(part, round_) and not tensor.retired else []
 
     def lent(self, part: ScatterPart, round_: int) -> list[Action]:
         """This machine's sum of a part was taken by the machine that it is for."""
@@ -219,7 +253,7 @@ class Pipeline:
         for slot in tensor.slots:
             slot.ready_bytes = -1
         for part in tensor.parts:
-            part.stage = Stage.WAITING
+            part.stage, part.is_resent = Stage.WAITING, False
         if tensor.is_leaving:
             tensor.is_leaving = False
             self._drop_joined(tensor)

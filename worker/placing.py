@@ -12,6 +12,7 @@ from byteps_py.placement.table import PlacementTable
 from byteps_py.tensors import Op, TensorSpec, key_of, split
 from byteps_py.worker.relaying import broadcast_pieces
 from byteps_py.worker.scatter import pieces as scattered_pieces
+from byteps_py.worker.tensor import Part
 from byteps_py.worker.topology import Topology
 
 #: Where one machine is alone nothing is sent; a tensor is cut only so that several threads can sum it.
@@ -32,6 +33,24 @@ class Placing:
             self._table = PlacementTable(servers, topology.partition_bytes)
         except UsageError as error:
             raise ProtocolError(f"the scheduler's membership can't hold tensors: {error}") from error
+
+    def change(self, topology: Topology) -> None:
+        """Go over to the servers of a new epoch."""
+        self._topology = topology
+        if self._table is not None:
+            self._table.rebalance((server.member_id, server.weight) for server in topology.servers)
+
+    def server_of(self, part: Part) -> int:
+        """Member id of the server of a partition that has one, in this epoch."""
+        spec, key = part.tensor.spec, part.tensor.key
+        if self._table is not None and self._is_placed(spec) and self._table.has(key):
+            parts = self._table.partitions(key)  # perhaps of a newer generation, cut otherwise
+            if part.index < len(parts) and parts[part.index][:2] == (part.offset, part.length):
+                return parts[part.index].server
+        ids = [server.member_id for server in self._topology.servers]
+        if part.server in ids:
+            return part.server
+        return ids[(key + part.tensor.generation + part.index) % len(ids)]
 
     def add(self, batch: Iterable[TensorSpec]) -> None:
         """Enter the tensors of one message of verdicts: those whose partitions the table places."""

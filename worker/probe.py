@@ -6,13 +6,12 @@ with every answer for a while, as TCP's own window does; then what comes back is
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 
 import zmq
 
-from byteps_py import auth
+from byteps_py.dataplane.dialer import Dialer, Owner
 from byteps_py.errors import ProtocolError
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
@@ -28,7 +27,7 @@ _FEWEST_CHUNKS = 12
 _LIMIT_S = 4.0
 
 
-class Probe:
+class Probe(Owner):
     """``on_result(mbit)`` is called once: goodput each way; 0 if the service did not answer in time."""
 
     def __init__(
@@ -36,7 +35,7 @@ class Probe:
     ) -> None:
         self._loop = loop
         self._on_result = on_result
-        self._header = Header(Kind.PROBE, sender, length=_CHUNK_BYTES).pack()
+        self._header = Header(Kind.PROBE, sender, length=_CHUNK_BYTES)
         self._chunk = bytes(_CHUNK_BYTES)
         self._in_flight = 0
         self._first_answer_s = 0.0
@@ -44,34 +43,33 @@ class Probe:
         self._counted = 0
         self._rate_mbit = 0.0
         self._is_sending = True
+        self._is_closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = self._socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * _CHUNK_BYTES)
-        socket.connect(address)
-        token = auth.token(settings.secret, "data", settings.job, str(sender))
-        socket.send_multipart([Header(Kind.HELLO, sender).pack(), token.encode()])
-        loop.add_reader(socket, self._drain)
+        self._dialer = Dialer(self._context, loop, address, sender, settings, self, f"the service at {address}")
         loop.call_later(_LIMIT_S, self.close)
-        self._send(_FIRST_IN_FLIGHT)
 
     def _send(self, count: int) -> None:
         for _ in range(count):
-            self._socket.send_multipart([self._header, self._chunk], copy=False)
+            self._dialer.send(self._header, self._chunk)
         self._in_flight += count
 
-    def _drain(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while not self._socket.closed:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                try:
-                    is_mine = len(frames) == 2 and Header.unpack(frames[0].bytes).kind is Kind.PROBE
-                except ProtocolError:
-                    is_mine = False
-                if not is_mine:  # it refuses; the job's own messages will say why
-                    self.close()
-                    return
-                self._returned(time.monotonic())
+    def on_open(self) -> None:
+        self._send(_FIRST_IN_FLIGHT)
+
+    def on_message(self, header: Header, payload: zmq.Frame) -> None:
+        if header.kind is Kind.PROBE:
+            self._returned(time.monotonic())
+        else:  # it refuses; the job's own messages will say why
+            self.close()
+
+    def on_broken(self) -> None:
+        self.close()
+
+    def on_damaged(self, number: int | None) -> None:
+        self.close()
+
+    def on_refused(self, error: ProtocolError) -> None:
+        self.close()
 
     def _returned(self, now_s: float) -> None:
         self._in_flight -= 1
@@ -96,9 +94,9 @@ class Probe:
 
     def close(self) -> None:
         """Give up what is in flight, if anything, and report."""
-        if self._socket.closed:
+        if self._is_closed:
             return
-        self._loop.remove(self._socket)
-        self._socket.close()
+        self._is_closed = True
+        self._dialer.close()
         self._context.term()
         self._on_result(self._rate_mbit)

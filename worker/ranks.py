@@ -45,6 +45,7 @@ class RankConnection:
         self.rounds = 0  # results that it has been told of
         self.last_slot = 0  # of the last one
         self.last_done_s = 0.0
+        self.note = ""  # what it said for the case that it keeps others waiting
         self.stack_fd = -1  # see session/stack.py; -1: it has given none
         self.door = -1  # the way to it for its neighbours, see session/nearby; -1: it has given none
         self.direct_waits: dict[int, DirectWait] = {}  # by id
@@ -101,9 +102,9 @@ class RankConnection:
                 self._loop.add_writer(self._fd, self._flush)
             self._backlog.append((message, tuple(os.dup(fd) for fd in fds)))  # theirs may be closed before
 
-    def add_done(self, slot_id: int, round_: int) -> None:
+    def add_done(self, slot_id: int, round_: int, blame: int = 0) -> None:
         """Note a delivered round; ``send_done`` tells the rank."""
-        self._done.append((slot_id, round_, 0))
+        self._done.append((slot_id, round_, blame))
         self.rounds += 1
         self.last_slot = slot_id
 

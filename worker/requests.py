@@ -76,7 +76,7 @@ class Requests:
             for slot in slots
         ]
         rank.send(protocol.pack(Kind.DECLARED, request=fields["request"], slots=places))
-        self.executor.expect((slot.spec.op, slot.spec.dtype) for slot in slots)
+        self.executor.expect(slot.spec for slot in slots)
         for slot in slots:
             if not slot.spec.op.is_direct:
                 actions += self._agreement.declare(slot)
@@ -99,6 +99,8 @@ class Requests:
             slot = self.memory.slots.get(slot_id)
             if slot is None:  # its declaration failed while the message was on its way
                 continue
+            if (rank := self.executor.ranks.get(slot.local_rank)) is not None:
+                self.executor.pace.ready(slot.local_rank, rank.pid, slot_id, round_, now)
             if slot.spec.op.is_direct:
                 layout = self._layouts.pop(slot_id, None)
                 if (error := self.joining.objection(slot.spec, round_)) is not None:

@@ -30,7 +30,9 @@ from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.direct import Direct
+from byteps_py.worker.epochs import Epochs
 from byteps_py.worker.executor import Executor
+from byteps_py.worker.farewell import Farewell
 from byteps_py.worker.joining import Joining
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
@@ -48,6 +50,8 @@ from byteps_py.worker.waits import Waits
 
 _TICK_S = 0.25
 _STALLS_KEPT = 20
+_WORD_OF_SCHEDULER_S = 1.0
+_HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to come back
 #: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
 _LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
 
@@ -65,9 +69,7 @@ class Service:
         self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
         self._prefaulter = Engine(1, "byteps-prefault")
         self._ready = Readiness(self._engine, self._loop, self._kernel_failed)
-        self._desk = Desk(
-            self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._fail
-        )
+        self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
         self._queue: PushQueue[Part] = PushQueue()
         self._fetches: PushQueue[Transfer | AskSum] = PushQueue()
         self._agreement = Agreement(settings.local_size)
@@ -76,6 +78,7 @@ class Service:
         self._sights: Sights | None = None
         self._executor: Executor | None = None
         self._network: Network | None = None
+        self._epochs: Epochs | None = None
         self._peers: PeerMachines | None = None
         if settings.num_workers > 1:
             self._peers = PeerMachines(self._loop, settings, self._requested, self._machine_gone)
@@ -87,10 +90,13 @@ class Service:
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
-        self._is_headless = False  # the scheduler is lost
+        self._is_headless = False  # the scheduler is away
+        self._headless_since = 0.0
         self._link: ControlLink = connect(
-            settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat
-        )
+            settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
+            self._scheduler_away, self._scheduler_back,
+        )  # fmt: skip
+        self._farewell = Farewell(self._loop, self._link.send, self._loop.stop)
 
     def run(self) -> int:
         self._ready.expect(_LIKELY)
@@ -114,7 +120,15 @@ class Service:
         if staying and self._requests is not None:
             ranks = self._requests.topology.describe_ranks(staying)
             self._fail(PeerLostError(f"the communication service of {ranks} was told to end while they needed it"))
-        self._loop.stop()
+        self._go()
+
+    def _go(self) -> None:
+        """End, once no other machine lacks a result that takes what this one gave."""
+        at_once = self._network is None or self._is_headless or self._desk.failure is not None
+        if at_once or len(self._desk.left) < self._settings.local_size:
+            self._loop.stop()
+        else:
+            self._farewell.go()
 
     def _close(self) -> None:
         self._link.close("the communication service ends")
@@ -144,7 +158,10 @@ class Service:
     def _on_message(self, message: pb.SchedulerMessage) -> None:
         body = message.WhichOneof("body")
         if body == "membership":
-            self._begin(message.membership)
+            if self._epochs is None:
+                self._begin(message.membership)
+            else:
+                self._epochs.change(message.membership)
         elif body == "verdicts":
             self._decide(message.verdicts)
         elif body == "measure":
@@ -163,6 +180,8 @@ class Service:
             self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
             logger.warning("%s", message.stalled.message)
             self._look_at(message.stalled.missing)
+        elif body == "slow":
+            logger.warning("%s", message.slow.message)
         elif body == "sight":
             logger.warning("rank %d, which is waited for: %s", message.sight.rank, message.sight.text)
         elif body in ("refused", "failure"):
@@ -170,8 +189,11 @@ class Service:
             error = from_name(answer.error, answer.message)
             if body == "failure" and message.failure.orderly and self._waits is not None:
                 self._waits.departed(time.monotonic(), answer.message, set(message.failure.ranks))
+                self._farewell.departed(message.failure.ranks)
             else:
                 self._fail(error, report=False)
+        elif body == "dismissed":
+            self._farewell.dismissed()
         elif body == "stop":
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._loop.stop()
@@ -222,18 +244,22 @@ class Service:
             self._loop, self._ready, memory, pipeline, direct, scatter, topology.first_rank, self._link.send, self._fail
         )
         executor.on_end = self._end_tensor
+        self._farewell.lacks = executor.lacks
         if self._peers is not None:
-            self._peers.open(topology, self._server_lost)
+            self._peers.open(topology, self._machine_lost)
             executor.courier.peers = self._peers
         if topology.machines > 1:
             self._network = executor.network = Network(
-                self._loop, self._settings, topology, memory, executor.answered, self._server_lost
+                self._loop, self._settings, topology, memory, executor.answered, executor.again, self._server_lost
             )
+        self._epochs = Epochs(topology, self._placing, self._network, executor, self._queue, self._link.send)
         joining = Joining(topology, self._agreement, pipeline, direct, executor, self._link.send, self._fail)
         self._requests = Requests(
             topology, memory, self._agreement, pipeline, direct, executor, joining, self._link.send
         )
-        self._waits = Waits(self._requests, self._agreement, direct, self._desk, self._stay)
+        self._waits = Waits(
+            self._requests, self._agreement, direct, self._desk, self._stay, self._settings.heartbeat_timeout_s
+        )
         self._sights = Sights(
             self._loop, executor.ranks, self._requests.describe, memory.name_of, functools.partial(self._saw, topology)
         )
@@ -282,10 +308,20 @@ class Service:
         if self._requests is None:
             self._fail(error, report=False)
         elif self._desk.failure is None:
-            self._is_headless = True
             self._requests.joining.scheduler_lost(error)
-            # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+            self._scheduler_away(error)
+
+    def _scheduler_away(self, error: BytePSError) -> None:
+        if not self._is_headless:
+            self._headless_since = time.monotonic()
+        self._is_headless = True
+        self._headless_since = time.monotonic()
+        # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+        if self._requests is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
+
+    def _scheduler_back(self) -> None:
+        self._is_headless = False
 
     def _heartbeat(self) -> pb.Heartbeat:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -300,7 +336,10 @@ class Service:
             statistics.bytes_received = self._network.bytes_received
             statistics.bytes_received += self._peers.bytes_received if self._peers else 0
             statistics.bytes_local = self._network.bytes_local
-        return pb.Heartbeat(statistics=statistics, waiting=self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
+        waiting = self._waiting(min(1.0, self._settings.stall_warn_s / 2))
+        ranks = self._executor.pace.report(self._executor.ranks) if self._executor is not None else ()
+        servers = self._network.pace.report() if self._network is not None else ()
+        return pb.Heartbeat(statistics=statistics, waiting=waiting, ranks=ranks, servers=servers)
 
     # ---- waiting too long ------------------------------------------------------------------------------
 
@@ -309,24 +348,35 @@ class Service:
 
     def _tick(self) -> None:
         self._loop.call_later(_TICK_S, self._tick)
+        self._farewell.settle()
         now = time.monotonic()
         why, is_news = self._waits.vain(now) if self._waits is not None else ("", False)
         if why:
             self._fail(PeerLostError(why), report=is_news)
         limit = self._settings.stall_limit_s
+        if limit and self._is_headless and now - self._headless_since > limit and self._requests is not None:
+            self._requests.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
         if limit and (waiting := self._waiting(limit)):
             # The scheduler knows whom they wait for: the last that it said about it.
             name = repr(waiting[0].name) if waiting[0].name else "a barrier"
             why = next((f": {sentence}" for sentence in self._stalled if name in sentence), "")
             if self._is_headless:
-                why = "; the scheduler is lost, and new tensors and barriers need it"
+                why = "; the scheduler is away, and new tensors and barriers need it"
             self._fail(
                 StallError(f"{describe_waiting(waiting[0])} longer than BYTEPS_STALL_LIMIT_S={limit:g} allows{why}")
             )
+        if limit and self._is_headless and now - self._headless_since > limit and self._joined_here:
+            text = f"join(): the scheduler is away for longer than BYTEPS_STALL_LIMIT_S={limit:g}, and only it knows"
+            self._fail(StallError(f"{text} when all have joined"))
         if not self._stay and not self._had_ranks and now - self._started > self._settings.start_timeout_s:
             logger.error("no rank came within %g s", self._settings.start_timeout_s)
             self._exit_code = 1
             self._loop.stop()
+
+    @property
+    def _joined_here(self) -> bool:
+        """Local ranks wait for all to join."""
+        return self._requests is not None and bool(self._requests.joining.here)
 
     def _pump(self) -> None:
         now = time.monotonic()
@@ -342,10 +392,18 @@ class Service:
     def _rank_died(self, sentence: str) -> None:
         self._fail(PeerLostError(sentence))
 
-    def _server_lost(self, sentence: str, grace_s: float) -> None:
+    def _server_lost(self, sentence: str, member_id: int) -> None:
+        """Others can do its work, once the scheduler says which. Not later than the stall limit allows."""
+        logger.warning("%s", sentence)
+        self._link.send(pb.MemberMessage(unreachable=pb.Unreachable(member_id=member_id, reason=sentence)))
+        if self._is_headless:
+            error = PeerLostError(f"{sentence}; the scheduler, which would give its work to others, is lost too")
+            self._loop.call_later(_HEADLESS_S, lambda: self._fail(error) if self._is_headless else None)
+
+    def _machine_lost(self, sentence: str) -> None:
         error = PeerLostError(sentence)
         # It may have died, or ended because the job has failed: then the scheduler will say so.
-        self._loop.call_later(0.0 if self._is_headless else grace_s, lambda: self._fail(error))
+        self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._fail(error))
 
     def _requested(self, request: Request | SumRequest) -> None:
         if self._executor is None or self._direct is None or self._scatter is None:
@@ -393,4 +451,4 @@ class Service:
         if here or self._stay:
             return
         if self._desk.failure is not None or (self._had_ranks and all_have_come):
-            self._loop.stop()
+            self._go()

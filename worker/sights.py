@@ -69,4 +69,5 @@ class Sights:
             last = f"has got {count_text(rank.rounds, 'result')}, the last {ago_s:.1f} s ago ({name})"
         else:
             last = "has not got any result yet"
-        self._tell(rank.local_rank, f"{who} {last}; {what}")
+        note = f"{rank.note}\n" if rank.note else ""
+        self._tell(rank.local_rank, f"{who} {last}; {note}{what}")

@@ -36,7 +36,8 @@ class Stage(enum.Enum):
 @dataclass(slots=True, eq=False)
 class Part:
     """One partition of a tensor. ``server``: index of the server that adds it; -1 when no other machine
-    takes part. ``answer``: where the server of this machine writes the answer (shared memory)."""
+    takes part. ``answer``: where the server of this machine writes the answer (shared memory). ``is_resent``: in this
+    round it was given to another server, or on another connection, before."""
 
     tensor: Tensor
     index: int
@@ -46,6 +47,9 @@ class Part:
     stage: Stage = Stage.WAITING
     answer: Block | None = None
     local_sum: Compute | None = None  # the same every round, where one machine is all
+    is_resent: bool = False
+    #: By parity of the round: who is to blame if this machine's sum is not finite; 0: it has none, or nobody asks.
+    blames: list[int] = field(default_factory=lambda: [0, 0])
 
     @property
     def end(self) -> int:
@@ -164,6 +168,8 @@ class Tensor:
     last_round: int = 0
     joined: tuple[RankSlot, ...] = ()
     is_leaving: bool = False
+    passes_from: int = 0  # the first round to which this machine contributes nothing, if it has no slots
+    blame: int = 0  # who has made the current round's result NaN or infinite, as far as it is there
 
     def __post_init__(self) -> None:
         self.key = key_of(self.name)
@@ -193,6 +199,24 @@ class Tensor:
         if self.contributions:
             return self.contributions[self.round % 2]
         return self.slots[self.local_root or 0].input
+
+    def given(self, round_: int) -> Block | None:
+        """Where its contribution to the current round, if all is handed over, or to the one before lies; None if it
+        gave none."""
+        if self.spec.op is Op.BROADCAST and self.local_root is None:
+            return None
+        if not self.slots and round_ >= self.passes_from:
+            return None
+        if self.contributions:
+            return self.contributions[round_ % 2]
+        slot = self.slots[self.local_root or 0] if self.slots else self.joined[0]
+        latest = self.round if slot.ready_bytes >= 0 else self.round - 1 if self.slots else self.passes_from - 1
+        return slot.inputs[(slot.round - 1 - (latest - round_)) % len(slot.inputs)]
+
+    def has_result(self, part: Part, round_: int) -> bool:
+        """This machine has the result of a round, the current one or the one before."""
+        is_answered = part.stage in (Stage.DELIVERING, Stage.DONE)
+        return round_ == self.round - 1 or (round_ == self.round and is_answered)
 
     @property
     def contributes(self) -> bool:

@@ -42,6 +42,11 @@ class Topology:
         return self.me.first_rank
 
     @property
+    def is_homogeneous(self) -> bool:
+        """Machines have equally many ranks."""
+        return len({worker.local_size for worker in self.workers}) == 1
+
+    @property
     def local_size(self) -> int:
         return self.me.local_size
 

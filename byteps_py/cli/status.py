@@ -1,4 +1,4 @@
-"""``bps status`` and ``bps stop``: ask the scheduler of a running job."""
+"""``bps status``, ``bps stop`` and ``bps scale``: ask the scheduler of a running job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from byteps_py.errors import ConfigurationError
+from byteps_py.errors import ConfigurationError, UsageError
 from byteps_py.scheduler import report
 from byteps_py.settings import Settings
 
@@ -18,6 +18,7 @@ _COLUMNS = (
     "member",
     "machine",
     "process",
+    "address",
     "state",
     "heard",
     "received MB",
@@ -31,7 +32,7 @@ _COLUMNS = (
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add both commands; each sets ``handler``, which takes the parsed arguments and returns an exit status.
+    """Add the commands; each sets ``handler``, which takes the parsed arguments and returns an exit status.
 
     Handlers raise the errors of ``scheduler.query``.
     """
@@ -41,7 +42,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     stop = subparsers.add_parser("stop", help="end the job in order: every service is told to leave")
     stop.add_argument("--reason", default="bps stop", help="what the processes are told and log")
     stop.set_defaults(handler=run_stop)
-    for parser in (status, stop):
+    scale = subparsers.add_parser("scale", help="fewer CPU machines, or more, in a running job")
+    scale.add_argument("servers", type=int, nargs="?", default=-1, help="how many CPU machines are to lend their help")
+    scale.add_argument(
+        "--remove", metavar="HOST:PORT", action="append", default=[], help="let this server go (see `bps status`)"
+    )
+    scale.set_defaults(handler=run_scale)
+    for parser in (status, stop, scale):
         parser.add_argument(
             "--scheduler", metavar="HOST:PORT", default="", help="default: DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
         )
@@ -67,6 +74,29 @@ def run_stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_scale(arguments: argparse.Namespace) -> int:
+    """Let CPU machines go, or say how to start more. 1 if there are fewer than wanted."""
+    from byteps_py.scheduler import query
+
+    if arguments.servers < 0 and not arguments.remove:
+        raise UsageError("bps scale needs the number of CPU machines, or --remove with the address of one")
+    settings = _settings(arguments)
+    left = query.scale(settings, max(arguments.servers, -1), arguments.remove, arguments.timeout)
+    print(f"{left} CPU machine{'' if left == 1 else 's'} lend{'s' if left == 1 else ''} a summation service")
+    missing = arguments.servers - left
+    if missing <= 0:
+        return 0
+    where = "a spare machine" if missing == 1 else f"{missing} spare machines"
+    print(
+        f"To have {missing} more, run on {where}, with the "
+        "job's BYTEPS_JOB_ID and secret if it has them:\n"
+        f"  DMLC_ROLE=server DMLC_NUM_WORKER={query.status(settings, arguments.timeout).num_workers} "
+        f"DMLC_NUM_SERVER={arguments.servers} DMLC_PS_ROOT_URI={settings.scheduler_host} "
+        f"DMLC_PS_ROOT_PORT={settings.scheduler_port} bpslaunch"
+    )
+    return 1
+
+
 def _settings(arguments: argparse.Namespace) -> Settings:
     settings = Settings.from_env()
     if not arguments.scheduler:
@@ -82,16 +112,21 @@ def to_text(reply: pb.StatusReply) -> str:
     facts = report.to_dict(reply)
     lines = [f"{facts['state']}: {facts['reason']}"]
     lines.append(
-        f"{facts['num_workers']} workers, {facts['num_servers']} servers configured; {facts['tensors']} tensors, "
+        f"{facts['num_workers']} workers, {facts['num_servers']} servers configured, epoch {facts['epoch']}; "
+        f"{facts['tensors']} tensors, "
         f"{_mb(facts['tensor_bytes'])} MB, in partitions of at most {_mb(facts['partition_bytes'])} MB"
     )
+    if facts["restarts"]:
+        times = "once" if facts["restarts"] == 1 else f"{facts['restarts']} times"
+        lines.append(f"the scheduler was started again {times}")
     lines += [f"stalled: {sentence}" for sentence in facts["stalled"]]
+    lines += [f"slow: {sentence}" for sentence in facts["slow"]]
     rows = [_COLUMNS, *(_row(member) for member in facts["members"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     if len(rows) > 1:
         lines.append("")
     for row in rows if len(rows) > 1 else ():
-        cells = [c.ljust(w) if i < 4 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [c.ljust(w) if i < 5 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -102,7 +137,8 @@ def _row(member: dict[str, Any]) -> tuple[str, ...]:
         member["kind"],
         member["machine"],
         f"{member['host']}:{member['pid']}",
-        "alive" if member["alive"] else "gone",
+        "–" if is_worker else member["address"].removeprefix("tcp://"),
+        member["doubt"] or ("alive" if member["alive"] else "gone"),
         f"{member['heartbeat_age_s']:.1f} s ago",
         _mb(member["bytes_received"]),
         _mb(member["bytes_sent"]),

@@ -1,6 +1,6 @@
 """Listening on the data plane over TCP: one ZeroMQ ROUTER, and the CSs that have proven who they are.
 
-Owns the socket, the handshake (HELLO) and the framing. Must not know what messages mean. Loop thread only.
+Owns the socket, the connections and the framing. Must not know what messages mean. Loop thread only.
 Nothing that a peer sends ends the process: what can't be understood is dropped and counted.
 """
 
@@ -12,8 +12,10 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from byteps_py import auth
+from byteps_py.dataplane.handshake import Challenge, Doorkeeper
 from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.dataplane.seal import DamagedError, Seal
+from byteps_py.dataplane.strangers import PATIENCE_S, Strangers
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
 from byteps_py.log import logger
@@ -28,25 +30,34 @@ _SLACK_BYTES = 4096
 _HELD_PROBES = 64
 # Refusals to strangers per second: enough to tell a cluster what it configured wrongly, too few to be abused.
 _STRANGER_REFUSALS_PER_S = 100
+#: Handshakes under way at once. Beyond, the oldest must begin again.
+_MOST_CHALLENGES = 256
+#: Damaged messages in a row after which a peer is a stranger again.
+_MOST_DAMAGED = 16
 
 
 class RemotePeer(Peer):
     """A CS on another machine, or at least beyond a socket."""
 
-    def __init__(self, network: DataListener, identity: bytes, machine: int) -> None:
+    def __init__(self, network: DataListener, identity: bytes, machine: int, seals: tuple[Seal, Seal]) -> None:
         self._network = network
         self.identity = identity
         self.machine = machine
+        self.opening, self.sealing = seals
+        self.damaged = 0  # messages in a row
 
     def lend(self, header: Header, view: memoryview) -> zmq.MessageTracker | None:
         """Like ``answer``, from memory that may change once the tracker is done. None: the peer is gone."""
-        return self._network.send_tracked(self.identity, reply(header, Kind.ANSWER), view)
+        return self._network.send_tracked(self, reply(header, Kind.ANSWER), view)
 
     def answer(self, header: Header, result: zmq.Frame | None) -> None:
-        self._network.send_result(self.identity, reply(header, Kind.ANSWER), result)
+        self._network.send_result(self, reply(header, Kind.ANSWER), result)
+
+    def want(self, header: Header) -> None:
+        self._network.send(self, header.pack(), zmq.Frame())
 
     def refuse(self, header: Header, reason: str) -> None:
-        self._network.send(self.identity, reply(header, Kind.REFUSED), zmq.Frame(reason.encode()))
+        self._network.send(self, reply(header, Kind.REFUSED), zmq.Frame(reason.encode()))
 
 
 class DataListener:
@@ -67,16 +78,20 @@ class DataListener:
         self._on_message = on_message
         self._on_gone = on_gone
         self._peers: dict[bytes, RemotePeer] = {}
+        self._by_machine: dict[int, RemotePeer] = {}  # who came last as such
+        self._doorkeeper = Doorkeeper(settings)
+        self._challenges: dict[bytes, Challenge] = {}
         # Probes wait until this process has loaded its kernels: else they would measure the processor.
-        self._held_probes: list[list[zmq.Frame]] | None = []
-        self._strangers = Limiter(_STRANGER_REFUSALS_PER_S)
+        self._held_probes: list[tuple[RemotePeer, Header, zmq.Frame]] | None = []
+        self._refusals = Limiter(_STRANGER_REFUSALS_PER_S)
         self._context = zmq.Context(io_threads=2)
         self.socket = self._context.socket(zmq.ROUTER)
         self._configure()
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._connected: set[int] = set()  # descriptors; whoever does not shake hands is cut off soon
+        self._connected: set[int] = set()  # descriptors
+        self._strangers = Strangers()
         try:
-            port = self.socket.bind_to_random_port(f"tcp://{host}")
+            port = self._strangers.port = self.socket.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:
             self.close()
             raise ConfigurationError(
@@ -87,13 +102,13 @@ class DataListener:
 
     def _configure(self) -> None:
         beat_ms = max(200, int(self._settings.heartbeat_interval_s * 1000))
-        timeout_ms = int(self._settings.heartbeat_timeout_s * 1000)
+        timeout_ms = int(self._settings.patience_s * 1000)
         options = {
             zmq.LINGER: 0,
             zmq.IPV6: 0,
             zmq.ROUTER_MANDATORY: 1,  # an answer to nobody is an error, not silence
             zmq.MAXMSGSIZE: self._settings.max_partition_bytes + _SLACK_BYTES,
-            zmq.HANDSHAKE_IVL: 10_000,
+            zmq.HANDSHAKE_IVL: int(PATIENCE_S * 1000),
             zmq.HEARTBEAT_IVL: beat_ms,
             zmq.HEARTBEAT_TIMEOUT: timeout_ms,
             zmq.HEARTBEAT_TTL: min(timeout_ms, 6_553_000),
@@ -105,19 +120,31 @@ class DataListener:
         for option, value in options.items():
             self.socket.setsockopt(option, value)
 
+    def peer_of(self, machine: int) -> Peer | None:
+        """Its latest connection; None if it has none."""
+        peer = self._by_machine.get(machine)
+        return peer if peer is not None and peer.identity in self._peers else None
+
     @property
     def connections(self) -> int:
         """Peers connected at this moment, as far as ``on_monitor`` has been told."""
-        return len(self._connected)
+        return len(self._connected) - len(self._strangers)
 
     def on_monitor(self) -> None:
         """The monitor socket can be read: peers have come or gone."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            fd = int(event["value"])
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._connected.add(event["value"])
+                self._connected.add(fd)
+                self._strangers.came(fd)
             else:
-                self._connected.discard(event["value"])
+                self._connected.discard(fd)
+                self._strangers.known(fd)
+
+    def sweep(self) -> None:
+        """Call every SWEEP_S: who has not proven by now who it is, is cut off."""
+        self._strangers.sweep()
 
     def on_readable(self) -> None:
         """Messages are there: take some."""
@@ -132,60 +159,114 @@ class DataListener:
 
     def _receive(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         peer = self._peers.get(identity)
-        who = f"machine {peer.machine}" if peer else "a stranger"
         try:
-            if len(frames) != 2:
-                raise ProtocolError(f"it has {len(frames)} parts, not a header and a payload")
-            header = Header.unpack(frames[0].buffer)
+            if peer is None:
+                self._greet(identity, frames)
+            else:
+                self._open(peer, frames)
         except ProtocolError as error:
-            self._traffic.turned_away(who, error)
+            self._traffic.turned_away(f"machine {peer.machine}" if peer else "a stranger", error)
+
+    def _open(self, peer: RemotePeer, frames: list[zmq.Frame]) -> None:
+        """A message of a peer. Raises ProtocolError for one that no correct peer sends."""
+        if len(frames) != 2:
+            raise ProtocolError(f"it has {len(frames)} parts, not a header and a payload")
+        try:
+            packed, payload = peer.opening.open(frames[0].bytes, frames[1])
+        except DamagedError as damage:
+            self._damaged(peer, damage)
             return
-        if header.kind is Kind.HELLO:
-            self._hello(identity, header, frames[1].bytes)
-        elif peer is None:
-            self._refuse_stranger(identity, header, "no HELLO was accepted on this connection")
-        elif header.kind is Kind.PROBE:
-            self._probed([zmq.Frame(identity), *frames])
+        peer.damaged = 0
+        header = Header.unpack(packed)
+        if header.kind is Kind.PROBE:
+            self._probed(peer, header, payload)
         elif header.kind not in self._kinds or header.sender != peer.machine:
-            text = (
-                f"{header.kind.name} in the name of machine {header.sender} is not for machine {peer.machine} to send"
-            )
-            self._traffic.turned_away(who, text)
+            name = header.kind.name
+            text = f"{name} in the name of machine {header.sender} is not for machine {peer.machine} to send"
             peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
-        else:
-            self._traffic.bytes_received += len(frames[1])
-            self._on_message(header, peer, frames[1])
+            raise ProtocolError(text)
+        elif peer is self._by_machine.get(peer.machine):
+            self._traffic.bytes_received += len(payload)
+            self._on_message(header, peer, payload)
+        # Else its machine has connected again, and says again there what has no answer: one on this connection would
+        # be lost.
 
-    def _hello(self, identity: bytes, header: Header, shown: bytes) -> None:
-        token = shown.decode(errors="replace")
-        if auth.is_valid(token, self._settings.secret, "data", self._settings.job, str(header.sender)):
-            logger.debug("machine %d has connected", header.sender)
-            self._peers[identity] = RemotePeer(self, identity, header.sender)
-        else:
-            self._refuse_stranger(identity, header, "its proof of membership is wrong: do job and secret agree?")
+    def _damaged(self, peer: RemotePeer, damage: DamagedError) -> None:
+        """What it says, it will have to say again. But who says nothing else is none of us."""
+        peer.damaged += 1
+        self._traffic.turned_away(f"machine {peer.machine}", damage)
+        self.send(peer, Header(Kind.DAMAGED, peer.machine, round=damage.number).pack(), zmq.Frame())
+        if peer.damaged >= _MOST_DAMAGED and peer.identity in self._peers:
+            del self._peers[peer.identity]
+            self._on_gone(peer)
 
-    def _refuse_stranger(self, identity: bytes, header: Header, reason: str) -> None:
-        self._traffic.turned_away(f"a stranger (machine {header.sender}, it says)", reason)
-        if self._strangers.allow():
-            RemotePeer(self, identity, header.sender).refuse(header, f"{ProtocolError.__name__}\n{reason}")
+    # ---- coming --------------------------------------------------------------------------------------------
 
-    def _probed(self, message: list[zmq.Frame]) -> None:
+    def _greet(self, identity: bytes, frames: list[zmq.Frame]) -> None:
+        """A message of a connection that has not proven who it is. Raises ProtocolError."""
+        if len(frames) != 2:
+            raise ProtocolError(f"it has {len(frames)} parts, not a header and a payload")
+        header, said = Header.unpack(frames[0].buffer), frames[1]
+        try:
+            if header.kind is Kind.HELLO:
+                self._challenge(identity, header, said)
+            elif header.kind is Kind.PROOF:
+                self._welcome(identity, header, said)
+            else:
+                raise ProtocolError("no HELLO was accepted on this connection")
+        except ProtocolError as error:
+            if self._refusals.allow():
+                self._say(identity, reply(header, Kind.REFUSED), f"{ProtocolError.__name__}\n{error}".encode())
+            raise ProtocolError(f"(machine {header.sender}, it says) {error}") from None
+
+    def _challenge(self, identity: bytes, header: Header, said: zmq.Frame) -> None:
+        if identity[:1] != b"\0":
+            raise ProtocolError("it has chosen its own ZeroMQ identity, which may be another's")
+        text, challenge = self._doorkeeper.challenge(said.bytes, header.sender, self.address)
+        self._challenges.pop(identity, None)
+        if len(self._challenges) >= _MOST_CHALLENGES:
+            del self._challenges[next(iter(self._challenges))]
+        self._challenges[identity] = challenge
+        self._say(identity, Header(Kind.CHALLENGE, header.sender).pack(), text)
+
+    def _welcome(self, identity: bytes, header: Header, said: zmq.Frame) -> None:
+        challenge = self._challenges.pop(identity, None)
+        if challenge is None or challenge.machine != header.sender:
+            raise ProtocolError("it was not asked for a proof, or its proof came late")
+        seals = challenge.accept(said.bytes)
+        self._peers[identity] = self._by_machine[header.sender] = RemotePeer(self, identity, header.sender, seals)
+        self.on_monitor()  # what is told of its descriptor after this is about it
+        self._strangers.known(int(said.get(zmq.SRCFD)))
+        logger.debug("machine %d has connected", header.sender)
+
+    # ---- probes --------------------------------------------------------------------------------------------
+
+    def _probed(self, peer: RemotePeer, header: Header, payload: zmq.Frame) -> None:
         if self._held_probes is None:
-            self.send(message[0].bytes, message[1].bytes, message[2])
+            self.send(peer, header.pack(), payload)
         elif len(self._held_probes) < _HELD_PROBES:
-            self._held_probes.append(message)
+            self._held_probes.append((peer, header, payload))
 
     def open_echo(self) -> None:
         """From now on probes are sent back at once."""
         held, self._held_probes = self._held_probes or [], None
-        for message in held:
-            self._probed(message)
+        for probe in held:
+            self._probed(*probe)
 
-    def send(self, identity: bytes, header: bytes, payload: zmq.Frame) -> None:
-        """Send without waiting. A peer that is gone is forgotten, and ``on_gone`` is told."""
+    # ---- sending -------------------------------------------------------------------------------------------
+
+    def _say(self, identity: bytes, header: bytes, text: bytes) -> None:
+        """Before there are keys."""
         if self._address_to(identity):
             self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
-            self.socket.send(payload, zmq.NOBLOCK, copy=False)
+            self.socket.send(text, zmq.NOBLOCK)
+
+    def send(self, peer: RemotePeer, header: bytes, payload: zmq.Frame) -> None:
+        """Send without waiting. A peer that is gone is forgotten, and ``on_gone`` is told."""
+        if self._address_to(peer.identity):
+            sealed, shown = peer.sealing.seal(header, payload.buffer)
+            self.socket.send(sealed, zmq.NOBLOCK | zmq.SNDMORE)
+            self.socket.send(payload if shown is payload.buffer else shown, zmq.NOBLOCK, copy=False)
 
     def _address_to(self, identity: bytes) -> bool:
         """Begin a message to a peer. False if it is gone."""
@@ -200,18 +281,19 @@ class DataListener:
             return False
         return True
 
-    def send_tracked(self, identity: bytes, header: bytes, payload: memoryview) -> zmq.MessageTracker | None:
+    def send_tracked(self, peer: RemotePeer, header: bytes, payload: memoryview) -> zmq.MessageTracker | None:
         """Send from where ``payload`` lies; the tracker says when it may change. None: the peer is gone."""
-        if not self._address_to(identity):
+        if not self._address_to(peer.identity):
             return None
-        self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+        sealed, shown = peer.sealing.seal(header, payload)
+        self.socket.send(sealed, zmq.NOBLOCK | zmq.SNDMORE)
         self._traffic.bytes_sent += len(payload)
-        return self.socket.send(payload, zmq.NOBLOCK, copy=False, track=True)
+        return self.socket.send(shown, zmq.NOBLOCK, copy=False, track=True)
 
-    def send_result(self, identity: bytes, header: bytes, result: zmq.Frame | None) -> None:
+    def send_result(self, peer: RemotePeer, header: bytes, result: zmq.Frame | None) -> None:
         """Send an answer, and count it."""
         self._traffic.bytes_sent += len(result) if result is not None else 0
-        self.send(identity, header, result if result is not None else zmq.Frame())
+        self.send(peer, header, result if result is not None else zmq.Frame())
 
     def close(self) -> None:
         self.socket.disable_monitor()

@@ -19,6 +19,10 @@ class Peer(ABC):
         """Send what was asked for; None: it lies where the peer wants it, or the peer has it. Never blocks."""
 
     @abstractmethod
+    def want(self, header: Header) -> None:
+        """Ask for what it gave to a round. Never blocks."""
+
+    @abstractmethod
     def refuse(self, header: Header, reason: str) -> None:
         """Say why a message was not accepted: ``ErrorType``, line break, sentence. Never blocks."""
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from byteps_py.kernels.engine import Done, Engine, Work
 from byteps_py.kernels.reduction import prepare
 from byteps_py.loop import EventLoop
-from byteps_py.tensors import DType, Op
+from byteps_py.tensors import Checks, DType, Op
 
-Pair = tuple[Op, DType]
+Pair = tuple[Op, DType] | tuple[Op, DType, Checks]
 
 
 class Readiness:
@@ -29,14 +29,14 @@ class Readiness:
 
     def __contains__(self, pair: Pair) -> bool:
         """A call of its kernel takes no longer than memory does."""
-        return pair in self._ready or pair[0] is Op.BROADCAST  # that is a copy
+        return pair in self._ready or pair[0] is Op.BROADCAST  # that is a copy, which nobody checks
 
     def expect(self, pairs: Iterable[Pair]) -> None:
         """These will be needed."""
         for pair in pairs:
             if pair not in self and pair not in self._waiting:
                 self._waiting[pair] = []
-                self._engine.submit(0, lambda pair=pair: prepare([pair]), self._reporter(pair))  # type: ignore[misc]
+                self._engine.submit(0, lambda pair=pair: _prepare(pair), self._reporter(pair))  # type: ignore[misc]
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, when nothing is being prepared: at once, or later."""
@@ -73,3 +73,8 @@ class Readiness:
             callbacks, self._when_done = self._when_done, []
             for callback in callbacks:
                 callback()
+
+
+def _prepare(pair: Pair) -> None:
+    op, dtype, *checks = pair
+    prepare([(op, dtype)], *checks)

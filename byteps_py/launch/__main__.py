@@ -72,14 +72,16 @@ def _plan(given: options.Options, environ: Mapping[str, str], command: Sequence[
     cores = len(os.sched_getaffinity(0))
     if not given.ranks:
         gpus = 0 if environ.get("BYTEPS_LOCAL_SIZE") else visible_gpus(environ)
-        return role_plan(environ, command, visible_gpus=gpus, cores=cores, token=token)
+        return role_plan(environ, command, visible_gpus=gpus, cores=cores, token=token, port=free_port())
+    port = free_port()
     return cluster_plan(
         environ,
         command,
         ranks=given.ranks,
         machines=given.machines,
         servers=given.servers,
-        port=free_port(),
+        port=port,
+        torch_port=free_port(taken=port),
         cores=cores,
         token=token,
     )

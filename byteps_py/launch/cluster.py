@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from byteps_py.errors import RendezvousError
-from byteps_py.launch.plan import horovod_variables, rank_spec, services
+from byteps_py.launch.plan import (
+    horovod_variables,
+    rank_spec,
+    scheduler_restarts,
+    server_spec,
+    services,
+    torch_variables,
+)
 from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 
@@ -29,12 +36,14 @@ def cluster_plan(
     machines: int,
     servers: int,
     port: int,
+    torch_port: int,
     cores: int,
     token: str,
 ) -> list[ProcessSpec]:
     """The processes of the cluster in the order in which to start them; ranks are numbered machine by machine.
 
-    ``ranks``: of each machine. ``token`` is a random word, the job's id. Raises ConfigurationError.
+    ``ranks``: of each machine. ``port``: for the scheduler; ``torch_port``: for torch.distributed, if it is used.
+    ``token`` is a random word, the job's id. Raises ConfigurationError.
     """
     common = {
         "DMLC_NUM_WORKER": str(machines),
@@ -67,8 +76,9 @@ def cluster_plan(
         gpu_machine_services += own_services
         for local_rank in range(ranks):
             rank = len(rank_specs)
-            rank_env = {**env, "BYTEPS_SOCKET_NAME": f"byteps-{socket_token}-cs"} if own_services else env
-            rank_env = {**rank_env, **horovod_variables(local_rank, ranks, machine, machines)}
+            rank_env = {**env, **({"BYTEPS_SOCKET_NAME": f"byteps-{socket_token}-cs"} if own_services else {})}
+            place = (local_rank, ranks, machine, machines)
+            rank_env |= horovod_variables(*place) | torch_variables(*place, "127.0.0.1", torch_port, {})
             detail = f" (local rank {local_rank}{where})" if machines > 1 else ""
             rank_specs.append(
                 rank_spec(
@@ -82,15 +92,15 @@ def cluster_plan(
                 )
             )
     if gpu_machine_services:
-        specs.append(_scheduler(common))
+        specs.append(_scheduler(common, scheduler_restarts(environ)))
     for index in range(servers):
         env = {**common, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": f"c{index}"}
         name = f"the summation service of CPU machine c{index}"
-        specs.append(ProcessSpec(name, Kind.SERVICE, f"ss-c{index}", service_argv("server"), env))
+        specs.append(server_spec(name, f"ss-c{index}", env))
     return [*specs, *gpu_machine_services, *rank_specs]
 
 
-def _scheduler(common: Mapping[str, str]) -> ProcessSpec:
+def _scheduler(common: Mapping[str, str], restarts: int) -> ProcessSpec:
     env = {**common, "DMLC_ROLE": "scheduler", "BYTEPS_MACHINE_ID": "m0"}
     return ProcessSpec(
         "the scheduler",
@@ -99,12 +109,13 @@ def _scheduler(common: Mapping[str, str]) -> ProcessSpec:
         service_argv("scheduler"),
         env,
         is_vital=False,
+        restarts=restarts,
         retry_status=UNUSABLE_STATUS,
     )
 
 
-def free_port() -> int:
-    """A loopback port that nobody uses, below the range from which the system gives out ports by itself.
+def free_port(taken: int = 0) -> int:
+    """A loopback port, not ``taken``, that nobody uses, below the range from which the system gives out ports.
 
     So only a program that asks for this very port can take it before the scheduler does; the launcher starts
     over when one did. Raises RendezvousError.
@@ -113,6 +124,8 @@ def free_port() -> int:
     low, high = (16384, first_ephemeral) if first_ephemeral > 18000 else (32768, 65536)
     for _ in range(_TRIES):
         port = random.SystemRandom().randrange(low, high)
+        if port == taken:
+            continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

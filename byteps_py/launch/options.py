@@ -32,9 +32,11 @@ examples:
                                                                 this machine's part of a cluster
 
 Ranks find BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE in their environment, with -np also HOROVOD_RANK, HOROVOD_SIZE and
-what else horovodrun sets, and OMP_NUM_THREADS = cores / ranks on this host unless it is set already. Only the first
-rank reads this terminal's input. When CMD's name is python and no such program is found, the Python that runs bpslaunch
-is used.
+what else horovodrun sets, and OMP_NUM_THREADS = cores / ranks on this host unless it is set already. For
+torch.distributed they find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. On several
+machines the last two are the scheduler's address and the port before its own: set them where the scheduler does not
+run on the machine of DMLC_WORKER_ID=0. Only the first rank reads this terminal's input. When CMD's name is python and
+no such program is found, the Python that runs bpslaunch is used.
 
 exit code: that of the first rank that failed (128 + signal number if a signal killed it); 2 when the configuration
 is unusable; 126 or 127 when CMD can't be run or found. When a rank fails, the others get SIGTERM and, after the grace

@@ -15,6 +15,7 @@ from pathlib import Path
 #: A line longer than this is shown in pieces: the launcher does not hoard what a process writes.
 MAX_LINE_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 #: More than a pipe holds, so a dead process's last words are read at once; a flood must not starve the others.
 _READS_AT_ONCE = 16
 # A progress bar ends its line with a carriage return alone.
@@ -49,14 +50,12 @@ class LineTagger:
 class Stream:
     """One pipe from a process, shown on ``terminal`` in lines and, unchanged, written to ``file``."""
 
-    def __init__(self, pipe: int, terminal: int, prefix: str, file: Path | None) -> None:
+    def __init__(self, pipe: int, terminal: int, prefix: str, file: Path | None, again: bool) -> None:
         os.set_blocking(pipe, False)
         self.pipe = pipe
         self._terminal: int | None = terminal
         self._tagger = LineTagger(prefix.encode())
-        self._file = (
-            None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        )
+        self._file = None if file is None else os.open(file, _CREATE | (os.O_APPEND if again else os.O_TRUNC), 0o666)
 
     def pump(self) -> bool:
         """Pass on what there is. False when the pipe is at its end."""
@@ -88,8 +87,11 @@ class Stream:
             self._terminal = None  # nobody reads any more (`| head`); that is no reason to end a training
 
 
-def open_streams(label: str, *, tag: bool, folder: Path | None) -> tuple[Sequence[int], list[Stream]]:
+def open_streams(
+    label: str, *, tag: bool, folder: Path | None, again: bool = False
+) -> tuple[Sequence[int], list[Stream]]:
     """(descriptors for a child's stdout and stderr, to be closed after its start; the streams that read them).
+    ``again``: files go on where those of the process before it ended.
 
     Nothing is returned when neither prefixes nor files are wanted: the child then writes to the terminal itself.
     """
@@ -104,7 +106,7 @@ def open_streams(label: str, *, tag: bool, folder: Path | None) -> tuple[Sequenc
             file = own / name
         reader, writer = os.pipe2(os.O_CLOEXEC)
         children.append(writer)
-        streams.append(Stream(reader, terminal, f"[{label}] " if tag else "", file))
+        streams.append(Stream(reader, terminal, f"[{label}] " if tag else "", file, again))
     return children, streams
 
 

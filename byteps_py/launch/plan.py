@@ -9,11 +9,16 @@ from collections.abc import Mapping, Sequence
 
 from byteps_py import launchers
 from byteps_py.errors import ConfigurationError
-from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
+from byteps_py.launch.spec import GIVEN_UP_STATUS, Kind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 from byteps_py.variables import VARIABLES
 
+#: Not for ever: something kills it.
+_SCHEDULER_RESTARTS = 1000
+_SERVER_RESTARTS = 1000  # CPU machines that are lent may be taken back many times
 _BY_FIELD = {variable.field: variable for variable in VARIABLES}
+#: What a cluster manager may have said of a machine's only rank.
+_PLACE = ("RANK", "WORLD_SIZE")
 _EXAMPLES = {
     "role": "worker",
     "scheduler_host": "10.0.0.1",
@@ -25,12 +30,12 @@ _EXAMPLES = {
 
 
 def role_plan(
-    environ: Mapping[str, str], command: Sequence[str], *, visible_gpus: int, cores: int, token: str
+    environ: Mapping[str, str], command: Sequence[str], *, visible_gpus: int, cores: int, token: str, port: int
 ) -> list[ProcessSpec]:
     """The processes of this machine, in the order in which to start them.
 
-    ``token`` is a random word that names this machine's local socket. Raises ConfigurationError naming every
-    missing variable, or the one that is malformed.
+    ``token`` is a random word that names this machine's local socket; ``port``: a free one. Raises ConfigurationError
+    naming every missing variable, or the one that is malformed.
     """
     # Of the machine; who asks bpslaunch for a machine's ranks has left their number to it.
     machine = {"DMLC_NUM_WORKER", "DMLC_WORKER_ID"}
@@ -40,15 +45,17 @@ def role_plan(
     role = str(_BY_FIELD["role"].parse("DMLC_ROLE", environ["DMLC_ROLE"]))
     if role == "scheduler":
         require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
-        return [ProcessSpec("the scheduler", Kind.MAIN, "scheduler", service_argv("scheduler"), {"DMLC_ROLE": role})]
+        argv = service_argv("scheduler")
+        env = {"DMLC_ROLE": role}
+        return [ProcessSpec("the scheduler", Kind.MAIN, "scheduler", argv, env, restarts=scheduler_restarts(environ))]
     if role == "server":
         require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
         return [ProcessSpec("the summation service", Kind.MAIN, "ss", service_argv("server"), {"DMLC_ROLE": role})]
-    return _worker_plan(environ, command, role, visible_gpus or 1, cores, token)
+    return _worker_plan(environ, command, role, visible_gpus or 1, cores, token, port)
 
 
 def _worker_plan(
-    environ: Mapping[str, str], command: Sequence[str], role: str, default_size: int, cores: int, token: str
+    environ: Mapping[str, str], command: Sequence[str], role: str, default_size: int, cores: int, token: str, port: int
 ) -> list[ProcessSpec]:
     alone = _value(environ, "num_workers") == "1" and _value(environ, "num_servers") in ("", "0")
     if alone:
@@ -72,10 +79,14 @@ def _worker_plan(
     if role == "joint" and settings.num_servers >= settings.num_workers:
         # BytePS's joint role: one of the DMLC_NUM_SERVER servers lives on this machine.
         server_env = {**env, "DMLC_ROLE": "server"}
-        specs.insert(0, ProcessSpec("the summation service", Kind.SERVICE, "ss", service_argv("server"), server_env))
+        specs.insert(0, server_spec("the summation service of a CPU machine", "ss-cpu", server_env))
     many = settings.num_workers > 1
+    meeting = _meeting(settings) if many else ("127.0.0.1", port)
+    kept = {} if settings.local_size > 1 else {name: environ[name] for name in _PLACE if environ.get(name)}
     for local_rank in range(settings.local_size):
-        told = {} if many else horovod_variables(local_rank, settings.local_size, 0, 1)
+        place = (local_rank, settings.local_size, settings.worker_id, settings.num_workers)
+        told = {**torch_variables(*place, *meeting, environ), **kept}
+        told |= {} if many else horovod_variables(*place)
         specs.append(
             rank_spec(
                 f"local rank {local_rank}{where}" if many else f"rank {local_rank}",
@@ -90,6 +101,25 @@ def _worker_plan(
     return specs
 
 
+def scheduler_restarts(environ: Mapping[str, str]) -> int:
+    """How often a killed scheduler is started again: with its journal it goes on where it stopped."""
+    return 0 if environ.get("BYTEPS_JOURNAL_DIR") == "none" else _SCHEDULER_RESTARTS
+
+
+def server_spec(name: str, label: str, env: Mapping[str, str], *arguments: str) -> ProcessSpec:
+    """A summation service beside ranks: others do its work when it dies, and it is started again to take its part."""
+    return ProcessSpec(
+        name,
+        Kind.SERVICE,
+        label,
+        service_argv("server", *arguments),
+        env,
+        is_replaceable=True,
+        restarts=_SERVER_RESTARTS,
+        again_status=GIVEN_UP_STATUS,
+    )
+
+
 def services(settings: Settings, env: Mapping[str, str], token: str, where: str, label: str) -> list[ProcessSpec]:
     """What a GPU machine runs besides its ranks: its CS, and its SS where the placement gives it a share."""
     if settings.is_alone:
@@ -97,8 +127,8 @@ def services(settings: Settings, env: Mapping[str, str], token: str, where: str,
     env = {**env, **_socket(token)}
     specs = []
     if settings.gpu_machines_sum:
-        argv = service_argv("server", "--gpu-machine")
-        specs.append(ProcessSpec(f"the summation service{where}", Kind.SERVICE, f"ss{label}", argv, env))
+        name = f"the summation service{where}"
+        specs.append(server_spec(name, f"ss{label}", env, "--gpu-machine"))
     # It stays while the launcher does: ranks may shut down and come back.
     argv = service_argv("worker", "--stay")
     name = f"the communication service{where}"
@@ -120,6 +150,32 @@ def horovod_variables(local_rank: int, local_size: int, machine: int, machines: 
         "HOROVOD_CROSS_RANK": str(machine),
         "HOROVOD_CROSS_SIZE": str(machines),
     }
+
+
+def torch_variables(
+    local_rank: int, local_size: int, machine: int, machines: int, host: str, port: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What torchrun tells a rank, for ``init_process_group`` with its usual init_method, ``env://``: there the first
+    rank listens at ``host`` and ``port``, unless ``environ`` says where. Machines have equally many ranks.
+
+    >>> torch_variables(1, 2, 1, 3, "10.0.0.1", 8999, {})["RANK"]
+    '3'
+    """
+    return {
+        "RANK": str(machine * local_size + local_rank),
+        "WORLD_SIZE": str(machines * local_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or host,
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
+    }
+
+
+def _meeting(settings: Settings) -> tuple[str, int]:
+    """What all machines can tell without asking: beside the scheduler, which the first machine is expected to run. The
+    reverse of what torchrun's ranks do, whose scheduler is beside MASTER_PORT."""
+    port = settings.scheduler_port
+    return settings.scheduler_host, port - 1 if port > 1 else port + 1
 
 
 def rank_spec(

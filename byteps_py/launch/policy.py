@@ -9,9 +9,10 @@ supervisor's thread alone calls it.
        └─all ranks ended, 0─────┴──► DRAINING ──grace over──► ENDING ◄────┘
                                                                 └──grace over──► KILLING ──grace over──► OVER
 
-RUNNING: nothing happened yet. LOSING: a service is gone; the ranks notice by themselves and say what they miss.
-DRAINING: services that stay for the ranks' sake are told to end, the others follow by themselves. ENDING: all are
-told to. OVER: what survived SIGKILL is left.
+RUNNING: nothing happened yet, but that a process that can go on where it stopped was killed and started again.
+LOSING: a service is gone; the ranks notice by themselves and say what they miss. DRAINING: services that stay for the
+ranks' sake are told to end, the others follow by themselves. ENDING: all are told to. OVER: what survived SIGKILL is
+left.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ class Say:
     text: str
 
 
-Action = Send | Say
+@dataclass(frozen=True, slots=True)
+class Start:
+    """This process ended; start it once more."""
+
+    name: str
+
+
+Action = Send | Say | Start
 
 
 class Phase(enum.Enum):
@@ -84,6 +92,7 @@ class Policy:
         self._no_main_ended = True
         self._signalled_at: float | None = None
         self._stop_signals: set[int] = set()
+        self._restarted: dict[str, int] = {}  # how often, by name
         self._is_headless = False  # nobody is left who would tell the services that all is over
         self._reason_code = 0  # for a rank that ends by a signal which came from here
 
@@ -93,6 +102,10 @@ class Policy:
 
     def exited(self, name: str, status: int, now: float) -> list[Action]:
         """A process ended; ``status`` as subprocess gives it."""
+        if self._goes_on(self._alive[name], status):
+            again = self._restarted[name] = self._restarted.get(name, 0) + 1
+            count = f"{again} of at most {self._alive[name].restarts} times"
+            return [Say(f"{name} {describe(status)}; starting it again ({count})"), Start(name)]
         spec = self._alive.pop(name)
         if spec.kind is Kind.SERVICE:
             return self._service_exited(spec, status, now)
@@ -144,6 +157,11 @@ class Policy:
                 self.code = self.code or 1
                 return [Say(f"{late} could not be killed: the system holds it in an uninterruptible wait")]
 
+    def _goes_on(self, spec: ProcessSpec, status: int) -> bool:
+        """It is to be started again: it was killed, or given up, and nobody had asked it to end."""
+        was_killed = (status < 0 and -status not in ENDING_SIGNALS) or status == spec.again_status
+        return self.phase is Phase.RUNNING and was_killed and self._restarted.get(spec.name, 0) < spec.restarts
+
     def _main_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:
         if self.code == 0:
             is_ours = status < 0 and -status in self._stop_signals
@@ -166,11 +184,15 @@ class Policy:
         # Possibly why a rank failed, though seen after it. One that is told to end, or to whom the failed rank is
         # a failure of the job, says what there is to say itself.
         is_crash = status < 0 and status != -signal.SIGTERM
-        if self.phase is Phase.RUNNING and status == spec.retry_status and self._no_main_ended:
+        is_first = self._no_main_ended and spec.name not in self._restarted
+        if self.phase is Phase.RUNNING and status == spec.retry_status and is_first:
             self.retry = True
             self.code = exit_code(status)
             return self._kill_all(now)
-        if not spec.is_vital:
+        if spec.is_replaceable:
+            if self.phase is Phase.RUNNING:
+                return [Say(f"{text}; the other summation services take over, if there are any")]
+        elif not spec.is_vital:
             self._is_headless = True
             if self.phase is Phase.RUNNING and is_crash:
                 return [Say(f"{text}; agreed tensors are still reduced, new ones and barriers have to wait")]

@@ -26,7 +26,14 @@ class ProcessSpec:
     reads_stdin: bool = False
     is_dismissed: bool = False  # a service that stays until it is told to end, once all ranks have
     is_vital: bool = True  # a service without which the ranks can't go on for long
+    is_replaceable: bool = False  # others take over its work
+    restarts: int = 0  # how often it is started again, if a signal killed it while ranks were at work
+    again_status: int | None = None  # … or if it ended with this exit status
     retry_status: int | None = None  # this exit status, before any other process ended, means: start over
+
+
+#: Exit status of a summation service that was taken for dead, and is not: it can be started again (EX_TEMPFAIL).
+GIVEN_UP_STATUS = 75
 
 
 def service_argv(module: str, *arguments: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from byteps_py.launch.guard import TOKEN_VARIABLE, Guard, die_with, sweep
 from byteps_py.launch.output import Stream, open_streams, say
-from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say
+from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say, Start
 from byteps_py.launch.spec import ProcessSpec
 
 _REAP_LIMIT_S = 5.0
@@ -86,8 +86,9 @@ class Supervisor:
             reader.close()
             writer.close()
 
-    def _start(self, spec: ProcessSpec) -> None:
-        outputs, streams = open_streams(spec.label, tag=self._how.tag_output, folder=self._how.folder)
+    def _start(self, spec: ProcessSpec, again: bool = False) -> None:
+        how = self._how
+        outputs, streams = open_streams(spec.label, tag=how.tag_output, folder=how.folder, again=again)
         outer = self._environ.get(TOKEN_VARIABLE, "")
         env = {**self._environ, **spec.env, TOKEN_VARIABLE: f"{outer}:{self._token}" if outer else self._token}
         if outputs:
@@ -136,6 +137,13 @@ class Supervisor:
             stream.pump()  # its last words come before ours about it
         self._do(self._policy.exited(name, status, time.monotonic()))
 
+    def _start_again(self, name: str) -> None:
+        for stream in self._streams.pop(name):
+            with contextlib.suppress(KeyError):  # its end was seen already
+                self._selector.unregister(stream.pipe)
+            stream.close()
+        self._start(next(spec for spec in self._specs if spec.name == name), again=True)
+
     def _signals_came(self, reader: socket.socket) -> None:
         for signum in reader.recv(64):
             if signum in ENDING_SIGNALS or signum in USER_SIGNALS:
@@ -145,6 +153,9 @@ class Supervisor:
         for action in actions:
             if isinstance(action, Say):
                 say(action.text)
+                continue
+            if isinstance(action, Start):
+                self._start_again(action.name)
                 continue
             for name in action.names:
                 # A process stays in the table until it is reaped, so its number is still its own.

@@ -88,6 +88,9 @@ class PlacementTable:
         """Bytes of all tensors in the table."""
         return sum(self._loads)
 
+    def has(self, key: int) -> bool:
+        return key in self._tensors
+
     def partitions(self, key: int) -> tuple[Partition, ...]:
         """The partitions of ``key`` by offset; none for an empty tensor. Raises UsageError for an unknown key."""
         try:

@@ -9,7 +9,7 @@ from byteps_py.placement.links import LinkOptimum
 from byteps_py.settings import Settings
 
 #: Version of the control protocol; a member that speaks another is refused.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,10 @@ class ClusterConfig:
     servers_only: bool = False  # GPU machines sum nothing, whatever the formula says
     job: str = ""
     start_timeout_s: float = 60.0
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_interval_s: float = 0.2
+    heartbeat_timeout_s: float = 1.0
     stall_warn_s: float = 60.0
+    straggler: float = 5.0
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ClusterConfig:
@@ -35,8 +37,10 @@ class ClusterConfig:
             servers_only=settings.placement == "servers-only",
             job=settings.job,
             start_timeout_s=settings.start_timeout_s,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             stall_warn_s=settings.stall_warn_s,
+            straggler=settings.straggler,
         )
 
     @property
@@ -46,7 +50,7 @@ class ClusterConfig:
 
     def weights(self, cpu_mbit: Sequence[float], gpu_mbit: Sequence[float]) -> tuple[int, ...]:
         """What part of the keys each machine gets, relative to the others, for links of these rates: CPU machines
-        first, then GPU machines; 0 for none."""
+        first, then GPU machines; 0 for none. Raises UsageError if nobody is left who could hold any."""
         if self.num_workers == 1:
             return (0,) * (len(cpu_mbit) + 1)
-        return LinkOptimum(cpu_mbit, gpu_mbit, self.needs_gpu_machine_servers).weights
+        return LinkOptimum(cpu_mbit, gpu_mbit, not self.servers_only and len(cpu_mbit) < len(gpu_mbit)).weights

@@ -15,18 +15,15 @@ Nobody waits for the vote of a rank that has joined. What can't do without it is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.words import ranks_text
-from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 
 _Votes = list[tuple[tuple[int, ...], TensorSpec]]  # (ranks, what they gave), of one machine
-
-MAX_TENSOR_BYTES = 1 << 48  # no machine holds more; keeps sums of sizes within the schema's integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +73,14 @@ class Declarations:
         if declaration is None or declaration.is_decided:
             return None
         return set(declaration.voters())
+
+    def describe(self, name: str) -> str:
+        """What has been agreed on, or voted for, under ``name``, and the name; empty if nothing has."""
+        declaration = self._by_name.get(name)
+        specs = [spec for votes in declaration.votes.values() for _, spec in votes] if declaration else []
+        spec = declaration.accepted if declaration else None
+        spec = spec or next(iter(specs), None)
+        return f"{spec.describe()} ({name!r})" if spec else ""
 
     def cast(self, machine_index: int, ranks: range, ballot: pb.Ballot) -> Outcome:
         """Take the votes of one machine, whose global ranks are ``ranks``: of those that are in the group.
@@ -211,7 +216,7 @@ def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int]) ->
 def to_spec(name: str, message: pb.Spec) -> TensorSpec:
     """The spec that a message describes. Raises ProtocolError for one that no correct member sends."""
     try:
-        spec = TensorSpec(
+        return TensorSpec(
             name=name,
             dtype=DType(message.dtype),
             shape=tuple(message.shape),
@@ -222,12 +227,10 @@ def to_spec(name: str, message: pb.Spec) -> TensorSpec:
             group=tuple(message.group),
             scatters=message.scatters,
             terms=message.terms,
+            nonfinite=NonFinite(message.nonfinite),
         )
     except (ValueError, UsageError) as error:
         raise ProtocolError(f"tensor {name[:80]!r}: {error}") from error
-    if math.prod(spec.shape) * spec.dtype.itemsize > MAX_TENSOR_BYTES:
-        raise ProtocolError(f"tensor {name!r}: shape {list(spec.shape)} is larger than any machine's memory")
-    return spec
 
 
 def to_message(spec: TensorSpec) -> pb.Spec:
@@ -242,4 +245,5 @@ def to_message(spec: TensorSpec) -> pb.Spec:
         group=spec.group,
         scatters=spec.scatters,
         terms=spec.terms,
+        nonfinite=int(spec.nonfinite),
     )

@@ -1,9 +1,12 @@
-"""Questions to a running scheduler from outside its job: `bps status`, `bps stop`, health checks, the demo."""
+"""Questions to a running scheduler from outside its job: `bps status`, `stop`, `scale`, health checks, the demo."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 
+from byteps_py.errors import UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
@@ -23,6 +26,16 @@ def status(settings: Settings, timeout_s: float = 5.0) -> pb.StatusReply:
 def stop(settings: Settings, reason: str, timeout_s: float = 5.0) -> None:
     """Ask the scheduler to end its job in order; returns when it has told its members. Raises like ``status``."""
     _ask(settings, "Stop", pb.StopRequest(reason=reason), timeout_s)
+
+
+def scale(settings: Settings, servers: int, addresses: Sequence[str], timeout_s: float = 5.0) -> int:
+    """Let the servers at these addresses go, and then CPU machines until ``servers`` are left (-1: any number).
+    Returns how many stay, as soon as their keys begin to move. Raises like ``status``; UsageError if it can't be."""
+    request = pb.ScaleRequest(servers=servers, addresses=addresses)
+    reply: pb.ScaleReply = _ask(settings, "Scale", request, timeout_s)
+    if reply.error:
+        raise UsageError(reply.error)
+    return reply.servers
 
 
 def _ask(settings: Settings, method: str, request: object, timeout_s: float):  # type: ignore[no-untyped-def]

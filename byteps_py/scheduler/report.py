@@ -23,6 +23,9 @@ def to_dict(reply: pb.StatusReply) -> dict[str, Any]:
         "tensors": reply.tensors,
         "tensor_bytes": reply.tensor_bytes,
         "stalled": list(reply.stalled),
+        "slow": list(reply.slow),
+        "restarts": reply.restarts,
+        "journal": reply.journal,
         "members": [_member(m, total) for m in reply.members],
     }
 
@@ -40,6 +43,7 @@ def _member(status: pb.MemberStatus, total_summed: int) -> dict[str, Any]:
         "first_rank": member.first_rank if is_worker else None,
         "local_size": member.local_size if is_worker else None,
         "alive": status.alive,
+        "doubt": status.doubt,
         "heartbeat_age_s": status.heartbeat_age_s,
         "bytes_received": counters.bytes_received,
         "bytes_sent": counters.bytes_sent,

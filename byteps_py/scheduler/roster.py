@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from byteps_py import tuning
+from byteps_py.errors import UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.scheduler.member import MemberRecord, Presence
@@ -32,8 +33,12 @@ class Roster:
         self._by_connection: dict[int, MemberRecord] = {}
         self._next_id = 1
         self.epoch = 0
+        self.first_epoch = 1  # after those of an earlier cluster at this address, as far as known
+        self.workers_since = 0  # the epoch since which the workers are these
         self.partition_bytes = 0  # known once the cluster is complete
         self.everyone: list[MemberRecord] = []
+        # Those of all epochs. Who has left in order, its ranks done, has its number all the same.
+        self._workers: list[MemberRecord] = []
 
     def of_connection(self, connection: int) -> MemberRecord | None:
         return self._by_connection.get(connection)
@@ -93,7 +98,8 @@ class Roster:
             ("DMLC_NUM_WORKER", register.num_workers, config.num_workers),
             ("DMLC_NUM_SERVER", register.num_servers, config.num_servers),
         ):
-            if theirs != ours:
+            may_grow = self.epoch and register.role == pb.ROLE_SUMMATION  # one more than it began with, perhaps
+            if theirs != ours and not may_grow:
                 return f"{variable} is {theirs} in this process and {ours} in the scheduler: set it alike everywhere"
         first = self.present()[0] if self.present() else None
         if first is not None and register.partition_bytes != first.facts.partition_bytes:
@@ -119,8 +125,8 @@ class Roster:
 
     def _clash(self, register: pb.Register) -> str:
         """Why there is no place for one more such member; empty if there is."""
-        if self.epoch:
-            return "the cluster is complete already; a process can't join or come back while it runs"
+        if self.epoch and register.role != pb.ROLE_SUMMATION:
+            return "the cluster is complete already; a worker can't join or come back while it runs"
         for other in self.present():
             if register.role == pb.ROLE_SUMMATION and not other.is_worker and other.facts.address == register.address:
                 return f"the address {register.address} is taken by {other.describe()}"
@@ -130,7 +136,7 @@ class Roster:
                     f"DMLC_WORKER_ID={register.machine_index} is taken by {other.describe()}: "
                     "give each GPU machine its own"
                 )
-        if register.kind == pb.MACHINE_KIND_CPU:
+        if register.kind == pb.MACHINE_KIND_CPU and not self.epoch:
             k = self._config.num_servers
             if sum(m.is_cpu_server for m in self.present()) >= k:
                 return f"all {count_text(k, 'server')} (DMLC_NUM_SERVER={k}) are there already: this one is too many"
@@ -173,39 +179,73 @@ class Roster:
 
     def cpu_servers(self) -> list[MemberRecord]:
         """In the order in which they get their keys."""
-        return sorted((m for m in self.present() if m.is_cpu_server), key=lambda m: m.facts.address)
+        servers = (m for m in self.present() if m.is_cpu_server and m.can_hold_keys)
+        return sorted(servers, key=lambda m: m.facts.address)
 
     def gpu_servers(self) -> list[MemberRecord]:
         """By machine index; none where GPU machines don't sum."""
-        return sorted((m for m in self.present() if m.is_gpu_server), key=lambda m: m.facts.machine_index)
+        servers = (m for m in self.present() if m.is_gpu_server and m.can_hold_keys)
+        return sorted(servers, key=lambda m: m.facts.machine_index)
 
     def link_rates(self) -> list[float]:
         """Mbit/s as configured, CPU machines first, then GPU machines; 0: to be measured."""
         return [member.facts.link_mbit for member in (*self.cpu_servers(), *self.workers())]
 
     def complete(self, link_mbit: Sequence[float]) -> pb.Membership:
-        """Open epoch 1, with these rates instead of ``link_rates``. Callable once, when ``missing`` is empty."""
-        self.epoch = 1
+        """Open the first epoch, with these rates, not ``link_rates``. Callable once, when ``missing`` is empty."""
         first_rank = 0
-        workers, cpu, gpu = self.workers(), self.cpu_servers(), self.gpu_servers()
+        self._workers = workers = self.workers()
+        cpu = self.cpu_servers()
         for worker in workers:
             worker.first_rank = first_rank
             first_rank += worker.facts.local_size
-        k = len(cpu)
-        weights = self._config.weights(link_mbit[:k], link_mbit[k:])
-        for member, weight in zip((*cpu, *gpu), weights, strict=False):  # GPU machines without a service have none
-            member.weight = weight
-        for members in ((*cpu, *workers), (*cpu, *gpu)):
-            for member, rate in zip(members, link_mbit, strict=False):
-                member.link_mbit = rate
-        # One machine alone sums in its own communication service.
-        servers = [member for member in (*cpu, *gpu) if member.weight]
+        for member, rate in zip((*cpu, *workers), link_mbit, strict=True):
+            member.link_mbit = rate
         self.partition_bytes = workers[0].facts.partition_bytes or tuning.partition_bytes(min(link_mbit), len(workers))
+        self.epoch = self.first_epoch - 1
+        self.workers_since = self.first_epoch
+        return self._open_epoch("")
+
+    def reassign(self, reason: str) -> pb.Membership | None:
+        """Open the next epoch: the servers that are there now share the keys anew. None if that changes nothing.
+
+        Raises UsageError if none is left.
+        """
+        before = {member.id: member.weight for member in self.everyone if member.weight}
+        membership = self._open_epoch(reason)
+        if before == {server.member_id: server.weight for server in membership.servers}:
+            self.epoch -= 1
+            return None
+        return membership
+
+    def _open_epoch(self, reason: str) -> pb.Membership:
+        workers, cpu, gpu = self._workers, self.cpu_servers(), self.gpu_servers()
+        by_machine = {member.facts.machine_index: member for member in gpu}
+        usual_mbit = max((member.link_mbit for member in (*cpu, *workers)), default=0.0)
+        for member in cpu:  # one that came later is taken for one like the others, unless it says what it is
+            member.link_mbit = member.link_mbit or member.facts.link_mbit or usual_mbit
+        for worker in workers:
+            if (beside := by_machine.get(worker.facts.machine_index)) is not None:
+                beside.link_mbit = worker.link_mbit
+        rates = [member.link_mbit for member in cpu], [worker.link_mbit for worker in workers]
+        weights = self._config.weights(*rates)
+        holders = [*cpu, *(by_machine.get(worker.facts.machine_index) for worker in workers)]
+        shares = {member.id: weight for member, weight in zip(holders, weights, strict=True) if member is not None}
+        if len(workers) > 1 and not any(shares.values()):  # machines that should sum have no service (any more)
+            shares = {member.id: 1 for member in holders if member is not None}
+            if not shares:
+                raise UsageError("no summation service is left")
+        for member in self.everyone:
+            member.weight = shares.get(member.id, 0)
+        self.epoch += 1
         return pb.Membership(
             epoch=self.epoch,
             workers=_messages(workers),
-            servers=_messages(servers),
+            # One machine alone sums in its own communication service.
+            servers=_messages(member for member in (*cpu, *gpu) if member.weight),
             partition_bytes=self.partition_bytes,
+            workers_since=self.workers_since,
+            reason=reason,
         )
 
 

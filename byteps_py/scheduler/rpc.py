@@ -46,6 +46,11 @@ def server_options() -> Options:
     return [
         *_COMMON,
         ("grpc.so_reuseport", 0),  # a second scheduler on this port must fail, not share its connections
+        # Connections that say nothing that makes sense are closed within 5 s, and get to say little before.
+        ("grpc.server_handshake_timeout_ms", 4_000),
+        ("grpc.max_connection_idle_ms", 4_000),
+        ("grpc.max_concurrent_streams", 64),
+        ("grpc.max_metadata_size", 8 << 10),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
     ]
@@ -114,6 +119,11 @@ def _is_handshake(error: grpc.RpcError) -> bool:
     return any(word in details for word in ("handshake", "certificate", "ssl"))
 
 
+def is_for_good(error: grpc.RpcError) -> bool:
+    """True if what answers a member that comes back is no scheduler for it, and will not become one."""
+    return error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+
+
 def absent(address: str, waited_s: float, details: str) -> RendezvousError:
     """The error for a scheduler that can't be reached."""
     return RendezvousError(
@@ -143,6 +153,6 @@ def explain(address: str, error: grpc.RpcError, waited_s: float) -> BytePSError:
 
 
 def lost(address: str, details: str) -> PeerLostError:
-    """The error for a connection that stood and broke."""
-    why = details or "it ended the connection"
+    """The error for a connection that stood, and broke, and can't be made again."""
+    why = reason(details) or "it ended the connection"
     return PeerLostError(f"lost the scheduler at {address}: {why}; see its log")

@@ -1,6 +1,7 @@
-"""The scheduler's shell: a gRPC server that carries events to the core and its answers back.
+"""The scheduler's shell: a gRPC server that carries events to the sessions, and what they say to the members.
 
-Everything runs in one asyncio thread. Nothing here decides anything.
+Everything runs in one asyncio thread. Nothing here decides anything. What is said waits until what it follows from
+is in the journal; all that happens in one turn of the loop is written at once.
 """
 
 from __future__ import annotations
@@ -17,38 +18,41 @@ import grpc
 import grpc.aio
 
 from byteps_py import auth
-from byteps_py.errors import ConfigurationError
+from byteps_py.errors import ConfigurationError, UsageError
 from byteps_py.log import logger
 from byteps_py.machine import require_secret
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import core as states
-from byteps_py.scheduler import rpc
+from byteps_py.scheduler import restoring, rpc
 from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.ending import Finish
+from byteps_py.scheduler.journal import Journal, journal_path
 from byteps_py.scheduler.member import describe
-from byteps_py.scheduler.outgoing import Outgoing
+from byteps_py.scheduler.restoring import Restored
+from byteps_py.scheduler.session import Sent
+from byteps_py.scheduler.sessions import Sessions
 from byteps_py.settings import Settings
 
 TICK_S = 0.2
 STOP_GRACE_S = 1.0
-MAX_BACKLOG = 10_000  # messages that wait for one member; who takes none of so many is cut off
+SHORT_SECRET = 16
+MAX_BACKLOG = 20_000  # messages that wait for one connection; who takes none of so many is cut off
 
 Context = grpc.aio.ServicerContext[pb.MemberMessage, pb.SchedulerMessage]
 
 
 class _Link:
-    """One member's stream, seen from here. None in the backlog ends it."""
+    """One stream, seen from here. None in the backlog ends it."""
 
     def __init__(self) -> None:
-        self.backlog: asyncio.Queue[pb.SchedulerMessage | None] = asyncio.Queue(MAX_BACKLOG)
+        self.backlog: asyncio.Queue[Sent | None] = asyncio.Queue(MAX_BACKLOG)
         self.handler = asyncio.current_task()
         self.who = "a process"
 
-    def put(self, message: pb.SchedulerMessage | None) -> None:
+    def put(self, sent: Sent | None) -> None:
         try:
-            self.backlog.put_nowait(message)
+            self.backlog.put_nowait(sent)
         except asyncio.QueueFull:
             if self.handler is not None:
                 self.handler.cancel()
@@ -59,16 +63,43 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._core = SchedulerCore(ClusterConfig.from_settings(settings))
+        self._config = ClusterConfig.from_settings(settings)
+        self._journal: Journal | None = None
+        self._sessions = Sessions(self._config)
+        self._clock_s = -time.monotonic()  # of the scheduler's own clock, which begins at 0, less that of the system
         self._links: dict[int, _Link] = {}
-        self._connection_ids = itertools.count(1)
+        self._streams = itertools.count(1)
+        self._held: list[Sent] = []  # until the journal has what they follow from
+        self._is_flushing = False
         self._said = ""
         self._happened = asyncio.Event()
         self._bug: Exception | None = None
 
     async def run(self) -> Finish:
-        """Listen, and return once the job is over. Raises ConfigurationError if the address can't be used."""
+        """Listen, and return once the job is over.
+
+        Raises ConfigurationError if the address can't be used, JournalError if the journal can't.
+        """
         host, port = listening_address(self._settings)
+        path = journal_path(self._settings)
+        try:
+            if path is not None:
+                self._journal = Journal(path)
+            return await self._serve(host, port)
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+
+    async def _serve(self, host: str, port: int) -> Finish:
+        if 0 < len(self._settings.secret) < SHORT_SECRET:
+            logger.warning("the cluster secret is shorter than %d characters: it can be guessed", SHORT_SECRET)
+        restored = restoring.restore(self._config, self._journal)
+        self._go_on_with(restored)
+        if self._sessions.restarts and self._journal is not None:
+            logger.warning(
+                "goes on where a scheduler before it stopped, by the journal %s (%d records): waiting for its members",
+                self._journal.path, restored.records,
+            )  # fmt: skip
         server = grpc.aio.server(options=rpc.server_options())
         control_pb2_grpc.add_SchedulerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         try:
@@ -81,7 +112,10 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop, f"the scheduler got {signal.Signals(number).name}")
         try:
-            return await self._until_finished()
+            finish = await self._until_finished()
+            if self._journal is not None:
+                self._journal.delete()
+            return finish
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
@@ -89,14 +123,24 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 link.put(None)
             await server.stop(STOP_GRACE_S)
 
+    def _go_on_with(self, restored: Restored) -> None:
+        self._sessions, self._config = restored.sessions, restored.config
+        self._clock_s = restored.at_s - time.monotonic()
+
+    def _now_s(self) -> float:
+        return self._clock_s + time.monotonic()
+
     async def _until_finished(self) -> Finish:
         while True:
-            now_s = time.monotonic()
-            self._deliver(self._core.on_tick(now_s))
+            now_s = self._now_s()
+            self._deliver(self._sessions.tick(now_s))
             if self._bug is not None:
                 raise self._bug
-            finish = self._core.finished(now_s)
+            if self._sessions.is_abandoned:
+                self._begin_anew()
+            finish = self._sessions.finished(now_s)
             if finish is not None:
+                self._flush()
                 return finish
             self._happened.clear()
             try:
@@ -105,63 +149,106 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             except TimeoutError:
                 pass
 
+    def _begin_anew(self) -> None:
+        """The journal's job is no more. Who is connected has not been accepted, and tries again."""
+        logger.warning("nobody of the journal's job has come back (%s): beginning anew", self._sessions.core.reason)
+        self._held.clear()
+        for link in self._links.values():
+            link.put(None)
+        self._links.clear()
+        restored = restoring.begin(self._config, self._journal, self._sessions.core.epoch, self._now_s())
+        self._go_on_with(restored)
+
     def status(self) -> pb.StatusReply:
         """The job as it stands, also after its end. In the server's thread."""
-        return self._core.status(time.monotonic())
+        reply = self._sessions.status(self._now_s())
+        reply.journal = str(self._journal.path) if self._journal is not None else ""
+        return reply
 
     def stop(self, reason: str) -> None:
         """End the job in order. In the server's thread, or as its signal handler."""
-        self._deliver(self._core.stop(reason, time.monotonic()))
+        self._deliver(self._sessions.stop(reason, self._now_s()))
         self._happened.set()
 
-    def _deliver(self, outgoing: Outgoing) -> None:
-        for connection, message in outgoing:
-            link = self._links.get(connection)
-            if link is None:
-                continue
-            link.put(message)
-            if message.HasField("refused"):
-                logger.warning("turned away %s: %s", link.who, message.refused.message)
-                link.put(None)
-        for sentence in dict.fromkeys(m.stalled.message for _, m in outgoing if m.HasField("stalled")):
+    # ---- what is said ----------------------------------------------------------------------------------------
+
+    def _deliver(self, sent: list[Sent]) -> None:
+        self._held += sent
+        if not self._is_flushing and (self._held or (self._journal is not None and self._journal.is_behind)):
+            self._is_flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+        core = self._sessions.core
+        if self._said != core.reason:
+            self._said = core.reason
+            logger.log(logging.ERROR if core.state == states.FAILED else logging.INFO, "%s", self._said)
+
+    def _flush(self) -> None:
+        """Write what has happened, then say what follows from it."""
+        self._is_flushing = False
+        if self._journal is not None:
+            try:
+                self._journal.flush()
+                if self._journal.is_long:
+                    restoring.compact(self._config, self._journal, self._sessions, self._now_s())
+            except OSError as error:
+                self._give_up_journal(self._journal, error)
+        held, self._held = self._held, []
+        for sent in held:
+            self._say(sent)
+        told = [s.message.stalled.message or s.message.slow.message for s in held if s.message is not None]
+        for sentence in dict.fromkeys(filter(None, told)):
             logger.info("%s", sentence)  # the workers warn
-        if self._said != self._core.reason:
-            self._said = self._core.reason
-            failed = self._core.state == states.FAILED
-            logger.log(logging.ERROR if failed else logging.INFO, "%s", self._said)
+
+    def _say(self, sent: Sent) -> None:
+        link = self._links.get(sent.stream)
+        if link is None:
+            return
+        if sent.message is not None and sent.message.HasField("refused"):
+            logger.log(
+                logging.DEBUG if sent.message.refused.later else logging.WARNING,
+                "turned away %s: %s", link.who, sent.message.refused.message,
+            )  # fmt: skip
+        link.put(sent if sent.message is not None else None)
+
+    def _give_up_journal(self, journal: Journal, error: OSError) -> None:
+        """One that is behind would be worse than none. The job goes on."""
+        logger.error("the journal %s can't be written: %s; a killed scheduler can't go on", journal.path, error)
+        self._journal, self._sessions.write = None, None
+        journal.delete()
+        journal.close()
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
     async def Attend(self, requests: AsyncIterator[pb.MemberMessage], context: Context) -> None:  # noqa: N802
         await self._authenticate(context)
-        connection, link = next(self._connection_ids), _Link()
-        self._links[connection] = link
-        self._deliver(self._core.on_connected(connection, time.monotonic()))
-        reader = asyncio.create_task(self._read(connection, link, requests))
+        stream, link = next(self._streams), _Link()
+        self._links[stream] = link
+        self._deliver(self._sessions.opened(stream, self._now_s()))
+        reader = asyncio.create_task(self._read(stream, link, requests))
         try:
-            while (message := await link.backlog.get()) is not None:
-                await context.write(message)
+            while (sent := await link.backlog.get()) is not None:
+                await context.write(sent.stamped())
         finally:
             # Cancelled when the member's process or connection is gone.
-            del self._links[connection]
-            self._deliver(self._core.on_disconnected(connection, time.monotonic()))
+            self._links.pop(stream, None)
+            self._deliver(self._sessions.closed(stream, self._now_s()))
             self._happened.set()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    async def _read(self, connection: int, link: _Link, requests: AsyncIterator[pb.MemberMessage]) -> None:
+    async def _read(self, stream: int, link: _Link, requests: AsyncIterator[pb.MemberMessage]) -> None:
         try:
             async for message in requests:
                 if message.HasField("register"):
                     link.who = describe(message.register)
                 try:
-                    self._deliver(self._core.handle(connection, message, time.monotonic()))
+                    self._deliver(self._sessions.received(stream, message, self._now_s()))
                 except Exception as error:
                     self._bug = error  # ``run`` raises it: a scheduler in an unknown state must not go on
                     self._happened.set()
                     return
         finally:
-            link.put(None)
+            self._deliver([Sent(stream, None)])  # after what is still held
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:  # noqa: N802
         await self._authenticate(context)
@@ -171,6 +258,14 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         await self._authenticate(context)
         self.stop(request.reason)
         return pb.StopReply()
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:  # noqa: N802
+        await self._authenticate(context)
+        try:
+            self._deliver(self._sessions.scale(request, self._now_s()))
+        except UsageError as error:
+            return pb.ScaleReply(error=str(error))
+        return pb.ScaleReply(servers=self._sessions.core.cpu_machines)
 
     async def _authenticate(self, context: Context) -> None:
         shown = dict(context.invocation_metadata() or ()).get(rpc.TOKEN_KEY, "")

@@ -1,11 +1,27 @@
-"""How long a member has been silent, as far as that proves anything. Pure."""
+"""How long a member has been silent, as far as that proves anything. Pure.
+
+    heard ──3 intervals──► in doubt (status says so) ──1 timeout──► dead
+                                                     └─10 timeouts, for a communication service whose machine lives
+
+What starves on a loaded machine is alive, and to lose it would end the job, while a summation service is replaced: so
+of the two only the former is given time, as long as another process of its machine is heard.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from byteps_py.scheduler.member import MemberRecord
+
+DOUBT_INTERVALS = 3
+#: So much longer may be silent who is slow, but not dead.
+SLOW_FACTOR = 10
+
 
 class Silence:
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, interval_s: float) -> None:
         self._timeout_s = timeout_s
+        self._doubt_s = DOUBT_INTERVALS * interval_s
         self._last_tick_s: float | None = None
         self._awake_since_s = -float("inf")
 
@@ -16,9 +32,23 @@ class Silence:
             self._awake_since_s = now_s
         self._last_tick_s = now_s
 
-    def too_long(self, last_seen_s: float, now_s: float) -> str:
-        """Why this silence is a death, in words; empty while it is not."""
-        silence_s = now_s - max(last_seen_s, self._awake_since_s)
+    def too_long(self, member: MemberRecord, present: Iterable[MemberRecord], now_s: float) -> str:
+        """Why this member's silence is a death, in words; empty while it is not. ``present``: it and all others."""
+        silence_s = self._silence_s(member, now_s)
         if silence_s < self._timeout_s:
             return ""
+        slow = member.is_worker and any(
+            other.facts.machine_id == member.facts.machine_id and self._silence_s(other, now_s) < self._timeout_s
+            for other in present
+        )
+        if slow and silence_s < self._timeout_s * SLOW_FACTOR:
+            return ""
         return f"nothing was heard of it for {silence_s:.1f} s (PS_HEARTBEAT_TIMEOUT)"
+
+    def doubt(self, member: MemberRecord, now_s: float) -> str:
+        """What makes one doubt that a present member lives, in words; empty if nothing does."""
+        silence_s = self._silence_s(member, now_s)
+        return f"silent for {silence_s:.1f} s" if member.is_present and silence_s > self._doubt_s else ""
+
+    def _silence_s(self, member: MemberRecord, now_s: float) -> float:
+        return now_s - max(member.last_seen_s, self._awake_since_s)

@@ -7,11 +7,16 @@ every ``warn_s`` while it lasts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.words import names_text, ranks_text
+from byteps_py.tensors import UNNAMED
+
+#: Ranks that have waited for so long have said so, all of them.
+_SURE_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,33 @@ class StallWatch:
             missing = [rank for rank in members if rank not in there and rank not in joined]
             found.append(Stall(name, age_s, tuple(missing), voters is not None))
         return found
+
+    def contradiction(self, size: int, what: Callable[[str], str]) -> str:
+        """Which ranks are at different unnamed operations; empty if none are known to be.
+
+        These are matched in the order of their calls. So if a rank waits at one of a kind without having come to
+        another, where a second rank waits that has not come to the first one, they don't call alike, and will wait for
+        ever. ``what``: a tensor that has been declared, in words; empty for gathers and exchanges, whose names don't
+        depend on what they are.
+        """
+        kinds: dict[tuple[str, tuple[int, ...]], dict[str, list[pb.Waiting]]] = {}
+        for entry in (entry for entries in self._reports.values() for entry in entries):
+            kind, is_unnamed, _ = entry.name.partition(UNNAMED)
+            if is_unnamed and what(entry.name):
+                names = kinds.setdefault((kind, tuple(entry.group) or tuple(range(size))), {})
+                names.setdefault(entry.name, []).append(entry)
+        for names in kinds.values():
+            there = {name: {rank for entry in entries for rank in entry.ready_ranks} for name, entries in names.items()}
+            long = [name for name, entries in names.items() if max(entry.age_s for entry in entries) >= _SURE_S]
+            for one, other in itertools.combinations(sorted(long), 2):
+                first, second = there[one] - there[other], there[other] - there[one]
+                if first and second:
+                    return (
+                        f"Mismatched unnamed operations: {ranks_text(sorted(first))} gave {what(one)}, "
+                        f"{ranks_text(sorted(second))} gave {what(other)} as the same call; make the same calls in the "
+                        "same order on every rank, or give them names"
+                    )
+        return ""
 
     def due(self, stalls: list[Stall], now_s: float) -> list[Stall]:
         """Those of ``stalls`` that are to be warned about now; they then count as told."""

@@ -27,6 +27,7 @@ class Slot:
     round: int = 0  # rounds handed over so far
     done_round: int = 0  # rounds delivered so far
     begun_bytes: int = 0  # of the next round, handed over while it is not all there
+    blame: int = 0  # who has made the latest result NaN or infinite, if the spec asks: see blame.py
     error: Exception | None = None
 
     @property
@@ -64,6 +65,7 @@ class Session(ABC):
     #: Tensors of different incarnations never meet, whatever their names: a rank that failed in the middle of a step
     #: has left contributions behind. The same on all ranks; set before anything is declared.
     incarnation: int = 0
+    is_homogeneous: bool = True  #: machines have equally many ranks
 
     @property
     def nearby(self) -> Neighbours | None:

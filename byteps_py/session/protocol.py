@@ -3,7 +3,7 @@
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
 a message; the rest is JSON.
 
-    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, LEAVE, PING, STACK, MEET, WAITS, WAITED, REPORT
+    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, NOTE, LEAVE, PING, STACK, MEET, WAITS, WAITED
     service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, FATAL, PONG,
                     NEIGHBOUR, MET
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from byteps_py.errors import ProtocolError
-from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 
 VERSION = 1
 
@@ -29,15 +29,16 @@ class Kind(enum.IntEnum):
     DECLARE = 2  # {request, specs}
     READY = 3  # records (slot, round, bytes written so far)
     BARRIER = 4  # {sequence}
-    LEAVE = 5  # {error}: the rank ends, in order unless an exception that nobody caught ended it
-    LAYOUT = 7  # {slot, sends, receives}: of the slot's next round and those after it
+    LEAVE = 5  # {} or {error, traceback}: the rank ends, in order unless an exception that nobody caught ended it
+    LAYOUT = 7  # {slot, sends, receives, sizes}: of the slot's next round and those after it
     PING = 6  # {}: a rank that has waited for long asks whether the service is alive
     JOIN = 8  # {}: the rank has no more data
     STACK = 9  # {} and the descriptor of the file where this process's Python stacks are written
+    NOTE = 10  # {text}: what others should know if this rank keeps them waiting
     WELCOME = 11  # {rank, size, …}
     SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
     DECLARED = 13  # {request, slots: [{id, inputs: [[segment, offset]], result: [segment, offset]}]}
-    DONE = 14  # records (slot, round, -): the result lies in the slot
+    DONE = 14  # records (slot, round, blame; see blame.py): the result lies in the slot
     FAILED = 15  # {slots, error, message}: these declarations are void
     RELEASED = 16  # {sequence}
     FATAL = 17  # {error, message}: nothing works any more
@@ -49,7 +50,6 @@ class Kind(enum.IntEnum):
     MET = 22  # {key}: all members have asked, and each knows the way to the others by now
     WAITS = 23  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
     WAITED = 24  # {id}: it has come
-    REPORT = 25  # {error, message}: the sender has found out that the job can't go on
 
 
 _KINDS = {int(k): k for k in Kind}
@@ -84,7 +84,7 @@ def fields_of(message: bytes) -> dict[str, Any]:
     """The fields of a JSON message. Raises ProtocolError."""
     try:
         fields = json.loads(message[1:])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed local message: {error}") from None
     if not isinstance(fields, dict):
         raise ProtocolError("malformed local message: not an object")
@@ -101,32 +101,32 @@ def records_of(message: bytes) -> Iterator[tuple[int, int, int]]:
 def spec_to_json(spec: TensorSpec) -> list[Any]:
     return [
         spec.name, spec.dtype, list(spec.shape), spec.op, spec.average, spec.root, spec.priority, list(spec.group),
-        spec.scatters, spec.terms,
+        spec.scatters, spec.terms, spec.nonfinite,
     ]  # fmt: skip
 
 
 def spec_from_json(fields: list[Any]) -> TensorSpec:
     """Raises ProtocolError."""
     try:
-        name, dtype, shape, op, average, root, priority, group, scatters, terms = fields
+        name, dtype, shape, op, average, root, priority, group, scatters, terms, nonfinite = fields
         return TensorSpec(
             str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority),
-            tuple(int(r) for r in group), bool(scatters), str(terms),
+            tuple(int(r) for r in group), bool(scatters), str(terms), NonFinite(nonfinite),
         )  # fmt: skip
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"malformed tensor declaration: {error}") from None
 
 
 def layout_to_message(slot_id: int, layout: Layout) -> bytes:
-    return pack(Kind.LAYOUT, slot=slot_id, sends=layout.sends, receives=layout.receives)
+    return pack(Kind.LAYOUT, slot=slot_id, sends=layout.sends, receives=layout.receives, sizes=layout.sizes)
 
 
 def layout_of(fields: dict[str, Any]) -> Layout:
     """The layout in a LAYOUT message. Raises ProtocolError."""
     try:
         sends, receives = ([(int(offset), int(nbytes)) for offset, nbytes in fields[what]] for what in _LAYOUT)
-        return Layout(tuple(sends), tuple(receives))
-    except (KeyError, ValueError, TypeError) as error:
+        return Layout(tuple(sends), tuple(receives), Sizes(fields["sizes"]))
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"malformed layout: {error}") from None
 
 

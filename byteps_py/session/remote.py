@@ -81,6 +81,7 @@ class RemoteSession(Session):
         self._welcome: dict[str, Any] | None = None
         self._fatal: BytePSError | None = None
         self._closed = False
+        self._has_left = False  # the service knows, and does not answer any more
         self._reading = False
         self.state = threading.Condition()  # guards all of the above; one waiter at a time reads the channel
         self._nearby: Neighbours | None = None
@@ -102,6 +103,7 @@ class RemoteSession(Session):
         self.rank, self.size = facts["rank"], facts["size"]
         self.local_rank, self.local_size = local_rank, local_size
         self.machine_index, self.num_machines = facts["machine_index"], facts["num_machines"]
+        self.is_homogeneous = facts["is_homogeneous"]
 
     # ---- Session ---------------------------------------------------------------------------------------
 
@@ -252,7 +254,8 @@ class RemoteSession(Session):
                 self._closed = True
                 self.state.notify_all()
             with contextlib.suppress(BytePSError):
-                self._channel.send(protocol.pack(Kind.LEAVE, error=words.uncaught()))
+                if not self._has_left:
+                    self._channel.send(protocol.pack(Kind.LEAVE, **words.last_words(words.uncaught())))
             self._channel.shutdown()  # wakes the thread that reads; its descriptor must not be closed before
             with self.state:
                 self.state.wait_for(lambda: not self._reading, _PATIENCE_S)
@@ -264,6 +267,18 @@ class RemoteSession(Session):
         if self._stack is not None:
             self._stack.close()
             self._stack = None
+
+    def tell_failure(self, error: BaseException) -> None:
+        """``error``, which nobody caught, ends this process."""
+        if os.getpid() == self._pid and not self._closed and (last_words := words.last_words(error)):
+            with contextlib.suppress(BytePSError):
+                self._has_left = self._channel.try_send(protocol.pack(Kind.LEAVE, **last_words))
+
+    def tell_note(self, text: str) -> None:
+        """What others should know if this rank keeps them waiting."""
+        if os.getpid() == self._pid and not self._closed:
+            with contextlib.suppress(BytePSError):
+                self._channel.try_send(protocol.pack(Kind.NOTE, text=text))
 
     # ---- the channel -----------------------------------------------------------------------------------
 

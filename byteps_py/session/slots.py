@@ -45,9 +45,9 @@ class Slots:
         return self._segments[segment].view[offset : offset + nbytes]
 
     def done(self, records: Iterable[tuple[int, int, int]], observer: Observer | None = None) -> None:
-        for slot_id, round_, _ in records:
+        for slot_id, round_, blame in records:
             if (slot := self._by_id.get(slot_id)) is not None:
-                slot.done_round = round_
+                slot.done_round, slot.blame = round_, blame
                 if observer is not None:
                     observer.delivered(slot)
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from byteps_py import channel, launchers
 from byteps_py.errors import ConfigurationError, RendezvousError
 from byteps_py.machine import local_socket
+from byteps_py.session import endings
 from byteps_py.session.base import Session
 from byteps_py.session.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
@@ -70,10 +71,12 @@ class _Owner(RemoteSession):
             settings.local_size,
             settings.start_timeout_s,
             settings.stall_limit_s,
-            settings.heartbeat_timeout_s,
+            settings.patience_s,
         )
+        endings.watch(self)
 
     def close(self) -> None:
+        endings.unwatch(self)
         super().close()
         if os.getpid() == self._pid:
             _end(self._services, terminate=False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 
-from byteps_py.errors import PeerLostError, UsageError
+from byteps_py.errors import NonFiniteError, PeerLostError, UsageError
 from byteps_py.tensors import TensorSpec
 
 _MAX_CHARS = 500
+_MAX_TRACEBACK_CHARS = 8000
 
 
 def check_ranks(spec: TensorSpec, rank: int, size: int) -> None:
@@ -44,11 +46,32 @@ def forked(rank: object) -> UsageError:
     )
 
 
-def uncaught() -> str:
-    """The exception that ends this process, when called while it ends (by ``atexit``); else empty. For the other
-    ranks, who should not have to search for it in somebody else's output."""
-    error = getattr(sys, "last_value", None)
+def uncaught() -> BaseException | None:
+    """The exception that ends this process, when called while it ends (by ``atexit``); else None."""
     # An interactive session has a last error, too, but it goes on: its main thread lives.
-    if error is None or threading.main_thread().is_alive():
-        return ""
+    return None if threading.main_thread().is_alive() else getattr(sys, "last_value", None)
+
+
+def is_interactive() -> bool:
+    """The interpreter goes on after an exception that nobody caught."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
+
+
+def summary(error: BaseException) -> str:
+    """``ValueError: the data is bad``"""
     return f"{type(error).__name__}: {error}".removesuffix(": ")[:_MAX_CHARS]
+
+
+def traceback_of(error: BaseException) -> str:
+    """As Python prints it; of a long one the end. For the other ranks, who should not have to search for it in
+    somebody else's output."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return text if len(text) <= _MAX_TRACEBACK_CHARS else f"…{text[-_MAX_TRACEBACK_CHARS:]}"
+
+
+def last_words(error: BaseException | None) -> dict[str, str]:
+    """The fields of a LEAVE message."""
+    # What is not finite all ranks raise by themselves, and better.
+    if error is None or isinstance(error, NonFiniteError):
+        return {}
+    return {"error": summary(error), "traceback": traceback_of(error)}

@@ -119,11 +119,7 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """True if every machine has as many training processes as this one."""
-    session = contexts.current().session
-    first = session.rank - session.local_rank
-    return session.size == session.local_size * session.num_machines and first == (
-        session.local_size * session.machine_index
-    )
+    return contexts.current().session.is_homogeneous
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -106,7 +106,7 @@ def check_names(
         )
     if not named:
         return {
-            param: f"push_pull.noname.{g}.{i}"
+            param: f"push_pull.parameter.{g}.{i}"
             for g, group in enumerate(optimizer.param_groups)
             for i, param in enumerate(group["params"])
         }

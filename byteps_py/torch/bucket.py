@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from byteps_py.errors import GradientOrderError
+from byteps_py.tensors import NonFinite
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.context import Request
 from byteps_py.torch.dtypes import check_dense
@@ -25,6 +26,7 @@ class Scheme:
 
     predivide: an average's factor f: gradients are divided by f before the sum and multiplied by f/size after it.
     group: the ranks among which they are combined; empty for all. prefix: of their names.
+    nonfinite: what to do about NaN and infinity in dense gradients.
     """
 
     compression: type[Compressor] = Compression.none
@@ -33,6 +35,7 @@ class Scheme:
     group: tuple[int, ...] = ()
     prefix: str = "Gradient."
     sparse_as_dense: bool = False
+    nonfinite: NonFinite = NonFinite.ALLOW
 
     @property
     def divides(self) -> bool:

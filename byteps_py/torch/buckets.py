@@ -14,12 +14,14 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError
+from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
-from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
+from byteps_py.torch import nonfinite
 from byteps_py.torch.bucket import Bucket, Place, Scheme
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import wire_dtype
@@ -44,7 +46,7 @@ class GradientReducer:
         groups: Sequence[Sequence[str]] = (),
     ) -> None:
         self._context = context
-        self._scheme = scheme or Scheme()
+        self._scheme = replace(scheme or Scheme(), nonfinite=nonfinite.wanted(context))
         self._buckets: list[Bucket] = []
         self._places: dict[torch.nn.Parameter, Place] = {}
         self._session: Session | None = None  # the one whose slots the buckets use
@@ -53,6 +55,8 @@ class GradientReducer:
         self.takes_sparse = not self._scheme.sparse_as_dense
         #: This rank takes no part: its gradients stay its own.
         self.outside = bool(self._scheme.group) and context.session.rank not in self._scheme.group
+        #: Of the last round: its gradients are not finite, and the step is to be left out.
+        self.poison: NonFiniteError | None = None
         self.add(named, groups)
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[Sequence[str]] = ()) -> None:
@@ -87,6 +91,7 @@ class GradientReducer:
             average=scheme.divides,
             priority=priority,
             group=scheme.group,
+            nonfinite=scheme.nonfinite,
         )
         return Request(spec, dtype, shapes, params[0].device)
 
@@ -116,9 +121,10 @@ class GradientReducer:
         """Hand over what is left, wait for everything, and put the results into ``param.grad``.
 
         Raises GradientOrderError if a gradient was touched after it was handed over, else the first error of
-        the session; the round is over in either case.
+        the session, else NonFiniteError if the scheme says so; the round is over in any case.
         """
         errors: list[Exception] = []
+        self.poison = None
         with self._lock:
             self._send_rest(errors)
             on_their_way = [bucket for bucket in self._buckets if bucket.sent]
@@ -136,10 +142,25 @@ class GradientReducer:
                 _attempt(errors, part.travel)
             for part in settled:
                 _attempt(errors, part.receive)
+            if not errors:
+                sent = [bucket for bucket in self._buckets if bucket.sent]
+                self.poison = nonfinite.found(self._context.session, sent, self._scheme)
             for bucket in self._buckets:
                 bucket.reset()
         if errors:
             raise errors[0]
+        self._judge()
+
+    def leave_out(self) -> None:
+        """Nobody is to use the gradients of the last round: take them away, and log why."""
+        if self.poison is not None:
+            nonfinite.tell(self.poison, self._context.session)
+            for param in self._places:
+                param.grad = None
+
+    def _judge(self) -> None:
+        if self.poison is not None and self._scheme.nonfinite is NonFinite.RAISE:
+            raise self.poison
 
     def drop(self) -> None:
         """Forget the round, if one has begun: its gradients are of no use any more.
@@ -148,7 +169,7 @@ class GradientReducer:
         """
         if self.begun:
             if self._context.is_open and self._context.session is self._session:
-                with contextlib.suppress(CommunicationError, GradientOrderError):  # of a round that nobody wants
+                with contextlib.suppress(CommunicationError, GradientOrderError, NonFiniteError):  # nobody wants it
                     self.finish()
             with self._lock:
                 for bucket in self._buckets:
@@ -171,15 +192,21 @@ class GradientReducer:
             raise errors[0]
         return sorted(departed, key=lambda bucket: -bucket.request.spec.priority)
 
-    def arrive(self, bucket: Bucket) -> None:
-        """The second half of ``finish``, for one bucket: its results into ``param.grad``. Raises its error."""
+    def arrive(self, bucket: Bucket) -> bool:
+        """The second half of ``finish``, for one bucket: its results into ``param.grad``. False if they are not to be
+        used. Raises its error."""
         try:
             if bucket.exchange is not None:
                 bucket.exchange.wait()
                 bucket.deliver()
+            self.poison = nonfinite.found(self._context.session, [bucket], self._scheme)
         finally:
             with self._lock:
                 bucket.reset()
+        self._judge()
+        if self.poison is not None:
+            nonfinite.tell(self.poison, self._context.session)
+        return self.poison is None
 
     # ---- sparse gradients: which they are turns out while the others may be on their way already -------------
 

@@ -12,8 +12,10 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdKeyDictionary
 
-from byteps_py.tensors import TensorSpec
+from byteps_py.errors import UnsupportedError
+from byteps_py.tensors import NonFinite, TensorSpec
 from byteps_py.torch import context as contexts
+from byteps_py.torch import nonfinite
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.distributed.completion import Completer
@@ -74,7 +76,13 @@ class _Average:
     def begin(self, context: Context, name: str, compression: type[Compressor], index: int) -> None:
         dtype = compression.wire_dtype(self._buffer.dtype)
         shape = tuple(self._buffer.shape)
-        spec = TensorSpec(name, wire_dtype(dtype, name), shape, average=True, priority=index)
+        mode = nonfinite.wanted(context)
+        if mode is NonFinite.SKIP:
+            raise UnsupportedError(
+                "ddp_comm_hook can't leave out a step, which is your optimizer's: use BYTEPS_NONFINITE=raise or allow, "
+                "or a DistributedOptimizer"
+            )
+        spec = TensorSpec(name, wire_dtype(dtype, name), shape, average=True, priority=index, nonfinite=mode)
         (self._exchange,) = context.exchanges([Request(spec, dtype, (shape,), self._buffer.device)])
         self._exchange.send([self._buffer])
 
@@ -82,6 +90,12 @@ class _Average:
         try:
             if self._exchange is not None:
                 self._exchange.wait()
+                if blame := self._exchange.slot.blame:
+                    step = self._exchange.slot.round
+                    place = nonfinite.where(
+                        self._exchange.slot.spec.name, self._exchange.results[0], self._buffer.dtype
+                    )
+                    raise nonfinite.explain(blame, self._exchange.session.size, step, [place] if place else [])
                 self._exchange.fetch([self._buffer])
                 if self._buffer.is_cuda:
                     torch.cuda.current_stream(self._buffer.device).synchronize()

@@ -82,6 +82,8 @@ class Context:
         self.process_sets_added = 0
         self.belongings: dict[type, Closable] = {}  # of modules that this one must not know, by their type
         self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
+        self.until_join: weakref.WeakSet[Unfinished] = weakref.WeakSet()  # what ``join`` ends, and ``close`` does not
+        self.joins = 0  # so far: what was declared before the last of them is void
 
     # ---- life ------------------------------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class Context:
     def close(self) -> None:
         """Leave the job; a no-op if not joined. Raises what its unfinished work raises, having left all the same."""
         try:
-            if self._session is not None and not words.uncaught():
+            if self._session is not None and words.uncaught() is None:
                 for work in list(self.unfinished):
                     work.finish()
         finally:
@@ -136,11 +138,12 @@ class Context:
 
     def join(self) -> int:
         """See Session.join. All that is under way is completed first; what follows declares its tensors anew."""
-        for work in list(self.unfinished):
+        for work in [*self.unfinished, *self.until_join]:
             work.finish()
         self.handles.settle()
         last = self.session.join()
         with self.lock:
+            self.joins += 1
             self._exchanges.clear()
             self.names.restart(self.names.epoch)  # ranks that joined early have counted less
             belongings = list(self.belongings.values())

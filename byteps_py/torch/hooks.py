@@ -15,12 +15,22 @@ from typing import Any
 
 import torch
 
-from byteps_py.errors import GradientOrderError
+from byteps_py.errors import GradientOrderError, NonFiniteError
+from byteps_py.torch import context as contexts
+from byteps_py.torch import nonfinite
 from byteps_py.torch.arguments import check_passes
 from byteps_py.torch.bucket import Bucket, Place
 from byteps_py.torch.buckets import GradientReducer
 
 Names = dict[torch.nn.Parameter, str]
+
+
+class _LeftOutError(Exception):
+    """Ends the wrapped optimizer's step before it uses gradients that are not finite."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
 
 
 class _Watched:
@@ -88,6 +98,11 @@ class Passes:
         finally:
             self.over()
 
+    @property
+    def poison(self) -> NonFiniteError | None:
+        """Why the step is to be left out."""
+        return self.reducer.poison if self.reducer is not None else None
+
     def depart(self) -> list[Bucket]:
         """The first half of ``finish``, see GradientReducer."""
         try:
@@ -118,6 +133,7 @@ class Distributed:
     _parameter_names: Names  # Horovod's name for it, which scripts read
     _synchronized: bool
     _should_synchronize: bool
+    _poison: NonFiniteError | None = None  # the step with these gradients is to be left out
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -135,7 +151,9 @@ class Distributed:
 
         step() does it by itself; call it to clip or unscale gradients, then step() in skip_synchronize().
         """
+        self._poison = None
         self._passes.finish()
+        self._poison = self._passes.poison
         self._synchronized = True
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # unfrozen meanwhile
 
@@ -167,7 +185,14 @@ class Distributed:
                     stacklevel=2,
                 )
         self._synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        poison, self._poison = self._poison, None
+        if poison is not None and closure is None:
+            nonfinite.tell(poison, contexts.current().session)
+            return None
+        try:
+            return super().step(closure)  # type: ignore[misc]
+        except _LeftOutError as left_out:
+            return left_out.loss
 
     # torch wraps a class's step() for its profiler and hooks; the wrapped optimizer's is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
@@ -176,6 +201,10 @@ class Distributed:
         def evaluate() -> Any:
             loss = closure()
             self.synchronize()
+            poison, self._poison = self._poison, None
+            if poison is not None:
+                nonfinite.tell(poison, contexts.current().session)
+                raise _LeftOutError(loss)
             return loss
 
         return evaluate
@@ -188,6 +217,7 @@ class Distributed:
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition. To drop the "
                 "gradients, call optimizer.synchronize() first."
             )
+        self._poison = None
         self._synchronized = False
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
@@ -202,7 +232,7 @@ class Distributed:
         super().add_param_group(param_group)  # type: ignore[misc]
         number = len(self.param_groups) - 1
         new = [
-            (self._parameter_names.setdefault(param, f"push_pull.noname.{number}.{i}"), param)
+            (self._parameter_names.setdefault(param, f"push_pull.parameter.{number}.{i}"), param)
             for i, param in enumerate(self.param_groups[-1]["params"])
         ]
         if self._passes.reducer is not None:

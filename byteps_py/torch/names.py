@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 
+from byteps_py.tensors import UNNAMED
+
 #: Below this many bytes, so many names are used in turn; above, the last: memory stays bounded.
 _ROTATION = ((64 << 10, 32), (4 << 20, 8))
 _NAMES_OF_LARGE = 2
@@ -69,4 +71,4 @@ class NameSource:
     def _new(self, kind: str) -> str:
         number = self._given.get(kind, 0)
         self._given[kind] = number + 1
-        return f"{kind}.noname.{self.epoch}.{number}" if self.epoch else f"{kind}.noname.{number}"
+        return f"{kind}{UNNAMED}{self.epoch}.{number}" if self.epoch else f"{kind}{UNNAMED}{number}"

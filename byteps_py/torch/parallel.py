@@ -140,6 +140,7 @@ class _Backward:
         self._queued = False
         if self._reducer.begun:
             self._reducer.finish()
+            self._reducer.leave_out()
 
 
 class _Buffers:

@@ -107,11 +107,12 @@ class PendingUpdates:
     def _apply(self, awaited: _Awaited) -> None:
         replays = self._forget(awaited)
         try:
-            self._reducer.arrive(awaited.bucket)
+            is_usable = self._reducer.arrive(awaited.bucket)
             # The caller may be in a forward pass under autocast or inference_mode; step() was not.
             kinds = {param.device.type for param in awaited.params if torch.is_autocast_enabled(param.device.type)}
             with torch.inference_mode(False), _no_autocast(kinds), torch.no_grad():
-                self._update(awaited.hyperparameters, awaited.params)
+                if is_usable:
+                    self._update(awaited.hyperparameters, awaited.params)
                 for replay in replays:
                     replay()
         except BaseException:

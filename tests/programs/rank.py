@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import select
 import signal
 import struct
 import sys
+import threading
+import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.session import Session, Slot, open_session
@@ -73,9 +79,15 @@ def stubborn(rank: Rank) -> None:
     train(rank)
 
 
-def told(rank: Rank) -> None:
+def straggles(rank: Rank) -> None:
+    """The same, but the odd rank takes ten times as long from step to step."""
+    told(rank, count=1 << 16, usual_s=0.02)
+
+
+def told(rank: Rank, count: int = 4, usual_s: float = 0.0) -> None:
     """Reduce until the end of rank 0's input tells all to stop."""
     rank.open()
+    never = threading.Event()
     slot = rank.session.declare([TensorSpec("stop", DType.INT64, (1,))])[0]
     is_over = False
     while not is_over:
@@ -84,11 +96,47 @@ def told(rank: Rank) -> None:
         rank.session.hand_over(slot)
         rank.session.wait(slot)
         is_over = bytes(slot.result) != bytes(8)
-        rank.reduce()
+        if usual_s:
+            never.wait(10 * usual_s if rank.is_odd else usual_s)
+        rank.reduce(count=count)
         if slot.round == 1:
             rank.say("training")
     rank.session.close()
     rank.say("closed")
+
+
+def declares(rank: Rank) -> None:
+    """Train: in every step a new tensor, one that all know, and a barrier, until the end of rank 0's input."""
+    rank.open()
+    stop, gradients = rank.session.declare(
+        [TensorSpec("stop", DType.INT64, (1,)), TensorSpec("gradients", DType.FLOAT32, (64,))]
+    )
+    weights = first_weights()
+    is_over = False
+    while not is_over:
+        is_told = rank.number == 0 and stop.round and select.select([0], [], [], 0)[0]
+        stop.input[:] = struct.pack("q", bool(is_told))
+        gradients.input[:] = gradients_of(weights, rank.number).tobytes()
+        for slot in (stop, gradients):
+            rank.session.hand_over(slot)
+        rank.reduce(f"new in step {stop.round}")
+        rank.session.barrier()
+        for slot in (stop, gradients):
+            rank.session.wait(slot)
+        weights -= np.frombuffer(gradients.result, np.float32)
+        is_over = bytes(stop.result) != bytes(8)
+        rank.say(f"step {stop.round}")
+    rank.session.close()
+    rank.say(f"weights {weights.tobytes().hex()}")
+
+
+def first_weights() -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.linspace(-1, 1, 64, dtype=np.float32)
+
+
+def gradients_of(weights: np.ndarray[Any, np.dtype[np.float32]], number: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Whatever: other bits in every step, and on every rank."""
+    return (np.sin(weights * np.float32(3 + number)) * np.float32(0.03)).astype(np.float32)
 
 
 def short(rank: Rank) -> None:
@@ -188,20 +236,96 @@ def absent(rank: Rank) -> None:
     rank.session.close()
 
 
+def crashes(rank: Rank) -> None:
+    """First a thread of the odd rank fails, and it keeps the others waiting; then, at the end of its input, its main
+    thread does, while another thread keeps its process from ending."""
+    rank.open()
+    rank.reduce()
+    if not rank.is_odd:
+        try:
+            rank.reduce("late")
+        finally:
+            rank.say(f"heard of it at {time.monotonic():.3f}")
+        return
+
+    def feed() -> None:
+        raise KeyError("no such batch")
+
+    thread = threading.Thread(target=feed, name="feeder")
+    thread.start()
+    thread.join()
+    rank.say("thread is gone")
+    sys.stdin.read()
+    threading.Thread(target=threading.Event().wait, args=(90,)).start()
+
+    def load(batch: int) -> None:
+        rank.say(f"raised at {time.monotonic():.3f}")
+        raise ValueError(f"the data of batch {batch} is bad")
+
+    load(7)
+
+
+def exits(rank: Rank) -> None:
+    """The odd rank ends in an orderly way, but not well."""
+    rank.open()
+    rank.reduce()
+    if rank.is_odd:
+        sys.exit(5)
+    threading.Event().wait(90)
+
+
 def repeat(rank: Rank) -> None:
-    """Come and go so many times."""
-    for turn in range(int(sys.argv[2])):
+    """Come and go so many times, and leave nothing behind, neither here nor in the communication service."""
+    turns, at_first = int(sys.argv[2]), Held(0, 0, 0)
+    for turn in range(turns):
         rank.open()
         rank.reduce(f"turn {turn}")
-        rank.reduce("every turn", 2 + turn)
+        if turn == 1:
+            fork_and_fail()
+        if turn >= 20 and turn in (20, turns - 1):
+            held = held_by(rank)
+            at_first = at_first if any(at_first) else held
+            if held.descriptors > at_first.descriptors or held.threads > at_first.threads:
+                rank.say(f"{at_first} at first, {held} in the end")
+            if held.pages > at_first.pages + 4096:
+                rank.say(f"{at_first} at first, {held} in the end")
+        rank.reduce("every turn", 2 + turn)  # until then nobody leaves
         rank.session.close()
-    rank.say(f"{turn + 1} turns")
+    rank.say(f"{turns} turns")
+
+
+class Held(NamedTuple):
+    descriptors: int
+    threads: int
+    pages: int
+
+
+def held_by(rank: Rank) -> Held:
+    """What this process holds, and its communication service."""
+    here = [os.getpid(), rank.session._channel.peer_pid]  # type: ignore[attr-defined]
+    return Held(
+        sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in here),
+        sum(len(os.listdir(f"/proc/{pid}/task")) for pid in here),
+        sum(int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in here),
+    )
+
+
+def fork_and_fail() -> None:
+    """A child whose Python fails, and ends in the usual way, does not speak for the rank."""
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        raise ValueError("in a child")
+    os.waitpid(child, 0)
 
 
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     scenario.__name__: scenario
-    for scenario in (train, stubborn, told, short, disagree, dies, dies_once, leaves, skips, absent, repeat)
-}
+    for scenario in (
+        train, stubborn, told, declares, straggles, short, disagree, dies, dies_once, leaves, skips, absent, repeat,
+        crashes, exits,
+    )
+}  # fmt: skip
 
 
 def main() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 from byteps_py.errors import PeerLostError, RendezvousError
 
-from .world import Process, Wire, World
+from .world import InvariantError, Process, Wire, World
 
 Message = tuple[bytes, list[int]]
 _ROOM = 6  # messages that a channel takes before its reader has taken any
+_MANY = 12  # a frozen reader: who sends more than that would wait for it
 
 
 class Loop:
@@ -114,6 +115,8 @@ class Channel(Source):
         peer = self.peer
         if self.is_closed or peer.is_closed or not peer.process.is_alive:
             raise PeerLostError(f"process {self.peer_pid} closed its local connection")
+        if peer.process.is_paused and peer._underway >= _MANY:
+            raise InvariantError(f"{self.process.name} waits for {peer.process.name}, which is frozen")
         peer._underway += 1
         self.world.carry(peer.wire, peer.process, "", lambda: peer._arrive((bytes(data), list(fds))))
 

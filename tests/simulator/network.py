@@ -2,10 +2,15 @@
 
 A payload is read from the sender's memory when it arrives, not when it is sent: ZeroMQ, too, sends from where
 it lies. With ``duplicates``, pushes and answers arrive a second time now and then, at any later moment.
+
+A connection that breaks loses, in each direction, what has not arrived at some moment thereafter; both ends notice it
+at moments of their own. The machine connects anew then, as the real link does; its new connection's messages may
+overtake those that the old one still delivers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +18,7 @@ import numpy as np
 
 from byteps_py.dataplane.peer import Peer, reply
 from byteps_py.server.arrival import Arrival, FrameMemory
+from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire import Header, Kind
@@ -26,12 +32,16 @@ DUPLICATES = 0.15  # of all messages
 
 
 class Network:
-    """All of it. ``servers``: by address."""
+    """All of it. ``servers``: by address. ``links``: that are open. ``hears_the_past``: servers do, what comes from a
+    connection though its machine has a newer one."""
+
+    hears_the_past = False
 
     def __init__(self, world: World, memory: Memory, duplicates: bool) -> None:
         self.world = world
         self.memory = memory
         self.servers: dict[str, ServerNetwork] = {}
+        self.links: dict[TcpLink, None] = {}
         self._duplicates = duplicates
 
     def carry(self, wire: Wire, process: Process, label: str, act: Callable[[], None]) -> None:
@@ -42,8 +52,16 @@ class Network:
 
 
 def describe(header: Header) -> str:
-    kind = header.kind.name.lower()
+    kind = "supply" if header.is_supply else header.kind.name.lower() + (" resent" if header.is_resent else "")
     return f"{kind} of {header.key:x}/{header.generation}/{header.index} round {header.round} of {header.sender}"
+
+
+class Connection:
+    """One of a link. What would arrive at either end after ``up_ends_s`` or ``down_ends_s`` is lost."""
+
+    def __init__(self, world: World) -> None:
+        self.up, self.down = world.new_wire(), world.new_wire()
+        self.up_ends_s = self.down_ends_s = math.inf
 
 
 class TcpLink(ServerLink):
@@ -57,80 +75,150 @@ class TcpLink(ServerLink):
         loop: Loop,
         address: str,
         sender: int,
-        settings: object,
+        settings: Settings,
         contributions: object,
         on_answer: Callable[[Header, Any], None],
-        on_lost: object,
+        on_again: Callable[[], None],
+        on_lost: Callable[[str], None],
+        what: str = "",
     ) -> None:
         self.process = loop.process
+        self.server = self.network.servers[address]
         self.on_answer = on_answer
         self.is_closed = False
-        self.down = Wire()
-        self._server = self.network.servers[address]
-        self._up = Wire()
-        self._peer = TcpPeer(self._server, self, sender)
+        self.connection: Connection
+        self._world = self.network.world
+        self._loop = loop
+        self._address = address
+        self._machine = sender
+        self._patience_s = settings.heartbeat_timeout_s
+        self._on_again = on_again
+        self._on_lost = on_lost
+        self._is_up = False
+        self._peer: TcpPeer
         self._epoch = 0
-        self._server.connections += 1
+        self.network.links[self] = None
         loop.process.on_end.append(self.close)
+        self.server.process.on_end.append(self.break_)
+        self._open()
+
+    def _open(self) -> None:
+        connection = self.connection = Connection(self._world)
+        peer = self._peer = TcpPeer(self.server, self, connection, self._machine)
+        if not self.server.process.is_gone:
+            self.server.connections += 1
+            self._carry_up("hello", lambda: self.server.hello(peer))
+
+    def is_current(self, connection: Connection) -> bool:
+        return connection is self.connection and not self.is_closed
+
+    def up(self) -> None:
+        """The server has taken the connection."""
+        self._is_up = True
+
+    def _carry_up(self, label: str, act: Callable[[], None]) -> None:
+        connection = self.connection
+
+        def arrive() -> None:
+            if self._world.now_s <= connection.up_ends_s:
+                act()
+
+        self.network.carry(connection.up, self.server.process, label, arrive)
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         if header.epoch < self._epoch:
             raise InvariantError(f"epoch {header.epoch} is used after epoch {self._epoch}")
         self._epoch = header.epoch
-        memory, raw = self.network.memory, header.pack()
-        self.bytes_sent += header.length
+        memory, raw, peer = self.network.memory, header.pack(), self._peer
         address = payload.address + offset if payload is not None else 0
         sent = memory.at(address, header.length).copy() if payload is not None else None
-        parts = self.on_answer.__self__._parts  # type: ignore[attr-defined]
+        self.bytes_sent += header.length
+        parts = self.process.parts  # type: ignore[attr-defined]
         name = (header.key, header.generation, header.index)
         part = parts.get(name)
 
         def arrive() -> None:
-            is_due = part is not None and parts.get(name) is part and part.tensor.round == header.round
-            is_due = is_due and self.process.is_alive and not self.is_closed
-            if sent is not None and is_due and not np.array_equal(memory.at(address, header.length), sent):
-                raise InvariantError(f"a contribution was overwritten before its answer came: {describe(header)}")
-            self._server.receive(self._peer, Header.unpack(raw), None if sent is None else Frame(memory, sent.copy()))
+            frame = None
+            if sent is not None:
+                is_due = part is not None and parts.get(name) is part and part.tensor.round == header.round
+                is_due = is_due and self.process.is_alive and not self.is_closed
+                now = memory.find(address, header.length)
+                if is_due and not np.array_equal(now, sent):
+                    raise InvariantError(f"a contribution was overwritten before its answer came: {describe(header)}")
+                frame = Frame(memory, now.copy())
+            self.server.receive(peer, Header.unpack(raw), frame)
 
-        self.network.carry(self._up, self._server.process, describe(header), arrive)
+        self._carry_up(describe(header), arrive)
+
+    def break_(self) -> None:
+        """The connection is cut, or the server is gone."""
+        world, connection = self._world, self.connection
+        if self.is_closed or connection.up_ends_s < math.inf:
+            return
+        # What the server has been sent may wait there until after it has read from the next connection.
+        connection.up_ends_s = world.now_s + world.delay() * world.random.choice((1, 1, 10))
+        connection.down_ends_s = world.now_s + world.delay()
+        world.after(world.delay(), self.server.process, "a peer is gone", lambda: self.server.forget(connection))
+        # What has arrived by then is read; what comes later never is, for then this socket is closed.
+        world.after(world.delay(), self.process, "a connection breaks", lambda: self._broke(connection))
+
+    def _broke(self, connection: Connection) -> None:
+        if not self.is_current(connection):
+            return
+        self._is_up = False
+        self._open()
+        fresh = self.connection
+        self._loop.call_later(self._patience_s, lambda: self._give_up(fresh))
+        self._on_again()
+
+    def _give_up(self, connection: Connection) -> None:
+        if self.is_current(connection) and not self._is_up:
+            self._on_lost(f"the summation service at {self._address} can't be reached")
 
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
-            self._server.connections -= 1
+            del self.network.links[self]
+            connection = self.connection
+            self._world.carry(
+                connection.up, self.server.process, "a peer is gone", lambda: self.server.forget(connection)
+            )
 
 
 class TcpPeer(Peer):
-    """A machine, as its server sees it."""
+    """A machine, as its server sees it, on one connection."""
 
-    def __init__(self, server: ServerNetwork, link: TcpLink, machine: int) -> None:
+    def __init__(self, server: ServerNetwork, link: TcpLink, connection: Connection, machine: int) -> None:
         self.machine = machine
+        self.connection = connection
+        self.link = link
         self._server = server
-        self._link = link
 
     def answer(self, header: Header, result: Any) -> None:
-        self._send(header, Kind.ANSWER, result.buffer if result is not None else b"")
+        self._send(reply(header, Kind.ANSWER), result.buffer if result is not None else b"")
+
+    def want(self, header: Header) -> None:
+        self._send(header.pack(), b"")
 
     def refuse(self, header: Header, reason: str) -> None:
-        self._send(header, Kind.REFUSED, reason.encode())
+        self._send(reply(header, Kind.REFUSED), reason.encode())
 
-    def _send(self, header: Header, kind: Kind, payload: Any) -> None:
-        link, network = self._link, self._server.network
-        if link.is_closed or not link.process.is_alive:
-            self._server.on_gone(self)
+    def _send(self, raw: bytes, payload: Any) -> None:
+        link, network, connection = self.link, self._server.network, self.connection
+        if connection in self._server.gone:
+            self._server.lose(self)
             return
-        raw = reply(header, kind)
 
         def arrive() -> None:
-            if not link.is_closed:
+            if link.is_current(connection) and network.world.now_s <= connection.down_ends_s:
                 # Read now: it was sent from where it lies.
                 link.on_answer(Header.unpack(raw), Frame(network.memory, np.frombuffer(payload, np.uint8).copy()))
 
-        network.carry(link.down, link.process, describe(header), arrive)
+        network.carry(connection.down, link.process, describe(Header.unpack(raw)), arrive)
 
 
 class ServerNetwork:
-    """The server's end of all its links."""
+    """The server's end of all its links. ``gone``: connections that are known to have ended."""
 
     def __init__(
         self,
@@ -138,23 +226,59 @@ class ServerNetwork:
         process: Process,
         on_arrival: Callable[[Arrival], None],
         on_gone: Callable[[Peer], None],
+        on_withdraw: Callable[[Header], None],
     ) -> None:
         self.network = network
         self.process = process
         self.address = f"tcp://host:{10_000 + len(network.servers)}"
         self.socket, self.monitor = object(), object()
         self.connections = 0
-        self.on_gone = on_gone
+        self.gone: set[Connection] = set()
+        self._on_gone = on_gone
         self._on_arrival = on_arrival
+        self._on_withdraw = on_withdraw
+        self._peers: dict[Connection, TcpPeer] = {}
+        self._by_machine: dict[int, TcpPeer] = {}
         network.servers[self.address] = self
 
     def on_readable(self) -> None: ...
 
     def on_monitor(self) -> None: ...
 
+    def sweep(self) -> None: ...
+
     def open_echo(self) -> None: ...
 
+    def hello(self, peer: TcpPeer) -> None:
+        link = peer.link
+        # It stands for a handshake, which needs both ends: one that has hung up does not come to its end.
+        if link.is_current(peer.connection) and peer.connection not in self._peers:
+            self._peers[peer.connection] = self._by_machine[peer.machine] = peer
+            link.network.world.carry(peer.connection.down, link.process, "connected", link.up)
+
+    def peer_of(self, machine: int) -> Peer | None:
+        peer = self._by_machine.get(machine)
+        return peer if peer is not None and peer.connection in self._peers else None
+
+    def forget(self, connection: Connection) -> None:
+        """It has ended. Messages that came before may still have to be read."""
+        if connection not in self.gone:
+            self.gone.add(connection)
+            self.connections -= 1
+
+    def lose(self, peer: TcpPeer) -> None:
+        """It can't be answered."""
+        if self._peers.pop(peer.connection, None) is not None:
+            self._on_gone(peer)
+
     def receive(self, peer: TcpPeer, header: Header, frame: Frame | None) -> None:
+        if peer.connection not in self._peers:
+            return  # an unknown sender: its connection was found gone
+        if self._by_machine.get(peer.machine) is not peer and not self.network.hears_the_past:
+            return  # as DataListener does
+        if header.kind is Kind.WITHDRAW:
+            self._on_withdraw(header)
+            return
         has_none = header.kind is Kind.PASS or (header.kind is Kind.PULL and header.op is Op.BROADCAST)
         if (frame is None) != has_none:
             raise InvariantError(f"a message has a payload that it should not, or lacks one: {describe(header)}")

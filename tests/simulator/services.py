@@ -9,13 +9,14 @@ from typing import Any
 
 from byteps_py.errors import RendezvousError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.server.partition import Partition, State
+from byteps_py.server.partition import Round, State
 from byteps_py.server.service import Service as ServerService
 from byteps_py.settings import Settings
 from byteps_py.worker import credit, service
 from byteps_py.worker.actions import Action, Done
 from byteps_py.worker.tensor import Part, Stage, Tensor
 
+from .ledger import Ledger
 from .memory import Memory
 from .world import InvariantError, Process, World
 
@@ -78,9 +79,11 @@ class Queue(credit.PushQueue):
 class Worker(Process):
     """A communication service."""
 
-    def __init__(self, world: World, memory: Memory, index: int) -> None:
+    def __init__(self, world: World, memory: Memory, index: int, ledger: Ledger) -> None:
         super().__init__(world, f"worker {index}")
+        self.machine = index
         self._memory = memory
+        self._ledger = ledger
         self._service: service.Service
         self._given: dict[Tensor, tuple[int, bytes]] = {}  # where a completed round's contribution lies, and what
 
@@ -90,6 +93,17 @@ class Worker(Process):
         loop = self._service._loop
         loop.call_later(service._TICK_S, self._service._tick)
         loop.call_later(credit.PATIENCE_S, self._service._pump)
+
+    @property
+    def has_begun(self) -> bool:
+        """It knows that the cluster is complete."""
+        return self._service._executor is not None
+
+    @property
+    def parts(self) -> dict[tuple[int, int, int], Part]:
+        """By key, generation, index."""
+        executor = self._service._executor
+        return executor._parts if executor is not None else {}
 
     def broke(self, error: Exception) -> None:
         """As ``Service.run`` does; but only a server that is gone from the start excuses it."""
@@ -108,6 +122,8 @@ class Worker(Process):
         if executor is not None:
             if "_carry_out" not in vars(executor):
                 self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
+                pipeline = executor._pipeline
+                self._answered, pipeline.answered = pipeline.answered, self._check_answer  # type: ignore[method-assign]
             in_flight = sum(
                 part.length for part in executor._parts.values() if part.stage is Stage.IN_FLIGHT and part.tensor.slots
             )
@@ -115,6 +131,10 @@ class Worker(Process):
             counted, limited = queue.pushed_bytes, queue.in_flight_bytes
             if in_flight != counted or limited > in_flight:
                 raise InvariantError(f"{in_flight} bytes are in flight, {counted} not answered, {limited} take credit")
+
+    def _check_answer(self, part: Part, round_: int, source: int, now: float) -> list[Action]:
+        self._ledger.accepts(self.machine, part, round_, source)
+        return self._answered(part, round_, source, now)
 
     def _check_action(self, action: Action) -> None:
         if isinstance(action, Done) and action.tensor.parts and action.tensor.parts[0].server >= 0:
@@ -164,38 +184,46 @@ class Worker(Process):
 
 
 class Server(Process):
-    """A summation service. ``kind``: of its machine."""
+    """A summation service. ``machine``: the GPU machine that it runs on; -1: a CPU machine."""
 
-    def __init__(self, world: World, memory: Memory, name: str, kind: pb.MachineKind) -> None:
+    def __init__(self, world: World, memory: Memory, name: str, machine: int) -> None:
         super().__init__(world, name)
+        self.machine = machine
+        self.is_leaving = False
         self._memory = memory
-        self._kind = kind
-        self._reduced: set[tuple[int, int, int, int]] = set()
         self._service: ServerService
-        self._link: Any
 
     def start(self, settings: Settings, connect: Any) -> None:
         """Under the world's substitutes. As ``Service.run`` begins."""
-        it = self._service = ServerService(settings, self._kind, connect)
+        kind = pb.MACHINE_KIND_GPU if self.machine >= 0 else pb.MACHINE_KIND_CPU
+        it = self._service = ServerService(settings, kind, connect)
         self._reduce, it._reduce = it._reduce, self._check_reduce  # type: ignore[method-assign]
-        self._link = connect(settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat)
+        it._link = connect(
+            settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat, it._on_away, it._on_back
+        )
         it._loop.call_later(settings.stall_warn_s, it._warn_of_stalls)
 
-    def _check_reduce(self, partition: Partition[Any]) -> None:
-        """Each machine is counted once, in order, and each round is summed once."""
-        machines = [contribution.header.sender for contribution in partition.in_order()]
-        group = partition.in_order()[0].header.machines
+    @property
+    def address(self) -> str:
+        return self._service.address
+
+    def drain(self) -> None:
+        """It is to go, in order."""
+        self.is_leaving = True
+        self._service.stop("SIGTERM")
+
+    def _check_reduce(self, round_: Round[Any]) -> None:
+        """Each machine is counted once, in order."""
+        what = f"round {round_.number} of {round_.partition}"
+        machines = [contribution.header.sender for contribution in round_.in_order()]
+        group = round_.in_order()[0].header.machines
         if group:
             is_right = len(machines) == group and machines == sorted(set(machines))
         else:
             is_right = machines == list(range(self._service._rounds.num_machines))
         if not is_right:
-            raise InvariantError(f"round {partition.round} of {partition} is summed over machines {machines}")
-        round_ = (partition.key, partition.generation, partition.index, partition.round)
-        if round_ in self._reduced:
-            raise InvariantError(f"round {partition.round} of {partition} is summed twice")
-        self._reduced.add(round_)
-        self._reduce(partition)
+            raise InvariantError(f"{what} is summed over machines {machines}")
+        self._reduce(round_)
 
     def check(self) -> None:
         if not self.is_alive:
@@ -203,15 +231,15 @@ class Server(Process):
         if self._service._loop.stopped:  # type: ignore[attr-defined]
             self._check_end()
             self.exit_code = 1 if self._service._error is not None else self._service._status
-            self._service._close(self._link)
+            self._service._close()
             self.die()
 
     def _check_end(self) -> None:
         """Contributions are held for rounds under way only. Those that wait for ever are of void tensors."""
         rounds = self._service._rounds
-        partitions = [p for group in rounds._generations.values() for p in group.values()]
-        held = sum(c.nbytes for p in partitions for c in p.contributions.values())
+        rounds_ = [r for group in rounds._generations.values() for p in group.values() for r in p.rounds.values()]
+        held = sum(c.nbytes for r in rounds_ for c in r.contributions.values())
         if rounds.counters.bytes_in_flight != held and not self.world.faults:
             raise InvariantError(f"{rounds.counters.bytes_in_flight} bytes count as held, {held} are")
-        if any(p.contributions for p in partitions if p.state in (State.IDLE, State.BROKEN, State.DROPPED)):
-            raise InvariantError("contributions of no round are held")
+        if any(not r.contributions or r.state is State.DROPPED for r in rounds_):
+            raise InvariantError("a round that is over, or void, is kept")

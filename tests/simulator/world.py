@@ -14,6 +14,8 @@ from collections.abc import Callable
 #: Nothing but timers for so long, and processes still there: they hang. Longer than the deadlines that turn a
 #: silence, or a departure, into an error.
 HANG_S = 8.0
+#: What a slow wire takes at most: nobody is lost by that.
+_SLOWEST_S = 0.3
 
 
 class InvariantError(AssertionError):
@@ -29,6 +31,8 @@ class Process:
         self.pid = 1000 + len(world.processes)
         self.is_alive = True
         self.is_gone = False  # not alive, and not frozen
+        self.is_paused = False
+        self.backlog: list[tuple[str | None, Callable[[], None]]] = []  # what happens to it once it wakes
         self.exit_code: int | None = None  # None: killed, or still there
         self.on_end: list[Callable[[], None]] = []  # what others notice when it is gone, however it went
         world.processes.append(self)
@@ -43,6 +47,20 @@ class Process:
         """Do nothing any more, and nobody is told."""
         self.is_alive = False
 
+    def pause(self, for_s: float) -> None:
+        """Do nothing for so long. What comes meanwhile is waiting then."""
+        self.is_paused = True
+        self.world.after(for_s, None, None, self._wake)
+        self.world.expect_quiet(for_s)
+
+    def _wake(self) -> None:
+        self.is_paused = False
+        backlog, self.backlog = self.backlog, []
+        if self.is_alive:
+            self.world.note(self.name, "wakes")
+        for label, act in backlog:
+            self.world.after(0.0, self, label, act)
+
     def die(self) -> None:
         """End at once, without a word."""
         if self.is_alive:
@@ -54,8 +72,9 @@ class Process:
 class Wire:
     """One direction of a connection: what is sent later never arrives earlier."""
 
-    def __init__(self) -> None:
+    def __init__(self, slowness: float = 1.0) -> None:
         self.last_arrival_s = 0.0
+        self.slowness = slowness
 
 
 class World:
@@ -66,10 +85,12 @@ class World:
         self.events = 0
         self.processes: list[Process] = []
         self.active: Process | None = None  # whose event this is
-        self.faults: list[str] = []
+        self.faults: list[str] = []  # that have ended the job, as they may
+        self.trials: list[str] = []  # that it has to survive
         self.hang_s = HANG_S
         self._pace_s = self.random.choice((0.0002, 0.001, 0.005))
         self._last_work_s = 0.0
+        self._slow_wires = self.random.choice((0.0, 0.0, 0.2))
         self._queue: list[tuple[float, int, Process | None, str | None, Callable[[], None]]] = []
         self._order = itertools.count()
         self._log: list[tuple[float, str, str]] = []
@@ -82,6 +103,14 @@ class World:
         mean_s = self._pace_s * (15 if self.random.random() < 0.02 else 1)
         return self.random.expovariate(1 / mean_s)
 
+    def new_wire(self) -> Wire:
+        """Between machines: some are slow in some runs."""
+        return Wire(30.0 if self.random.random() < self._slow_wires else 1.0)
+
+    def expect_quiet(self, for_s: float) -> None:
+        """It may be that nothing but timers happens for so long."""
+        self._last_work_s = max(self._last_work_s, self.now_s + for_s)
+
     def after(self, delay_s: float, process: Process | None, label: str | None, act: Callable[[], None]) -> None:
         """``act`` as an event of ``process``, unless that is dead by then. No label: a timer, which is no work."""
         self._at(self.now_s + delay_s, process, label, act)
@@ -89,9 +118,12 @@ class World:
     def _at(self, at_s: float, process: Process | None, label: str | None, act: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (at_s, next(self._order), process, label, act))
 
-    def carry(self, wire: Wire, process: Process, label: str | None, act: Callable[[], None]) -> None:
+    def carry(self, wire: Wire, process: Process | None, label: str | None, act: Callable[[], None]) -> None:
         """``act`` in ``process`` when a message sent now on ``wire`` arrives."""
-        wire.last_arrival_s = max(wire.last_arrival_s, self.now_s + self.delay())
+        delay_s = self.delay()
+        if wire.slowness > 1.0:
+            delay_s = min(delay_s * wire.slowness, _SLOWEST_S)
+        wire.last_arrival_s = max(wire.last_arrival_s, self.now_s + delay_s)
         self._at(wire.last_arrival_s, process, label, act)
 
     def note(self, who: str, what: str) -> None:
@@ -106,10 +138,13 @@ class World:
             return False
         self.now_s, _, process, label, act = heapq.heappop(self._queue)
         if label is not None:
-            self._last_work_s = self.now_s
+            self._last_work_s = max(self._last_work_s, self.now_s)
         elif self.now_s - self._last_work_s > self.hang_s:
             return False
         if process is not None and not process.is_alive:
+            return True
+        if process is not None and process.is_paused:
+            process.backlog.append((label, act))
             return True
         self.events += 1
         if label:

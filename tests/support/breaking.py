@@ -24,14 +24,14 @@ _LIMIT_S = 100  # less than pytest allows a test
 _MARK = "BYTEPS_TEST_MARK"
 
 
-def _environ(pid: int) -> dict[str, str]:
+def environ_of(pid: int) -> dict[str, str]:
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
         return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
     return {}
 
 
-def _arguments(pid: int) -> list[str]:
+def arguments_of(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     return []
@@ -40,7 +40,7 @@ def _arguments(pid: int) -> list[str]:
 class Job:
     """One process and what it starts. stdout and stderr are one stream, in the order in which they were written."""
 
-    def __init__(self, command: Sequence[str], mark: str, environ: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], mark: str, environ: dict[str, str], limit_s: float = _LIMIT_S) -> None:
         self.said: list[str] = []
         self._mark = mark
         self.process = subprocess.Popen(
@@ -51,7 +51,7 @@ class Job:
             text=True,
             env={**environ, _MARK: mark},
         )
-        self._limit = threading.Timer(_LIMIT_S, self._kill_all)
+        self._limit = threading.Timer(limit_s, self._kill_all)
         self._limit.start()
 
     # ---- what it says ----------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Job:
             self.process.stdin.close()
         self.said += [line.rstrip("\n") for line in self.process.stdout]
         status = self.process.wait()
-        left = [f"{pid}: {' '.join(_arguments(pid))}" for pid in self.pids() if not wait_gone(pid, 0)]
+        left = [f"{pid}: {' '.join(arguments_of(pid))}" for pid in self.pids() if not wait_gone(pid, 0)]
         assert not left, f"left behind: {left}; it said:\n{self.text}"
         return status
 
@@ -86,11 +86,11 @@ class Job:
     # ---- its processes ---------------------------------------------------------------------------------
 
     def pids(self) -> list[int]:
-        return [pid for pid, _, state in processes() if state != "Z" and _environ(pid).get(_MARK) == self._mark]
+        return [pid for pid, _, state in processes() if state != "Z" and environ_of(pid).get(_MARK) == self._mark]
 
     def pid(self, word: str, **environ: str) -> int:
         """The process with ``word`` on its command line and these variables, which must be one."""
-        found = [pid for pid in self.pids() if word in _arguments(pid) and environ.items() <= _environ(pid).items()]
+        found = [pid for pid in self.pids() if word in arguments_of(pid) and environ.items() <= environ_of(pid).items()]
         assert len(found) == 1, f"{len(found)} processes are {word} with {environ}"
         return found[0]
 
@@ -99,7 +99,7 @@ class Job:
         self.process.send_signal(signum)
 
     def _kill_all(self) -> None:
-        self.said.append(f"[killed by the test after {_LIMIT_S} s]")
+        self.said.append(f"[killed by the test after {self._limit.interval:g} s]")
         for pid in self.pids():
             kill(pid)
 
@@ -116,8 +116,8 @@ class Job:
 
 
 @contextlib.contextmanager
-def _job(command: Sequence[str], environ: dict[str, str]) -> Iterator[Job]:
-    job = Job(command, uuid.uuid4().hex, environ)
+def _job(command: Sequence[str], environ: dict[str, str], limit_s: float = _LIMIT_S) -> Iterator[Job]:
+    job = Job(command, uuid.uuid4().hex, environ, limit_s)
     try:
         yield job
     finally:
@@ -125,13 +125,13 @@ def _job(command: Sequence[str], environ: dict[str, str]) -> Iterator[Job]:
 
 
 def launch(
-    options: str, *words: str, program: str | Path = RANK, **environ: str
+    options: str, *words: str, program: str | Path = RANK, limit_s: float = _LIMIT_S, **environ: str
 ) -> contextlib.AbstractContextManager[Job]:
     """``bpslaunch OPTIONS python PROGRAM WORDS``; without words, and with the usual program, no command is given."""
     command = [sys.executable, "-m", "byteps_py.launch", *options.split()]
     if words or program != RANK:
         command += [sys.executable, str(program), *words]
-    return _job(command, clean_environment(**environ))
+    return _job(command, clean_environment(**environ), limit_s)
 
 
 def alone(*words: str, **environ: str) -> contextlib.AbstractContextManager[Job]:

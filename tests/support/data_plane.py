@@ -10,6 +10,8 @@ import numpy as np
 import zmq
 
 from byteps_py import auth, channel
+from byteps_py.dataplane.handshake import Caller
+from byteps_py.dataplane.seal import Seal
 from byteps_py.errors import BytePSError
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
@@ -32,24 +34,56 @@ def header_for(sender: int, data: bytes, kind: Kind = Kind.PUSH, **facts: object
 class Machine:
     """One machine's connection over TCP. With ``shown`` given, that is its proof of membership."""
 
-    def __init__(self, context: zmq.Context, address: str, index: int, settings: Settings, shown: str | None = None):
+    def __init__(
+        self,
+        context: zmq.Context,
+        address: str,
+        index: int,
+        settings: Settings,
+        shown: bytes | None = None,
+        known_as: str = "",  # the listener's address as it knows it, if a proxy stands before it
+    ) -> None:
         self.index = index
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.connect(address)
-        token = auth.token(settings.secret, "data", settings.job, str(index)) if shown is None else shown
-        self.socket.send_multipart([Header(Kind.HELLO, index).pack(), token.encode()])
+        self._caller = Caller(settings, index, known_as or address)
+        self.socket.send_multipart([Header(Kind.HELLO, index).pack(), self._caller.hello])
+        self._shown = shown
+        self.seals: tuple[Seal, Seal] | None = None
+
+    def prove(self) -> None:
+        """Wait for the challenge, and answer it."""
+        header, text = self._frames()
+        assert Header.unpack(header).kind is Kind.CHALLENGE, text
+        proof, *seals = self._caller.answer(text) if self._shown is None else (self._shown,)
+        self.socket.send_multipart([Header(Kind.PROOF, self.index).pack(), proof])
+        self.seals = tuple(seals) if seals else None
+
+    def send(self, header: Header | bytes, payload: bytes) -> None:
+        if self.seals is None and self._shown is None:
+            self.prove()
+        packed = header if isinstance(header, bytes) else header.pack()
+        sealed = self.seals[0].seal(packed, payload) if self.seals else (packed, payload)
+        self.socket.send_multipart(sealed)
 
     def push(self, data: bytes, **facts: object) -> None:
-        self.socket.send_multipart([header_for(self.index, data, **facts).pack(), data])  # type: ignore[arg-type]
+        self.send(header_for(self.index, data, **facts), data)  # type: ignore[arg-type]
 
     def pull(self, length: int, **facts: object) -> None:
         header = header_for(self.index, b"", Kind.PULL, op=Op.BROADCAST, length=length, **facts)
-        self.socket.send_multipart([header.pack(), b""])
+        self.send(header, b"")
 
-    def receive(self) -> tuple[Header, bytes]:
+    def _frames(self) -> tuple[bytes, bytes]:
         assert self.socket.poll(WAIT_S * 1000), "the server did not answer"
         header, payload = self.socket.recv_multipart()
+        return header, payload
+
+    def receive(self) -> tuple[Header, bytes]:
+        header, payload = self._frames()
+        if self.seals is not None:
+            header, frame = self.seals[1].open(header, zmq.Frame(payload))
+            payload = frame.bytes
         return Header.unpack(header), payload
 
     def result(self) -> bytes:
@@ -73,7 +107,7 @@ class LocalMachine:
         self.index = index
         self.segment = Segment.create(nbytes)
         self.channel = channel.connect(name, WAIT_S)
-        token = auth.token(settings.secret, "data", settings.job, str(index)) if shown is None else shown
+        token = auth.token(settings.secret, "local", settings.job, str(index)) if shown is None else shown
         self.channel.send(Header(Kind.HELLO, index).pack() + token.encode())
 
     def give_segment(self, **facts: int) -> None:
@@ -114,13 +148,18 @@ class HandLink:
         on_message: Callable[[pb.SchedulerMessage], None],
         on_lost: Callable[[BytePSError], None],
         heartbeat: Callable[[], pb.Heartbeat],
+        on_away: Callable[[BytePSError], None],
+        on_back: Callable[[], None],
     ) -> HandLink:
         self.register, self._loop = register, loop
         self._on_message, self._on_lost, self._heartbeat = on_message, on_lost, heartbeat
+        self._on_away, self._on_back = on_away, on_back
         return self
 
     def send(self, message: pb.MemberMessage) -> None:
         self.sent.append(message)
+        if message.HasField("drain"):
+            self.say(stop=pb.Stop(reason="its keys have moved"))
 
     def close(self, reason: str) -> None:
         self.closed_because = reason
@@ -130,6 +169,12 @@ class HandLink:
 
     def lose(self, error: BytePSError) -> None:
         self._loop.post(lambda: self._on_lost(error))
+
+    def go_away(self, error: BytePSError) -> None:
+        self._loop.post(lambda: self._on_away(error))
+
+    def come_back(self) -> None:
+        self._loop.post(lambda: self._on_back())
 
     def statistics(self) -> pb.Statistics:
         """The next heartbeat's, taken in the loop's thread after what the server has received so far."""
@@ -152,6 +197,7 @@ class Server:
         self.settings = settings
         self.link = HandLink()
         self.service = Service(settings, kind, self.link.connect)
+        self._bound_to = self.service.address
         self.status: int | None = None
         self.error: BytePSError | None = None
         self._context = zmq.Context()
@@ -172,8 +218,9 @@ class Server:
         nbytes = self.settings.partition_bytes
         self.link.say(membership=pb.Membership(epoch=epoch, workers=workers, partition_bytes=nbytes))
 
-    def machine(self, index: int, shown: str | None = None) -> Machine:
-        machine = Machine(self._context, self.service.address, index, self.settings, shown)
+    def machine(self, index: int, shown: bytes | None = None, settings: Settings | None = None) -> Machine:
+        known_as = self.service.address
+        machine = Machine(self._context, self._bound_to, index, settings or self.settings, shown, known_as)
         self._machines.append(machine)
         return machine
 

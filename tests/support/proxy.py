@@ -9,11 +9,16 @@ from collections.abc import Callable
 
 
 class Proxy:
-    """Stands before ``target`` (host, port). ``on_accept``: called, in a thread, with how many have connected."""
+    """Stands before ``target`` (host, port). ``on_accept``: called, in a thread, with how many have connected.
+
+    ``alter``, if set: what the target (False) or who has connected (True) says, as it goes on.
+    """
 
     def __init__(self, target: tuple[str, int], on_accept: Callable[[int], None] = lambda count: None) -> None:
         self._target = target
         self._on_accept = on_accept
+        self.alter: Callable[[bytes, bool], bytes] | None = None
+        self.has_cut = threading.Event()
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._cut_at: bytes | None = None
@@ -26,6 +31,13 @@ class Proxy:
         for end in self._sockets:
             with contextlib.suppress(OSError):  # it has ended already
                 end.shutdown(socket.SHUT_RDWR)
+
+    def refuse(self) -> None:
+        """Take no more connections, and end those there are."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
 
     def cut_at(self, word: bytes) -> None:
         """End every connection when the target next says ``word``, which is lost."""
@@ -54,8 +66,9 @@ class Proxy:
                 if not is_client and self._cut_at is not None and self._cut_at in data:
                     self._cut_at = None
                     self.cut()
+                    self.has_cut.set()
                     break
-                sink.sendall(data)
+                sink.sendall(self.alter(data, is_client) if self.alter is not None else data)
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -21,6 +21,21 @@ TIMEOUT_S = 60.0
 
 Factory = Callable[..., "Scheduler"]
 
+#: Worker 1, as a process that can be killed; says what comes to it.
+CHILD = """
+import sys
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler import client
+from byteps_py.settings import Settings
+loop = EventLoop()
+register = pb.Register(role=1, kind=1, machine_index=1, local_size=1)
+def told(message):
+    print(message.WhichOneof("body"), flush=True)
+client.connect(Settings.from_env(), register, loop, told, print, pb.Heartbeat)
+loop.run()
+"""
+
 
 class Scheduler:
     """A scheduler process on a free loopback port, and the settings to reach it."""
@@ -32,20 +47,33 @@ class Scheduler:
             log_level="INFO",
             **changes,  # type: ignore[arg-type]
         )
+        self.log: list[str] = []
+        self._start()
+
+    def _start(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "byteps_py.scheduler"],
             env=environment(self.settings), stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self.log: list[str] = []
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.ended()
+
+    def restart(self) -> None:
+        """Kill it, and start another one in its place."""
+        self.kill()
+        self.log.clear()
+        self._start()
 
     def wait_listening(self) -> Scheduler:
         pipe = self.process.stderr
         assert pipe is not None
         while not any("listening on" in line for line in self.log):
             assert select.select([pipe], [], [], TIMEOUT_S)[0], "the scheduler says nothing"
-            line = pipe.readline()
-            assert line, f"the scheduler ended with {self.process.wait(TIMEOUT_S)}: {self.log}"
-            self.log.append(line)
+            text = os.read(pipe.fileno(), 1 << 16).decode()
+            assert text, f"the scheduler ended with {self.process.wait(TIMEOUT_S)}: {self.log}"
+            self.log.append(text)
         return self
 
     def ended(self) -> tuple[int, str]:
@@ -71,6 +99,8 @@ def environment(settings: Settings) -> dict[str, str]:
         "PS_HEARTBEAT_INTERVAL": str(settings.heartbeat_interval_s),
         "BYTEPS_LOG_LEVEL": settings.log_level,
         "BYTEPS_SECRET": settings.secret,
+        "BYTEPS_JOURNAL_DIR": settings.journal_dir,
+        "BYTEPS_PLACEMENT": settings.placement,
     }
     return {**os.environ, **values}
 
@@ -82,12 +112,16 @@ class Member:
         self.summed = 300 if register.role == pb.ROLE_SUMMATION else 0
         self.messages: queue.Queue[pb.SchedulerMessage] = queue.Queue()
         self.lost: queue.Queue[errors.BytePSError] = queue.Queue()
+        self.away: queue.Queue[errors.BytePSError] = queue.Queue()
+        self.back = threading.Semaphore(0)
         self.beats = threading.Semaphore(0)
         self.callback_threads: set[threading.Thread] = set()
         self.loop = EventLoop()
         self.thread = threading.Thread(target=self.loop.run, name="member-loop")
         self.thread.start()
-        self.link = client.connect(settings, register, self.loop, self._message, self._lost, self._heartbeat)
+        self.link = client.connect(
+            settings, register, self.loop, self._message, self._lost, self._heartbeat, self.away.put, self._back
+        )
 
     def _message(self, message: pb.SchedulerMessage) -> None:
         self.callback_threads.add(threading.current_thread())
@@ -96,6 +130,9 @@ class Member:
     def _lost(self, error: errors.BytePSError) -> None:
         self.callback_threads.add(threading.current_thread())
         self.lost.put(error)
+
+    def _back(self) -> None:
+        self.back.release()
 
     def _heartbeat(self) -> pb.Heartbeat:
         self.callback_threads.add(threading.current_thread())

@@ -219,6 +219,7 @@ class ThreadedSession(Session):
         self.num_machines = len(cluster.machines)
         self.machine_index, self.local_rank = cluster.place(rank)
         self.local_size = cluster.machines[self.machine_index]
+        self.is_homogeneous = len(set(cluster.machines)) == 1
         self.declarations = 0  # calls of declare that had something new
         self._slots: dict[str, Slot] = {}
         self._layouts: dict[Slot, Layout] = {}

@@ -23,7 +23,7 @@ MAX_EARLY = 1 << 16
 @dataclass(slots=True, eq=False)
 class Parcel:
     """Bytes that came, or come: ``payload``, or ``ready`` bytes so far at ``offset`` of the sender's ``segment``.
-    ``done``: how many have been copied from there."""
+    ``done``: how many have been copied from there. ``due``: bytes that its sender expects in turn, or -1."""
 
     total: int
     payload: bytes | None
@@ -31,6 +31,7 @@ class Parcel:
     id: int = 0
     segment: int = 0
     offset: int = 0
+    due: int = -1
     done: int = 0
 
     @property
@@ -67,6 +68,10 @@ class Stream:
         """The number of the next parcel from ``source``."""
         number = self.expected[source] = self.expected.get(source, 0) + 1
         return number
+
+    def has_next(self, source: int) -> bool:
+        """True if the next parcel from ``source`` that nobody expects yet is there, or begins to be."""
+        return self.expected.get(source, 0) + 1 in self.flows[source].parcels
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +137,9 @@ class Ledger:
         elif kind == Kind.JOINED:
             self.joined.add(source)
         else:
-            parcel = Parcel(message.total, payload, message.ready, message.id, message.segment, message.offset)
+            parcel = Parcel(
+                message.total, payload, message.ready, message.id, message.segment, message.offset, message.due
+            )
             flow = self._flow(message.stream, source)
             if message.number in flow.parcels:
                 raise ProtocolError(f"local rank {source} sent parcel {message.number} of a stream twice")

@@ -26,7 +26,8 @@ class Kind(enum.IntEnum):
 class Message(NamedTuple):
     """``source``: the local rank that says it. ``era``: how often all ranks have joined. ``stream``: the key of one.
     ``number``: of a parcel among those that the stream brings from there to here. ``total``: its bytes. ``id``: what
-    the sender calls it; 0 if the sender need not know when it is taken."""
+    the sender calls it; 0 if the sender need not know when it is taken. ``due``: bytes that the sender of a parcel
+    expects in turn from the one it is for; -1: it does not say."""
 
     kind: int
     source: int
@@ -38,9 +39,10 @@ class Message(NamedTuple):
     ready: int = 0
     id: int = 0
     offset: int = 0
+    due: int = -1
 
 
-_RECORD = struct.Struct("<HHIQQQQQQQ")
+_RECORD = struct.Struct("<HHIQQQQQQQq")
 RECORD_BYTES = _RECORD.size
 pack = _RECORD.pack  # its arguments are the fields, in order: this is the hot path
 _KINDS = frozenset(map(int, Kind))

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from byteps_py.errors import BytePSError, JoinedError, MismatchError, ProtocolError
+from byteps_py.errors import JoinedError, MismatchError, ProtocolError
 from byteps_py.session import protocol
 from byteps_py.session.nearby import messages
 from byteps_py.session.nearby.ledger import Ledger, Parcel, Stream
@@ -106,20 +106,29 @@ class Neighbours:
             self._patience.until(lambda: stream.unacknowledged < WINDOW, wait, timeout_s)
             self._patience.ended(wait)
 
-    def send(self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], is_led: bool) -> None:
+    def send(
+        self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], is_led: bool, dues: Sequence[int] = ()
+    ) -> None:
         """The stream's next parcel, end to end of ``spans``, to each of ``targets``. Over when it is copied.
 
-        ``is_led``: targets don't send in turn, so what is small, too, has to be acknowledged.
+        ``is_led``: targets don't send in turn, so what is small, too, has to be acknowledged. ``dues``: bytes that this
+        rank expects of each target in turn, so that both find out if they disagree; none if nobody else need know.
         """
         self._host.check_open()
         nbytes = spans[0][1] if len(spans) == 1 else sum(length for _, length in spans)
         if nbytes <= INLINE_BYTES:
-            self._send_inline(stream, targets, spans, nbytes, is_led)
+            self._send_inline(stream, targets, spans, nbytes, is_led, dues)
         else:
-            self._lay(stream, targets, spans, nbytes)
+            self._lay(stream, targets, spans, nbytes, dues)
 
     def _send_inline(
-        self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], nbytes: int, is_led: bool
+        self,
+        stream: Stream,
+        targets: Sequence[int],
+        spans: Sequence[Span],
+        nbytes: int,
+        is_led: bool,
+        dues: Sequence[int],
     ) -> None:
         parcel_id = 0
         if is_led:
@@ -127,12 +136,14 @@ class Neighbours:
                 parcel_id = self._ledger.send(stream, targets, None)
         data = b"".join([ctypes.string_at(address, length) for address, length in spans])
         era, me, key = self._ledger.era, self._me, stream.key
-        for target in targets:
-            number = stream.send(target)
-            record = messages.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, parcel_id, 0)
+        for at, target in enumerate(targets):
+            number, due = stream.send(target), dues[at] if dues else -1
+            record = messages.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, parcel_id, 0, due)
             self._outboxes[target].send(record + data)
 
-    def _lay(self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], nbytes: int) -> None:
+    def _lay(
+        self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], nbytes: int, dues: Sequence[int]
+    ) -> None:
         with self._books:
             block, segment = self._outgoing.allocate(nbytes)
             parcel_id = self._ledger.send(stream, targets, block)
@@ -145,24 +156,23 @@ class Neighbours:
                 done += part
                 if done - ready < CHUNK_BYTES and done < nbytes:
                     continue
-                for target in targets:
+                for at, target in enumerate(targets):
                     outbox = self._outboxes[target]
                     if ready:
-                        outbox.send(messages.pack(_MORE, me, era, 0, 0, 0, nbytes, done, parcel_id, 0))
+                        outbox.send(messages.pack(_MORE, me, era, 0, 0, 0, nbytes, done, parcel_id, 0, -1))
                         continue
                     if outbox.announced <= block.segment:
                         self._announce(outbox)
-                    number = stream.send(target)
-                    outbox.send(
-                        messages.pack(_LAID, me, era, block.segment, key, number, nbytes, done, parcel_id, block.offset)
-                    )
+                    number, due = stream.send(target), dues[at] if dues else -1
+                    where, offset = block.segment, block.offset
+                    outbox.send(messages.pack(_LAID, me, era, where, key, number, nbytes, done, parcel_id, offset, due))
                 ready = done
 
     def _announce(self, outbox: Outbox) -> None:
         with self._books:
             segments = self._outgoing.segments[outbox.announced :]
             for number, segment in enumerate(segments, outbox.announced):
-                record = messages.pack(_SEGMENT, self._me, self._ledger.era, number, 0, 0, segment.nbytes, 0, 0, 0)
+                record = messages.pack(_SEGMENT, self._me, self._ledger.era, number, 0, 0, segment.nbytes, 0, 0, 0, -1)
                 outbox.send(record, segment.fd)
             outbox.announced += len(segments)
 
@@ -171,17 +181,19 @@ class Neighbours:
     def collect(self, receipt: Receipt, timeout_s: float) -> None:
         """Copy what comes to where it belongs; return when all of it is there. What has come stays, if called again.
 
-        Raises StallError, MismatchError, JoinedError and what ends the session.
+        Raises StallError, MismatchError (once all is there; what is not as long as it should be is let go), JoinedError
+        and what ends the session.
         """
         left = receipt.left
         deadline = time.monotonic() + timeout_s if left else 0.0
         while left:
-            source, number, spans, nbytes = left[-1]
+            source, number, spans, nbytes, sent = left[-1]
             parcels = receipt.stream.flows[source].parcels
             parcel = parcels.get(number)
             if parcel is not None and parcel.has_news:
-                self._check(receipt.stream, source, parcel, nbytes)
-                if self._take(source, parcel, spans):
+                if parcel.total != nbytes or parcel.due != sent:
+                    receipt.error = receipt.error or self._difference(receipt.stream, source, parcel, nbytes, sent)
+                if self._take(source, parcel, spans if parcel.total == nbytes else ()):
                     del parcels[number]
                     left.pop()
                 continue
@@ -190,6 +202,19 @@ class Neighbours:
             self._await_parcel(receipt.wait, source, parcels, number, deadline - time.monotonic())
         if receipt.wait is not None:
             self._patience.ended(receipt.wait)
+        if receipt.error is not None:
+            raise receipt.error
+
+    def await_next(self, streams: Sequence[tuple[Stream, int]], timeout_s: float) -> None:
+        """Return when one of these streams has a parcel of this source that nobody expects yet. Raises StallError and
+        what ends the session."""
+
+        def has_come() -> bool:
+            return any(stream.has_next(source) for stream, source in streams)
+
+        self.take_messages()
+        if not has_come():
+            self._host.wait_until(has_come, timeout_s, lambda: "nothing came from anybody")
 
     def look(self, receipt: Receipt) -> bool:
         """True if ``collect`` would not block. Takes what messages there are."""
@@ -218,12 +243,14 @@ class Neighbours:
                 f"{self._first_rank + source} has joined"
             )
 
-    def _check(self, stream: Stream, source: int, parcel: Parcel, nbytes: int) -> None:
-        """Raises MismatchError if it is not as long as it should be: on every rank, the job is at its end."""
-        if parcel.total == nbytes:
-            return
-        ranks = (self._first_rank + source, self._first_rank + self._me)
-        raise self.failed(MismatchError(differing(stream.name, ranks[0], parcel.total, ranks[1], nbytes)))
+    def _difference(self, stream: Stream, source: int, parcel: Parcel, nbytes: int, sent: int) -> MismatchError | None:
+        """What is wrong with a parcel that is not as long as it should be, or whose sender expects something else."""
+        other, own = self._first_rank + source, self._first_rank + self._me
+        if parcel.total != nbytes:
+            return MismatchError(differing(stream.name, other, parcel.total, own, nbytes))
+        if parcel.due < 0 or sent < 0:
+            return None
+        return MismatchError(differing(stream.name, own, sent, other, parcel.due))
 
     def _take(self, source: int, parcel: Parcel, spans: Sequence[Span]) -> bool:
         """Copy what is there of it. True if that was all."""
@@ -247,7 +274,9 @@ class Neighbours:
             if ready < parcel.total:
                 return False
         if parcel.id:
-            self._outboxes[source].send(messages.pack(_TAKEN, self._me, self._ledger.era, 0, 0, 0, 0, 0, parcel.id, 0))
+            self._outboxes[source].send(
+                messages.pack(_TAKEN, self._me, self._ledger.era, 0, 0, 0, 0, 0, parcel.id, 0, -1)
+            )
         return True
 
     # ---- messages --------------------------------------------------------------------------------------
@@ -280,14 +309,9 @@ class Neighbours:
 
     # ---- ends ------------------------------------------------------------------------------------------
 
-    def failed(self, error: BytePSError) -> BytePSError:
-        """The job can't go on: let everybody know. Returns the error, to be raised."""
-        self._host.tell(protocol.pack(protocol.Kind.REPORT, error=type(error).__name__, message=str(error)))
-        return error
-
     def join(self) -> None:
         """This rank has no more data: tell those it has met."""
-        record = messages.pack(_JOINED, self._me, self._ledger.era, 0, 0, 0, 0, 0, 0, 0)
+        record = messages.pack(_JOINED, self._me, self._ledger.era, 0, 0, 0, 0, 0, 0, 0, -1)
         for outbox in self._outboxes.values():
             outbox.send(record)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from byteps_py.errors import StallError
-from byteps_py.tensors import Layout, Op
+from byteps_py.tensors import Layout, Op, Sizes
 from byteps_py.torch.distributed.arguments import Landing, nbytes_of, octets
 from byteps_py.torch.distributed.direct import spec_of
 from byteps_py.torch.distributed.lanes import Lane
@@ -27,8 +27,6 @@ from byteps_py.torch.distributed.work import Pending, Surroundings
 
 #: Of a channel, used in turn. The service keeps two rounds of each for a receiver that is late.
 LANES = 2
-#: How long a receive from anybody looks at one sender before it looks at the next.
-_LOOK_S = 0.002
 
 
 class Message(Pending):
@@ -44,16 +42,29 @@ class Message(Pending):
         self.lane: Lane | None = None
         self.failure: Exception | None = None
         self.source = source
+        self.turn = 0  # among the lanes of its channel
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of a receive: how its size is compared."""
+        return Sizes.PLAIN if self.tensor.numel() else Sizes.CHECKED
+
+    def given(self, operation: Operation) -> Pending:
+        """``operation`` carries it out. Returns what keeps the lane until it is over."""
+        return operation
 
     def _complete(self, deadline: float) -> None:
         self._slices(deadline, self._begin_within)
         if self.failure is not None:
             raise self.failure
         if self.operation is not None and self.source is not None:
-            self._slices(deadline, self.operation.settle)
-            self.operation.wait()
+            self._receive(self.operation, deadline)
         elif self.lane is not None:
             self._slices(deadline, self.lane.departed)
+
+    def _receive(self, operation: Operation, deadline: float) -> None:
+        self._slices(deadline, operation.settle)
+        operation.wait()
 
     def _begin_within(self, timeout_s: float) -> None:
         if not self.begun.wait(timeout_s):
@@ -62,7 +73,10 @@ class Message(Pending):
     def _is_ready(self) -> bool:
         if self.failure is not None or not self.begun.is_set():
             return self.failure is not None
-        return self.source is None or self.operation is None or self.operation.is_completed()
+        return self.source is None or self.operation is None or self._is_received(self.operation)
+
+    def _is_received(self, operation: Operation) -> bool:
+        return operation.is_completed()
 
     def source_rank(self) -> int:
         if self.source is None:
@@ -79,7 +93,7 @@ class Channel:
     peer: int
     tag: int
     is_sender: bool
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # a message may be given again while it is held
     lanes: list[Lane] = field(default_factory=list)
     calls: int = 0
     waiting: deque[Message] = field(default_factory=deque)
@@ -137,27 +151,34 @@ class Channel:
     def _begin(self, message: Message) -> None:
         """Its lane is free; called with the lock held."""
         try:
-            self._hand_over(message, self._next, self.calls % LANES)
+            message.turn = self.calls % LANES
+            self._hand_over(message, self._next)
         except Exception as error:
             message.failure = error
         self.calls += 1
         message.begun.set()
 
-    def _hand_over(self, message: Message, lane: Lane, number: int) -> None:
+    def again(self, message: Message) -> Operation:
+        """Give a message again, in the lane that it keeps."""
+        with self.lock:
+            return self._hand_over(message, self.lanes[message.turn])
+
+    def _hand_over(self, message: Message, lane: Lane) -> Operation:
         members, tensor = self.members, message.tensor
         own, other = members.position, self.peer
         nbytes = nbytes_of(tensor)
         sent, due = (nbytes, 0) if self.is_sender else (0, nbytes)
         if not lane.has_room(sent, due):
             source, target = (own, other) if self.is_sender else (other, own)
-            name = f"{members.prefix}.p2p.{members.ranks[source]}.{members.ranks[target]}.{self.tag}.{number}"
+            name = f"{members.prefix}.p2p.{members.ranks[source]}.{members.ranks[target]}.{self.tag}.{message.turn}"
             pair = (min(own, other), max(own, other))
             lane.declare(spec_of(name, Op.EXCHANGE, members.some(pair), lane, sent, due))
         nothing = (0, 0)
+        sizes = Sizes.PLAIN if self.is_sender else message.sizes
         if other < own:
-            layout = Layout(((0, sent), nothing), ((0, due), nothing))
+            layout = Layout(((0, sent), nothing), ((0, due), nothing), sizes)
         else:
-            layout = Layout((nothing, (0, sent)), (nothing, (0, due)))
+            layout = Layout((nothing, (0, sent)), (nothing, (0, due)), sizes)
         deliver: Callable[[], None]
         if self.is_sender:
             places, deliver = [(0, octets(tensor))], _nothing
@@ -173,8 +194,9 @@ class Channel:
             self.around, None, message.what, lane, tensor.device, [tensor], deliver, self.around.timeout_s
         )
         lane.begin(tensor.device, places, layout)
-        lane.occupant = operation
+        lane.occupant = message.given(operation)
         message.lane, message.operation = lane, operation
+        return operation
 
 
 def _nothing() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
 from byteps_py.torch.distributed.arguments import Landing, device_of, octets
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane, Place
@@ -73,13 +73,19 @@ class Direct:
         after: After | None = None,
     ) -> Pending:
         """Everybody's ``tensors`` to everybody."""
-        return self._start(Op.GATHER, "gather", what, [tensors], outputs, timeout_s, after)
+        return self._start(Op.GATHER, "gather", what, [tensors], outputs, timeout_s, after, Sizes.TOGETHER)
 
     def exchange(
         self, what: str, sends: Pieces, receives: Pieces, timeout_s: float, after: After | None = None
     ) -> Pending:
         """To each member what is for it, from each what is for this one."""
-        return self._start(Op.EXCHANGE, "exchange", what, sends, receives, timeout_s, after)
+        return self._start(Op.EXCHANGE, "exchange", what, sends, receives, timeout_s, after, Sizes.TOGETHER)
+
+    def finish(self) -> None:
+        """Complete what is under way. Raises StallError."""
+        with self._lock:
+            for lane in itertools.chain.from_iterable(self._lanes.values()):
+                self._around.vacate(lane)
 
     def even(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Pending:
         """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; contiguous.
@@ -102,7 +108,7 @@ class Direct:
         moved = Moved(
             [(0, mine)] if is_gather else others(mine),
             others(whole),
-            Layout(((0, share),) if is_gather else ranges, ranges),
+            Layout(((0, share),) if is_gather else ranges, ranges, Sizes.TOGETHER),
             [(whole[first:after], mine if is_gather else mine[first:after])],
             (mine.numel(), whole.numel()),
         )
@@ -115,7 +121,8 @@ class Direct:
         count = self._members.count
         sends: Pieces = [[tensor] if member == root else [] for member in range(count)]
         receives: Pieces = [[output] for output in outputs] or [[] for _ in range(count)]
-        return self._start(Op.EXCHANGE, f"gather.{root}", "gather", sends, receives, timeout_s, None)
+        sizes = _one_sided(outputs)
+        return self._start(Op.EXCHANGE, f"gather.{root}", "gather", sends, receives, timeout_s, None, sizes)
 
     def scatter_from(self, root: int, inputs: list[torch.Tensor], output: torch.Tensor, timeout_s: float) -> Pending:
         """From the root, which alone gives inputs, a tensor to each member."""
@@ -124,10 +131,19 @@ class Direct:
         count = self._members.count
         sends: Pieces = [[tensor] for tensor in inputs] or [[] for _ in range(count)]
         receives: Pieces = [[output] if member == root else [] for member in range(count)]
-        return self._start(Op.EXCHANGE, f"scatter.{root}", "scatter", sends, receives, timeout_s, None)
+        sizes = _one_sided([output])
+        return self._start(Op.EXCHANGE, f"scatter.{root}", "scatter", sends, receives, timeout_s, None, sizes)
 
     def _start(
-        self, op: Op, stream: str, what: str, sends: Pieces, receives: Pieces, timeout_s: float, after: After | None
+        self,
+        op: Op,
+        stream: str,
+        what: str,
+        sends: Pieces,
+        receives: Pieces,
+        timeout_s: float,
+        after: After | None,
+        sizes: Sizes,
     ) -> Pending:
         outgoing = [[octets(tensor) for tensor in piece] for piece in sends]
         landings = [[Landing(tensor) for tensor in piece] for piece in receives]
@@ -143,12 +159,12 @@ class Direct:
                 after.finish()
 
         if self._near is not None and device.type == "cpu":
-            if op is Op.GATHER:
-                return self._near.move(stream, what, outgoing, incoming, outputs, timeout_s, finish)
+            if sizes is Sizes.TOGETHER:
+                return self._near.move(stream, what, outgoing, incoming, outputs, timeout_s, finish, True)
             sent, due = ([piece or None for piece in pieces] for pieces in (outgoing, incoming))
-            return self._near.move(stream, what, sent, due, outputs, timeout_s, finish)
+            return self._near.move(stream, what, sent, due, outputs, timeout_s, finish, False)
         kept = self._keep_own(op, outgoing, incoming)
-        layout = Layout(_ranges(outgoing), _ranges(incoming))
+        layout = Layout(_ranges(outgoing), _ranges(incoming), sizes)
         room = (_total(outgoing), _total(incoming))
         moved = Moved(_places(outgoing), _places(incoming), layout, kept, room)
         return self._begin(op, what, moved, device, outputs, finish, timeout_s)
@@ -176,7 +192,8 @@ class Direct:
                 finish()
 
             work = Operation(self._around, self._completer, what, lane, device, outputs, deliver, timeout_s)
-            work.number = self._around.journal.record((what,), lane.name)
+            # The service compares sizes, not what they are for: to the journal, that is part of the name.
+            work.number = self._around.journal.record((what,), f"{lane.name} {what}")
             lane.begin(device, moved.outgoing, moved.layout)
             lane.occupant = work
             with torch.no_grad():  # while the others' are on their way; before another call may deliver this one
@@ -238,6 +255,11 @@ def _places(pieces: Sequence[Sequence[torch.Tensor]]) -> list[tuple[int, torch.T
         places.append((first, tensor))
         first += tensor.numel()
     return places
+
+
+def _one_sided(outputs: Sequence[torch.Tensor]) -> Sizes:
+    """How a member that gets ``outputs`` looks at sizes, where others get nothing: who only sends waits for nobody."""
+    return Sizes.PLAIN if all(output.numel() for output in outputs) else Sizes.CHECKED
 
 
 def _nothing() -> None:

@@ -10,13 +10,17 @@ calls, which must be the same on all its members.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
-from torch._C._distributed_c10d import Store
+import torch
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch.distributed import monitoring
 from byteps_py.torch.distributed.compilation import not_traced
+from byteps_py.torch.distributed.identity import Options
 from byteps_py.torch.distributed.moving import Moving
 from byteps_py.torch.distributed.reducing import Reducing
 
@@ -76,6 +80,30 @@ class BytePSProcessGroup(Reducing, Moving):
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> BytePSProcessGroup | None:
+        """What torch.distributed.split_group calls, on all members: a group of those at ``ranks``, positions in this
+        group; None on the others. ``device_types`` makes no difference: one group serves all."""
+        number = next(self._splits)
+        if self._members.position not in ranks:
+            return None
+        limit = timeout or getattr(opts, "_timeout", None) or timedelta(seconds=self._around.timeout_s)
+        options = opts if isinstance(opts, Backend.Options) else Options(limit)
+        members = self._members.split(ranks, number)
+        name = group_name or f"{self.group_name}:split:{number}"
+        group = type(self)(members, PrefixStore(f"{name}/", self._store), limit.total_seconds(), options)
+        group._is_split = True
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split:{number}")
+        return group
 
     # ---- the same by their names from torch 2.13 on -----------------------------------------------------
 

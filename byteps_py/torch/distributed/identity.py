@@ -6,7 +6,7 @@ A group is its own backend: torch looks for one per device type and asks it what
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,17 @@ class Options(Backend.Options):
     def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         super().__init__(NAME, timeout)
 
+    def __deepcopy__(self, memo: object) -> Self:
+        return type(self)(self._timeout)
+
+
+class _DeviceTypes(list[torch.device]):
+    """Of a group that torch does not know yet. It goes through them to find a backend, and if there are any it asks C++
+    for the backend, which has none: the group itself is it."""
+
+    def __bool__(self) -> bool:
+        return False
+
 
 class Identity(_Group):
     """The part of a group that says who it is."""
@@ -40,6 +51,7 @@ class Identity(_Group):
         self._name = self._description = ""
         self._options = options
         self._bound_device: torch.device | None = None
+        self._is_split = False  # from another group
 
     # ---- names -----------------------------------------------------------------------------------------
 
@@ -86,11 +98,12 @@ class Identity(_Group):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # Before torch knows the group, it would look for the backend of each: this one has none but itself.
+        found = [torch.device(name) for name in _DEVICES if name == "cpu" or torch.cuda.is_available()]
         known: Any = dist.distributed_c10d._world.pg_map
-        if self not in known:
-            return []
-        return [torch.device(name) for name in _DEVICES if name == "cpu" or torch.cuda.is_available()]
+        if self in known:
+            return found
+        # Before torch knows the group, it would look for the backend of each: this one has none but itself.
+        return _DeviceTypes(found if self._is_split else ())
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
@@ -111,9 +124,12 @@ class Identity(_Group):
 
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
-        self._bound_device = device
+        # A DeviceMesh would try to split a group that is bound to a device.
+        if self.supports_splitting:
+            self._bound_device = device
 
-    supports_splitting = False
+    #: Before torch 2.9, split_group() makes a group in C++ whose backend can't be written in Python.
+    supports_splitting = hasattr(dist.ProcessGroup, "split_group")
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
@@ -123,6 +139,9 @@ class Identity(_Group):
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Nothing to connect: it is connected from the beginning."""
+
+    def perform_nocolor_split(self, device: torch.device | None) -> None:
+        """Other members make a group: this one has no part in that."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Names, not numbers, match operations."""

@@ -23,7 +23,7 @@ from byteps_py.torch.dtypes import WIRE
 from byteps_py.torch.exchange import Mover
 
 if TYPE_CHECKING:
-    from byteps_py.torch.distributed.operation import Operation
+    from byteps_py.torch.distributed.work import Pending
 
 TORCH = {wire: dtype for dtype, wire in WIRE.items()}
 MoverOf = Callable[[torch.device], Mover]
@@ -55,7 +55,7 @@ class Lane:
         self._adopted: set[int] = set()
         self._fetched_on: torch.device | None = None  # a device that is not the host
         self.slot: Slot | None = None
-        self.occupant: Operation | None = None
+        self.occupant: Pending | None = None
         self.inputs: list[torch.Tensor] = []
         self.result = torch.empty(0)
 

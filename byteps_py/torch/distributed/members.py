@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from byteps_py.errors import UnsupportedError
 from byteps_py.session import Session
 from byteps_py.session.nearby import Neighbours
+from byteps_py.session.solo import SoloSession
 from byteps_py.torch.context import Context
 from byteps_py.torch.exchange import Mover
 
@@ -23,6 +25,12 @@ class Members:
     ranks: tuple[int, ...]
     position: int
     prefix: str
+
+    def __post_init__(self) -> None:
+        if list(self.ranks) != sorted(self.ranks):
+            raise UnsupportedError(
+                f"a process group of ranks {list(self.ranks)}: the backend byteps has groups in ascending order only"
+            )
 
     @property
     def count(self) -> int:
@@ -39,12 +47,12 @@ class Members:
 
     def local_rank(self, position: int) -> int:
         """Of a member on this machine."""
-        return self.ranks[position] - self.session.machine_index * self.session.local_size
+        return self.ranks[position] - (self.session.rank - self.session.local_rank)
 
     @property
     def neighbours(self) -> Neighbours | None:
         """The other ranks of this machine, if all members are among them."""
-        first = self.session.machine_index * self.session.local_size
+        first = self.session.rank - self.session.local_rank
         if self.count > 1 and first <= self.ranks[0] and self.ranks[-1] < first + self.session.local_size:
             return self.session.nearby
         return None
@@ -52,6 +60,13 @@ class Members:
     def root(self, position: int) -> int:
         """The rank of a member, as the session knows it."""
         return self.ranks[position] if self.session.size > 1 else 0
+
+    def split(self, positions: Sequence[int], number: int) -> Members:
+        """A group of some of them, this process among them; ``number``: of the splits of this group so far."""
+        ranks = tuple(self.ranks[p] for p in positions)
+        session = self.context.session if len(ranks) > 1 else SoloSession()
+        name = f"{self.prefix}.split.{number}.{_digest(ranks)}"
+        return Members(self.context, session, ranks, positions.index(self.position), name)
 
     def mover(self, device: torch.device) -> Mover:
         return self.context.mover(device)
@@ -62,5 +77,8 @@ def prefix_of(epoch: int, name: str, ranks: Sequence[int]) -> str:
 
     Disjoint groups may have the same name, where not all ranks have made the same ones: hence the ranks.
     """
-    who = hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=6).hexdigest()
-    return f"c10d.{epoch}.{name}.{who}"
+    return f"c10d.{epoch}.{name}.{_digest(ranks)}"
+
+
+def _digest(ranks: Sequence[int]) -> str:
+    return hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=6).hexdigest()

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from byteps_py.errors import MismatchError
 from byteps_py.session.nearby import Neighbours, Receipt, Span, Stream
+from byteps_py.tensors import differing
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.work import Pending, Surroundings
@@ -49,7 +51,7 @@ class Passage(Pending):
 
     def _complete(self, deadline: float) -> None:
         receipt = self._receipt
-        if receipt.left:
+        if receipt.left or receipt.error is not None:
             self._slices(deadline, lambda timeout_s: self._neighbours.collect(receipt, timeout_s))
         if self._finish is not None:
             self._finish()
@@ -88,7 +90,7 @@ class Near:
         self.others = {p: members.local_rank(p) for p in range(members.count) if p != members.position}
         self._all = tuple(self.others.values())
         self._members = members
-        self._around = around
+        self.around = around
         self._completer = completer
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
@@ -110,14 +112,18 @@ class Near:
         finish: Callable[[], None] | None = None,
         own: Own | None = None,
         is_led: bool = False,
+        together: bool = False,
     ) -> Passage:
         """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send.
-        ``own``: what this member has for itself, and where it goes."""
+        ``own``: what this member has for itself, and where it goes. ``together``: all send to all, and who sends is
+        told, too, if sizes differ."""
         with self._lock:
             line = self._begin(name)
             for position, spans in sends.items():
-                self.neighbours.send(line.stream, (self.others[position],), spans, is_led)
-            return self._follow(line, what, receives, outputs, timeout_s, finish, own)
+                dues = (total(receives[position]),) if together else ()
+                self.neighbours.send(line.stream, (self.others[position],), spans, is_led, dues)
+            sent = {position: total(spans) for position, spans in sends.items()} if together else {}
+            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent)
 
     def to_all(
         self,
@@ -130,13 +136,25 @@ class Near:
         finish: Callable[[], None] | None = None,
         own: Own | None = None,
         is_led: bool = False,
+        together: bool = False,
     ) -> Passage:
         """The same, where a member sends all others the same, or (None) nothing."""
         with self._lock:
             line = self._begin(name)
+            sent: Mapping[int, int] = {}
             if sends is not None:
-                self.neighbours.send(line.stream, self._all, sends, is_led)
-            return self._follow(line, what, receives, outputs, timeout_s, finish, own)
+                dues = [total(receives[position]) for position in self.others] if together else ()
+                self.neighbours.send(line.stream, self._all, sends, is_led, dues)
+                if together:
+                    sent = dict.fromkeys(self.others, total(sends))
+            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent)
+
+    def finish(self) -> None:
+        """Complete what is under way. Raises StallError."""
+        with self._lock:
+            for line in self._lines.values():
+                for work in list(line.under_way):
+                    self.around.finish(work)
 
     def await_meeting(self, timeout_s: float) -> None:
         """Return when all members can be reached. Raises StallError and what ends the session."""
@@ -152,7 +170,7 @@ class Near:
     # ---- with the lock held ----------------------------------------------------------------------------
 
     def _begin(self, name: str) -> _Line:
-        around = self._around
+        around = self.around
         around.check()
         line = self._lines.get(name)
         if line is None:
@@ -175,14 +193,20 @@ class Near:
         timeout_s: float,
         finish: Callable[[], None] | None,
         own: Own | None,
+        sent: Mapping[int, int],
     ) -> Passage:
-        if own is not None:  # while the others' are on their way; before another call may deliver this one
-            keep(*own)
         receipt = Receipt(line.stream)
+        if own is not None:  # while the others' are on their way; before another call may deliver this one
+            mine, due = total(own[0]), total(own[1])
+            if mine == due:
+                keep(*own)
+            else:
+                rank = self._members.ranks[self._members.position]
+                receipt.error = MismatchError(differing(line.stream.name, rank, mine, rank, due))
         for position, spans in receives.items():
-            receipt.expect(self.others[position], spans, total(spans))
-        work = Passage(self._around, self._completer, what, self.neighbours, receipt, outputs, finish, timeout_s)
-        work.number = self._around.journal.record((what,), line.stream.name)
+            receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
+        work = Passage(self.around, self._completer, what, self.neighbours, receipt, outputs, finish, timeout_s)
+        work.number = self.around.journal.record((what,), line.stream.name)
         if receipt.left:
             work.line = line.under_way
             line.under_way.append(work)

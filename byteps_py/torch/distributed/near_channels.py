@@ -92,6 +92,11 @@ class NearReceive(Pending):
         with contextlib.suppress(ValueError):  # it has been removed
             self._channel.remove(self)
 
+    @property
+    def received(self) -> torch.Tensor:
+        """The message, when it is over."""
+        return self.tensor
+
     def source_rank(self) -> int:
         return self._source
 
@@ -171,7 +176,7 @@ class NearReceiver:
         self._peer = peer
         self._source = near.others[peer]
         self._stream = _stream(members, near, peer, members.position, tag)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._under_way: deque[NearReceive] = deque()
         self._is_served = False
 
@@ -199,6 +204,16 @@ class NearReceiver:
                 self._is_served = True  # the sender may be waited for that way, and this rank wait for it elsewhere
                 POOL.run(self._serve)
             return message
+
+    @property
+    def next(self) -> tuple[Stream, int]:
+        """The stream, and whose messages it brings."""
+        return self._stream, self._source
+
+    def post_if_there(self, what: str, like: torch.Tensor) -> NearReceive | None:
+        """The next message, for a tensor like this one, if there is one that nobody has asked for."""
+        with self._lock:
+            return self.post(what, torch.empty_like(like)) if self._stream.has_next(self._source) else None
 
     def _serve(self) -> None:
         while True:

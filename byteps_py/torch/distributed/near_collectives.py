@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from byteps_py.errors import MismatchError
+from byteps_py.errors import JoinedError
 from byteps_py.session.nearby import Span
-from byteps_py.tensors import Op, differing
+from byteps_py.tensors import Op
 from byteps_py.torch.distributed.arguments import Landing, octets
 from byteps_py.torch.distributed.members import Members
-from byteps_py.torch.distributed.near import Near, Own, Passage, total
+from byteps_py.torch.distributed.near import Near, Own, Passage
+from byteps_py.torch.distributed.work import Pending, Surroundings
 
 _NOTHING: Sequence[Span] = ((0, 0),)
 
@@ -39,6 +40,37 @@ def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
+class NearBarrier(Pending):
+    """``otherwise``: begins it through the service, where a rank that has joined counts as being there. If one has, all
+    others find that out, as each needs a word of it."""
+
+    def __init__(
+        self, around: Surroundings, passage: Passage, otherwise: Callable[[], Pending], timeout_s: float
+    ) -> None:
+        super().__init__(around, "barrier", [], timeout_s)
+        self.number = passage.number
+        self._work: Pending = passage
+        self._otherwise: Callable[[], Pending] | None = otherwise
+
+    def _complete(self, deadline: float) -> None:
+        self._slices(deadline, lambda timeout_s: self._work.settle(timeout_s))
+        self._turn()
+        self._slices(deadline, lambda timeout_s: self._work.settle(timeout_s))
+        self._work.wait()
+
+    def _is_ready(self) -> bool:
+        if self._work.is_completed():
+            self._turn()
+        return self._work.is_completed()
+
+    def _turn(self) -> None:
+        """The first way has come to its end: take the other one, if it has to be."""
+        otherwise = self._otherwise
+        if otherwise is not None and isinstance(self._work.exception(), JoinedError):
+            self._otherwise = None
+            self._work = otherwise()
+
+
 class NearCollectives:
     """All tensors in the host's memory; those of ``even``, ``gather`` and ``scatter`` plain, those of ``move`` flat."""
 
@@ -46,7 +78,6 @@ class NearCollectives:
         self._near = near
         self._own = members.position
         self._count = members.count
-        self._rank = members.ranks[members.position]
 
     def even(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Passage:
         """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both."""
@@ -55,18 +86,19 @@ class NearCollectives:
         receives = {position: (pieces[position],) for position in near.others}
         if op is Op.GATHER:
             mine = (span(source),)
-            kept = self._kept(what, mine, (pieces[own],))
-            return near.to_all("gather", what, mine, receives, [target], timeout_s, None, kept)
+            kept = (mine, (pieces[own],))
+            return near.to_all("gather", what, mine, receives, [target], timeout_s, None, kept, together=True)
         sent = self._shares(source)
         sends = {position: (sent[position],) for position in near.others}
-        return near.begin("exchange", what, sends, receives, [target], timeout_s, None, ((sent[own],), (pieces[own],)))
+        kept = ((sent[own],), (pieces[own],))
+        return near.begin("exchange", what, sends, receives, [target], timeout_s, None, kept, together=True)
 
     def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor], root: int, timeout_s: float) -> Passage:
         """Everybody's tensor to the root, which alone has ``outputs``."""
         near, mine, stream = self._near, (span(tensor),), f"gather.{root}"
         if root != self._own:
             return near.begin(stream, "gather", {root: mine}, {}, [], timeout_s, is_led=True)
-        kept = self._kept("gather", mine, (span(outputs[root]),))
+        kept = (mine, (span(outputs[root]),))
         receives = {position: (span(outputs[position]),) for position in near.others}
         return near.begin(stream, "gather", {}, receives, outputs, timeout_s, None, kept)
 
@@ -75,7 +107,7 @@ class NearCollectives:
         near, target, stream = self._near, (span(output),), f"scatter.{root}"
         if root != self._own:
             return near.begin(stream, "scatter", {}, {root: target}, [output], timeout_s)
-        kept = self._kept("scatter", (span(inputs[root]),), target)
+        kept = ((span(inputs[root]),), target)
         sends = {position: (span(inputs[position]),) for position in near.others}
         return near.begin(stream, "scatter", sends, {}, [output], timeout_s, None, kept, is_led=True)
 
@@ -91,10 +123,11 @@ class NearCollectives:
             target, finish = landing.memory, landing.land
         return near.to_all(stream, "broadcast", None, {root: (span(target),)}, [tensor], timeout_s, finish)
 
-    def barrier(self, timeout_s: float) -> Passage:
-        """Done when every member has called it."""
+    def barrier(self, otherwise: Callable[[], Pending], timeout_s: float) -> NearBarrier:
+        """Done when every member has called it, or joined."""
         receives = dict.fromkeys(self._near.others, _NOTHING)
-        return self._near.to_all("barrier", "barrier", _NOTHING, receives, [], timeout_s)
+        passage = self._near.to_all("barrier", "barrier", _NOTHING, receives, [], timeout_s)
+        return NearBarrier(self._near.around, passage, otherwise, timeout_s)
 
     def move(
         self,
@@ -105,31 +138,25 @@ class NearCollectives:
         outputs: list[torch.Tensor],
         timeout_s: float,
         finish: Callable[[], None],
+        together: bool,
     ) -> Passage:
         """Flat tensors, end to end, to each member and from each; None: nothing at all. One entry in ``sends``: that
-        to all."""
+        to all. ``together``: see Near."""
         near, own = self._near, self._own
         is_gather = len(sends) == 1
         mine, theirs = sends[0 if is_gather else own], receives[own]
-        kept = None
+        kept: Own | None = None
         if mine is not None and theirs is not None:
-            kept = self._kept(what, spans(mine), spans(theirs))
+            kept = (spans(mine), spans(theirs))
         due = {p: spans(piece) for p, piece in enumerate(receives) if p != own and piece is not None}
         if is_gather:
             whole = spans(sends[0] or ())
-            return near.to_all(stream, what, whole, due, outputs, timeout_s, finish, kept)
+            return near.to_all(stream, what, whole, due, outputs, timeout_s, finish, kept, together=together)
         sent = {p: spans(piece) for p, piece in enumerate(sends) if p != own and piece is not None}
         is_led = len(sent) != len(due)
-        return near.begin(stream, what, sent, due, outputs, timeout_s, finish, kept, is_led)
+        return near.begin(stream, what, sent, due, outputs, timeout_s, finish, kept, is_led, together)
 
     def _shares(self, tensor: torch.Tensor) -> list[Span]:
         """Equal pieces of it, one for each member."""
         address, share = tensor.data_ptr(), tensor.nbytes // self._count
         return [(address + at * share, share) for at in range(self._count)]
-
-    def _kept(self, what: str, sources: Sequence[Span], targets: Sequence[Span]) -> Own:
-        """What this member has for itself. Raises MismatchError if it does not fit: then the job is at its end."""
-        sent, due = total(sources), total(targets)
-        if sent != due:
-            raise self._near.neighbours.failed(MismatchError(differing(what, self._rank, sent, self._rank, due)))
-        return sources, targets

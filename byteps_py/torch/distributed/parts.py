@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,16 +44,51 @@ class Parts(Identity):
         self._members = members
         self._store = store
         self._leave = leave
-        look_s = _LOOKS * members.context.settings.heartbeat_timeout_s
+        look_s = _LOOKS * members.context.settings.patience_s
         self._around = Surroundings(timeout_s, Journal(members, store), look_s)
         self._completer = Completer()
         neighbours = members.neighbours
-        near = Near(members, neighbours, self._around, self._completer) if neighbours is not None else None
-        collectives = NearCollectives(members, near) if near is not None else None
-        self._reductions = Reductions(members, self._around, self._completer, collectives)
-        self._direct = Direct(members, self._around, self._completer, collectives)
-        self._channels = PointToPoint(members, self._around, near)
+        self._near = None  # stays: members that have joined may come back to this group at any time, or never
+        if neighbours is not None:
+            self._near = Near(members, neighbours, self._around, self._completer)
+            members.context.until_join.add(self._near)
         self._coalesced: list[Pending] | None = None
+        self._splits = itertools.count()
+        self._building = threading.Lock()
+        self._joins = -1
+        self._parts = self._built()
+
+    def _built(self) -> tuple[Reductions, Direct, PointToPoint]:
+        """The parts, new ones after each ``byteps_py.join()``: what they have declared is void, and members have not
+        called equally often."""
+        members = self._members
+        joins = members.context.joins
+        if joins != self._joins:
+            with self._building:
+                if joins != self._joins:
+                    if joins:
+                        members = dataclasses.replace(members, prefix=f"{members.prefix}.{joins}")
+                    self._around.journal = Journal(members, self._store)
+                    near = self._near
+                    collectives = NearCollectives(members, near) if near is not None else None
+                    reductions = Reductions(members, self._around, self._completer, collectives)
+                    direct = Direct(members, self._around, self._completer, collectives)
+                    channels = PointToPoint(members, self._around, near)
+                    members.context.until_join.update((reductions, direct))
+                    self._parts, self._joins = (reductions, direct, channels), joins
+        return self._parts
+
+    @property
+    def _reductions(self) -> Reductions:
+        return self._built()[0]
+
+    @property
+    def _direct(self) -> Direct:
+        return self._built()[1]
+
+    @property
+    def _channels(self) -> PointToPoint:
+        return self._built()[2]
 
     # ---- coalescing ------------------------------------------------------------------------------------
 

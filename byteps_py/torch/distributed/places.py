@@ -66,6 +66,10 @@ class Places:
         self._by_kind: OrderedDict[Kind, Place] = OrderedDict()
         self._vacant: list[Place] = []
 
+    def all(self) -> list[Place]:
+        """Those that kinds have, or had before members disagreed about them."""
+        return [*self._by_kind.values(), *self._vacant]
+
     def find(self, kind: Kind) -> Place:
         """The place of ``kind``; a new one, or another kind's, if it has none."""
         place = self._by_kind.get(kind)

@@ -8,12 +8,13 @@ from collections import deque
 
 import torch
 
-from byteps_py.errors import StallError, UsageError
+from byteps_py.errors import MismatchError, StallError, UsageError
 from byteps_py.torch.distributed.arguments import nbytes_of
 from byteps_py.torch.distributed.channels import Channel, Message
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
 from byteps_py.torch.distributed.near_channels import NearReceive, NearReceiver, NearSender
+from byteps_py.torch.distributed.posted import Posted
 from byteps_py.torch.distributed.work import Pending, Surroundings
 
 #: How long a receive from anybody looks at one sender before it looks at the next.
@@ -31,7 +32,7 @@ class PointToPoint:
         self._receivers: dict[tuple[int, int], NearReceiver] = {}
         self._lock = threading.Lock()
         self._channels: dict[tuple[int, int, bool], Channel] = {}
-        self._kept: dict[tuple[int, int], deque[Message | NearReceive]] = {}  # posted for anybody's, not yet taken
+        self._kept: dict[tuple[int, int], deque[Posted]] = {}  # for anybody's, not yet taken
         self._anybody = threading.Lock()
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -46,10 +47,9 @@ class PointToPoint:
         what = f"receive from rank {self._members.ranks[peer]}, tag {tag}"
         with self._lock:
             kept = self._kept.get((peer, tag))
-            if kept:
-                _check_size(kept[0].tensor, tensor, what)
             early = kept.popleft() if kept else None
         if early is not None:
+            early.ask_for(tensor.detach(), is_final=True)
             return Taken(self._around, what, early, tensor, self._around.timeout_s)
         return self._post(what, tensor.detach(), peer, tag)
 
@@ -61,7 +61,7 @@ class PointToPoint:
 
     def receive_from_anybody(self, tensor: torch.Tensor, tag: int) -> Pending:
         """The first message of this tag to come. A receive is posted for every member; those that stay without a
-        message are taken by later receives, which must expect as many bytes."""
+        message are taken by later receives."""
         return FromAnybody(self._around, self, tensor, tag)
 
     def _check(self, peer: int) -> None:
@@ -95,29 +95,55 @@ class PointToPoint:
 
     # ---- from anybody ----------------------------------------------------------------------------------
 
-    def first_of(self, like: torch.Tensor, tag: int, timeout_s: float) -> Message | NearReceive:
+    def first_of(self, like: torch.Tensor, tag: int, timeout_s: float) -> Posted | NearReceive:
         """The message of the first member whose message is there. Raises StallError."""
         deadline = time.monotonic() + timeout_s
+        others = [peer for peer in range(self._members.count) if peer != self._members.position]
         with self._anybody:
-            posted = {p: self._posted(p, tag, like) for p in range(self._members.count) if p != self._members.position}
+            if self._near is not None and like.is_cpu:
+                return self._first_near(self._near, like, tag, deadline)
             while True:
+                posted = {peer: self._posted(peer, tag, like) for peer in others}
                 for peer, message in posted.items():
-                    if message.is_completed():
-                        with self._lock:
-                            self._kept[peer, tag].popleft()
+                    if message.differs:  # the first message to come; the caller is told
+                        message.ask_for(like, is_final=True)
+                    if message.is_completed() and self._take(peer, tag, message):
                         return message
                 if time.monotonic() > deadline:
                     raise StallError(f"receive from anybody, tag {tag}: no message")
                 for message in posted.values():
                     _look(message)
 
-    def _posted(self, peer: int, tag: int, like: torch.Tensor) -> Message | NearReceive:
+    def _first_near(self, near: Near, like: torch.Tensor, tag: int, deadline: float) -> NearReceive:
+        """On one machine a message is seen before anybody asks for it: there is no need to ask in vain."""
+        receivers = {peer: self._receiver(near, peer, tag) for peer in near.others}
+        while True:
+            near.neighbours.await_next([r.next for r in receivers.values()], max(0.0, deadline - time.monotonic()))
+            for peer, receiver in receivers.items():
+                what = f"receive from anybody (rank {self._members.ranks[peer]}), tag {tag}"
+                message = receiver.post_if_there(what, like)
+                if message is not None:
+                    return message
+
+    def _take(self, peer: int, tag: int, message: Posted) -> bool:
+        """False if a receive from this member was sooner."""
+        with self._lock:
+            kept = self._kept[peer, tag]
+            is_there = bool(kept) and kept[0] is message
+            if is_there:
+                kept.popleft()
+            return is_there
+
+    def _posted(self, peer: int, tag: int, like: torch.Tensor) -> Posted:
         with self._lock:
             kept = self._kept.setdefault((peer, tag), deque())
-            if kept:
-                return kept[0]
-        what = f"receive from anybody (rank {self._members.ranks[peer]}), tag {tag}"
-        message = self._post(what, torch.empty_like(like), peer, tag)
+            message = kept[0] if kept else None
+        if message is not None:
+            message.ask_for(like, is_final=False)
+            return message
+        channel = self._channel(peer, tag, False)
+        message = Posted(channel, f"receive from anybody (rank {self._members.ranks[peer]}), tag {tag}", like)
+        channel.post(message)
         with self._lock:
             kept.append(message)
         return message
@@ -133,16 +159,14 @@ def _look(message: Pending) -> None:
 class Taken(Pending):
     """A receive for which a receive from anybody has been posted already."""
 
-    def __init__(
-        self, around: Surroundings, what: str, early: Message | NearReceive, tensor: torch.Tensor, timeout_s: float
-    ) -> None:
+    def __init__(self, around: Surroundings, what: str, early: Posted, tensor: torch.Tensor, timeout_s: float) -> None:
         super().__init__(around, what, [tensor], timeout_s)
         self._early = early
 
     def _complete(self, deadline: float) -> None:
         self._slices(deadline, self._early.settle)
         self._early.wait()
-        _copy(self._early.tensor, self._outputs[0], self.what)
+        _copy(self._early.received, self._outputs[0], self.what)
 
     def _is_ready(self) -> bool:
         return self._early.is_completed()
@@ -158,14 +182,14 @@ class FromAnybody(Pending):
         super().__init__(around, f"receive from anybody, tag {tag}", [tensor], around.timeout_s)
         self._owner = owner
         self._tag = tag
-        self._found: Message | NearReceive | None = None
+        self._found: Posted | NearReceive | None = None
 
     def _complete(self, deadline: float) -> None:
         self._slices(deadline, self._find)
         found = self._found
         if found is not None:
             found.wait()
-            _copy(found.tensor, self._outputs[0], self.what)
+            _copy(found.received, self._outputs[0], self.what)
 
     def _find(self, timeout_s: float) -> None:
         if self._found is None:
@@ -185,13 +209,9 @@ class FromAnybody(Pending):
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, what: str) -> None:
-    _check_size(source, target, what)
-    target.detach().copy_(source.view(target.dtype).view(target.shape))
-
-
-def _check_size(posted: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    if nbytes_of(posted) != nbytes_of(wanted):
-        raise UsageError(
-            f"{what}: a receive from anybody was posted before for messages of {nbytes_of(posted)} bytes, and this one "
-            f"expects {nbytes_of(wanted)}; use another tag for receives from anybody"
+    if nbytes_of(source) != nbytes_of(target):
+        raise MismatchError(
+            f"{what}: a message of {nbytes_of(source)} bytes came, {nbytes_of(target)} were expected; give matching "
+            "sizes on both"
         )
+    target.detach().copy_(source.view(target.dtype).view(target.shape))

@@ -97,11 +97,15 @@ class Reductions:
 
     def barrier(self, timeout_s: float) -> Pending:
         """Done when every member has called it."""
+
+        def through_the_service() -> Operation:
+            token = torch.zeros(1, dtype=torch.uint8)
+            return self.reduce("barrier", [token], [], Reduction(), timeout_s)
+
         if self._near is not None and self._has_met_at_barrier:
-            return self._near.barrier(timeout_s)
+            return self._near.barrier(through_the_service, timeout_s)
         self._has_met_at_barrier = True  # as with a broadcast
-        token = torch.zeros(1, dtype=torch.uint8)
-        return self.reduce("barrier", [token], [], Reduction(), timeout_s)
+        return through_the_service()
 
     def _known(self, kind: Kind) -> int | None:
         """The place of a kind that is not used for the first time."""
@@ -113,6 +117,13 @@ class Reductions:
     def _forget_failed(self) -> None:
         while self._failed:
             self._places.forget(*self._failed.popleft())
+
+    def finish(self) -> None:
+        """Complete what is under way. Raises StallError."""
+        with self._lock:
+            for place in self._places.all():
+                for lane in place.lanes:
+                    self._around.vacate(lane)
 
     def _start(
         self,

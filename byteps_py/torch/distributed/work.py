@@ -65,11 +65,15 @@ class Surroundings:
         StallError; then the group is at its end, as the other members don't know that this one has left a call out."""
         occupant = lane.occupant
         if occupant is not None:
-            try:
-                occupant.settle()
-            except StallError as error:
-                self.aborted = error
-                raise
+            self.finish(occupant)
+
+    def finish(self, work: Pending) -> None:
+        """Return when it is over, well or not. Raises StallError, as ``vacate``."""
+        try:
+            work.settle()
+        except StallError as error:
+            self.aborted = error
+            raise
 
     def compare(self, number: int) -> str:
         """Where the others stand, in words. If they differ the group is at its end: rounds that some have begun stay

@@ -1,7 +1,6 @@
 """A rank that runs features one after the other, those whose names contain one of the given words, else all.
 
-Each ends with a line ``RANK: FEATURE: done``, or the process with an exception. Started by bpslaunch; the ranks meet
-through the file that BACKEND_STORE names.
+Each ends with a line ``RANK: FEATURE: done``, or the process with an exception. Started by bpslaunch, or by torchrun.
 """
 
 from __future__ import annotations
@@ -28,13 +27,7 @@ STUCK_S = 50  # before the group's timeout ends the job
 
 def main() -> None:
     torch.set_num_threads(1)
-    settings = {"rank": int(os.environ["DMLC_WORKER_ID"]) * int(os.environ["BYTEPS_LOCAL_SIZE"])}
-    settings["rank"] += int(os.environ["BYTEPS_LOCAL_RANK"])
-    world_size = int(os.environ["DMLC_NUM_WORKER"]) * int(os.environ["BYTEPS_LOCAL_SIZE"])
-    store = f"file://{os.environ['BACKEND_STORE']}"
-    dist.init_process_group(
-        "byteps", init_method=store, world_size=world_size, timeout=timedelta(seconds=60), **settings
-    )
+    dist.init_process_group("byteps", timeout=timedelta(seconds=60))
     bps.init()
     words = sys.argv[1:]
     for module in MODULES:

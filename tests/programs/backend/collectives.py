@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 import byteps_py.torch as bps
 from backend.common import feature, raises, rank, same, size, values
-from backend.groups import DTYPES, OTHER_DTYPES, given, groups
+from backend.groups import DTYPES, OTHER_DTYPES, given, groups, groups_of_two, pair
 
 
 @feature
@@ -139,9 +140,102 @@ def tags_and_any_source() -> None:
             dist.recv(more, seen[-1], tag=7)
             same(more, torch.tensor([10.0 * seen[-1], seen[-1]]))
         assert sorted(seen) == ranks[1:]
-        left = [r for r in ranks[1:] if r != seen[-1]]  # what was posted for them, in vain, is of another size
-        for source in left[:1]:
-            raises(bps.UsageError, "use another tag", functools.partial(dist.recv, torch.empty(9), source, tag=7))
+    dist.barrier()
+    # Receives from anybody and from one, of any sizes, of one tag: what was posted in vain is of another size.
+    for turn in range(2):
+        if me:
+            for count in (1, 5, 0, 30_000, 2):
+                dist.send(torch.full((count,), float(me + turn)), 0, tag=8)
+        else:
+            got = torch.empty(1)
+            first = dist.recv(got, tag=8)
+            same(got, torch.full((1,), float(first + turn)))
+            others = [r for r in ranks[1:] if r != first]
+            for source in others:
+                for count in (1, 5, 0):
+                    dist.recv(got := torch.empty(count), source, tag=8)
+                    same(got, torch.full((count,), float(source + turn)))
+            works = [dist.irecv(torch.empty(count), first, tag=8) for count in (5, 0)]
+            for work in works:
+                assert work is not None
+                work.wait()
+            for _ in ranks[1:]:
+                got = torch.empty(30_000)
+                source = dist.recv(got, tag=8)
+                same(got, torch.full((30_000,), float(source + turn)))
+                dist.recv(got := torch.empty(2), source, tag=8)
+                same(got, torch.full((2,), float(source + turn)))
+        dist.barrier()  # what comes first is for the next receive
+
+
+@feature
+def sizes_that_differ() -> None:
+    """An error of that call, on those who disagree; the group goes on."""
+    for group, ranks, me in groups():
+        n = len(ranks)
+        if n == 1:
+            continue
+        zero, one = ranks[0], ranks[1]
+        for sent, due in ((3, 2), (0, 2), (3, 0)):
+            # Rank ``zero`` sends so many rows to rank ``one``, which expects another number of them.
+            rows = [sent if (me, b) == (0, 1) else 1 for b in range(n)]
+            expected = [due if (a, me) == (0, 1) else 1 for a in range(n)]
+            output = torch.empty(sum(expected), 2)
+            call = functools.partial(
+                dist.all_to_all_single, output, values(rank(), sum(rows), 2), expected, rows, group=group
+            )
+            text = f"rank {zero} sends {8 * sent} bytes to rank {one}, which expects {8 * due}"
+            if me < 2:
+                raises(bps.MismatchError, text, call)
+            else:
+                call()
+                rest = [values(r, sent + n - 1 if a == 0 else n, 2) for a, r in enumerate(ranks)]
+                lengths = [[sent if (a, b) == (0, 1) else 1 for b in range(n)] for a in range(n)]
+                same(output, torch.cat([part.split(lengths[a])[me] for a, part in enumerate(rest)]))
+            # Rank ``one`` believes that rank ``zero`` gathers another number.
+            outputs = [torch.empty(due if (a, me) == (0, 1) else sent if a == 0 else 1, 2) for a in range(n)]
+            call = functools.partial(dist.all_gather, outputs, torch.ones(outputs[me].shape), group=group)
+            if me < 2:
+                raises(bps.MismatchError, f"rank {zero}", call)
+            else:
+                try:  # on the machine of rank ``one`` ranks may be unable to tell who of them is right
+                    call()
+                except bps.MismatchError as error:
+                    assert f"rank {one}" in str(error)  # noqa: PT017
+            # Where only one side waits, that one is told.
+            gathered = [torch.empty(due if a == 1 else 1) for a in range(n)] if me == 0 else None
+            call = functools.partial(dist.gather, torch.ones(sent if me == 1 else 1), gathered, zero, group=group)
+            text = f"rank {one} sends {4 * sent} bytes to rank {zero}, which expects {4 * due}"
+            raises(bps.MismatchError, text, call) if me == 0 else call()
+            scattered = [torch.ones(sent if a == 1 else 1) for a in range(n)] if me == 0 else None
+            call = functools.partial(dist.scatter, torch.empty(due if me == 1 else 1), scattered, zero, group=group)
+            text = f"rank {zero} sends {4 * sent} bytes to rank {one}, which expects {4 * due}"
+            raises(bps.MismatchError, text, call) if me == 1 else call()
+            for count, wanted in ((sent, due), (4, 4), (sent, due), (7, 7)):
+                if me == 0:
+                    dist.send(torch.full((count,), 5.0), one, group=group, tag=5)
+                elif me == 1:
+                    got = torch.empty(wanted)
+                    call = functools.partial(dist.recv, got, zero, group=group, tag=5)
+                    text = f"rank {zero} sends {4 * count} bytes to rank {one}, which expects {4 * wanted}"
+                    raises(bps.MismatchError, text, call) if count != wanted else call()
+                    assert count != wanted or got.tolist() == [5.0] * count
+            parts = given(ranks, 2 * n, 3)
+            output = torch.empty(2 * n, 3)
+            dist.all_to_all_single(output, parts[me], group=group)
+            same(output, torch.cat([part[2 * me : 2 * me + 2] for part in parts]))
+            outputs = [torch.empty_like(part) for part in parts]
+            dist.all_gather(outputs, parts[me], group=group)
+            same(outputs, parts)
+    if rank() < 2:  # a message of another size than anybody's receive
+        if rank():
+            for count in (3, 2, 4):
+                dist.send(torch.full((count,), 1.0), 0, tag=6)
+        else:
+            raises(bps.MismatchError, "rank 1 sends 12 bytes", lambda: dist.recv(torch.empty(1), tag=6))
+            dist.recv(got := torch.empty(2), tag=6)
+            dist.recv(got := torch.empty(4), 1, tag=6)
+            same(got, torch.ones(4))
     dist.barrier()
 
 
@@ -220,6 +314,68 @@ def errors() -> None:
     sparse = torch.eye(3).to_sparse()
     raises(bps.UsageError, "sparse", lambda: dist.group.WORLD.allreduce([sparse]))  # type: ignore[union-attr]
     raises(bps.UsageError, "times as large", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(5)))
+
+
+@feature
+def split_groups() -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    assert copy.deepcopy(world.options)._timeout == world.options._timeout
+    sides = [[r for r in range(size()) if r % 2 == side] for side in (0, 1)]
+    for number, ranks in enumerate((sides, sides, [sides[1]])):
+        if torch.__version__ >= "2.15":
+            group = dist.split_group(world, ranks)
+        else:  # torch itself splits groups on machines with an accelerator only
+            mine = next((some for some in ranks if rank() in some), ranks[0])
+            options = copy.deepcopy(world.options)
+            group = world.split_group(mine, timedelta(seconds=50), options, f"split{number}", None, None)
+        members = next((some for some in ranks if rank() in some), None)
+        if members is None:
+            assert group in (None, dist.GroupMember.NON_GROUP_MEMBER)
+            continue
+        assert (group.rank(), group.size()) == (members.index(rank()), len(members))
+        tensor = torch.full((4,), float(rank()))
+        group.allreduce([tensor]).wait()
+        same(tensor, torch.full((4,), float(sum(members))))
+        outputs = [torch.empty(2) for _ in members]
+        group.allgather([outputs], [torch.full((2,), float(rank()))]).wait()
+        same(outputs, [torch.full((2,), float(r)) for r in members])
+        group.shutdown()
+    backwards = functools.partial(dist.new_group, list(reversed(range(size()))), sort_ranks=False)
+    if torch.__version__ >= "2.9" and size() > 1:
+        raises(bps.UnsupportedError, "in ascending order only", backwards)
+
+
+@feature
+def after_uneven_data() -> None:
+    for turn in range(2):
+        for group, ranks, me in groups():
+            for count in range(3):
+                outputs = [torch.empty(2) for _ in ranks]
+                dist.all_gather(outputs, torch.full((2,), float(me)), group=group)
+                dist.all_reduce(torch.ones(70 + count), group=group)
+        last = torch.full((5,), float(rank()))
+        work = dist.all_reduce(last, group=groups_of_two(), async_op=True)
+        for step in range(rank() + turn):  # the others have less data
+            tensor = torch.ones(80 + step)
+            dist.all_reduce(tensor)
+            same(tensor, torch.full((80 + step,), float(size() - max(0, step + 1 - turn))))
+            dist.barrier()
+        bps.join()
+        assert work is not None
+        work.wait()  # what was under way is complete
+        same(last, torch.full((5,), float(sum(pair()))))
+        for group, ranks, me in groups():
+            tensor = torch.full((70,), float(me))
+            dist.all_reduce(tensor, group=group)
+            same(tensor, torch.full((70,), float(sum(range(len(ranks))))))
+            outputs = [torch.empty(2) for _ in ranks]
+            dist.all_gather(outputs, torch.full((2,), float(me)), group=group)
+            same(outputs, [torch.full((2,), float(other)) for other in range(len(ranks))])
+        dist.send(torch.full((3,), float(rank())), (rank() + 1) % size(), tag=12)
+        dist.recv(got := torch.empty(3), (rank() - 1) % size(), tag=12)
+        same(got, torch.full((3,), float((rank() - 1) % size())))
+        dist.barrier()
 
 
 @feature

@@ -30,3 +30,12 @@ def groups() -> Iterator[tuple[dist.ProcessGroup, list[int], int]]:
 def given(ranks: list[int], *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
     """What each of ``ranks`` gives."""
     return [values(100 * seed + r, *shape, dtype=dtype) for r in ranks]
+
+
+def pair() -> list[int]:
+    """This rank's and its neighbour's, who are one group of ``groups()``."""
+    return [rank() & ~1, rank() | 1]
+
+
+def groups_of_two() -> dist.ProcessGroup:
+    return next(group for group, ranks, _ in groups() if ranks == pair())

@@ -1,0 +1,40 @@
+"""Who made a sum NaN or infinite, as 64 bits that fit in a header and a record. Pure; any thread.
+
+A bit for each rank; with more than 63 ranks a bit for so many neighbours. Bits of several partitions are joined by
+``|``. The last bit: the sum is not finite although what was added is, so that nobody is to blame.
+"""
+
+from __future__ import annotations
+
+from byteps_py.scheduler.words import ranks_text
+
+_BITS = 63
+OVERFLOW = 1 << _BITS
+
+
+def of_rank(rank: int, size: int) -> int:
+    """The bit of ``rank``, of ``size`` in the job."""
+    return 1 << (rank if size <= _BITS else rank * _BITS // size)
+
+
+def ranks_of(blame: int, size: int) -> list[int]:
+    """The ranks that ``blame`` may mean.
+
+    >>> ranks_of(of_rank(1, 4) | of_rank(3, 4) | OVERFLOW, 4)
+    [1, 3]
+    """
+    return [rank for rank in range(size) if blame & of_rank(rank, size)]
+
+
+def text(blame: int, size: int) -> str:
+    """Who it was, in words.
+
+    >>> text(of_rank(1, 4), 4), text(OVERFLOW, 4)
+    ('rank 1', 'no rank alone: their values are finite, and their sum is not')
+    >>> text(of_rank(64, 128), 128)
+    'one or more of ranks 64-65'
+    """
+    ranks = ranks_of(blame, size)
+    if not ranks:
+        return "no rank alone: their values are finite, and their sum is not"
+    return f"one or more of {ranks_text(ranks)}" if size > _BITS else ranks_text(ranks)

@@ -1,0 +1,233 @@
+"""The calling end of a data-plane connection: it connects, shakes hands, and does both again when that breaks.
+
+Owned by the loop's thread. Each connection has a ZeroMQ socket of its own, so that no message of one ever travels over
+the next: what is to be said again, the owner says again once ``on_open`` is called.
+"""
+
+from __future__ import annotations
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from byteps_py.dataplane.handshake import Caller
+from byteps_py.dataplane.seal import DamagedError, Data, Seal
+from byteps_py.errors import ProtocolError
+from byteps_py.loop import EventLoop
+from byteps_py.settings import Settings
+from byteps_py.wire import Header, Kind
+
+_DRAIN = 64  # messages taken per wake-up before others get their turn
+_SLACK_BYTES = 64 << 10
+_RETRY_S = (0.01, 0.05, 0.2, 0.5)  # after so many failed attempts in a row; then as often as the last says
+#: A listener that many are knocking at may turn an honest one away once.
+_MOST_REFUSALS = 3
+_CONNECT_MS = 3_000
+_HANDSHAKE_MS = 4_000
+_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Owner:
+    """What a Dialer tells whoever uses it. All in the loop's thread; what it raises ends the loop."""
+
+    def on_open(self) -> None:
+        """Connected, for the first time or again; both ends have proven who they are."""
+
+    def on_message(self, header: Header, payload: zmq.Frame) -> None: ...
+
+    def on_broken(self) -> None:
+        """The connection has ended; a new one is being made."""
+
+    def on_damaged(self, number: int | None) -> None:
+        """Message ``number`` could not be read at the other end; None: one from there could not be read here."""
+
+    def on_refused(self, error: ProtocolError) -> None:
+        """The other end is not one of ours, or thinks so of us."""
+
+
+class Dialer:
+    """Connects at once to ``address``, as machine ``sender``. ``who``: the other end, for messages."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        loop: EventLoop,
+        address: str,
+        sender: int,
+        settings: Settings,
+        owner: Owner,
+        who: str,
+    ) -> None:
+        self._context = context
+        self._loop = loop
+        self._address = address
+        self._sender = sender
+        self._settings = settings
+        self._owner = owner
+        self._who = who
+        self._caller: Caller
+        self._opening: Seal | None = None
+        self._sealing: Seal | None = None
+        self._failures = 0  # attempts in a row
+        self._refusals = 0  # in a row
+        self._is_closed = False
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes]
+        self._connect()
+
+    @property
+    def is_open(self) -> bool:
+        return self._sealing is not None
+
+    def send(self, header: Header, payload: Data) -> int:
+        """Send over an open connection, large payloads from where they lie. Returns the message's number."""
+        if self._sealing is None or self._socket is None:
+            raise ProtocolError(f"a message for {self._who} before its connection was open")
+        number = self._sealing.number
+        sealed, shown = self._sealing.seal(header.pack(), payload)
+        self._socket.send(sealed, zmq.SNDMORE)
+        self._socket.send(shown, copy=False)
+        return number
+
+    # ---- the connection's life -----------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self._is_closed:
+            return
+        self._caller = Caller(self._settings, self._sender, self._address)
+        self._sealing = self._opening = None
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        silence_ms = int(1000 * self._settings.heartbeat_timeout_s)
+        options = {
+            zmq.LINGER: 0,
+            zmq.MAXMSGSIZE: self._settings.max_partition_bytes + _SLACK_BYTES,
+            zmq.SNDHWM: 0,  # the credit is the limit
+            zmq.RCVHWM: 0,
+            zmq.RECONNECT_IVL: -1,
+            zmq.CONNECT_TIMEOUT: _CONNECT_MS,
+            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+            # Only what neither end notices otherwise is found so: the network between them lost everything.
+            zmq.HEARTBEAT_IVL: max(200, silence_ms // 2),
+            zmq.HEARTBEAT_TIMEOUT: 2 * silence_ms,
+        }
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        self._monitor = socket.get_monitor_socket(_EVENTS)
+        socket.connect(self._address)
+        socket.send_multipart([Header(Kind.HELLO, self._sender).pack(), self._caller.hello])
+        self._loop.add_reader(self._monitor, self._watch)
+        self._loop.add_reader(socket, self._drain)
+
+    def _watch(self) -> None:
+        """The connection broke, or was never made."""
+        socket = self._socket
+        while self._socket is socket and self._socket is not None and self._monitor.poll(0):
+            recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            while self._socket is socket and self._take():
+                pass  # what came before is no less true
+            if self._socket is socket:
+                self._again()
+
+    def _again(self) -> None:
+        """Give this connection up and make a new one, soon."""
+        was_open = self.is_open
+        self._hang_up()
+        self._loop.call_later(_RETRY_S[min(self._failures, len(_RETRY_S) - 1)], self._connect)
+        self._failures += 1
+        if was_open:
+            self._owner.on_broken()
+
+    def reconnect(self) -> None:
+        """This connection is no good: end it, and make a new one."""
+        if self._socket is not None:
+            self._again()
+
+    def _hang_up(self) -> None:
+        self._sealing = self._opening = None
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            self._loop.remove(self._monitor)
+            self._loop.remove(socket)
+            socket.disable_monitor()
+            self._monitor.close(0)
+            socket.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._hang_up()
+
+    # ---- messages ------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        for _ in range(_DRAIN):
+            if not self._take():
+                return
+
+    def _take(self) -> bool:
+        if self._socket is None:
+            return False
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        if self._opening is None:
+            self._shake_hands(frames)
+            return True
+        if len(frames) != 2:
+            raise ProtocolError(f"{self._who} sent {len(frames)} frames, a message has 2")
+        try:
+            packed, payload = self._opening.open(frames[0].bytes, frames[1])
+        except DamagedError:
+            self._owner.on_damaged(None)
+            return True
+        header = Header.unpack(packed)
+        if header.kind is Kind.DAMAGED:
+            self._owner.on_damaged(header.round)
+        else:
+            self._owner.on_message(header, payload)
+        return True
+
+    def _shake_hands(self, frames: list[zmq.Frame]) -> None:
+        try:
+            proof = self._prove(*_of_handshake(frames))
+        except ProtocolError as error:
+            self._refused(str(error))
+            return
+        if self._socket is not None:
+            self._socket.send_multipart([Header(Kind.PROOF, self._sender).pack(), proof])
+            self._failures = self._refusals = 0
+            self._owner.on_open()
+
+    def _prove(self, header: Header, said: bytes) -> bytes:
+        """The proof that is due. Raises ProtocolError."""
+        if header.kind is Kind.REFUSED:
+            raise ProtocolError(f"turned this process away: {said.decode(errors='replace').partition(chr(10))[2]}")
+        if header.kind is not Kind.CHALLENGE:
+            raise ProtocolError(f"said {header.kind.name} where a CHALLENGE was due")
+        try:
+            proof, self._sealing, self._opening = self._caller.answer(said)
+        except ProtocolError as error:
+            raise ProtocolError(f"could not prove that it belongs to this cluster: {error}") from None
+        return proof
+
+    def _refused(self, why: str) -> None:
+        self._refusals += 1
+        if self._refusals >= _MOST_REFUSALS:
+            self._owner.on_refused(ProtocolError(f"{self._who} {why}"))
+        if self._socket is not None:
+            self._again()
+
+
+def _of_handshake(frames: list[zmq.Frame]) -> tuple[Header, bytes]:
+    """Raises ProtocolError."""
+    if len(frames) != 2:
+        raise ProtocolError(f"sent {len(frames)} frames where a CHALLENGE was due")
+    try:
+        return Header.unpack(frames[0].bytes), frames[1].bytes
+    except ProtocolError as error:
+        raise ProtocolError(f"sent something else than a CHALLENGE: {error}") from None

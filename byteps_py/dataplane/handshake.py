@@ -1,0 +1,185 @@
+"""How the two ends of a new connection prove to each other that they know the cluster secret, and agree on keys. Pure.
+
+    CS ──HELLO      protection, its fresh public key ────────────────────────────────────────────► listener
+       ◄─CHALLENGE  a fresh nonce, the listener's public key, proof that the listener knows the secret ───
+       ──PROOF      proof that the CS knows it ───────────────────────────────────────────────────►
+       ◄═ sealed messages, each way under a key of this connection alone (seal.py) ═►
+
+Proofs are HMACs, under a key made from the secret, of all that is said and of whom it binds: the job, the listener's
+address, the machine that speaks, the protection (so that nobody can talk the two into less). Nothing that somebody has
+overheard is of use on another connection. Keys come from an exchange of X25519 keys that only live in memory: who
+learns the secret later can't decrypt what was recorded. Without a secret (loopback only) the same messages prove
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+from byteps_py.dataplane.seal import KEY_BYTES, Protection, Seal, new_seal
+from byteps_py.errors import ProtocolError
+from byteps_py.settings import Settings
+from byteps_py.wire import VERSION
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+_POINT_BYTES = 32
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+HELLO_BYTES = 1 + _POINT_BYTES
+CHALLENGE_BYTES = _NONCE_BYTES + _POINT_BYTES + _PROOF_BYTES
+
+WRONG = "its proof of membership is wrong: do job and secret agree?"
+
+
+def protection_of(settings: Settings) -> Protection:
+    """What every connection of this process must have."""
+    if not settings.secret:
+        return Protection.OPEN
+    return Protection.ENCRYPTED if settings.encrypt else Protection.SIGNED
+
+
+@lru_cache(maxsize=4)
+def _proof_key(secret: str) -> bytes:
+    return hmac.digest(secret.encode(), b"byteps_py data plane: proofs", "sha256")
+
+
+class KeyPair:
+    """A key for one exchange, or for those of one process: never stored, never sent."""
+
+    def __init__(self, protection: Protection) -> None:
+        self._private: X25519PrivateKey | None = None
+        if protection is Protection.OPEN:
+            self.public = os.urandom(_POINT_BYTES)
+            return
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+        self._private = X25519PrivateKey.generate()
+        self.public = self._private.public_key().public_bytes_raw()
+
+    def shared(self, other: bytes) -> bytes:
+        """Raises ProtocolError for a key that nobody makes by accident."""
+        if self._private is None:
+            return b""
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+
+        try:
+            return self._private.exchange(X25519PublicKey.from_public_bytes(other))
+        except ValueError:
+            raise ProtocolError("its public key is none") from None
+
+
+@dataclass(frozen=True, repr=False)
+class _Transcript:
+    """All that the proofs are about. Equal at both ends, or the proofs are wrong."""
+
+    secret: str
+    job: str
+    address: str
+    machine: int
+    protection: Protection
+    public: bytes  # of the CS
+    nonce: bytes
+    listener_public: bytes
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        texts = (self.job.encode(), self.address.encode())
+        parts = [len(text).to_bytes(4, "little") + text for text in texts]
+        numbers = self.machine.to_bytes(4, "little") + bytes((VERSION, self.protection))
+        return b"".join((*parts, numbers, self.public, self.nonce, self.listener_public))
+
+    def proof(self, of_whom: bytes) -> bytes:
+        return hmac.digest(_proof_key(self.secret), of_whom + self._bytes, "sha256")
+
+    def key(self, shared: bytes, direction: bytes) -> bytes:
+        """HKDF-SHA256, one block."""
+        salt = hashlib.sha256(self._bytes).digest()
+        extracted = hmac.digest(salt, shared + _proof_key(self.secret), "sha256")
+        return hmac.digest(extracted, b"byteps_py data plane: " + direction + b"\x01", "sha256")[:KEY_BYTES]
+
+    def seals(self, shared: bytes) -> tuple[Seal, Seal]:
+        """(CS to listener, listener to CS)"""
+        up, down = (new_seal(self.protection, self.key(shared, way)) for way in (b"up", b"down"))
+        return up, down
+
+
+_LISTENER, _CALLER = b"listener", b"communication service"
+
+
+class Caller:
+    """The CS's end. One per connection."""
+
+    def __init__(self, settings: Settings, machine: int, address: str) -> None:
+        self._settings, self._machine, self._address = settings, machine, address
+        self._protection = protection_of(settings)
+        self._keys = KeyPair(self._protection)
+
+    @property
+    def hello(self) -> bytes:
+        return bytes((self._protection,)) + self._keys.public
+
+    def answer(self, challenge: bytes) -> tuple[bytes, Seal, Seal]:
+        """The PROOF to send, and the seals: for sending, for receiving. Raises ProtocolError if the listener does not
+        know the secret."""
+        if len(challenge) != CHALLENGE_BYTES:
+            raise ProtocolError(f"a CHALLENGE has {CHALLENGE_BYTES} bytes, got {len(challenge)}")
+        nonce, public = challenge[:_NONCE_BYTES], challenge[_NONCE_BYTES:-_PROOF_BYTES]
+        settings = self._settings
+        said = _Transcript(
+            settings.secret, settings.job, self._address, self._machine, self._protection, self._keys.public, nonce,
+            public,
+        )  # fmt: skip
+        if not hmac.compare_digest(challenge[-_PROOF_BYTES:], said.proof(_LISTENER)):
+            raise ProtocolError(WRONG)
+        up, down = said.seals(self._keys.shared(public))
+        return said.proof(_CALLER), up, down
+
+
+class Doorkeeper:
+    """The listener's end of all connections."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.protection = protection_of(settings)
+        self._keys = KeyPair(self.protection)
+
+    def challenge(self, hello: bytes, machine: int, address: str) -> tuple[bytes, Challenge]:
+        """What to send, and what to keep until it is answered. ``address``: the listener's, as others know it.
+
+        Raises ProtocolError.
+        """
+        if len(hello) != HELLO_BYTES:
+            raise ProtocolError(f"a HELLO has a payload of {HELLO_BYTES} bytes, got {len(hello)}")
+        if hello[0] != self.protection:
+            theirs = Protection(hello[0]).name.lower() if hello[0] in list(Protection) else "unknown"
+            raise ProtocolError(
+                f"its messages would be {theirs}, here they are {self.protection.name.lower()}: set BYTEPS_SECRET and "
+                "BYTEPS_ENCRYPT alike everywhere"
+            )
+        nonce = os.urandom(_NONCE_BYTES)
+        said = _Transcript(
+            self._settings.secret, self._settings.job, address, machine, self.protection, hello[1:], nonce,
+            self._keys.public,
+        )  # fmt: skip
+        return nonce + self._keys.public + said.proof(_LISTENER), Challenge(said, self._keys)
+
+
+class Challenge:
+    """A connection that has been asked for its proof. ``machine``: who it says it is."""
+
+    def __init__(self, said: _Transcript, keys: KeyPair) -> None:
+        self._said, self._keys = said, keys
+        self.machine = said.machine
+
+    def accept(self, proof: bytes) -> tuple[Seal, Seal]:
+        """The seals: for receiving, for sending. Raises ProtocolError if the proof is wrong."""
+        if not hmac.compare_digest(proof, self._said.proof(_CALLER)):
+            raise ProtocolError(WRONG)
+        return self._said.seals(self._keys.shared(self._said.public))

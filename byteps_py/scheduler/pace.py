@@ -1,0 +1,123 @@
+"""Who is much slower than the others: ranks and summation services. Pure.
+
+Communication services report with their heartbeats what is typical (worker/pace.py). Slow is who takes
+BYTEPS_STRAGGLER times as long as the median of the others, a rank only if these wait for it meanwhile. It is warned
+about at once, then again every ``again_s`` while it lasts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.words import count_text, ranks_text
+
+#: Who is so much slower in a step, or with an answer, may be so because the operating system keeps it waiting: where
+#: processes are more than processors, that is nobody's fault and changes all the time.
+LEAST_STEP_S = 0.1
+LEAST_ANSWER_S = 0.05
+#: Of the time that a slow rank takes longer, others must spend this part waiting.
+_WAITING = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """One rank, or one summation service: what it takes and what the others do, in seconds, and how often as long it
+    takes."""
+
+    is_rank: bool
+    who: int  # rank, or member id
+    pid: int  # of a rank
+    takes_s: float
+    others_s: float
+    times: float
+
+
+class PaceWatch:
+    def __init__(self, factor: float, again_s: float) -> None:
+        self._factor = factor
+        self._again_s = again_s
+        self._ranks: dict[int, list[pb.RankPace]] = {}
+        self._servers: dict[int, list[pb.ServerPace]] = {}
+        self._told_s: dict[tuple[bool, int], float] = {}
+
+    def report(self, member_id: int, ranks: Iterable[pb.RankPace], servers: Iterable[pb.ServerPace]) -> None:
+        """Replace what this member has said before."""
+        self._ranks[member_id], self._servers[member_id] = list(ranks), list(servers)
+
+    def slow(self, present: Collection[int]) -> list[Slow]:
+        """Who is slow, of the members with these ids."""
+        return [*self._slow_ranks(present), *self._slow_servers(present)]
+
+    def _slow_ranks(self, present: Collection[int]) -> list[Slow]:
+        paces = [pace for member in present for pace in self._ranks.get(member, ())]
+        found = []
+        for pace in paces:
+            others = [other for other in paces if other is not pace]
+            if not others:
+                continue
+            others_s = statistics.median_low(other.step_s for other in others)
+            longer_s = pace.step_s - others_s
+            waiting_s = statistics.median_low(other.wait_s for other in others)
+            is_slow = longer_s >= LEAST_STEP_S and pace.step_s >= self._factor * others_s
+            if is_slow and waiting_s >= _WAITING * longer_s:
+                found.append(Slow(True, pace.rank, pace.pid, pace.step_s, others_s, pace.step_s / max(others_s, 1e-6)))
+        return found
+
+    def _slow_servers(self, present: Collection[int]) -> list[Slow]:
+        reports: dict[int, list[pb.ServerPace]] = {}
+        for member in present:
+            for pace in self._servers.get(member, ()):
+                if pace.member_id in present:
+                    reports.setdefault(pace.member_id, []).append(pace)
+        ratios = {server: statistics.median_low(p.ratio for p in paces) for server, paces in reports.items()}
+        answers = {server: statistics.median_low(p.answer_s for p in paces) for server, paces in reports.items()}
+        found = []
+        for server, ratio in ratios.items():
+            others = [other for other in ratios if other != server]
+            if not others:
+                continue
+            # Measured against 1 at least: who is faster than its link should be makes nobody slow.
+            usual = max(1.0, statistics.median_low(ratios[other] for other in others))
+            others_s = statistics.median_low(answers[other] for other in others)
+            if answers[server] - others_s >= LEAST_ANSWER_S and ratio >= self._factor * usual:
+                found.append(Slow(False, server, 0, answers[server], others_s, ratio / usual))
+        return found
+
+    def due(self, slow: list[Slow], now_s: float) -> list[Slow]:
+        """Those of ``slow`` that are to be warned about now; they then count as told."""
+        due = [s for s in slow if now_s - self._told_s.get((s.is_rank, s.who), -float("inf")) >= self._again_s]
+        self._told_s.update(((s.is_rank, s.who), now_s) for s in due)
+        return due
+
+
+def sentences(
+    slow: Iterable[Slow], who: Callable[[Iterable[int]], str], servers: Mapping[int, str], ranks: int
+) -> list[str]:
+    """One sentence each. ``who`` names the processes of ranks, ``servers`` the services by member id; ``ranks``: in the
+    job."""
+    lines = []
+    for each in slow:
+        if each.is_rank:
+            lines.append(
+                f"{ranks_text([each.who])} (process {each.pid}; {who([each.who])}) takes {_seconds(each.takes_s)} from "
+                f"step to step, {_times(each.times)} the {_seconds(each.others_s)} of the others: "
+                f"{count_text(ranks - 1, 'rank')} {'waits' if ranks == 2 else 'wait'} for it"
+            )
+        else:
+            lines.append(
+                f"{servers.get(each.who, 'a summation service')} answers after {_seconds(each.takes_s)}, the others "
+                f"after {_seconds(each.others_s)}: for what is on the way to it, {_times(each.times)} theirs; it, its "
+                "machine or the network to it is slow"
+            )
+    return lines
+
+
+def _seconds(time_s: float) -> str:
+    return f"{time_s:.1f} s" if time_s >= 10 else f"{time_s:.2g} s" if time_s >= 1 else f"{1000 * time_s:.3g} ms"
+
+
+def _times(times: float) -> str:
+    return f"{times:.0f} times" if times < 1000 else "over 1000 times"

@@ -1,0 +1,301 @@
+"""A member's link to the scheduler over gRPC; see client.py.
+
+Threads: ``byteps-control`` reads one stream after the other, gRPC's own thread takes what a stream is to send, and
+sends heartbeats, which so come whatever the event loop is busy with. Both end with the link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, from_name
+from byteps_py.log import logger
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.proto import control_pb2_grpc
+from byteps_py.scheduler import rpc
+from byteps_py.scheduler.resuming import MemberSession
+from byteps_py.settings import Settings
+
+CLOSE_TIMEOUT_S = 5.0
+#: How long a scheduler may be away until processes that end don't wait for it any more, to say that they leave.
+AWAY_CLOSE_S = 2.0
+RETRY_S = 0.1
+#: Absences so short are not told, and after so many tries there is no hurry any more.
+SHORT_S = 0.5
+_HURRIED_TRIES = 100
+
+
+class _Stream:
+    """One connection, from this side: what it is to send. None ends it."""
+
+    def __init__(self) -> None:
+        self.outgoing: queue.SimpleQueue[pb.MemberMessage | None] = queue.SimpleQueue()
+        self.sender: threading.Thread | None = None
+        self.cancel: Callable[[], object] = lambda: None
+
+
+class RemoteControl:
+    """A ControlLink. ``_lock`` guards the session, the stream and what is said about them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        register: pb.Register,
+        loop: EventLoop,
+        on_message: Callable[[pb.SchedulerMessage], None],
+        on_lost: Callable[[BytePSError], None],
+        heartbeat: Callable[[], pb.Heartbeat],
+        on_away: Callable[[BytePSError], None],
+        on_back: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._address = settings.scheduler_address
+        self._loop = loop
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_away = on_away
+        self._on_back = on_back
+        self._heartbeat = heartbeat
+        self._lock = threading.Lock()
+        self._session = MemberSession(register)
+        self._attempt: _Stream | None = None  # being read
+        self._stream: _Stream | None = None  # the same, once the scheduler has said Welcome on it
+        self._is_dismissed = False  # the scheduler said Stop: the end of the stream is no loss
+        self._is_late = False  # the deadline for the first answer has passed
+        self._is_over = False
+        self._put_off: BytePSError | None = None  # what a scheduler said that may accept this process later
+        self._away_since_s: float | None = None
+        self._away_why = ""
+        self._is_told = False  # ``on_away`` has been called, and ``on_back`` has not
+        self._is_asked = False  # the loop's thread is to take a heartbeat, and has not yet
+        self._closing = threading.Event()
+        self._gives_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="byteps-control", daemon=True)
+        loop.post(lambda: loop.call_later(settings.start_timeout_s, self._expire))
+        self._thread.start()
+
+    # ---- any thread ------------------------------------------------------------------------------------------
+
+    def send(self, message: pb.MemberMessage) -> None:
+        with self._lock:
+            if not self._is_over and not self._closing.is_set():
+                self._say(message)
+
+    def close(self, reason: str = "") -> None:
+        last = pb.MemberMessage(heartbeat=self._heartbeat())  # so that a report at the job's end is complete
+        with self._lock:
+            if self._closing.is_set():
+                return
+            is_member, is_here = self._session.is_member, self._stream is not None
+            self._say(last)
+            self._say(pb.MemberMessage(leave=pb.Leave(reason=reason)))
+            self._closing.set()
+            if self._stream is not None:
+                self._stream.outgoing.put(None)
+        if is_member and not self._is_over:  # the scheduler ends the stream once it has our Leave
+            away_s = 0.0 if self._away_since_s is None else time.monotonic() - self._away_since_s
+            self._thread.join(CLOSE_TIMEOUT_S if is_here else max(0.0, AWAY_CLOSE_S - away_s))
+        with self._lock:
+            self._gives_up.set()
+            attempt = self._attempt
+        if attempt is not None:
+            attempt.cancel()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if attempt is not None and attempt.sender is not None:
+            attempt.sender.join(CLOSE_TIMEOUT_S)
+
+    def _say(self, message: pb.MemberMessage) -> None:
+        """With the lock held."""
+        stamped = self._session.say(message)
+        if self._stream is not None:
+            self._stream.outgoing.put(stamped)
+
+    # ---- byteps-control --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BytePSError | None
+        try:
+            with rpc.open_channel(self._settings) as channel:
+                error = self._attend(control_pb2_grpc.SchedulerStub(channel))  # type: ignore[no-untyped-call]
+        except Exception as bug:
+            error = CommunicationError(f"the link to the scheduler at {self._address} broke: {bug!r}")
+        self._is_over = True
+        if error is not None:
+            self._post(lambda: self._on_lost(error))
+
+    def _attend(self, stub: control_pb2_grpc.SchedulerStub) -> BytePSError | None:
+        """One stream after the other. Returns why the link is lost for good, None if it ends in order."""
+        started_s = time.monotonic()
+        tries = 0
+        while True:
+            stream = _Stream()
+            failure = self._read_stream(stub, stream)
+            with self._lock:
+                was_here, self._stream = self._stream is not None, None
+            stream.outgoing.put(None)
+            if self._gives_up.is_set() or (self._closing.is_set() and self._is_heard(failure)):
+                return None
+            if isinstance(failure, BytePSError) or self._is_dismissed:
+                return failure if isinstance(failure, BytePSError) else None
+            if self._session.is_member:
+                tries = 0 if was_here else tries + 1
+                if failure is not None and rpc.is_for_good(failure):
+                    return rpc.explain(self._address, failure, time.monotonic() - started_s)
+                if error := self._absence("" if failure is None else failure.details() or ""):
+                    return error
+            elif error := self._first_failure(failure, time.monotonic() - started_s):
+                return error
+            self._gives_up.wait(0.0 if was_here else RETRY_S if tries < _HURRIED_TRIES else 5 * RETRY_S)
+
+    def _is_heard(self, failure: BytePSError | grpc.RpcError | None) -> bool:
+        """While closing: the scheduler knows, does not care, or has never known this process."""
+        with self._lock:
+            return not isinstance(failure, grpc.RpcError) or not self._session.is_member or not self._session.unheard
+
+    def _first_failure(self, failure: grpc.RpcError | None, waited_s: float) -> BytePSError | None:
+        """Before the first Welcome: why there is no point in going on; None if it may only be too early."""
+        details = "" if failure is None else failure.details() or ""
+        if self._is_late or waited_s >= self._settings.start_timeout_s:
+            return self._put_off or rpc.absent(self._address, self._settings.start_timeout_s, details)
+        if failure is not None and not rpc.is_not_up_yet(failure):
+            return rpc.explain(self._address, failure, waited_s)
+        return None
+
+    def _read_stream(self, stub: control_pb2_grpc.SchedulerStub, stream: _Stream) -> BytePSError | grpc.RpcError | None:
+        """One attempt. Returns the refusal or the error that ended it, None if the scheduler ended it."""
+        with self._lock:
+            register = self._session.register()
+        call = stub.Attend(self._requests(register, stream), metadata=rpc.metadata(self._settings))
+        with self._lock:
+            stream.cancel = call.cancel
+            self._attempt = stream
+            if self._gives_up.is_set() or self._is_late:
+                call.cancel()
+        try:
+            for message in call:
+                if message.HasField("refused"):
+                    error = from_name(message.refused.error, message.refused.message)
+                    if message.refused.later:
+                        self._put_off = error
+                        call.cancel()
+                        return None
+                    if not message.refused.unknown:
+                        self._pass_on(message)
+                    return error
+                self._receive(message, stream)
+        except ProtocolError as error:
+            call.cancel()
+            return error
+        except grpc.RpcError as error:
+            return error
+        return None
+
+    def _receive(self, message: pb.SchedulerMessage, stream: _Stream) -> None:
+        with self._lock:
+            is_news = self._session.hear(message)
+            is_first = not self._session.is_member
+            if message.HasField("welcome"):
+                is_news = is_first
+                self._welcomed(message, stream)
+        self._is_dismissed = self._is_dismissed or message.HasField("stop")
+        if is_news:
+            self._pass_on(message)
+
+    def _pass_on(self, message: pb.SchedulerMessage) -> None:
+        self._post(lambda: self._on_message(message))
+
+    def _welcomed(self, message: pb.SchedulerMessage, stream: _Stream) -> None:
+        """On this stream both sides go on. With the lock held."""
+        for kept in self._session.welcomed(message):
+            stream.outgoing.put(kept)
+        stream.outgoing.put(self._session.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True))))
+        self._stream = stream
+        if self._closing.is_set():
+            stream.outgoing.put(None)
+        if self._away_since_s is not None:
+            away_s = time.monotonic() - self._away_since_s
+            told, self._is_told, self._away_since_s = self._is_told, False, None
+            text = "the scheduler at %s is back after %.1f s: all that waited goes on"
+            if told:
+                logger.warning(text, self._address, away_s)
+                self._post(self._on_back)
+            else:
+                logger.info(text, self._address, away_s)
+
+    def _absence(self, details: str) -> BytePSError | None:
+        """The scheduler is away. Why there is no point in waiting for it any longer; None if there is."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._away_why = details or self._away_why
+            if self._away_since_s is None:
+                since_s = self._away_since_s = now_s
+                self._post(lambda: self._loop.call_later(SHORT_S, lambda: self._tell(since_s)))
+            is_waiting = bool(self._session.epoch) or now_s - self._away_since_s < self._settings.start_timeout_s
+            return None if is_waiting else rpc.lost(self._address, self._away_why)
+
+    def _requests(self, register: pb.MemberMessage, stream: _Stream) -> Iterator[pb.MemberMessage]:
+        # Runs in gRPC's thread.
+        stream.sender = threading.current_thread()
+        interval_s = self._settings.heartbeat_interval_s
+        yield register
+        message = stream.outgoing.get()  # nothing before the scheduler's Welcome, which puts something there
+        next_beat_s = time.monotonic()
+        while message is not None:
+            yield message
+            message = None
+            while message is None:
+                left_s = next_beat_s - time.monotonic()
+                if left_s <= 0:
+                    next_beat_s += interval_s - left_s
+                    if (bare := self._ask_for_heartbeat()) is not None:
+                        yield bare
+                    continue
+                with contextlib.suppress(queue.Empty):
+                    message = stream.outgoing.get(timeout=left_s)
+                    if message is None:
+                        return
+
+    def _ask_for_heartbeat(self) -> pb.MemberMessage | None:
+        """The loop's thread knows what to say. While it is too busy for that, the process lives all the same."""
+        with self._lock:
+            if self._is_asked:
+                return self._session.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True)))
+            self._is_asked = True
+        self._loop.post(self._report)
+        return None
+
+    def _post(self, callback: Callable[[], None]) -> None:
+        self._loop.post(lambda: None if self._closing.is_set() else callback())
+
+    # ---- the loop's thread -----------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        if self._is_over or self._closing.is_set():
+            return
+        heartbeat = pb.MemberMessage(heartbeat=self._heartbeat())
+        with self._lock:
+            self._is_asked = False
+            self._say(heartbeat)
+
+    def _tell(self, since_s: float) -> None:
+        """Unless it was a short absence."""
+        with self._lock:
+            if self._is_over or self._is_dismissed or self._away_since_s != since_s:
+                return
+            self._is_told = True
+            error = rpc.lost(self._address, self._away_why)
+        self._on_away(error)
+
+    def _expire(self) -> None:
+        with self._lock:
+            self._is_late = not self._session.is_member
+            attempt = self._attempt
+        if self._is_late and attempt is not None:
+            attempt.cancel()

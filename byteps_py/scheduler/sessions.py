@@ -1,0 +1,363 @@
+"""Members as the scheduler's core knows them, whatever happens to their connections or to the scheduler itself.
+
+A session is one member's life, a stream one connection of it; the core's "connections" are sessions. Pure: events of
+streams and the time go in, what to send on which stream comes out. Knows no sockets, files or clocks; one thread at a
+time may call.
+
+    stream opens, Register ──► session, on that stream ──stream ends──► away ──Register, same token──► on another one
+                                     │                                    └──grace over──► lost: the core is told
+                                     └──Leave, or lost, and the stream ends──► ended
+
+What changes the core's state is first applied, then written down (``write``), and only then may be said: the caller
+sends nothing of what comes out here before all that was written is safe. From the records alone ``replay`` leads to
+the same state and to the same messages with the same numbers, so a scheduler that is started anew owes its members
+exactly what the one before it had not told them. What is not written (heartbeats) must not change what is said, but for
+messages without a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+
+from byteps_py.errors import JournalError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.proto.journal_pb2 import JournalRecord
+from byteps_py.scheduler import core as states
+from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.scheduler.core import SchedulerCore
+from byteps_py.scheduler.ending import Finish
+from byteps_py.scheduler.member import describe
+from byteps_py.scheduler.outbox import Outbox
+from byteps_py.scheduler.outgoing import Outgoing
+from byteps_py.scheduler.returning import Returning
+from byteps_py.scheduler.session import Sent, Session, check
+from byteps_py.scheduler.snapshot import freeze, thaw
+
+#: Messages that a member has not confirmed; one that takes none of so many is lost.
+MAX_UNHEARD = 10_000
+#: What members say without a number, and the news that it may lead to. Both may be lost with a connection.
+_NEWS = ("heartbeat", "sight")
+_FLEETING = ("stalled", "sight", "slow")
+
+
+class Sessions:
+    def __init__(self, config: ClusterConfig, write: Callable[[JournalRecord], None] | None = None) -> None:
+        self.core = SchedulerCore(config)
+        self.write = write
+        self.restarts = 0
+        self._grace_s = min(1.0, config.heartbeat_timeout_s / 2)
+        self._sessions: dict[int, Session] = {}  # also those that are over
+        self._on_stream: dict[int, Session] = {}
+        self._by_digest: dict[bytes, Session] = {}
+        self._returning = Returning(config.heartbeat_timeout_s)
+        self._next_id = 1
+
+    # ---- events ----------------------------------------------------------------------------------------------
+
+    def opened(self, stream: int, now_s: float) -> list[Sent]:
+        session = Session(self._next_id, stream)
+        self._next_id += 1
+        self._sessions[session.id] = self._on_stream[stream] = session
+        self.core.on_connected(session.id, now_s)
+        return []
+
+    def received(self, stream: int, message: pb.MemberMessage, now_s: float) -> list[Sent]:
+        """Never raises for what a member sends."""
+        session = self._on_stream.get(stream)
+        if session is None:
+            return []  # another stream has taken its place
+        if not session.digest:
+            if message.HasField("register"):
+                return self._register(session, message.register, now_s)
+            return self._pass(session, self.core.handle(session.id, message, now_s))
+        session.outbox.drop(message.received)
+        if not self.core.is_member(session.id):
+            return []
+        self.core.heard(session.id, now_s)
+        if message.HasField("register"):  # not again; and nobody's token is written down
+            message = pb.MemberMessage(register=pb.Register())
+        if message.number and message.number <= session.received:
+            return self._confirm(session)
+        if message.number > session.received + 1:
+            why = f"its message {message.number} came after message {session.received}"
+            return self._do(JournalRecord(at_s=now_s, session=session.id, lost=why))
+        is_news_only = message.WhichOneof("body") in _NEWS
+        out = self._do(JournalRecord(at_s=now_s, session=session.id, message=message), is_news_only)
+        return [*out, *(self._confirm(session) if message.HasField("heartbeat") else ())]
+
+    def closed(self, stream: int, now_s: float) -> list[Sent]:
+        """The stream is gone, or cut off, for whatever reason."""
+        session = self._on_stream.pop(stream, None)
+        if session is None:
+            return []
+        session.stream = None
+        if not session.digest:
+            del self._sessions[session.id]
+            return self._pass(session, self.core.on_disconnected(session.id, now_s))
+        if not self.core.is_member(session.id):
+            return self._do(JournalRecord(at_s=now_s, session=session.id, ended=True))
+        self._send_away(session, now_s, self._grace_s, "its connection ended; see its log for why")
+        return []
+
+    def tick(self, now_s: float) -> list[Sent]:
+        """Call a few times per second; all deadlines are checked here."""
+        out: list[Sent] = []
+        sessions = list(self._sessions.values())
+        nobody_is_back = self._returning.nobody_is_back
+        self._returning.tick(now_s, self.core.state in (states.FAILED, states.ENDED))
+        for session in sessions:
+            if session.away_until_s is not None and now_s >= session.away_until_s and not nobody_is_back:
+                out += self._lose(session, session.away_why, now_s)
+            elif len(session.outbox) > MAX_UNHEARD and session.stream is not None:
+                out += self._lose(session, f"it has confirmed none of {len(session.outbox)} messages", now_s)
+        for connection, why in self.core.silent(now_s):
+            if self._sessions[connection].stream is not None:  # whoever is away has a deadline of its own
+                out += self._do(JournalRecord(at_s=now_s, session=connection, lost=why))
+        if why := self.core.contradiction():
+            out += self._do(JournalRecord(at_s=now_s, contradiction=why))
+        return out + self._do(JournalRecord(at_s=now_s, tick=True), True)
+
+    def stop(self, reason: str, now_s: float) -> list[Sent]:
+        """End the job in order: every member is told to leave."""
+        return self._do(JournalRecord(at_s=now_s, stop=reason))
+
+    def scale(self, request: pb.ScaleRequest, now_s: float) -> list[Sent]:
+        """Let CPU machines go. Raises UsageError, as the core does; nothing is written then."""
+        return self._do(JournalRecord(at_s=now_s, scale=request))
+
+    def restart(self, now_s: float) -> None:
+        """All records have been replayed: members that these tell of may now come back."""
+        self._do(JournalRecord(at_s=now_s, restart=True))
+        missing = [s for s in self._sessions.values() if self.core.is_member(s.id)]
+        return_s = self._returning.begin(now_s, bool(missing), self.core.state == states.FORMING)
+        for session in missing:
+            why = f"it did not come back within {return_s:g} s after the scheduler was started again"
+            self._send_away(session, now_s, return_s, why)
+
+    def skip_epochs(self, last: int, now_s: float) -> None:
+        """Processes of an earlier cluster have been in epoch ``last``."""
+        self._do(JournalRecord(at_s=now_s, beyond_epoch=last))
+
+    def replay(self, record: JournalRecord) -> None:
+        """Go through it once more. Raises JournalError if that does not lead to what it led to then."""
+        out = self._run(record)
+        self._number(out)
+        if check(out) != record.check:
+            raise JournalError(
+                f"the scheduler's journal does not lead to what it led to when it was written (at {record.at_s:.1f} s, "
+                f"{record.WhichOneof('body')}): was it written by another version of byteps_py?"
+            )
+
+    def snapshot(self, now_s: float) -> bytes:
+        """The state, in the place of all that was written so far. Connections are no part of it."""
+        members = [dataclasses.replace(s, stream=None, away_until_s=None) for s in self._sessions.values() if s.digest]
+        strangers = [s.id for s in self._sessions.values() if not s.digest]
+        return freeze({"core": self.core, "members": members, "strangers": strangers, "next": self._next_id,
+                       "restarts": self.restarts, "at_s": now_s})  # fmt: skip
+
+    def restore(self, snapshot: bytes) -> float:
+        """To be called first. The time when it was made. Raises JournalError."""
+        state = thaw(snapshot)
+        self.core, self.restarts, self._next_id = state["core"], state["restarts"], state["next"]
+        for session in state["members"]:
+            self._sessions[session.id] = self._by_digest[session.digest] = session
+        for stranger in state["strangers"]:
+            self.core.on_disconnected(stranger, state["at_s"])
+        return float(state["at_s"])
+
+    # ---- questions -------------------------------------------------------------------------------------------
+
+    @property
+    def is_abandoned(self) -> bool:
+        """This is a journal's job, and none of its members is there any more: begin a new one."""
+        return self._returning.is_abandoned
+
+    def finished(self, now_s: float) -> Finish | None:
+        return None if self._returning.nobody_is_back else self.core.finished(now_s)
+
+    def status(self, now_s: float) -> pb.StatusReply:
+        reply = self.core.status(now_s)
+        reply.restarts = self.restarts
+        away = {s.member_id: now_s - s.away_since_s for s in self._sessions.values() if s.away_until_s is not None}
+        for member in reply.members:
+            if (since_s := away.get(member.member.member_id)) is not None:
+                member.doubt = f"disconnected for {since_s:.1f} s"
+        return reply
+
+    # ---- registering and coming back ---------------------------------------------------------------------------
+
+    def _register(self, session: Session, register: pb.Register, now_s: float) -> list[Sent]:
+        digest = hashlib.sha256(register.token).digest() if register.token else b""
+        known = self._by_digest.get(digest)
+        if known is not None:
+            return self._resume(known, session, register, now_s)
+        if register.member_id:
+            self.skip_epochs(register.epoch, now_s)
+            return self._refuse(
+                session,
+                "RendezvousError",
+                f"this scheduler does not know {describe(register)}, which was member {register.member_id} of its job "
+                "before: it was started without that job's journal (BYTEPS_JOURNAL_DIR), or for another job",
+                unknown=True,
+            )
+        if self._returning.nobody_is_back:
+            self._returning.somebody_asks()
+            return self._refuse(session, "RendezvousError", self._waiting_for(), later=True)
+        stated = pb.Register()
+        stated.CopyFrom(register)
+        stated.token = digest or hashlib.sha256(f"none {session.id}".encode()).digest()
+        record = JournalRecord(at_s=now_s, session=session.id, register=stated)
+        out = self._run(record)
+        if not session.digest:
+            if any(other.away_until_s is not None for other in self._sessions.values()):  # its place may become free
+                return self._refuse(session, "RendezvousError", self._waiting_for(), later=True)
+            return self._pass(session, out)
+        return self._keep(record, out)
+
+    def _resume(self, known: Session, newcomer: Session, register: pb.Register, now_s: float) -> list[Sent]:
+        stream = newcomer.stream
+        if stream is None or not self.core.is_member(known.id):
+            why = known.over or self.core.reason
+            return self._refuse(newcomer, "PeerLostError", f"{known.who} can't come back: {why}")
+        if not known.outbox.has(register.received):
+            return self._refuse(
+                newcomer,
+                "RendezvousError",
+                f"{known.who} has got {register.received} messages, the scheduler knows of {known.outbox.last}: it was "
+                "started with an old copy of its journal (BYTEPS_JOURNAL_DIR)",
+                unknown=True,
+            )
+        del self._sessions[newcomer.id]
+        self.core.on_disconnected(newcomer.id, now_s)
+        out: list[Sent] = []
+        if known.stream is not None:
+            del self._on_stream[known.stream]
+            out.append(Sent(known.stream, None))
+        known.stream, self._on_stream[stream] = stream, known
+        known.away_until_s = None
+        self._returning.is_back()
+        self.core.heard(known.id, now_s)
+        known.outbox.drop(register.received)
+        known.confirmed = known.received
+        welcome = pb.SchedulerMessage(welcome=pb.Welcome(member_id=known.member_id))
+        out.append(Sent(stream, welcome, 0, known.received))
+        return out + [Sent(stream, message, number, known.received) for number, message in known.outbox]
+
+    def _refuse(self, session: Session, error: str, text: str, **more: bool) -> list[Sent]:
+        self.core.turned_away(session.id)
+        refusal = pb.SchedulerMessage(refused=pb.Refused(error=error, message=text, **more))
+        return self._pass(session, [(session.id, refusal)])
+
+    def _waiting_for(self) -> str:
+        who = [s.who for s in self._sessions.values() if s.away_until_s is not None]
+        some = ", ".join(who[:4]) + (", …" if len(who) > 4 else "")
+        return f"the scheduler waits for members of its job to come back: {some or 'any'}"
+
+    def _send_away(self, session: Session, now_s: float, grace_s: float, why: str) -> None:
+        session.away_since_s, session.away_until_s, session.away_why = now_s, now_s + grace_s, why
+
+    def _lose(self, session: Session, why: str, now_s: float) -> list[Sent]:
+        session.away_until_s = None
+        out = self._do(JournalRecord(at_s=now_s, session=session.id, lost=why))
+        if session.stream is None:
+            out += self._do(JournalRecord(at_s=now_s, session=session.id, ended=True))
+        return out
+
+    # ---- what is written and what is said ------------------------------------------------------------------------
+
+    def _do(self, record: JournalRecord, may_be_nothing: bool = False) -> list[Sent]:
+        """Let something happen that must not be forgotten; perhaps, once it has, it turns out to be nothing."""
+        before = (self.core.state, self.core.reason)
+        out = self._run(record)
+        is_nothing = may_be_nothing and before == (self.core.state, self.core.reason)
+        if is_nothing and all(message.WhichOneof("body") in _FLEETING for _, message in self._to_members(out)):
+            return [sent for each, message in out for sent in self._pass(self._sessions[each], [(each, message)])]
+        return self._keep(record, out)
+
+    def _keep(self, record: JournalRecord, out: Outgoing) -> list[Sent]:
+        if self.write is not None:
+            record.check = check(self._to_members(out))
+            self.write(record)
+        return self._number(out)
+
+    def _to_members(self, out: Outgoing) -> Outgoing:
+        """Without what is said to strangers, of whom nothing is written."""
+        return [(connection, message) for connection, message in out if self._sessions[connection].digest]
+
+    def _run(self, record: JournalRecord) -> Outgoing:
+        now_s, core = record.at_s, self.core
+        match record.WhichOneof("body"):
+            case "register":
+                return self._enter(record)
+            case "message":
+                session = self._sessions[record.session]
+                session.received = max(session.received, record.message.number)
+                return core.handle(session.id, record.message, now_s)
+            case "lost":
+                self._sessions[record.session].over = record.lost
+                return core.on_lost(record.session, record.lost, now_s)
+            case "ended":
+                session = self._sessions[record.session]
+                session.over = session.over or "it has left"
+                session.outbox = Outbox()
+                return core.on_disconnected(record.session, now_s)
+            case "tick":
+                return core.on_deadlines(now_s)
+            case "stop":
+                return core.stop(record.stop, now_s)
+            case "contradiction":
+                return core.on_contradiction(record.contradiction, now_s)
+            case "scale":
+                return core.scale(record.scale.servers, record.scale.addresses, now_s)
+            case "restart":
+                self.restarts += 1
+            case "beyond_epoch":
+                core.skip_epochs(record.beyond_epoch)
+        return []
+
+    def _enter(self, record: JournalRecord) -> Outgoing:
+        session = self._sessions.get(record.session)
+        if session is None:  # replaying
+            session = self._sessions[record.session] = Session(record.session, None)
+            self._next_id = max(self._next_id, record.session + 1)
+            self.core.on_connected(session.id, record.at_s)
+        out = self.core.handle(session.id, pb.MemberMessage(register=record.register), record.at_s)
+        if self.core.is_member(session.id):
+            session.digest = record.register.token
+            session.who = describe(record.register)
+            session.member_id = next(m.welcome.member_id for _, m in out if m.HasField("welcome"))
+            self._by_digest[session.digest] = session
+        return out
+
+    def _number(self, out: Outgoing) -> list[Sent]:
+        sent: list[Sent] = []
+        for connection, message in out:
+            session = self._sessions[connection]
+            if not session.digest or message.WhichOneof("body") in ("welcome", "refused"):
+                sent += self._pass(session, [(connection, message)])
+                continue
+            number = session.outbox.put(message)
+            if session.stream is not None:
+                session.confirmed = session.received
+                sent.append(Sent(session.stream, message, number, session.received))
+        return sent
+
+    def _pass(self, session: Session, out: Outgoing) -> list[Sent]:
+        """Say something that need not be known to have come."""
+        sent: list[Sent] = []
+        if session.stream is None:
+            return sent
+        for _, message in out:
+            sent.append(Sent(session.stream, message, 0, session.received))
+            if message.HasField("refused"):
+                sent.append(Sent(session.stream, None))
+        return sent
+
+    def _confirm(self, session: Session) -> list[Sent]:
+        """Tell a member what has come of what it keeps, if that is news to it."""
+        if session.confirmed == session.received or session.stream is None:
+            return []
+        session.confirmed = session.received
+        return [Sent(session.stream, pb.SchedulerMessage(), 0, session.received)]

@@ -1,0 +1,29 @@
+"""``python -m tests.chaos --faults N``: the same training once in peace and once with N faults."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from chaos.run import calm, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos")
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    stretches = arguments.faults + 2
+    peace = calm(stretches)
+    print("in peace:", *peace.lines(), sep="\n  ", flush=True)
+    wild = run(stretches, arguments.seed)
+    print("with faults:", *wild.lines(), sep="\n  ")
+    print("weights:", "the same bits" if wild.digests == peace.digests else "DIFFERENT")
+    return int(wild.digests != peace.digests)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Seeded fuzzing of everything that reads bytes or words which somebody else wrote.
+
+``python -m tests.fuzz --inputs 10000000`` takes minutes; tests/test_fuzz.py runs a few thousand inputs of each target.
+The same seed gives the same inputs. A target is a class: ``seeds`` are well-formed inputs, ``feed`` takes one input and
+raises only what no input may cause.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`, also where nobody has said where it is
+
+from .base import Target
+from .control import Control, JournalFile, Streams
+from .mutator import Mutator
+from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, WireHeader
+
+TARGETS: dict[str, type[Target]] = {
+    kind.__name__: kind
+    for kind in (
+        WireHeader,
+        Seals,
+        Handshake,
+        Listener,
+        ServerRounds,
+        LocalProtocol,
+        Environment,
+        Control,
+        Streams,
+        JournalFile,
+    )
+}
+
+
+def fuzz(kind: type[Target], inputs: int, seed: int) -> Target:
+    """Feed so many inputs, fewer if each costs much. An exception says which one broke it, and how to see it again."""
+    target = kind()
+    mutator = Mutator(target.seeds, seed)
+    try:
+        for number in range(inputs // kind.cost):
+            data = mutator.next()
+            try:
+                target.feed(data)
+            except Exception as error:
+                raise AssertionError(f"{kind.__name__}, seed {seed}, input {number}: {data.hex()}") from error
+        target.end()
+    finally:
+        target.close()
+    return target

@@ -1,0 +1,356 @@
+"""Cores that are broken on purpose, each in one way: a simulator that does not find out is of no use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from byteps_py.scheduler.roster import Roster
+from byteps_py.server.partition import Round
+from byteps_py.server.rounds import Reduce, Rounds
+from byteps_py.worker.actions import Action, Push, Release
+from byteps_py.worker.agreement import Agreement
+from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.desk import Desk
+from byteps_py.worker.executor import Executor
+from byteps_py.worker.network import Network
+from byteps_py.worker.pipeline import Pipeline
+from byteps_py.worker.placing import Placing
+from byteps_py.worker.requests import Requests
+from byteps_py.worker.service import Service
+from byteps_py.worker.tensor import Part, RankSlot, Tensor
+from byteps_py.worker.topology import Topology
+
+from .network import Network as SimulatedNetwork
+
+
+def count_a_duplicate(core: pytest.MonkeyPatch) -> None:
+    """A server that counts contributions, whoever sends them."""
+    real = Rounds._collect
+
+    def collect(self: Rounds[Any], round_: Round[Any], new: Any, now: float) -> Any:
+        if new.header.sender in round_.contributions:
+            others = [m for m in range(self.num_machines) if m not in round_.contributions]
+            new.header.sender = others[0]
+        return real(self, round_, new, now)
+
+    core.setattr(Rounds, "_collect", collect)
+
+
+def ignore_credit(core: pytest.MonkeyPatch) -> None:
+    real = PushQueue.take
+
+    def take(self: PushQueue, now: float) -> Part | None:
+        self.in_flight_bytes = 0
+        return real(self, now)
+
+    core.setattr(PushQueue, "take", take)
+
+
+def wait_for_other_machines(core: pytest.MonkeyPatch) -> None:
+    """Without the rule, machines that filled their credit with different partitions wait for each other."""
+    core.setattr(PushQueue, "_write_off", lambda self, pushed_before: None)
+
+
+def deliver_early(core: pytest.MonkeyPatch) -> None:
+    """A server that answers when all machines but one have given."""
+    real = Rounds._collect
+
+    def collect(self: Rounds[Any], round_: Round[Any], new: Any, now: float) -> Any:
+        actions = real(self, round_, new, now)
+        if not actions and len(round_.contributions) == self.num_machines - 1 and self.num_machines > 2:
+            return [Reduce(round_)]
+        return actions
+
+    core.setattr(Rounds, "_collect", collect)
+
+
+def order_by_arrival(core: pytest.MonkeyPatch) -> None:
+    core.setattr(Round, "in_order", lambda self: list(self.contributions.values()))
+
+
+def local_ranks_backwards(core: pytest.MonkeyPatch) -> None:
+    real = Pipeline._local_sum
+
+    def local_sum(self: Pipeline, part: Part) -> Any:
+        compute = real(self, part)
+        if compute is not None:
+            compute.inputs = compute.inputs[::-1]
+        return compute
+
+    core.setattr(Pipeline, "_local_sum", local_sum)
+
+
+def one_contribution_buffer(core: pytest.MonkeyPatch) -> None:
+    """A rank's contribution lies where its next one goes."""
+    core.setattr(RankSlot, "input", property(lambda self: self.inputs[0]))
+
+
+def release_under_a_kernel(core: pytest.MonkeyPatch) -> None:
+    def release(self: Pipeline, tensor: Tensor) -> Any:
+        running, tensor.running = tensor.running, 0
+        try:
+            return real(self, tensor)
+        finally:
+            tensor.running = running
+
+    real = Pipeline._release
+    core.setattr(Pipeline, "_release", release)
+
+
+def accept_repeated_answers(core: pytest.MonkeyPatch) -> None:
+    core.setattr(Pipeline, "awaits", lambda self, part, round_: not part.tensor.retired)
+
+
+def forget_who_waits(core: pytest.MonkeyPatch) -> None:
+    """Ranks that wait in a round of the old spec are not asked: then those who disagree wait for ever."""
+    core.setattr(Agreement, "came", lambda self, slot: [])
+
+
+def vote_in_rounds_on_their_way(core: pytest.MonkeyPatch) -> None:
+    real = Agreement.reopened
+    core.setattr(Agreement, "reopened", lambda self, name, generation, rounds: real(self, name, generation, 0))
+
+
+def dead_without_last_words(core: pytest.MonkeyPatch) -> None:
+    """The end of a process is seen before what it said last."""
+    core.setattr(Desk, "_ended", Desk._died)
+
+
+def silent_about_the_dead(core: pytest.MonkeyPatch) -> None:
+    core.setattr(Desk, "fail", lambda self, error: setattr(self, "failure", error))
+
+
+def reuse_memory_of_void_slots(core: pytest.MonkeyPatch) -> None:
+    """Before their rank can know that they are void."""
+    real = Agreement.rejected
+
+    def rejected(self: Agreement, name: str, generation: int, error: Any) -> Any:
+        actions, old = real(self, name, generation, error)
+        failed = [slot for slots in self._names[name].failed.values() for slot in slots]
+        self._names[name].failed.clear()
+        for slot in failed:
+            slot.is_kept = False
+        return [*actions, Release(tuple(slot for slot in failed if slot.tensor is None))], old
+
+    core.setattr(Agreement, "rejected", rejected)
+
+
+def hand_over_void_tensors(core: pytest.MonkeyPatch) -> None:
+    """What was handed over before the rank knew of the mismatch takes credit, for ever."""
+    real = Pipeline.ready
+
+    def ready(self: Pipeline, slot: RankSlot, *args: Any) -> Any:
+        was_retired = slot.tensor is not None and slot.tensor.retired
+        if slot.tensor is not None:
+            slot.is_kept, slot.tensor.retired = False, False
+        try:
+            return real(self, slot, *args)
+        finally:
+            if slot.tensor is not None:
+                slot.is_kept = slot.tensor.retired = was_retired
+
+    core.setattr(Pipeline, "ready", ready)
+
+
+def last_declaration_counts(core: pytest.MonkeyPatch) -> None:
+    """A rank that declares a name twice before others do votes with the second declaration only."""
+    real = Agreement.declare
+
+    def declare(self: Agreement, slot: RankSlot) -> Any:
+        name = self._names.get(slot.spec.name)
+        if name is not None and name.proposal is not None and slot.local_rank in name.proposal.slots:
+            name.proposal.slots[slot.local_rank] = slot
+            name.proposal.votes[slot.local_rank] = slot.spec
+            return self._poll(name)
+        return real(self, slot)
+
+    core.setattr(Agreement, "declare", declare)
+
+
+def wait_for_ever_at_barriers(core: pytest.MonkeyPatch) -> None:
+    core.setattr(Requests, "at_barrier", lambda self: ([], 0.0))
+
+
+def forget_to_want(core: pytest.MonkeyPatch) -> None:
+    """A server that gets a round once more does not ask those who have its result for their parts."""
+    core.setattr(Rounds, "tick", lambda self, now: [])
+
+
+def supply_another_round(core: pytest.MonkeyPatch) -> None:
+    real = Tensor.given
+    core.setattr(Tensor, "given", lambda self, round_: real(self, round_ - 1))
+
+
+def give_contributions_back_early(core: pytest.MonkeyPatch) -> None:
+    """A machine's sum lies where its next one goes."""
+    real = Tensor.contribution.fget  # type: ignore[attr-defined]
+    core.setattr(
+        Tensor, "contribution", property(lambda self: self.contributions[0] if self.contributions else real(self))
+    )
+
+
+def reuse_answer_blocks(core: pytest.MonkeyPatch) -> None:
+    """Of partitions that have moved, where the server of before may yet write its answer."""
+    real = Network.withdraw
+
+    def withdraw(self: Network, part: Part, round_: int, server: int) -> None:
+        self._memory.take_answer_block(part)
+        real(self, part, round_, server)
+
+    core.setattr(Network, "withdraw", withdraw)
+
+
+def count_what_is_resent_twice(core: pytest.MonkeyPatch) -> None:
+    real = Rounds._collect
+
+    def collect(self: Rounds[Any], round_: Round[Any], new: Any, now: float) -> Any:
+        others = [m for m in range(self.num_machines) if m not in round_.contributions]
+        if new.header.sender in round_.contributions and new.header.is_resent:
+            new.header.sender = others[0]
+        return real(self, round_, new, now)
+
+    core.setattr(Rounds, "_collect", collect)
+
+
+def place_otherwise_after_an_epoch(core: pytest.MonkeyPatch) -> None:
+    """On one machine."""
+    real = Placing.change
+
+    def change(self: Placing, topology: Topology) -> None:
+        if topology.machine_index == 1:
+            servers = tuple(reversed(topology.servers))
+            topology = dataclasses.replace(topology, servers=servers)
+        real(self, topology)
+
+    core.setattr(Placing, "change", change)
+
+
+def keep_the_credit_of_what_moves(core: pytest.MonkeyPatch) -> None:
+    def again(self: Pipeline, part: Part) -> list[Action]:
+        part.is_resent = True
+        if not part.tensor.slots:
+            return [Push(part, part.tensor.round)]
+        self._enqueue(part)
+        return []
+
+    core.setattr(Pipeline, "_again", again)
+
+
+def stay_in_an_epoch(core: pytest.MonkeyPatch) -> None:
+    """Other servers, but the epoch's number is that of before."""
+    real = Roster._open_epoch
+
+    def open_epoch(self: Roster, reason: str) -> Any:
+        membership = real(self, reason)
+        if self.epoch > 1:
+            self.epoch -= 1
+            membership.epoch = self.epoch
+        return membership
+
+    core.setattr(Roster, "_open_epoch", open_epoch)
+
+
+def go_back_an_epoch(core: pytest.MonkeyPatch) -> None:
+    real = Roster._open_epoch
+
+    def open_epoch(self: Roster, reason: str) -> Any:
+        membership = real(self, reason)
+        membership.epoch = max(1, 4 - self.epoch)
+        return membership
+
+    core.setattr(Roster, "_open_epoch", open_epoch)
+
+
+def forget_workers_that_left(core: pytest.MonkeyPatch) -> None:
+    """An epoch that opens after a machine has left, its ranks done, has a machine less."""
+    real = Roster._open_epoch
+
+    def open_epoch(self: Roster, reason: str) -> Any:
+        self._workers = self.workers()
+        return real(self, reason)
+
+    core.setattr(Roster, "_open_epoch", open_epoch)
+
+
+def leave_without_farewell(core: pytest.MonkeyPatch) -> None:
+    """A machine ends as soon as its ranks have, though others may lack the last results."""
+    core.setattr(Service, "_go", lambda self: self._loop.stop())
+
+
+def lose_what_was_on_the_wire(core: pytest.MonkeyPatch) -> None:
+    """Nothing is sent again when a connection breaks."""
+    core.setattr(Executor, "again", lambda self, server: None)
+
+
+def keep_rounds_that_were_answered_elsewhere(core: pytest.MonkeyPatch) -> None:
+    """A round that another server has completed waits for ever, and is in the way of those after it."""
+    real = Rounds._collect
+
+    def collect(self: Rounds[Any], round_: Round[Any], new: Any, now: float) -> Any:
+        kept = {n: r for n, r in round_.partition.rounds.items() if n < round_.number}
+        given = {n: dict(r.contributions) for n, r in kept.items()}
+        actions = real(self, round_, new, now)
+        for number, before in kept.items():
+            if number not in round_.partition.rounds:
+                round_.partition.rounds[number] = before
+                before.contributions.update(given[number])
+        return actions
+
+    core.setattr(Rounds, "_collect", collect)
+
+
+def welcome_to_a_failed_job(core: pytest.MonkeyPatch) -> None:
+    """Ranks that wait while the cluster comes together are welcomed, though one of them was found dead."""
+
+    def open_(self: Desk, requests: Requests) -> None:
+        self._open = requests
+        waiting, self._waiting = self._waiting, []
+        for channel, local_rank in waiting:
+            self._welcome(channel, local_rank)
+
+    core.setattr(Desk, "open", open_)
+
+
+def hear_the_past(core: pytest.MonkeyPatch) -> None:
+    """What was sent on a connection that is gone by now takes the place of what its machine sent on the next one."""
+    core.setattr(SimulatedNetwork, "hears_the_past", True)
+
+
+MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    count_a_duplicate,
+    ignore_credit,
+    wait_for_other_machines,
+    deliver_early,
+    order_by_arrival,
+    local_ranks_backwards,
+    one_contribution_buffer,
+    release_under_a_kernel,
+    accept_repeated_answers,
+    forget_who_waits,
+    vote_in_rounds_on_their_way,
+    reuse_memory_of_void_slots,
+    hand_over_void_tensors,
+    last_declaration_counts,
+    wait_for_ever_at_barriers,
+    welcome_to_a_failed_job,
+    dead_without_last_words,
+    silent_about_the_dead,
+    hear_the_past,
+    forget_to_want,
+    supply_another_round,
+    give_contributions_back_early,
+    reuse_answer_blocks,
+    count_what_is_resent_twice,
+    place_otherwise_after_an_epoch,
+    keep_the_credit_of_what_moves,
+    stay_in_an_epoch,
+    go_back_an_epoch,
+    forget_workers_that_left,
+    leave_without_farewell,
+    lose_what_was_on_the_wire,
+    keep_rounds_that_were_answered_elsewhere,
+]

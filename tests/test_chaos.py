@@ -1,0 +1,14 @@
+"""A short run of chaos; ``make chaos`` makes a long one."""
+
+from __future__ import annotations
+
+import pytest
+from chaos.run import calm, run
+from test_recovery import OPTIONS, STRETCHES
+
+
+@pytest.mark.timeout(300)
+def test_random_faults_change_nothing() -> None:
+    wild = run(STRETCHES, seed=7, options=OPTIONS)
+    assert wild.counts
+    assert wild.digests == calm(STRETCHES, OPTIONS).digests

@@ -1,0 +1,186 @@
+"""What a connection proves and how its messages are sealed: the pure parts, without a network."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from zmq.utils import garbage
+
+from byteps_py.dataplane import handshake
+from byteps_py.dataplane.handshake import Caller, Doorkeeper
+from byteps_py.dataplane.seal import DamagedError, Protection, Seal, new_seal
+from byteps_py.errors import ConfigurationError, ProtocolError
+from byteps_py.settings import Settings
+from byteps_py.wire import HEADER_BYTES, Header, Kind
+
+ADDRESS = "tcp://10.0.0.1:4711"
+SIGNED = Settings(secret="known to members", job_id="a")
+OPEN = Settings(job_id="a")
+ENCRYPTED = dataclasses.replace(SIGNED, encrypt=True)
+HEADER = Header(Kind.PUSH, 3, key=7, length=100_000).pack()
+KEY = bytes(range(16))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def zeromq_collector() -> Iterator[None]:
+    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
+    zmq.Frame(bytearray(1 << 20))
+    yield
+    garbage.gc.stop()
+
+
+def opened(seal: Seal, sealed: tuple[bytes, object]) -> tuple[bytes, bytes]:
+    header, frame = seal.open(sealed[0], zmq.Frame(bytes(sealed[1])))  # type: ignore[call-overload]
+    return header, frame.bytes
+
+
+def shake(caller: Caller, keeper: Doorkeeper, machine: int = 3, address: str = ADDRESS) -> list[Seal]:
+    """The seals of both ends: CS out, CS in, listener in, listener out."""
+    text, challenge = keeper.challenge(caller.hello, machine, address)
+    proof, *mine = caller.answer(text)
+    return [*mine, *challenge.accept(proof)]
+
+
+@pytest.mark.parametrize("protection", Protection)
+@pytest.mark.parametrize("size", [0, 1, 16, 17, 100_000])
+def test_what_is_sealed_is_opened_in_order_and_nothing_else_is(protection: Protection, size: int) -> None:
+    out, back = new_seal(protection, KEY), new_seal(protection, KEY)
+    payloads = [os.urandom(size) for _ in range(3)]
+    messages = [out.seal(HEADER, payload) for payload in payloads]
+    for message, payload in zip(messages, payloads, strict=True):
+        assert opened(back, message) == (HEADER, payload)
+    for damaged in (messages[2], messages[0], (b"", b""), (bytes(HEADER_BYTES), b"x" * 200)):  # a repetition, nonsense
+        with pytest.raises(DamagedError):
+            opened(back, damaged)
+    out.number = back.number
+    assert opened(back, out.seal(HEADER, b"on")) == (HEADER, b"on")  # one damaged message does not spoil the next
+
+
+@pytest.mark.parametrize("protection", Protection)
+def test_every_flipped_bit_is_found(protection: Protection) -> None:
+    payload = os.urandom(64)
+    sealed, hidden = (bytes(part) for part in new_seal(protection, KEY).seal(HEADER, payload))
+    whole = sealed + hidden
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedError):
+            opened(new_seal(protection, KEY), (bytes(changed[: len(sealed)]), bytes(changed[len(sealed) :])))
+
+
+@pytest.mark.parametrize("protection", Protection)
+def test_payloads_can_not_be_left_out_or_exchanged(protection: Protection) -> None:
+    seal = new_seal(protection, KEY)
+    (one, shown), (two, other), (empty, _) = (seal.seal(HEADER, payload) for payload in (b"a" * 99, b"b" * 99, b""))
+    for number, header, payload in ((0, one, b""), (0, one, other), (1, two, shown), (2, empty, shown)):
+        back = new_seal(protection, KEY)
+        back.number = number
+        with pytest.raises(DamagedError):
+            opened(back, (header, payload))
+
+
+def test_encrypted_payloads_and_signed_headers_can_not_be_read() -> None:
+    payload = b"weights " * 100
+    for protection, is_readable in ((Protection.OPEN, True), (Protection.SIGNED, True), (Protection.ENCRYPTED, False)):
+        sealed, shown = new_seal(protection, KEY).seal(HEADER, payload)
+        assert (b"weights" in bytes(shown)) is is_readable
+        assert (HEADER in sealed) is (protection is Protection.OPEN)
+
+
+def test_both_ends_get_the_same_keys_and_each_connection_its_own() -> None:
+    for settings in (SIGNED, ENCRYPTED, OPEN):
+        keeper = Doorkeeper(settings)
+        first = shake(Caller(settings, 3, ADDRESS), keeper)
+        second = shake(Caller(settings, 3, ADDRESS), keeper)
+        message = first[0].seal(HEADER, b"payload")
+        assert opened(first[2], message) == (HEADER, b"payload")
+        assert opened(first[1], first[3].seal(HEADER, b"answer")) == (HEADER, b"answer")
+        if settings.secret:
+            for other in (first[1], second[2]):  # the other direction, another connection
+                with pytest.raises(DamagedError):
+                    opened(other, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "address"),
+    [
+        ({"secret": "guessed"}, 3, ADDRESS),
+        ({"job_id": "b"}, 3, ADDRESS),
+        ({}, 4, ADDRESS),
+        ({}, 3, "tcp://10.0.0.2:4711"),
+    ],
+)
+def test_a_proof_is_of_no_use_elsewhere(changes: dict[str, str], machine: int, address: str) -> None:
+    """Another secret, another job, another machine, another listener: both ends see it."""
+    caller = Caller(SIGNED, 3, ADDRESS)
+    text, challenge = Doorkeeper(dataclasses.replace(SIGNED, **changes)).challenge(caller.hello, machine, address)
+    with pytest.raises(ProtocolError, match=handshake.WRONG):
+        caller.answer(text)
+    good = Caller(SIGNED, 3, ADDRESS)
+    proof = good.answer(Doorkeeper(SIGNED).challenge(good.hello, 3, ADDRESS)[0])[0]  # overheard
+    with pytest.raises(ProtocolError, match=handshake.WRONG):
+        challenge.accept(proof)
+
+
+def test_an_overheard_handshake_can_not_be_repeated() -> None:
+    keeper, caller = Doorkeeper(SIGNED), Caller(SIGNED, 3, ADDRESS)
+    text, challenge = keeper.challenge(caller.hello, 3, ADDRESS)
+    proof = caller.answer(text)[0]
+    challenge.accept(proof)
+    _, second = keeper.challenge(caller.hello, 3, ADDRESS)  # the same HELLO once more
+    with pytest.raises(ProtocolError):
+        second.accept(proof)
+    with pytest.raises(ProtocolError):
+        Caller(SIGNED, 3, ADDRESS).answer(text)  # the same CHALLENGE, to another's HELLO
+
+
+@pytest.mark.parametrize(("mine", "theirs"), list(itertools.permutations((OPEN, SIGNED, ENCRYPTED), 2)))
+def test_nobody_can_be_talked_into_less(mine: Settings, theirs: Settings) -> None:
+    caller = Caller(mine, 3, ADDRESS)
+    with pytest.raises(ProtocolError, match="set BYTEPS_SECRET and BYTEPS_ENCRYPT alike everywhere"):
+        Doorkeeper(theirs).challenge(caller.hello, 3, ADDRESS)
+    # Whoever changes it on the way makes the proofs wrong.
+    keeper = Doorkeeper(theirs)
+    text, _ = keeper.challenge(bytes((keeper.protection,)) + caller.hello[1:], 3, ADDRESS)
+    if mine.secret:
+        with pytest.raises(ProtocolError, match=handshake.WRONG):
+            caller.answer(text)
+
+
+@pytest.mark.parametrize("length", [0, 1, 32, 34, 200])
+def test_a_handshake_of_wrong_lengths_is_refused(length: int) -> None:
+    with pytest.raises(ProtocolError):
+        Doorkeeper(SIGNED).challenge(os.urandom(length), 3, ADDRESS)
+    with pytest.raises(ProtocolError):
+        Caller(SIGNED, 3, ADDRESS).answer(os.urandom(length))
+    caller = Caller(SIGNED, 3, ADDRESS)
+    with pytest.raises(ProtocolError):
+        Doorkeeper(SIGNED).challenge(caller.hello, 3, ADDRESS)[1].accept(os.urandom(length))
+
+
+def test_a_point_of_low_order_is_no_key() -> None:
+    """With one, anybody would know the shared key; but nobody without the secret gets so far."""
+    keeper, caller = Doorkeeper(SIGNED), Caller(SIGNED, 3, ADDRESS)
+    caller._keys.public = bytes(32)
+    text, challenge = keeper.challenge(caller.hello, 3, ADDRESS)
+    with pytest.raises(ProtocolError, match="its public key is none"):
+        challenge.accept(caller.answer(text)[0])
+
+
+def test_encryption_needs_a_key() -> None:
+    with pytest.raises(ConfigurationError, match="BYTEPS_ENCRYPT=1 needs a key: set BYTEPS_SECRET"):
+        Settings.from_env({"BYTEPS_ENCRYPT": "1"})
+
+
+def test_nothing_that_is_printed_shows_a_secret() -> None:
+    caller, keeper = Caller(ENCRYPTED, 3, ADDRESS), Doorkeeper(ENCRYPTED)
+    text, challenge = keeper.challenge(caller.hello, 3, ADDRESS)
+    seals = caller.answer(text)[1:]
+    things = (ENCRYPTED, ENCRYPTED.describe(), caller, keeper, challenge, challenge._said, keeper._keys, *seals)
+    for thing in things:
+        assert ENCRYPTED.secret not in f"{thing!r} {thing}"

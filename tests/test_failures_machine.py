@@ -1,0 +1,56 @@
+"""What else may happen on a machine: other jobs, clocks that jump, coming and going without end. Real processes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.breaking import launch
+from support.clusters import ROOT
+
+SHIM = ROOT / "tests" / "programs" / "jumping_clock.c"
+
+
+def test_a_hundred_times_init_and_shutdown_leave_nothing() -> None:
+    with launch("-np 2", "repeat", "100", PS_HEARTBEAT_TIMEOUT="30") as job:
+        assert job.end() == 0, job.text
+    assert sorted(job.said) == ["0: 100 turns", "1: 100 turns"]
+
+
+@pytest.fixture(scope="module")
+def jumping_clock(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A library to be preloaded."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    library = tmp_path_factory.mktemp("clock") / "jumping_clock.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(SHIM), "-ldl"], check=True, timeout=60)
+    return str(library)
+
+
+def test_two_jobs_do_not_meet_and_a_clock_that_jumps_ends_nothing(jumping_clock: str) -> None:
+    """Each reduces tensors of the same names, and checks every sum. Silence and stalls would soon be errors here."""
+    limits = {"PS_HEARTBEAT_TIMEOUT": "30", "BYTEPS_STALL_WARN_S": "20", "BYTEPS_STALL_LIMIT_S": "40"}
+    with (
+        launch("-np 1 --machines 2 --servers 1", "told", LD_PRELOAD=jumping_clock, **limits) as jumping,
+        launch("-np 2", "told", **limits) as other,
+    ):
+        jumping.until("0: training", "1: training")
+        other.until("0: training", "1: training")
+        assert (other.end(), jumping.end()) == (0, 0), jumping.text
+    assert sorted(jumping.said) == sorted(other.said) == ["0: closed", "0: training", "1: closed", "1: training"]
+
+
+def test_no_deadline_reads_the_wall_clock() -> None:
+    wall = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.(datetime\.)?(now|today|utcnow)\(|CLOCK_REALTIME")
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("byteps_py", "worker", "server")
+        for path in sorted(Path(ROOT, folder).rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if wall.search(line)
+    ]
+    assert all(line.startswith("byteps_py/torch/timeline.py: ") for line in found), found  # which says when it was

@@ -1,0 +1,125 @@
+"""A rank whose Python fails: the others are told at once, with its traceback. Real processes."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.breaking import ERROR_STATUS, command, launch
+from support.clusters import ROOT
+
+from byteps_py.session import endings, words
+
+SPAWNED = ROOT / "tests" / "programs" / "spawned.py"
+
+
+def test_an_exception_is_told_to_all_with_its_traceback() -> None:
+    with launch("-np 1 --machines 2", "crashes", "0", BYTEPS_STALL_WARN_S="0.5", PS_HEARTBEAT_TIMEOUT="30") as job:
+        # The process goes on without its thread; who waits for it is told that it does.
+        job.until("was ended by an exception: KeyError: 'no such batch'")
+        job.until("in feed", "in crashes")
+        # The other rank ends before the one that failed, whose threads keep it: that one is stopped.
+        assert job.end() == ERROR_STATUS
+        sentence = r"rank 0 \(process \d+ on .*\) was ended by an exception: ValueError: the data of batch 7 is bad.*\n"
+        trace = r"Traceback \(most recent call last\):\n(.*\n)+? .*, in load\n(.*\n)+?ValueError: the data of batch 7"
+        assert re.search(f"^1: PeerLostError: {sentence}{trace}", job.text, re.MULTILINE), job.text
+        assert "the data of batch 7 is bad (reported by worker 0 (rank 0, " in job.text
+
+
+def test_processes_of_multiprocessing_say_it_too(tmp_path: Path) -> None:
+    """torch's spawn goes about it in the same way: what the program raises becomes a SystemExit."""
+    with command(sys.executable, str(SPAWNED), BYTEPS_JOB_ID=f"spawned-{tmp_path}", PS_HEARTBEAT_TIMEOUT="30") as job:
+        assert job.end() == 0
+    said = [line for line in job.said if line.startswith(("0: ", "1: "))]
+    assert sorted(said) == ["0: all have left", "1: all have left"], job.text  # the first time nobody fails
+    assert re.search(
+        r"^PeerLostError: rank 1 \(process \d+ on .*\) was ended by an exception: ValueError: the data is bad\n"
+        r"Traceback \(most recent call last\):\n(.*\n)+?ValueError: the data is bad",
+        job.text,
+        re.MULTILINE,
+    ), job.text
+
+
+def test_an_exit_status_is_the_launchers_to_tell() -> None:
+    with launch("-np 2", "exits", PS_HEARTBEAT_TIMEOUT="30") as job:
+        assert job.end() == 5
+        assert "rank 1 exited with status 5" in job.text
+
+
+class _Speaker:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def tell_failure(self, error: BaseException) -> None:
+        self.said.append("failure")
+
+    def tell_note(self, text: str) -> None:
+        self.said.append(text)
+
+    def close(self) -> None:
+        self.said.append("closed")
+
+
+@pytest.fixture
+def speaker() -> Iterator[_Speaker]:
+    speaker = _Speaker()
+    endings.watch(speaker)
+    yield speaker
+    endings.unwatch(speaker)
+
+
+def test_hooks_of_others_are_called_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: called.append(error))
+    monkeypatch.setattr(threading, "excepthook", lambda args: called.append(args.exc_value))
+    before = sys.excepthook, threading.excepthook
+    speakers = [_Speaker(), _Speaker()]
+    for speaker in speakers:
+        endings.watch(speaker)
+    error = ValueError("x")
+    sys.excepthook(ValueError, error, None)  # by a program, which goes on
+    assert speakers[0].said == []
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    sys.excepthook(ValueError, error, None)  # by the interpreter
+
+    def fail() -> None:
+        raise error
+
+    thread = threading.Thread(target=fail, name="loader")
+    thread.start()
+    thread.join()
+    for speaker in speakers:
+        assert speaker.said[0] == "failure"
+        assert speaker.said[1].startswith("its thread 'loader' was ended by an exception: ValueError: x\nTraceback")
+    assert called == [error] * 3
+    for speaker in speakers:
+        endings.unwatch(speaker)
+    assert (sys.excepthook, threading.excepthook) == before
+
+
+def test_an_interactive_interpreter_goes_on(speaker: _Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ValueError("x")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    sys.excepthook(ValueError, error, None)
+    assert speaker.said == []
+
+
+def test_long_tracebacks_are_cut_at_the_front() -> None:
+    def deep(n: int) -> None:
+        if n:
+            deep(n - 1)
+        raise ValueError("y" * 100)
+
+    try:
+        deep(200)
+    except ValueError as error:
+        error.add_note("z" * 20_000)
+        text = words.traceback_of(error)
+    assert len(text) < 8_100
+    assert text.endswith("z" * 100)
+    assert words.last_words(None) == {}

@@ -1,0 +1,129 @@
+"""What is said twice counts once: at the rules, a million times, and over real connections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from support.data_plane import Server, header_for
+from support.summation import SETTINGS
+from zmq.utils import garbage
+
+from byteps_py.server.partition import Contribution
+from byteps_py.server.rounds import Answer, Reduce, Refuse, Rounds
+from byteps_py.wire import RESENT, Kind
+
+MACHINES = 3
+REPLAYS = 1_000_000
+ONE, TWO, THREE = b"\0\0\x80?", b"\0\0\0@", b"\0\0@@"  # as float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def zeromq_collector() -> Iterator[None]:
+    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
+    zmq.Frame(bytearray(1 << 20))
+    yield
+    garbage.gc.stop()
+
+
+def given(sender: int, round_: int, origin: object, flags: int = 0) -> Contribution:
+    return Contribution(header_for(sender, bytes(64), round=round_, flags=flags), origin, 64)
+
+
+def test_a_million_replayed_pushes_change_no_sum() -> None:
+    """While the round collects, while it is reduced and after it: from the same connection and from another."""
+    rounds: Rounds[Contribution] = Rounds(4096)
+    rounds.membership(1, MACHINES, 0.0, 1)
+    here, there = object(), object()
+    first = [given(machine, 1, here) for machine in range(MACHINES)]
+    assert rounds.contribution(first[0], 0.0) == []
+    replay = given(0, 1, here)
+    for _ in range(REPLAYS // 2):
+        rounds.contribution(replay, 0.0)
+    again = given(0, 1, there)  # a new connection: the same bits, but the answer goes there
+    for _ in range(1000):
+        assert rounds.contribution(again, 0.0) == []
+    assert rounds.counters.bytes_in_flight == 64
+    assert rounds.contribution(first[1], 0.0) == []
+    (reduce,) = rounds.contribution(first[2], 0.0)
+    assert isinstance(reduce, Reduce)
+    assert [c.header.sender for c in reduce.round.in_order()] == [0, 1, 2]
+    for _ in range(REPLAYS // 4):
+        rounds.contribution(replay, 0.0)
+    (answer,) = rounds.reduced(reduce.round)
+    assert isinstance(answer, Answer)
+    assert len(answer.contributions) == MACHINES
+    for _ in range(REPLAYS // 4):
+        (refused,) = rounds.contribution(replay, 0.0)
+    assert isinstance(refused, Refuse)
+    assert "stale: round 1" in refused.text
+    assert rounds.counters.bytes_in_flight == 0
+    assert rounds.counters.rounds == 1
+
+
+def test_replayed_pushes_over_a_connection_change_no_sum() -> None:
+    with Server(SETTINGS) as server:
+        zero, one = server.machine(0), server.machine(1)
+        for _ in range(500):
+            zero.push(ONE)
+        zero.push(b"", length=0)  # refused: what was sent before it has arrived
+        assert "0 bytes; a partition has" in zero.refusal()
+        one.push(TWO)
+        assert one.result() == THREE
+        assert zero.result() == THREE
+        zero.push(ONE)  # the round is over
+        assert "stale: round 1" in zero.refusal()
+        zero.push(ONE, round=2)
+        one.push(TWO, round=2)
+        assert zero.result() == one.result() == THREE
+
+
+def test_replayed_bytes_can_not_be_opened() -> None:
+    """What somebody in between has recorded: the same bytes again, or later, or those of another connection."""
+    with Server(SETTINGS) as server:
+        zero, one, other = server.machine(0), server.machine(1), server.machine(0)
+        zero.prove()
+        other.prove()
+        assert zero.seals is not None
+        assert other.seals is not None
+        recorded = zero.seals[0].seal(header_for(0, ONE, round=1).pack(), ONE)
+        zero.socket.send_multipart(recorded)
+        for _ in range(10):
+            zero.socket.send_multipart(recorded)
+            zero.seals[0].number += 1
+        other.socket.send_multipart(recorded)
+        other.seals[0].number += 1
+        for _ in range(10):
+            assert zero.receive()[0].kind is Kind.DAMAGED
+        assert other.receive()[0].kind is Kind.DAMAGED
+        one.push(TWO)
+        assert zero.result() == one.result() == THREE
+        other.push(ONE, round=1, flags=RESENT)  # what it says itself is heard
+        one.push(TWO, round=1, flags=RESENT)
+        assert other.result() == one.result() == THREE
+
+
+def test_a_connection_that_says_nothing_that_can_be_opened_is_none_of_ours() -> None:
+    with Server(SETTINGS) as server:
+        zero = server.machine(0)
+        zero.prove()
+        for _ in range(16):
+            zero.socket.send_multipart([b"x" * 93, ONE])
+        for _ in range(16):
+            assert zero.receive()[0].kind is Kind.DAMAGED
+        zero.seals = None
+        zero.socket.send_multipart([header_for(0, ONE).pack(), ONE])
+        assert "no HELLO was accepted" in zero.refusal()
+
+
+def test_an_identity_of_ones_own_choice_is_refused() -> None:
+    with Server(SETTINGS) as server, zmq.Context() as context:
+        spoofing = context.socket(zmq.DEALER)
+        spoofing.linger = 0
+        spoofing.setsockopt(zmq.IDENTITY, b"another's")
+        spoofing.connect(server.service.address)
+        spoofing.send_multipart([header_for(0, b"", Kind.HELLO).pack(), bytes((1,)) + bytes(32)])
+        assert spoofing.poll(30_000)
+        assert b"it has chosen its own ZeroMQ identity" in spoofing.recv_multipart()[1]
+        spoofing.close()

@@ -1,0 +1,233 @@
+"""Schedulers that are killed and started again, and connections to them that break: real processes, real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from support.proxy import Proxy
+from support.schedulers import (
+    CHILD,
+    TIMEOUT_S,
+    Attend,
+    Factory,
+    Member,
+    Scheduler,
+    as_server,
+    as_worker,
+    ballot,
+    environment,
+)
+
+from byteps_py import errors
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler import query
+from byteps_py.settings import Settings
+
+
+@pytest.fixture(autouse=True, scope="module")
+def grpc_library() -> Iterator[None]:
+    """gRPC's own descriptors live as long as any channel does: keep one, so that no test seems to leak them."""
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        call = channel.unary_unary("/warm/up")
+        with contextlib.suppress(grpc.RpcError):
+            call(b"", timeout=0.05)
+        yield
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Factory]:
+    with contextlib.ExitStack() as stack:
+
+        def factory(**changes: object) -> Scheduler:
+            scheduler = Scheduler(**{"journal_dir": str(tmp_path), **changes})
+            stack.callback(scheduler.close)
+            return scheduler
+
+        yield factory
+
+
+@pytest.fixture
+def attend() -> Iterator[Callable[..., Member]]:
+    members: list[Member] = []
+
+    def factory(settings: Settings, register: pb.Register) -> Member:
+        members.append(Member(settings, register))
+        return members[-1]
+
+    yield factory
+    for member in members:
+        member.close()
+
+
+def cluster(settings: Settings, attend: Attend) -> list[Member]:
+    """Two workers and a server, complete."""
+    members = [attend(settings, as_worker(0)), attend(settings, as_worker(1)), attend(settings, as_server())]
+    for member in members:
+        assert member.wait("membership").membership.epoch == 1
+    return members
+
+
+def arrive(sequence: int) -> pb.MemberMessage:
+    return pb.MemberMessage(arrive=pb.Arrive(sequence=sequence))
+
+
+SHAPE = {"num_workers": 2, "num_servers": 1, "placement": "servers-only"}
+
+
+@pytest.mark.parametrize("secret", ["", "s3cret"])
+def test_a_killed_scheduler_takes_its_members_back(start: Factory, attend: Attend, tmp_path: Path, secret: str) -> None:
+    scheduler = start(**SHAPE, secret=secret).wait_listening()
+    one, two, server = members = cluster(scheduler.settings, attend)
+    one.link.send(ballot(0))
+    one.link.send(arrive(1))
+    for number in (1, 2):
+        scheduler.kill()
+        for member in members:
+            assert isinstance(member.away.get(timeout=TIMEOUT_S), errors.PeerLostError)
+        two.link.send(arrive(number))  # while nobody is there
+        scheduler.restart()
+        for member in members:
+            assert member.back.acquire(timeout=TIMEOUT_S)
+        for worker in (one, two):
+            assert worker.wait("release").release.sequence == number
+        one.link.send(arrive(number + 1))
+    two.link.send(ballot(1))
+    assert two.wait("verdicts").verdicts.verdicts[0].name == "w"
+    status = query.status(scheduler.settings, TIMEOUT_S)
+    assert (status.restarts, status.epoch, status.tensors) == (2, 1, 1)
+    assert [(member.alive, member.doubt) for member in status.members] == [(True, "")] * 3
+    (journal,) = tmp_path.iterdir()
+    assert str(journal) == status.journal
+    assert journal.stat().st_mode & 0o777 == 0o600
+    assert b"s3cret" not in journal.read_bytes()
+    for worker in (one, two):
+        worker.leave()
+    assert server.wait("stop").stop.reason == "all workers have left"
+    server.leave()
+    code, log = scheduler.ended()
+    assert code == 0, log
+    assert not list(tmp_path.iterdir())
+    assert all(member.lost.empty() for member in members)
+
+
+def test_who_dies_while_the_scheduler_is_away_is_lost_when_it_is_back(start: Factory, attend: Attend) -> None:
+    scheduler = start(**SHAPE).wait_listening()
+    one, server = attend(scheduler.settings, as_worker(0)), attend(scheduler.settings, as_server())
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], env=environment(scheduler.settings), stdout=subprocess.PIPE, text=True
+    ) as child:
+        one.wait("membership")
+        scheduler.kill()
+        child.kill()
+    scheduler.restart()
+    assert (
+        "it did not come back within 5 s after the scheduler was started again" in one.wait("failure").failure.message
+    )
+    for member in (one, server):
+        member.link.close()
+    assert scheduler.ended()[0] == 1
+
+
+def test_who_leaves_while_the_scheduler_is_away_may_still_say_so(start: Factory, attend: Attend) -> None:
+    scheduler = start(num_workers=1).wait_listening()
+    member = attend(scheduler.settings, as_worker())
+    member.wait("membership")
+    scheduler.restart()
+    member.link.close()
+    assert scheduler.ended()[0] == 0
+
+
+def test_without_its_journal_a_scheduler_knows_nobody_and_begins_with_a_later_epoch(
+    start: Factory, attend: Attend
+) -> None:
+    scheduler = start(num_workers=1, journal_dir="none").wait_listening()
+    old = attend(scheduler.settings, as_worker())
+    assert old.wait("membership").membership.epoch == 1
+    scheduler.restart()
+    error = old.lost.get(timeout=TIMEOUT_S)
+    assert isinstance(error, errors.RendezvousError)
+    assert "this scheduler does not know worker 0 " in str(error)
+    assert "BYTEPS_JOURNAL_DIR" in str(error)
+    new = attend(scheduler.settings, as_worker())
+    assert new.wait("membership").membership.epoch == 2
+    new.leave()
+    assert scheduler.ended()[0] == 0
+
+
+def test_a_job_that_was_killed_with_all_its_processes_is_not_waited_for(start: Factory, attend: Attend) -> None:
+    scheduler = start(num_workers=1).wait_listening()
+    dead = attend(scheduler.settings, as_worker())
+    assert dead.wait("membership").membership.epoch == 1
+    scheduler.kill()
+    dead.leave()
+    scheduler.restart()
+    member = attend(scheduler.settings, as_worker())
+    assert member.wait("membership").membership.epoch == 2
+    member.leave()
+    code, log = scheduler.ended()
+    assert code == 0
+    assert "nobody of the journal's job has come back" in log
+
+
+def test_connections_that_are_cut_again_and_again_lose_nothing_and_nobody(start: Factory, attend: Attend) -> None:
+    scheduler = start(**SHAPE).wait_listening()
+    with contextlib.closing(Proxy((scheduler.settings.scheduler_host, scheduler.settings.scheduler_port))) as proxy:
+        port = int(proxy.address.rpartition(":")[2])
+        through = dataclasses.replace(scheduler.settings, scheduler_port=port, job_id=scheduler.settings.job)
+        one, two, server = members = cluster(through, attend)
+        for sequence in range(1, 21):
+            for worker in (one, two):
+                worker.link.send(arrive(sequence))
+            proxy.cut()
+            for worker in (one, two):
+                assert worker.wait("release").release.sequence == sequence
+        status = query.status(scheduler.settings, TIMEOUT_S)
+        assert (status.state, status.restarts) == (status.STATE_RUNNING, 0)
+        for worker in (one, two):
+            worker.leave()
+        server.wait("stop")
+        server.leave()
+        code, log = scheduler.ended()
+        assert code == 0, log
+        assert all(member.lost.empty() for member in members)
+
+
+def test_a_damaged_journal_is_named(start: Factory, attend: Attend, tmp_path: Path) -> None:
+    scheduler = start(num_workers=1).wait_listening()
+    attend(scheduler.settings, as_worker()).wait("membership")
+    scheduler.kill()
+    (journal,) = tmp_path.iterdir()
+    data = bytearray(journal.read_bytes())
+    data[40] ^= 1
+    journal.write_bytes(data)
+    scheduler.restart()
+    code, log = scheduler.ended()
+    assert code == 2
+    assert f"the scheduler's journal {journal} is damaged: frame 1, at byte 17 of {len(data)}, is damaged" in log
+    assert "Traceback" not in log
+
+
+def test_a_frozen_scheduler_loses_nobody_when_it_wakes(start: Factory, attend: Attend) -> None:
+    scheduler = start(**SHAPE).wait_listening()
+    one, two, server = cluster(scheduler.settings, attend)
+    scheduler.process.send_signal(signal.SIGSTOP)
+    one.link.send(arrive(1))
+    for _ in range(15):
+        assert one.beats.acquire(timeout=TIMEOUT_S)
+    scheduler.process.send_signal(signal.SIGCONT)
+    two.link.send(arrive(1))
+    for worker in (one, two):
+        assert worker.wait("release").release.sequence == 1
+        worker.leave()
+    server.wait("stop")
+    server.leave()
+    code, log = scheduler.ended()
+    assert code == 0, log

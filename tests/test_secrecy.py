@@ -1,0 +1,127 @@
+"""Where secrets are, and where they are not; who may read what."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from byteps_py import auth, tls
+from byteps_py.channel import Listener
+from byteps_py.cli import __main__ as cli
+from byteps_py.errors import ConfigurationError, ProtocolError
+from byteps_py.settings import Settings
+from byteps_py.shm import Segment
+
+ROOT = Path(__file__).parent.parent
+SECRET = "a secret of the cluster"
+SOURCES = sorted(
+    path for folder in ("byteps_py", "server", "worker", "proto") for path in (ROOT / folder).rglob("*.py")
+)
+# May run what they are given.
+DANGEROUS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+
+
+def test_only_broadcast_objects_are_unpickled() -> None:
+    users = {
+        str(path.relative_to(ROOT)) for path in SOURCES if DANGEROUS.intersection(imported(ast.parse(path.read_text())))
+    }
+    assert users == {"byteps_py/torch/pickling.py"}
+    calls = [
+        f"{path.name}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")
+    ]
+    assert not calls
+
+
+def test_proofs_are_compared_in_constant_time() -> None:
+    """Nothing that is a proof, a token or a secret stands beside == or !=."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
+                sides = [side for side in (node.left, *node.comparators) if not isinstance(side, ast.Constant)]
+                text = " ".join(map(ast.unparse, sides)).lower()
+                assert not any(word in text for word in ("proof", "token", "secret", "digest")), f"{path.name}: {text}"
+
+
+def test_nothing_that_is_printed_shows_a_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(secret=SECRET)
+    credentials = tls.credentials(SECRET)
+    for text in (settings.describe(), repr(settings), str(settings), repr(credentials), str(credentials)):
+        assert SECRET not in text
+        assert "PRIVATE KEY" not in text
+    monkeypatch.setenv("BYTEPS_SECRET", SECRET)
+    assert cli.main(["env"]) == 0
+    shown = capsys.readouterr()
+    assert SECRET not in shown.out + shown.err
+    for environ in (
+        {"BYTEPS_SECRET": SECRET + "\udcff"},  # not UTF-8
+        {"BYTEPS_SECRET": SECRET, "DMLC_NUM_WORKER": "many"},
+        {"BYTEPS_SECRET": SECRET, "BYTEPS_LOCAL_RANK": "5"},
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            Settings.from_env(environ)
+        assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"", b" \n", None])
+def test_a_secret_file_that_is_none_is_explained(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match="BYTEPS_SECRET_FILE="):
+        Settings.from_env({"BYTEPS_SECRET_FILE": str(path)})
+
+
+def test_a_secret_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET + "\n")
+    assert Settings.from_env({"BYTEPS_SECRET_FILE": str(path)}).secret == SECRET
+
+
+def test_tokens_say_nothing_of_the_secret_and_serve_one_purpose() -> None:
+    shown = auth.token(SECRET, "local", "job", "3")
+    assert SECRET not in shown
+    assert auth.is_valid(shown, SECRET, "local", "job", "3")
+    for parts in (("control", "job", "3"), ("local", "other", "3"), ("local", "job", "4"), ("local", "job3", "")):
+        assert not auth.is_valid(shown, SECRET, *parts)
+    assert not auth.is_valid("", SECRET, "local", "job", "3")
+    assert not auth.is_valid("é\ud800", SECRET, "local", "job", "3")
+
+
+def test_shared_memory_is_its_owners_and_has_no_name() -> None:
+    with contextlib.closing(Segment.create(4096)) as segment:
+        status = os.fstat(segment.fd)
+        assert status.st_nlink == 0
+        assert status.st_uid == os.getuid()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can play another user")
+def test_another_user_is_turned_away_from_local_sockets() -> None:
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect('\\0' + sys.argv[1]);"
+        "sys.exit(len(s.recv(100)))"
+    )
+    with contextlib.closing(Listener("byteps-test-of-another-user")) as listener:
+        command = ["/usr/bin/env", "python3", "-c", code, listener.name]
+        stranger = subprocess.Popen(command, user=65534, env={"PATH": os.defpath})
+        with pytest.raises(ProtocolError, match="of user 65534 is at the other end of a socket of user 0"):
+            listener.accept()
+        assert stranger.wait(30) == 0

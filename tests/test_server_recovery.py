@@ -1,0 +1,121 @@
+"""A summation server takes a sum again for machines that lack it, from what the others gave and have kept."""
+
+from __future__ import annotations
+
+import pytest
+from test_server_rounds import Actions, answered, given, reduction, refusal, started
+
+from byteps_py.server.partition import Contribution
+from byteps_py.server.rounds import WANT_AFTER_S, WANT_AGAIN_S, Rounds, Want
+from byteps_py.wire import RESENT, SUPPLY, Kind
+
+
+def wanted(actions: Actions) -> tuple[int, tuple[int, ...]]:
+    """(round, who is asked for it) of the one action there is."""
+    (action,) = actions
+    assert isinstance(action, Want)
+    return action.header.round, action.machines
+
+
+def after_round_1(machines: int) -> Rounds[Contribution]:
+    rounds = started(machines)
+    for machine in range(machines - 1):
+        rounds.contribution(given(machine), 0.0)
+    rounds.reduced(reduction(rounds.contribution(given(machines - 1), 0.0)))
+    return rounds
+
+
+def test_who_lacks_a_completed_round_gets_it_once_more_and_the_others_do_not() -> None:
+    rounds = after_round_1(3)
+    assert rounds.contribution(given(1, flags=RESENT, origin="a new connection"), 1.0) == []
+    assert rounds.is_wanting
+    assert rounds.tick(1.0 + WANT_AFTER_S / 2) == []  # others may be about to say the same
+    assert wanted(rounds.tick(1.0 + WANT_AFTER_S)) == (1, (0, 2))
+    assert rounds.contribution(given(2, flags=RESENT | SUPPLY), 1.1) == []
+    assert rounds.tick(1.1) == []
+    assert wanted(rounds.tick(1.0 + WANT_AFTER_S + WANT_AGAIN_S)) == (1, (0,))
+    round_ = reduction(rounds.contribution(given(0, flags=RESENT | SUPPLY), 1.5))
+    assert not rounds.is_wanting
+    assert [c.header.sender for c in round_.in_order()] == [0, 1, 2]
+    assert [c.origin for c in answered(rounds.reduced(round_))] == ["a new connection"]
+    assert rounds.contribution(given(0, flags=RESENT | SUPPLY), 1.6) == []  # it was asked twice
+    assert (rounds.counters.bytes_in_flight, rounds.counters.wanted) == (0, 2)
+
+
+@pytest.mark.parametrize("first", ["who is ahead", "who is behind"])
+def test_on_a_new_server_one_machine_may_be_a_round_ahead(first: str) -> None:
+    """It had the answer of the server before this one, another had not."""
+    rounds = started(2)
+    ahead, behind = given(0, round=6), given(1, round=5, flags=RESENT)
+    for contribution in (ahead, behind) if first == "who is ahead" else (behind, ahead):
+        assert rounds.contribution(contribution, 0.0) == []
+    assert wanted(rounds.tick(1.0)) == (5, (0,))
+    round_ = reduction(rounds.contribution(given(0, round=5, flags=RESENT | SUPPLY), 1.1))
+    assert answered(rounds.reduced(round_)) == [behind]
+    round_ = reduction(rounds.contribution(given(1, round=6), 1.2))
+    assert answered(rounds.reduced(round_))[0] is ahead
+    assert rounds.counters.bytes_in_flight == 0
+
+
+def test_rounds_that_nobody_lacks_may_not_overlap() -> None:
+    rounds = started(2)
+    rounds.contribution(given(0, round=5), 0.0)
+    assert refusal(rounds.contribution(given(1, round=6), 0.0))[0] == [0, 1]
+    rounds = started(2)
+    rounds.contribution(given(0, round=5, flags=RESENT), 0.0)
+    assert refusal(rounds.contribution(given(1, round=7), 0.0))[0] == [0, 1]
+
+
+def test_an_answer_goes_to_the_newer_connection() -> None:
+    rounds = started(2)
+    rounds.contribution(given(0), 0.0)
+    round_ = reduction(rounds.contribution(given(1), 0.0))
+    assert rounds.contribution(given(1, origin="a new connection", flags=RESENT), 0.0) == []
+    assert [c.origin for c in answered(rounds.reduced(round_))] == ["connection of machine 0", "a new connection"]
+
+
+def test_all_resend_at_once_and_nobody_is_asked() -> None:
+    rounds = started(2)
+    rounds.contribution(given(0, flags=RESENT), 0.0)
+    round_ = reduction(rounds.contribution(given(1, flags=RESENT), 0.0))
+    assert rounds.tick(1.0) == []
+    assert len(answered(rounds.reduced(round_))) == 2
+
+
+def test_what_goes_to_another_server_is_taken_back() -> None:
+    rounds = started(2)
+    contribution = given(0)
+    rounds.contribution(contribution, 0.0)
+    rounds.withdraw(contribution.header)
+    assert (rounds.counters.bytes_in_flight, rounds.stalled(9.0)) == (0, [])
+    rounds.withdraw(given(0, key=99).header)
+    rounds.withdraw(given(0, generation=9).header)
+    round_ = reduction([*rounds.contribution(given(0), 0.0), *rounds.contribution(given(1), 0.0)])
+    rounds.withdraw(given(0).header)  # too late: the engine reads it
+    assert len(answered(rounds.reduced(round_))) == 2
+
+
+def test_of_a_round_before_the_last_nothing_is_known() -> None:
+    rounds = after_round_1(2)
+    rounds.contribution(given(0, round=2), 0.0)
+    rounds.reduced(reduction(rounds.contribution(given(1, round=2), 0.0)))
+    assert "round 2 is complete" in refusal(rounds.contribution(given(0, flags=RESENT), 0.0))[1]
+
+
+def test_ranks_that_joined_are_asked_too() -> None:
+    rounds = started(2)
+    rounds.contribution(given(0, flags=RESENT), 0.0)
+    assert wanted(rounds.tick(1.0)) == (1, (1,))
+    answer = given(1, kind=Kind.PASS, nbytes=0, flags=RESENT | SUPPLY)
+    assert len(answered(rounds.reduced(reduction(rounds.contribution(answer, 1.0))))) == 1
+
+
+def test_a_round_that_nobody_lacks_any_more_is_forgotten() -> None:
+    """It was given to this server and then answered by the one before it after all."""
+    rounds = started(2)
+    rounds.contribution(given(0, round=5, flags=RESENT), 0.0)
+    rounds.contribution(given(0, round=6), 0.1)
+    rounds.reduced(reduction(rounds.contribution(given(1, round=6), 0.1)))
+    assert (rounds.is_wanting, rounds.counters.bytes_in_flight) == (False, 0)
+    rounds.contribution(given(0, round=7), 0.2)
+    assert len(answered(rounds.reduced(reduction(rounds.contribution(given(1, round=7), 0.2))))) == 2

@@ -1,0 +1,162 @@
+"""How local ranks, and the summation services of other machines, keep up. Pure; time is an argument.
+
+What is measured leaves out what somebody waits for others, so that who is slow can be told from who waits:
+
+    a rank's step:      from one hand-over to the next, but for the time when it has handed over all that it had
+                        and has not got all of it back
+    a server's answer:  from the push to the answer, but for the time that the server has waited for other machines;
+                        also relative to what the link needs for the bytes that are on their way to this server
+
+Whether it is much slower than the others is decided where all of them are known (scheduler/pace.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.worker.tensor import Part
+
+#: Values of so many seconds count as one, their mean: a process may be fast in bursts, and slow.
+SPAN_S = 0.5
+#: The median of the latest spans is typical, of those of so many seconds: what is shorter is the operating system's
+#: doing. At least two: a single long one is a checkpoint, or an accident.
+WINDOW_S = 3.0
+_MOST = 16
+#: What an answer takes however small it is: a busy machine's scheduling.
+_BASE_S = 0.005
+
+
+class Typical:
+    """What values are lately: they come in tuples, each place is looked at by itself."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=_MOST)  # how long, mean values
+        self._open: list[tuple[float, ...]] = []
+        self._since: float | None = None
+        self._closed = 0.0
+
+    def add(self, since: float, now: float, *values: float) -> None:
+        """``values`` are about the time from ``since`` to ``now``."""
+        if since < self._closed:
+            return  # of what the last span has seen it is no evidence of its own
+        if self._since is None:
+            self._since = since
+        self._open.append(values)
+        if now - self._since >= SPAN_S:
+            means = tuple(statistics.fmean(column) for column in zip(*self._open, strict=True))
+            self._spans.append((now - self._since, means))
+            self._open.clear()
+            self._since, self._closed = None, now
+
+    def values(self) -> tuple[float, ...] | None:
+        """None before there are enough; of an even number of spans the lower median."""
+        latest: list[tuple[float, ...]] = []
+        left_s = WINDOW_S
+        for span_s, means in reversed(self._spans):
+            if left_s <= 0 and len(latest) >= 2:
+                break
+            latest.append(means)
+            left_s -= span_s
+        if left_s > 0 or len(latest) < 2:
+            return None
+        return tuple(statistics.median_low(column) for column in zip(*latest, strict=True))
+
+
+class _Rank:
+    def __init__(self) -> None:
+        self.pid = 0
+        self.pending: set[int] = set()  # slots
+        self.step = 0  # rounds of the tensor that has most
+        self.since = 0.0  # when this step began
+        self.mark = 0.0  # of the last hand-over, or of the last delivery if nothing is pending
+        self.own_s = self.wait_s = 0.0  # of this step
+        self.typical = Typical()
+
+
+class RankPace:
+    """The local ranks. ``first_rank``: the global rank of the first."""
+
+    def __init__(self, first_rank: int) -> None:
+        self._first_rank = first_rank
+        self._ranks: dict[int, _Rank] = {}
+
+    def ready(self, local_rank: int, pid: int, slot: int, round_: int, now: float) -> None:
+        """A rank has handed over (part of) its own round number ``round_``."""
+        rank = self._ranks.get(local_rank)
+        if rank is None or rank.pid != pid:
+            rank = self._ranks[local_rank] = _Rank()
+            rank.pid, rank.mark = pid, now
+        rank.own_s += now - rank.mark
+        rank.mark = now
+        rank.pending.add(slot)
+        if round_ > rank.step:
+            if rank.step:
+                rank.typical.add(rank.since, now, rank.own_s, rank.wait_s)
+            rank.own_s = rank.wait_s = 0.0
+            rank.step, rank.since = round_, now
+
+    def done(self, local_rank: int, slot: int, now: float) -> None:
+        """It has got its result, or an error."""
+        rank = self._ranks.get(local_rank)
+        if rank is not None and slot in rank.pending:
+            rank.pending.remove(slot)
+            if not rank.pending:
+                rank.wait_s += now - rank.mark
+                rank.mark = now
+
+    def report(self, here: Iterable[int]) -> list[pb.RankPace]:
+        """Those of the local ranks ``here`` that have made steps."""
+        found = []
+        for local_rank in here:
+            rank = self._ranks.get(local_rank)
+            if rank is not None and (typical := rank.typical.values()) is not None:
+                own_s, wait_s = typical
+                found.append(pb.RankPace(rank=self._first_rank + local_rank, pid=rank.pid, step_s=own_s, wait_s=wait_s))
+        return found
+
+
+class ServerPace:
+    """The summation services by member id, with the rates of their links; ``skip``: that of this machine, which is no
+    measure for the others."""
+
+    def __init__(self, link_mbit: Mapping[int, float], skip: Collection[int]) -> None:
+        self._link_mbit = link_mbit
+        self._skip = skip
+        self._pushed: dict[Part, tuple[float, int]] = {}  # when, and bytes on their way to the server
+        self._on_the_way: dict[int, int] = dict.fromkeys(link_mbit, 0)
+        self._typical: dict[int, Typical] = {}
+
+    def pushed(self, part: Part, now: float) -> None:
+        if part.server in self._skip or part.server not in self._on_the_way:
+            return
+        self.forget(part)
+        self._on_the_way[part.server] += part.length
+        self._pushed[part] = now, self._on_the_way[part.server]
+
+    def answered(self, part: Part, waited_s: float, now: float) -> None:
+        """``waited_s``: as the server says."""
+        pushed = self._pushed.get(part)
+        if pushed is None:
+            return
+        self.forget(part)
+        since, ahead = pushed
+        answer_s = max(0.0, now - since - waited_s)
+        mbit = self._link_mbit[part.server]
+        due_s = _BASE_S + (ahead * 8 / (mbit * 1e6) if mbit else 0.0)
+        self._typical.setdefault(part.server, Typical()).add(since, now, answer_s, answer_s / due_s)
+
+    def forget(self, part: Part) -> None:
+        """No answer is waited for any more."""
+        if part in self._pushed:
+            del self._pushed[part]
+            self._on_the_way[part.server] -= part.length
+
+    def report(self) -> list[pb.ServerPace]:
+        found = []
+        for server, latest in self._typical.items():
+            if (typical := latest.values()) is not None:
+                found.append(pb.ServerPace(member_id=server, answer_s=typical[0], ratio=typical[1]))
+        return found
