@@ -14,6 +14,7 @@
         ├── JoinedError (also a UsageError)   an operation needs every rank, and some have joined
         ├── RendezvousError                   the cluster did not come together
         ├── PeerLostError                     a process of the job died or left
+        ├── DismissedError                    this machine was told to leave an elastic job, which goes on without it
         ├── ProtocolError                     a peer sent something it must not
         └── IntegrityError                    what was sent came damaged, twice
 
@@ -101,6 +102,10 @@ class PeerLostError(CommunicationError):
     """A process of the job died, froze or left while others still needed it."""
 
 
+class DismissedError(CommunicationError):
+    """This machine was told to leave an elastic job (SIGTERM); the others go on without its ranks."""
+
+
 class ProtocolError(CommunicationError):
     """A peer sent a message that breaks the protocol."""
 
@@ -121,6 +126,7 @@ BY_NAME: dict[str, type[BytePSError]] = {
         JoinedError,
         RendezvousError,
         PeerLostError,
+        DismissedError,
         ProtocolError,
         IntegrityError,
     )

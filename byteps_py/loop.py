@@ -47,6 +47,10 @@ class EventLoop:
         if self._poller is not None:
             self._poller.register(source, zmq.POLLIN)
 
+    def change_reader(self, source: zmq.Socket[bytes] | int, callback: Callback) -> None:
+        """Another ``callback`` for what is registered already."""
+        self._readers[source] = callback
+
     def add_writer(self, fd: int, callback: Callback) -> None:
         """Also call ``callback`` when ``fd``, already registered for reading, can be written."""
         self._writers[fd] = callback

@@ -57,6 +57,11 @@ class Settings:
     heartbeat_interval_s: float = 0.2
     heartbeat_timeout_s: float = 1.0
     journal_dir: str = ""
+    elastic: bool = False
+    min_ranks: int = 1
+    max_ranks: int = 0
+    elastic_timeout_s: float = 600.0
+    reset_limit: int = 0
     report: str = ""
     timeline: str = ""
     timeline_mark_cycles: bool = False
@@ -71,7 +76,7 @@ class Settings:
             raise ConfigurationError(
                 f"BYTEPS_LOCAL_RANK={self.local_rank} must be below BYTEPS_LOCAL_SIZE={self.local_size}"
             )
-        if self.worker_id >= self.num_workers:
+        if self.worker_id >= self.num_workers and not self.elastic:
             raise ConfigurationError(
                 f"DMLC_WORKER_ID={self.worker_id} must be below DMLC_NUM_WORKER={self.num_workers}"
             )
@@ -98,6 +103,8 @@ class Settings:
                 f"BYTEPS_STALL_LIMIT_S={self.stall_limit_s:g} must not be below "
                 f"BYTEPS_STALL_WARN_S={self.stall_warn_s:g}: the error would come before the warning"
             )
+        if self.max_ranks and self.max_ranks < self.min_ranks:
+            raise ConfigurationError(f"BYTEPS_MAX_NP={self.max_ranks} must not be below BYTEPS_MIN_NP={self.min_ranks}")
         if self.trace_start_step > self.trace_end_step:
             raise ConfigurationError(
                 f"BYTEPS_TRACE_START_STEP={self.trace_start_step} must not be above "
@@ -127,13 +134,14 @@ class Settings:
     def is_alone(self) -> bool:
         """One rank and no servers: nothing is started and nothing is sent."""
         ranks = self.num_workers * self.local_size
-        return ranks == 1 and self.num_servers == 0 and not self.force_distributed
+        return ranks == 1 and self.num_servers == 0 and not self.force_distributed and not self.elastic
 
     @property
     def gpu_machines_sum(self) -> bool:
         """GPU machines run a summation service each: for their share of the sums or, where k ≥ n and they have none,
         ready to take over when CPU machines go."""
-        return self.num_workers > 1 and self.placement == "optimal"
+        has_network = self.num_workers > 1 or (self.elastic and bool(self.scheduler_host))  # others may join
+        return has_network and self.placement == "optimal"
 
     @property
     def patience_s(self) -> float:

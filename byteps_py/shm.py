@@ -76,8 +76,8 @@ class Segment:
         if end > start:
             _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(end - start), _MADV_REMOVE)
 
-    def release(self) -> None:
-        """Give the descriptor back; the memory stays for as long as this object, which a copy under way may hold."""
+    def let_go(self) -> None:
+        """Give the descriptor back. The memory goes with this object, whose users may be at work yet."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -136,6 +136,11 @@ class Arena:
 
     def free(self, block: Block) -> None:
         self._free.setdefault(block.nbytes, []).append(block)
+
+    def let_go(self) -> None:
+        """Give the descriptors back; see Segment."""
+        for segment in self.segments:
+            segment.let_go()
 
     def close(self) -> None:
         for segment in self.segments:

@@ -1,14 +1,16 @@
 """An elastic Horovod script, with nothing changed but its import: digits again, committed every few batches.
 
-After a failure that all ranks survive, training goes on from the last commit; see byteps_py.torch.elastic for what this
-version can't do yet. --fail-at makes one up, to show it:
+After a failure training goes on from the last commit, with the ranks that are left; --kill-at has the last rank kill
+itself, to show it, and --fail-at makes a failure up that all survive:
 
-    bpslaunch -np 2 python examples/horovod_elastic.py --fail-at 7
+    bpslaunch -np 2 --elastic python examples/horovod_elastic.py --kill-at 7
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.01, help="for one rank")
     parser.add_argument("--fail-at", type=int, default=-1, help="batch of the first epoch in which all ranks fail once")
+    parser.add_argument("--kill-at", type=int, default=-1, help="batch of the first epoch in which the last rank dies")
     return parser.parse_args()
 
 
@@ -54,6 +57,8 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(inputs), target)
                 loss.backward()
+                if state.epoch == 0 and state.batch == args.kill_at and 0 < hvd.rank() == hvd.size() - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 if state.epoch == 0 and state.batch in failures:
                     failures.clear()
                     raise hvd.HorovodInternalError(f"made up, in batch {state.batch}")

@@ -26,7 +26,7 @@ MACHINE_KIND_GPU: MachineKind
 MACHINE_KIND_CPU: MachineKind
 
 class MemberMessage(_message.Message):
-    __slots__ = ("number", "received", "register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured", "join", "idle", "sight", "drain", "applied", "unreachable", "ready", "settled")
+    __slots__ = ("number", "received", "register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured", "join", "idle", "sight", "drain", "applied", "unreachable", "ready", "settled", "reform", "gathered")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,8 @@ class MemberMessage(_message.Message):
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    REFORM_FIELD_NUMBER: _ClassVar[int]
+    GATHERED_FIELD_NUMBER: _ClassVar[int]
     number: int
     received: int
     register: Register
@@ -63,10 +65,12 @@ class MemberMessage(_message.Message):
     unreachable: Unreachable
     ready: Ready
     settled: Gone
-    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., settled: _Optional[_Union[Gone, _Mapping]] = ...) -> None: ...
+    reform: Reform
+    gathered: Gathered
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., settled: _Optional[_Union[Gone, _Mapping]] = ..., reform: _Optional[_Union[Reform, _Mapping]] = ..., gathered: _Optional[_Union[Gathered, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit", "token", "received", "member_id", "epoch")
+    __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit", "token", "received", "member_id", "epoch", "elastic")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +90,7 @@ class Register(_message.Message):
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ELASTIC_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     job: str
     role: Role
@@ -105,7 +110,8 @@ class Register(_message.Message):
     received: int
     member_id: int
     epoch: int
-    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    elastic: bool
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ..., elastic: bool = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("statistics", "waiting", "ranks", "servers", "bare")
@@ -247,6 +253,24 @@ class Report(_message.Message):
     message: str
     def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class Reform(_message.Message):
+    __slots__ = ("reason", "planned")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    planned: bool
+    def __init__(self, reason: _Optional[str] = ..., planned: bool = ...) -> None: ...
+
+class Gathered(_message.Message):
+    __slots__ = ("ranks", "others", "epoch")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ranks: int
+    others: bool
+    epoch: int
+    def __init__(self, ranks: _Optional[int] = ..., others: bool = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class Drain(_message.Message):
     __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -320,7 +344,7 @@ class Measured(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., mbit: _Optional[float] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "sight", "slow", "dismissed")
+    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "sight", "hosts", "slow", "dismissed")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +360,7 @@ class SchedulerMessage(_message.Message):
     JOINED_FIELD_NUMBER: _ClassVar[int]
     ALL_JOINED_FIELD_NUMBER: _ClassVar[int]
     SIGHT_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
     SLOW_FIELD_NUMBER: _ClassVar[int]
     DISMISSED_FIELD_NUMBER: _ClassVar[int]
     number: int
@@ -353,9 +378,10 @@ class SchedulerMessage(_message.Message):
     joined: Join
     all_joined: AllJoined
     sight: Sight
+    hosts: Hosts
     slow: Slow
     dismissed: Dismissed
-    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., hosts: _Optional[_Union[Hosts, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("member_id",)
@@ -384,20 +410,22 @@ class Measure(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("epoch", "workers", "servers", "partition_bytes", "workers_since", "reason")
+    __slots__ = ("epoch", "workers", "servers", "partition_bytes", "workers_since", "reason", "continued")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     PARTITION_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORKERS_SINCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CONTINUED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     workers: _containers.RepeatedCompositeFieldContainer[Member]
     servers: _containers.RepeatedCompositeFieldContainer[Member]
     partition_bytes: int
     workers_since: int
     reason: str
-    def __init__(self, epoch: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., partition_bytes: _Optional[int] = ..., workers_since: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    continued: bool
+    def __init__(self, epoch: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., partition_bytes: _Optional[int] = ..., workers_since: _Optional[int] = ..., reason: _Optional[str] = ..., continued: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("member_id", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "first_rank", "host", "pid", "weight", "link_mbit")
@@ -486,16 +514,26 @@ class Stalled(_message.Message):
     def __init__(self, message: _Optional[str] = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("error", "message", "orderly", "ranks")
+    __slots__ = ("error", "message", "orderly", "ranks", "again")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ORDERLY_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     error: str
     message: str
     orderly: bool
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., orderly: bool = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    again: bool
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., orderly: bool = ..., ranks: _Optional[_Iterable[int]] = ..., again: bool = ...) -> None: ...
+
+class Hosts(_message.Message):
+    __slots__ = ("added", "removed")
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    added: bool
+    removed: bool
+    def __init__(self, added: bool = ..., removed: bool = ...) -> None: ...
 
 class Slow(_message.Message):
     __slots__ = ("message",)

@@ -173,7 +173,10 @@ class Service:
     def _on_arrival(self, arrival: Arrival) -> None:
         arrival.came_s = time.monotonic()
         self._perform(self._rounds.contribution(arrival, arrival.came_s), None)
-        if arrival.header.is_resent and not self._has_tick:
+        self._tick_while_wanting()
+
+    def _tick_while_wanting(self) -> None:
+        if self._rounds.is_wanting and not self._has_tick:
             self._has_tick = True
             self._loop.call_later(WANT_AFTER_S, self._tick)
 
@@ -292,6 +295,7 @@ class Service:
         logger.info("epoch %d: %d machines", membership.epoch, len(membership.workers))
         count, since = len(membership.workers), membership.workers_since
         self._perform(self._rounds.membership(membership.epoch, count, time.monotonic(), since), None)
+        self._tick_while_wanting()  # what waited for news of this epoch may have been given once more
 
     def _on_lost(self, error: BytePSError) -> None:
         if self._rounds.epoch == 0:

@@ -10,8 +10,8 @@ from support.clusters import ROOT, bpslaunch
 EXAMPLES = ROOT / "examples"
 
 
-def run(*program: str | Path) -> str:
-    done = bpslaunch(["-np", "2"], [EXAMPLES / program[0], *program[1:]], timeout_s=100)
+def run(*program: str | Path, options: tuple[str, ...] = ()) -> str:
+    done = bpslaunch(["-np", "2", *options], [EXAMPLES / program[0], *program[1:]], timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -36,4 +36,13 @@ def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 def test_elastic() -> None:
     out = run("horovod_elastic.py", "--epochs", "2", "--fail-at", "7")
     assert "joined again: 2 ranks, epoch 1, batch 5" in out
+    assert float(re.search(r"accuracy ([\d.]+)%", out)[1]) > 80
+
+
+def test_elastic_without_a_rank() -> None:
+    out = run("horovod_elastic.py", "--epochs", "2", "--fail-at", "2", "--kill-at", "7", options=("--elastic",))
+    assert re.findall("joined again: .*", out) == [
+        "joined again: 2 ranks, epoch 1, batch 0",
+        "joined again: 1 ranks, epoch 1, batch 5",
+    ]
     assert float(re.search(r"accuracy ([\d.]+)%", out)[1]) > 80

@@ -163,6 +163,19 @@ def test_an_answer_that_is_lost_with_its_connection_is_asked_for_again(worker: W
     worker.check_round(3)
 
 
+def test_a_push_into_a_connection_that_has_just_ended_waits_for_nothing(worker: Worker) -> None:
+    """And is made once more on the next one."""
+    worker.check_round(1)
+    worker.proxy.cut()
+    assert worker.link._dialer._monitor.poll(WAIT_S * 1000)  # it has ended, and the link has not looked
+    both = [random_values(DType.FLOAT32, COUNT, seed=seed) for seed in (1, 2)]
+    worker.push(both[0], 2)
+    worker.other.push(both[1].tobytes(), round=2)
+    while not worker.answers:
+        worker.run()
+    assert worker.answers.pop()[1] == exact_sum(DType.FLOAT32, both).tobytes()
+
+
 def test_a_server_that_can_not_be_reached_is_told(worker: Worker) -> None:
     worker.check_round(1)
     worker.link._silence_s = 0.3

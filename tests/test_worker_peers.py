@@ -99,7 +99,7 @@ def other_machine(service: Service) -> Iterator[Connect]:
 
 
 def fetch(machine: Machine, key: int, body: bytes | None = None, kind: Kind = Kind.FETCH) -> tuple[Header, bytes]:
-    header = Header(kind, machine.index, key=key, index=77, round=3, offset=5, length=9)
+    header = Header(kind, machine.index, epoch=1, key=key, index=77, round=3, offset=5, length=9)
     machine.send(header, Fetch(0, 1, 9).pack() if body is None else body)
     return machine.receive()
 

@@ -118,7 +118,11 @@ class Desk:
             return
         if self.failure is not None:
             self._turn_away(channel, self.failure)
-        elif self._open is None:
+        else:
+            self._came(channel, local_rank)
+
+    def _came(self, channel: Channel, local_rank: int) -> None:
+        if self._open is None:
             self._waiting.append((channel, local_rank))
             self._on_change()
         else:
@@ -133,10 +137,13 @@ class Desk:
                 f"a rank came as local rank {local_rank} of {local_size}, but its communication service was started "
                 f"for {self._local_size} ranks: BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same to both"
             )
-        taken = any(other == local_rank for _, other in self._waiting)
-        if taken or (self._open and local_rank in self._open.executor.ranks):
+        if self._is_taken(local_rank):
             raise UsageError(f"two processes of this machine both say that they are local rank {local_rank}")
         return local_rank
+
+    def _is_taken(self, local_rank: int) -> bool:
+        taken = any(other == local_rank for _, other in self._waiting)
+        return taken or bool(self._open and local_rank in self._open.executor.ranks)
 
     def _turn_away(self, channel: Channel, error: BytePSError) -> None:
         try:
@@ -169,6 +176,9 @@ class Desk:
             Kind.WELCOME,
             rank=here.topology.first_rank + local_rank,
             size=here.topology.size,
+            local_rank=local_rank,
+            local_size=here.topology.local_size,
+            is_continued=here.topology.is_continued,
             machine_index=here.topology.machine_index,
             num_machines=here.topology.machines,
             is_homogeneous=here.topology.is_homogeneous,

@@ -79,6 +79,7 @@ class Executor:
         self._moved_at = 0.0
         self._due: deque[Action | DirectAction] = deque()
         self._running = False
+        self._is_abandoned = False
         self._parts: dict[tuple[int, int, int], Part] = {}  # (key, generation, index)
         self._frames: dict[Part, zmq.Frame] = {}  # answers that a kernel reads
         self._ballots: list[pb.Ballot] = []
@@ -87,6 +88,13 @@ class Executor:
     def idle_s(self, now: float) -> float:
         """For how long no kernel has worked and no answer has come."""
         return min(0.0 if self._at_work else now - self._moved_at, self.courier.idle_s(now))
+
+    def abandon(self) -> None:
+        """The ranks are a group no more: nothing is done any more but what kernels are at."""
+        self._is_abandoned = True
+        self._due.clear()
+        self.ranks.clear()
+        self.after_run = None
 
     def expect(self, specs: Iterable[TensorSpec]) -> None:
         """These tensors are being declared: their kernels will be needed."""
@@ -111,6 +119,8 @@ class Executor:
 
     def run(self, actions: Iterable[Action | DirectAction]) -> None:
         """Carry out ``actions`` and what follows from them."""
+        if self._is_abandoned:
+            return
         self._due.extend(actions)
         if self._running:
             return
@@ -205,6 +215,8 @@ class Executor:
         self._guard.note(compute)
         self._at_work -= 1
         self._moved_at = time.monotonic()
+        if self._is_abandoned:
+            return
         self._frames.pop(part, None)
         self._memory.take_answer_block(part)
         self.run(self._pipeline.computed(part, self._moved_at))

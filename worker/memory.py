@@ -91,6 +91,11 @@ class Memory:
             self.machine.free(block)
         return block is not None
 
+    def let_go(self) -> None:
+        """Nothing is allocated any more. The memory itself goes with whoever still uses it: a kernel, a message."""
+        for arena in dict.fromkeys((*self._ranks, self.machine)):
+            arena.let_go()
+
     def take_answer_block(self, part: Part) -> None:
         """The answer was delivered: its memory is free. Bounded, like the bytes in flight, by the credit."""
         if part.answer is not None:

@@ -77,6 +77,8 @@ class PeerMachines:
         self._topology: Topology | None = None
         self._on_lost: OnLost | None = None
         self._links: dict[int, TcpLink] = {}
+        self._epoch = 0  # since which the group is the same
+        self._received = 0  # by links that are gone
         self._numbers = itertools.count()
         self._fetched: dict[int, _Asked] = {}  # by number of the request
         self._early: list[tuple[Header, Peer, zmq.Frame]] = []
@@ -97,20 +99,34 @@ class PeerMachines:
 
     @property
     def bytes_received(self) -> int:
-        return sum(link.bytes_received for link in self._links.values())
+        return self._received + sum(link.bytes_received for link in self._links.values())
 
     def open(self, topology: Topology, on_lost: OnLost) -> None:
         """Ask and answer from now on. ``on_lost``: a connection is found broken."""
         self._topology, self._on_lost = topology, on_lost
+        self._epoch = topology.epoch
         early, self._early = self._early, []
         for message in early:
             self._requested(*message)
+
+    def leave(self) -> None:
+        """The group is over: what it asked for is not wanted any more, nor given."""
+        self._topology = None
+        for link in self._links.values():
+            self._received += link.bytes_received
+            link.close()
+        self._links.clear()
+        self._fetched.clear()
+
+    @property
+    def _me(self) -> int:
+        return self._settings.worker_id if self._topology is None else self._topology.machine_index
 
     # ---- asking ----------------------------------------------------------------------------------------
 
     def fetch(self, item: Transfer | AskSum, then: Then, refused: Refused) -> None:
         number = next(self._numbers) & 0xFFFFFFFF
-        header = Header(Kind.FETCH, self._settings.worker_id, index=number, round=item.round, length=item.length)
+        header = Header(Kind.FETCH, self._me, self._epoch, index=number, round=item.round, length=item.length)
         if isinstance(item, AskSum):
             tensor = item.part.tensor
             header.kind, header.key, header.generation = Kind.FETCH_SUM, tensor.key, tensor.generation
@@ -136,7 +152,7 @@ class PeerMachines:
                 self._context,
                 self._loop,
                 self._topology.workers[machine_index].address,
-                self._settings.worker_id,
+                self._me,
                 self._settings,
                 _no_payload,
                 self._answered,
@@ -161,7 +177,9 @@ class PeerMachines:
     # ---- answering -------------------------------------------------------------------------------------
 
     def _requested(self, header: Header, peer: Peer, frame: zmq.Frame) -> None:
-        if self._topology is None:  # who asks heard sooner that the cluster is complete
+        if header.epoch < self._epoch:
+            return  # of a group that is no more, and so is who asked
+        if self._topology is None or header.epoch > self._epoch:  # who asks heard sooner that the group is complete
             self._early.append((header, peer, frame))
             return
         try:

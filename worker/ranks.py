@@ -137,7 +137,10 @@ class RankConnection:
 
     def hang_up(self) -> None:
         """The rank has left: no more words. Its process may live on, and the end of that can still be waited for."""
+        if self._fd < 0:
+            return
         self._loop.remove(self._fd)
+        self._fd = -1
         self._channel.close()
         self._close(fd for fd in (self.stack_fd, self.door) if fd >= 0)
         self.stack_fd = self.door = -1

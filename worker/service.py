@@ -30,6 +30,7 @@ from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.direct import Direct
+from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.epochs import Epochs
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.farewell import Farewell
@@ -41,6 +42,7 @@ from byteps_py.worker.pieces import Request, Transfer, due
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
 from byteps_py.worker.probe import Probe
+from byteps_py.worker.rejoining import Rejoining
 from byteps_py.worker.requests import Requests, describe_waiting
 from byteps_py.worker.scatter import Scatter
 from byteps_py.worker.sights import Sights
@@ -69,7 +71,8 @@ class Service:
         self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
         self._prefaulter = Engine(1, "byteps-prefault")
         self._ready = Readiness(self._engine, self._loop, self._kernel_failed)
-        self._desk = Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
+        self._rejoining: Rejoining | None = None
+        self._desk = self._open_desk(settings)
         self._queue: PushQueue[Part] = PushQueue()
         self._fetches: PushQueue[Transfer | AskSum] = PushQueue()
         self._agreement = Agreement(settings.local_size)
@@ -80,7 +83,7 @@ class Service:
         self._network: Network | None = None
         self._epochs: Epochs | None = None
         self._peers: PeerMachines | None = None
-        if settings.num_workers > 1:
+        if settings.num_workers > 1 or settings.elastic:
             self._peers = PeerMachines(self._loop, settings, self._requested, self._machine_gone)
         self._probe: Probe | None = None
         self._pipeline: Pipeline | None = None
@@ -88,6 +91,8 @@ class Service:
         self._scatter: Scatter | None = None
         self._waits: Waits | None = None
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
+        self._member_id = 0
+        self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
         self._is_headless = False  # the scheduler is away
@@ -97,6 +102,18 @@ class Service:
             self._scheduler_away, self._scheduler_back,
         )  # fmt: skip
         self._farewell = Farewell(self._loop, self._link.send, self._loop.stop)
+
+    def _open_desk(self, settings: Settings) -> Desk:
+        if not settings.elastic:
+            return Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
+        desk = ElasticDesk(
+            self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._wants_group
+        )
+        self._rejoining = Rejoining(desk, self._send)
+        return desk
+
+    def _send(self, message: pb.MemberMessage) -> None:
+        self._link.send(message)
 
     def run(self) -> int:
         self._ready.expect(_LIKELY)
@@ -117,9 +134,13 @@ class Service:
 
     def _told_to_end(self) -> None:
         staying = self._desk.settle()
+        if self._rejoining is not None and self._rejoining.leave():
+            return
         if staying and self._requests is not None:
             ranks = self._requests.topology.describe_ranks(staying)
-            self._fail(PeerLostError(f"the communication service of {ranks} was told to end while they needed it"))
+            self._group_lost(
+                PeerLostError(f"the communication service of {ranks} was told to end while they needed it")
+            )
         self._go()
 
     def _go(self) -> None:
@@ -157,11 +178,17 @@ class Service:
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:
         body = message.WhichOneof("body")
-        if body == "membership":
+        if body == "welcome":
+            self._member_id = message.welcome.member_id
+        elif body == "membership":
+            if self._rejoining is not None and self._rejoining.is_new(message.membership):
+                self._end_group()
             if self._epochs is None:
                 self._begin(message.membership)
             else:
                 self._epochs.change(message.membership)
+        elif body == "hosts" and self._rejoining is not None:
+            self._rejoining.tell_hosts(message.hosts)
         elif body == "verdicts":
             self._decide(message.verdicts)
         elif body == "measure":
@@ -187,7 +214,10 @@ class Service:
         elif body in ("refused", "failure"):
             answer = message.refused if body == "refused" else message.failure
             error = from_name(answer.error, answer.message)
-            if body == "failure" and message.failure.orderly and self._waits is not None:
+            if body == "failure" and message.failure.again and self._rejoining is not None:
+                self._rejoining.dissolve(error)
+                self._end_group()
+            elif body == "failure" and message.failure.orderly and self._waits is not None:
                 self._waits.departed(time.monotonic(), answer.message, set(message.failure.ranks))
                 self._farewell.departed(message.failure.ranks)
             else:
@@ -216,14 +246,17 @@ class Service:
         self._probe = Probe(self._loop, self._settings, self._settings.worker_id, measure.address, done)
 
     def _begin(self, membership: pb.Membership) -> None:
-        """The cluster is complete."""
-        topology = Topology.of(membership, self._settings.worker_id)
+        """The cluster, or an elastic job's next group, is complete."""
+        ids = [worker.member_id for worker in membership.workers]
+        if self._member_id not in ids:
+            return  # an elastic job goes on without this machine
+        topology = Topology.of(membership, ids.index(self._member_id))
         ranks = (topology.first_rank, topology.size)
         memory = Memory(topology.machines, topology.local_size, self._prefault, ranks)
         machine_of = [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)]
         scatter = self._scatter = Scatter(topology.machine_index, machine_of, self._fetches)
         pipeline = Pipeline(topology.size, self._queue, scatter)
-        self._agreement.first_rank = topology.first_rank
+        self._agreement = Agreement(topology.local_size, topology.first_rank)
         self._placing = Placing(topology)
         self._pipeline = pipeline
         credit = self._settings.credit_bytes
@@ -269,6 +302,23 @@ class Service:
             topology.epoch, topology.machines, topology.size, topology.partition_bytes, self._queue.credit_bytes,
             ", ".join(f"{member.link_mbit:.0f}" for member in (*topology.servers, *topology.workers)),
         )  # fmt: skip
+
+    def _end_group(self) -> None:
+        """The ranks are a group no more. Another may follow, with nothing of this one."""
+        if self._executor is None or self._requests is None:
+            return
+        self._count(self._past)
+        self._executor.abandon()
+        self._requests.memory.let_go()
+        if self._network is not None:
+            self._network.close()
+        if self._peers is not None:
+            self._peers.leave()
+        self._queue, self._fetches = PushQueue(), PushQueue()
+        self._placing = self._pipeline = self._executor = self._network = self._epochs = self._waits = None
+        self._requests = self._sights = self._direct = self._scatter = None
+        self._told_left.clear()
+        self._farewell = Farewell(self._loop, self._link.send, self._loop.stop)
 
     def _decide(self, verdicts: pb.Verdicts) -> None:
         """Names become tensors, all together, or void."""
@@ -326,20 +376,27 @@ class Service:
     def _heartbeat(self) -> pb.Heartbeat:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         statistics = pb.Statistics(
-            rounds=self._executor.rounds if self._executor else 0,
             cpu_s=usage.ru_utime + usage.ru_stime,
             resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
             bytes_in_flight=self._queue.in_flight_bytes,
         )
-        if self._network is not None:
-            statistics.bytes_sent = self._network.bytes_sent + (self._peers.bytes_sent if self._peers else 0)
-            statistics.bytes_received = self._network.bytes_received
-            statistics.bytes_received += self._peers.bytes_received if self._peers else 0
-            statistics.bytes_local = self._network.bytes_local
+        statistics.MergeFrom(self._past)
+        self._count(statistics)
+        if self._peers is not None:
+            statistics.bytes_sent += self._peers.bytes_sent
+            statistics.bytes_received += self._peers.bytes_received
         waiting = self._waiting(min(1.0, self._settings.stall_warn_s / 2))
         ranks = self._executor.pace.report(self._executor.ranks) if self._executor is not None else ()
         servers = self._network.pace.report() if self._network is not None else ()
         return pb.Heartbeat(statistics=statistics, waiting=waiting, ranks=ranks, servers=servers)
+
+    def _count(self, statistics: pb.Statistics) -> None:
+        """Add what the present group has done."""
+        statistics.rounds += self._executor.rounds if self._executor is not None else 0
+        if self._network is not None:
+            statistics.bytes_sent += self._network.bytes_sent
+            statistics.bytes_received += self._network.bytes_received
+            statistics.bytes_local += self._network.bytes_local
 
     # ---- waiting too long ------------------------------------------------------------------------------
 
@@ -352,7 +409,7 @@ class Service:
         now = time.monotonic()
         why, is_news = self._waits.vain(now) if self._waits is not None else ("", False)
         if why:
-            self._fail(PeerLostError(why), report=is_news)
+            self._group_lost(PeerLostError(why), report=is_news)
         limit = self._settings.stall_limit_s
         if limit and self._is_headless and now - self._headless_since > limit and self._requests is not None:
             self._requests.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
@@ -390,7 +447,17 @@ class Service:
     # ---- failing and ending ----------------------------------------------------------------------------
 
     def _rank_died(self, sentence: str) -> None:
-        self._fail(PeerLostError(sentence))
+        self._group_lost(PeerLostError(sentence))
+
+    def _wants_group(self, reason: str, planned: bool) -> None:
+        self._send(pb.MemberMessage(reform=pb.Reform(reason=reason, planned=planned)))
+
+    def _group_lost(self, error: BytePSError, report: bool = True) -> None:
+        """The job can't go on with the ranks it has; an elastic one does with others."""
+        if self._rejoining is None:
+            self._fail(error, report)
+        else:
+            self._wants_group(str(error), False)
 
     def _server_lost(self, sentence: str, member_id: int) -> None:
         """Others can do its work, once the scheduler says which. Not later than the stall limit allows."""
@@ -403,7 +470,7 @@ class Service:
     def _machine_lost(self, sentence: str) -> None:
         error = PeerLostError(sentence)
         # It may have died, or ended because the job has failed: then the scheduler will say so.
-        self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._fail(error))
+        self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._group_lost(error))
 
     def _requested(self, request: Request | SumRequest) -> None:
         if self._executor is None or self._direct is None or self._scatter is None:
@@ -440,6 +507,8 @@ class Service:
         self._ranks_changed()
 
     def _ranks_changed(self) -> None:
+        if self._rejoining is not None:
+            self._rejoining.check()
         here = self._desk.ranks_here
         self._had_ranks = self._had_ranks or here > 0
         left = self._desk.gone if self._stay else self._desk.left

@@ -18,6 +18,7 @@ class Topology:
     workers: tuple[pb.Member, ...]
     servers: tuple[pb.Member, ...]
     partition_bytes: int
+    is_continued: bool = False  # of an elastic job: its ranks were in the group before, and are equal
 
     @classmethod
     def of(cls, membership: pb.Membership, machine_index: int) -> Topology:
@@ -27,6 +28,7 @@ class Topology:
             tuple(membership.workers),
             tuple(membership.servers),
             membership.partition_bytes,
+            membership.continued,
         )
 
     @property

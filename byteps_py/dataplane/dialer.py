@@ -85,13 +85,17 @@ class Dialer:
         return self._sealing is not None
 
     def send(self, header: Header, payload: Data) -> int:
-        """Send over an open connection, large payloads from where they lie. Returns the message's number."""
+        """Send over an open connection, large payloads from where they lie. Returns the message's number. Never waits:
+        what is sent over a connection that has just ended is lost, and ``on_broken`` follows."""
         if self._sealing is None or self._socket is None:
             raise ProtocolError(f"a message for {self._who} before its connection was open")
         number = self._sealing.number
         sealed, shown = self._sealing.seal(header.pack(), payload)
-        self._socket.send(sealed, zmq.SNDMORE)
-        self._socket.send(shown, copy=False)
+        try:
+            self._socket.send(sealed, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:  # the connection has ended, which this end is about to hear: then all is said again
+            return number
+        self._socket.send(shown, zmq.NOBLOCK, copy=False)
         return number
 
     # ---- the connection's life -----------------------------------------------------------------------------

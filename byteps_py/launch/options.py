@@ -10,6 +10,7 @@ from pathlib import Path
 from byteps_py import __version__
 from byteps_py.errors import ConfigurationError
 from byteps_py.launch.supervisor import Supervision
+from byteps_py.variables import VARIABLES
 
 _DESCRIPTION = """\
 Start the processes of a training job on this machine, watch them, end them together.
@@ -40,8 +41,10 @@ no such program is found, the Python that runs bpslaunch is used.
 
 exit code: that of the first rank that failed (128 + signal number if a signal killed it); 2 when the configuration
 is unusable; 126 or 127 when CMD can't be run or found. When a rank fails, the others get SIGTERM and, after the grace
-period, SIGKILL. SIGINT, SIGTERM and SIGHUP are passed on to the ranks and end the job; a second Ctrl-C kills it.
-SIGUSR1 and SIGUSR2 are passed on. Whatever the ranks have started ends with the job.
+period, SIGKILL. In an elastic job a rank that fails stops no other, and the exit code is 0 if one ends well.
+SIGINT, SIGTERM and SIGHUP are passed on to the ranks and end the job (SIGTERM to a part of an elastic job: its ranks
+leave at their next commit); a second Ctrl-C kills it. SIGUSR1 and SIGUSR2 are passed on. Whatever the ranks have
+started ends with the job.
 """
 
 
@@ -80,10 +83,16 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
         )
     if not command and role not in ("server", "scheduler"):
         raise ConfigurationError("which program? Give the training command last: bpslaunch -np 2 python train.py")
+    is_elastic = given.elastic or given.min_np is not None or given.max_np is not None
     variables = {
         "BYTEPS_PARTITION_BYTES": given.partition_bytes,
         "BYTEPS_START_TIMEOUT_S": given.start_timeout,
         "BYTEPS_LOG_LEVEL": given.log_level,
+        "BYTEPS_ELASTIC": "1" if is_elastic else None,
+        "BYTEPS_MIN_NP": given.min_np,
+        "BYTEPS_MAX_NP": given.max_np,
+        "BYTEPS_ELASTIC_TIMEOUT_S": given.elastic_timeout,
+        "BYTEPS_RESET_LIMIT": given.reset_limit,
         "BYTEPS_REPORT": None if given.report is None else str(given.report.absolute()),
     }
     return Options(
@@ -92,9 +101,21 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
         given.machines or 1,
         given.servers or 0,
         {name: value for name, value in variables.items() if value is not None},
-        Supervision(grace_s=given.grace_period, tag_output=given.tag_output, folder=given.output_filename),
+        Supervision(
+            grace_s=given.grace_period,
+            tag_output=given.tag_output,
+            folder=given.output_filename,
+            elastic=is_elastic or _is_elastic(environ),
+            is_part=bool(role),
+        ),
         given.verbose,
     )
+
+
+def _is_elastic(environ: Mapping[str, str]) -> bool:
+    """As the variable says it. Raises ConfigurationError."""
+    variable = next(each for each in VARIABLES if each.field == "elastic")
+    return any(bool(variable.parse(name, environ[name])) for name in variable.names if environ.get(name))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,6 +134,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--partition-bytes", metavar="B", help="sets BYTEPS_PARTITION_BYTES")
     add("--report", type=Path, metavar="FILE", help="sets BYTEPS_REPORT: who carried what, as JSON, at the end")
     add("--timeout", "--start-timeout", dest="start_timeout", metavar="S", help="sets BYTEPS_START_TIMEOUT_S")
+    add("--elastic", action="store_true", help="go on without ranks that are lost, and with new ones (BYTEPS_ELASTIC)")
+    add("--min-np", "--min-num-proc", metavar="R", help="elastic, with BYTEPS_MIN_NP: wait if there are fewer ranks")
+    add("--max-np", "--max-num-proc", metavar="R", help="elastic, with BYTEPS_MAX_NP: let no more ranks join")
+    add("--elastic-timeout", metavar="S", help="sets BYTEPS_ELASTIC_TIMEOUT_S: how long to wait for ranks")
+    add("--reset-limit", metavar="N", help="sets BYTEPS_RESET_LIMIT: so many changes of the ranks, and no more")
     add("--log-level", metavar="LEVEL", help="sets BYTEPS_LOG_LEVEL")
     add("--tag-output", "--prefix-output", action="store_true", help="put [rank] before every line of output")
     add("--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.R/stdout and stderr")

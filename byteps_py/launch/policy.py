@@ -10,7 +10,8 @@ supervisor's thread alone calls it.
                                                                 └──grace over──► KILLING ──grace over──► OVER
 
 RUNNING: nothing happened yet, but that a process that can go on where it stopped was killed and started again.
-LOSING: a service is gone; the ranks notice by themselves and say what they miss. DRAINING: services that stay for the
+LOSING: a service is gone; the ranks notice by themselves and say what they miss. LEAVING (elastic jobs, SIGTERM): the
+communication service was told that the ranks are to leave at their next commit. DRAINING: services that stay for the
 ranks' sake are told to end, the others follow by themselves. ENDING: all are told to. OVER: what survived SIGKILL is
 left.
 """
@@ -55,6 +56,7 @@ Action = Send | Say | Start
 
 class Phase(enum.Enum):
     RUNNING = enum.auto()
+    LEAVING = enum.auto()
     LOSING = enum.auto()
     STOPPING = enum.auto()
     DRAINING = enum.auto()
@@ -79,14 +81,28 @@ def exit_code(status: int) -> int:
 
 
 class Policy:
-    """``code`` is the launcher's exit code so far, ``deadline`` (same clock as ``now``) when to call ``ticked``."""
+    """``code`` is the launcher's exit code so far, ``deadline`` (same clock as ``now``) when to call ``ticked``.
 
-    def __init__(self, specs: Sequence[ProcessSpec], grace_s: float, own_error_s: float) -> None:
+    ``elastic``: ranks go on without one that failed, and all is well if one ends well. ``is_part``: others do if all
+    of this launcher's leave, which SIGTERM then asks them to.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        grace_s: float,
+        own_error_s: float,
+        elastic: bool = False,
+        is_part: bool = False,
+    ) -> None:
         self.code = 0
         self.deadline: float | None = None
         self.retry = False  # the whole job is to be started once more
         self.phase = Phase.RUNNING
         self._grace_s, self._own_error_s = grace_s, own_error_s
+        self._elastic, self._is_part = elastic, is_part
+        self._one_ended_well = False
+        self._is_leaving = False  # others go on without these ranks, as they were asked to
         self._alive = {spec.name: spec for spec in specs}
         self._mains_over = False
         self._no_main_ended = True
@@ -110,11 +126,21 @@ class Policy:
         if spec.kind is Kind.SERVICE:
             return self._service_exited(spec, status, now)
         self._no_main_ended = False
+        self._one_ended_well = self._one_ended_well or not status
         actions = self._main_exited(spec, status, now) if status else []
+        if not self._mains() and self._is_well:
+            self.code = 0
         if not self._mains() and not self._mains_over:
             self._mains_over = True
             actions += self._after_mains(now)
         return actions
+
+    @property
+    def _is_well(self) -> bool:
+        """All ranks have ended, of an elastic job: does it matter how?"""
+        if not self._elastic or self._is_leaving:
+            return self._is_leaving
+        return self._one_ended_well and self._signalled_at is None
 
     def signalled(self, signum: int, now: float) -> list[Action]:
         """The launcher received a signal."""
@@ -126,6 +152,11 @@ class Policy:
             self._reason_code = 128 + signum
             if self._mains_over:
                 return [Say(f"received {name}; ending"), *self._end_services(now)]
+            if self._elastic and self._is_part and signum == signal.SIGTERM and self.phase is Phase.RUNNING:
+                self._is_leaving = True
+                self._enter(Phase.LEAVING, now)
+                text = f"received {name}; the ranks leave at their next commit, within {self._grace_s:g} s"
+                return [Say(text), *self._send(self._dismissed(), signal.SIGTERM)]
             return [Say(f"received {name}; passing it on and ending"), *self._stop_mains(signum, now)]
         if signum == signal.SIGHUP or now - self._signalled_at < REPEAT_IGNORED_S:
             return []
@@ -140,6 +171,9 @@ class Policy:
             case Phase.LOSING:
                 self.code = self.code or self._reason_code
                 text = f"{', '.join(self._mains())} went on for {self._own_error_s:g} s without it; stopping"
+                return [Say(text), *self._stop_mains(signal.SIGTERM, now)]
+            case Phase.LEAVING:
+                text = f"{', '.join(self._mains())} came to no commit within {self._grace_s:g} s; stopping"
                 return [Say(text), *self._stop_mains(signal.SIGTERM, now)]
             case Phase.STOPPING:
                 mains = self._mains()
@@ -172,6 +206,8 @@ class Policy:
         if self.phase is not Phase.RUNNING:
             return []
         others = len(self._mains())
+        if self._elastic and others:
+            return [Say(f"{text}; the others go on without it")]
         if others:
             text += f"; stopping the other {others} ranks" if others > 1 else "; stopping the other rank"
         return [Say(text), *self._stop_mains(signal.SIGTERM, now)]
@@ -196,6 +232,8 @@ class Policy:
             self._is_headless = True
             if self.phase is Phase.RUNNING and is_crash:
                 return [Say(f"{text}; agreed tensors are still reduced, new ones and barriers have to wait")]
+        elif self._elastic and not self._is_part and self.phase is Phase.RUNNING:
+            return [Say(f"{text}; the job goes on without the ranks of its machine")]
         elif self.phase is Phase.RUNNING:
             self._reason_code = exit_code(status)
             self._enter(Phase.LOSING, now, self._own_error_s)
@@ -207,9 +245,10 @@ class Policy:
         return [Say(text)]
 
     def _after_mains(self, now: float) -> list[Action]:
-        if self.code == 0 and self.phase in (Phase.RUNNING, Phase.LOSING) and not self._is_headless:
+        orderly = (Phase.RUNNING, Phase.LEAVING, Phase.LOSING)
+        if self.code == 0 and self.phase in orderly and not self._is_headless:
             self._enter(Phase.DRAINING, now)
-            return self._send(tuple(n for n, spec in self._alive.items() if spec.is_dismissed), signal.SIGTERM)
+            return self._send(self._dismissed(), signal.SIGTERM)
         return self._end_services(now)
 
     def _stop_mains(self, signum: int, now: float) -> list[Action]:
@@ -230,6 +269,9 @@ class Policy:
     def _enter(self, phase: Phase, now: float, seconds: float | None = None) -> None:
         self.phase = phase
         self.deadline = now + (self._grace_s if seconds is None else seconds)
+
+    def _dismissed(self) -> tuple[str, ...]:
+        return tuple(name for name, spec in self._alive.items() if spec.is_dismissed)
 
     def _mains(self) -> tuple[str, ...]:
         return tuple(name for name, spec in self._alive.items() if spec.kind is Kind.MAIN)

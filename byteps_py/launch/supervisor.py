@@ -28,12 +28,15 @@ _REAP_LIMIT_S = 5.0
 @dataclass(frozen=True, slots=True)
 class Supervision:
     """How a job is watched. ``grace_s``: from a request to end until SIGKILL; ``own_error_s``: how long ranks
-    have after a service died; ``folder``: a file per process and stream goes there."""
+    have after a service died; ``folder``: a file per process and stream goes there; ``elastic``, ``is_part``: see
+    Policy."""
 
     grace_s: float = 5.0
     own_error_s: float = 10.0
     tag_output: bool = False
     folder: Path | None = None
+    elastic: bool = False
+    is_part: bool = False
 
 
 class Supervisor:
@@ -41,7 +44,7 @@ class Supervisor:
 
     def __init__(self, specs: Sequence[ProcessSpec], environ: Mapping[str, str], how: Supervision, token: str) -> None:
         self._specs, self._environ, self._how, self._token = specs, environ, how, token
-        self._policy = Policy(specs, how.grace_s, how.own_error_s)
+        self._policy = Policy(specs, how.grace_s, how.own_error_s, how.elastic, how.is_part)
         self._selector = selectors.DefaultSelector()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[str, int] = {}

@@ -72,5 +72,6 @@ def complete(register: pb.Register, settings: Settings) -> pb.Register:
     filled.partition_bytes = filled.partition_bytes or settings.partition_bytes or 0
     filled.link_mbit = filled.link_mbit or machine.link_mbit(settings)
     filled.host = filled.host or socket.gethostname()
+    filled.elastic = filled.elastic or settings.elastic
     filled.pid = filled.pid or os.getpid()
     return filled

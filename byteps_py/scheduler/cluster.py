@@ -28,6 +28,11 @@ class ClusterConfig:
     heartbeat_timeout_s: float = 1.0
     stall_warn_s: float = 60.0
     straggler: float = 5.0
+    elastic: bool = False
+    min_ranks: int = 1
+    max_ranks: int = 0
+    elastic_timeout_s: float = 600.0
+    reset_limit: int = 0
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ClusterConfig:
@@ -41,6 +46,11 @@ class ClusterConfig:
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             stall_warn_s=settings.stall_warn_s,
             straggler=settings.straggler,
+            elastic=settings.elastic,
+            min_ranks=settings.min_ranks,
+            max_ranks=settings.max_ranks,
+            elastic_timeout_s=settings.elastic_timeout_s,
+            reset_limit=settings.reset_limit,
         )
 
     @property
@@ -51,6 +61,6 @@ class ClusterConfig:
     def weights(self, cpu_mbit: Sequence[float], gpu_mbit: Sequence[float]) -> tuple[int, ...]:
         """What part of the keys each machine gets, relative to the others, for links of these rates: CPU machines
         first, then GPU machines; 0 for none. Raises UsageError if nobody is left who could hold any."""
-        if self.num_workers == 1:
+        if len(gpu_mbit) == 1:
             return (0,) * (len(cpu_mbit) + 1)
         return LinkOptimum(cpu_mbit, gpu_mbit, not self.servers_only and len(cpu_mbit) < len(gpu_mbit)).weights

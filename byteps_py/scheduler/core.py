@@ -12,7 +12,7 @@ time is an argument, in seconds of any steady clock; one thread at a time may ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import BY_NAME, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
@@ -20,6 +20,7 @@ from byteps_py.scheduler import stalls
 from byteps_py.scheduler.barrier import Barriers
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.declarations import Decided, Declarations, Reopened
+from byteps_py.scheduler.elastic import OF_A_GROUP, Elastic
 from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.farewell import Farewell
 from byteps_py.scheduler.joining import Joining
@@ -27,6 +28,7 @@ from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
 from byteps_py.scheduler.pace import PaceWatch, Slow
 from byteps_py.scheduler.pace import sentences as slow_sentences
+from byteps_py.scheduler.reforming import Break, GiveUp, Open
 from byteps_py.scheduler.roster import Refusal, Roster
 from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.survey import Survey
@@ -58,6 +60,7 @@ class SchedulerCore:
         self._over_s: float | None = None
         self._all_left = False  # the workers, in order: they may be on their way into their next job
         self._membership = pb.Membership()
+        self._elastic = Elastic(config, self._roster) if config.elastic else None
         self.state: pb.StatusReply.State = FORMING
         self.reason = self._roster.missing()
 
@@ -91,8 +94,14 @@ class SchedulerCore:
         if not member.is_present:
             return []
         member.last_seen_s = now_s
+        if self._elastic is not None and kind in OF_A_GROUP and self._elastic.is_void(member):
+            return []  # said to ranks that are a group no more
         try:
             match kind:
+                case "gathered":
+                    return self._gathered(member, message.gathered, now_s)
+                case "reform":
+                    return self._reform(member, message.reform, now_s)
                 case "heartbeat":
                     return self._heartbeat(member, message.heartbeat, now_s)
                 case "declare":
@@ -152,6 +161,8 @@ class SchedulerCore:
             if now_s - since_s >= REGISTER_TIMEOUT_S:
                 del self._strangers[connection]
                 out.append(refused(connection, "ProtocolError", f"not registered after {REGISTER_TIMEOUT_S:g} s"))
+        if self.state == RUNNING:
+            out += self._regroup(now_s)
         if self.state == FORMING and self._survey is not None:
             out += self._go_on_measuring(self._survey, now_s)
         elif self.state == FORMING and self._first_registration_s is not None:
@@ -258,10 +269,10 @@ class SchedulerCore:
         out = [(connection, welcome)]
         if self.state == FORMING:
             self.reason = self._roster.missing()
-        if self.state == RUNNING:  # a summation service more
+        if self.state == RUNNING and not admitted.is_worker:  # a summation service more
             admitted.is_late = True
             out.append((connection, pb.SchedulerMessage(membership=self._membership)))
-        elif not self.reason:
+        elif self.state == FORMING and not self.reason:
             out += self._all_are_there(now_s)
         return out
 
@@ -295,15 +306,72 @@ class SchedulerCore:
         return self._go_on_measuring(self._survey, now_s)
 
     def _complete(self, link_mbit: list[float]) -> Outgoing:
-        self._membership = membership = self._roster.complete(link_mbit)
-        size = sum(worker.local_size for worker in membership.workers)
-        self._declarations = Declarations(self._config.num_workers, size)
+        membership = self._roster.complete(link_mbit)
+        if self._elastic is not None:
+            for member in self._roster.workers():
+                self._elastic.forget(member)
+        return self._begin(membership, "all are there")
+
+    def _begin(self, membership: pb.Membership, why: str) -> Outgoing:
+        """A group starts with nothing declared."""
+        self._membership = membership
+        n, size = len(membership.workers), sum(worker.local_size for worker in membership.workers)
+        self._declarations = Declarations(n, size)
+        self._barriers, self._joining = Barriers(n), Joining(n)
+        self._stalls = stalls.StallWatch(self._config.stall_warn_s)
+        self._pace = PaceWatch(self._config.straggler, self._config.stall_warn_s)
+        self._farewell = Farewell()
         self.state = RUNNING
         self.reason = (
-            f"all are there: {count_text(len(membership.workers), 'worker')} with {count_text(size, 'rank')}, "
+            f"{why}: {count_text(n, 'worker')} with {count_text(size, 'rank')}, "
             f"{count_text(len(membership.servers), 'summation service')} with keys"
         )
         return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
+
+    # ---- elastic jobs ------------------------------------------------------------------------------------------
+
+    def _gathered(self, member: MemberRecord, gathered: pb.Gathered, now_s: float) -> Outgoing:
+        if self._elastic is None or not member.is_worker:
+            raise ProtocolError("only communication services of elastic jobs come back")
+        return self._elastic.gathered(member, gathered) + self._regroup(now_s)
+
+    def _reform(self, member: MemberRecord, reform: pb.Reform, now_s: float) -> Outgoing:
+        if self._elastic is None:
+            raise ProtocolError("the group of a job that is not elastic can't be formed anew")
+        return self._lose_group(reform.reason, now_s, reform.planned)
+
+    def _lose_group(self, why: str, now_s: float, planned: bool = False) -> Outgoing:
+        """The group can't go on, or does not want to; the next one may."""
+        if self._elastic is None or self.state != RUNNING:
+            return []
+        return self._elastic.begin(why, planned, now_s) + self._regroup(now_s)
+
+    def _regroup(self, now_s: float) -> Outgoing:
+        """Form the next group, if it is time to."""
+        if self._elastic is None or not self._elastic.is_active:
+            return []
+        decision = self._elastic.decide(now_s)
+        match decision:
+            case Break(sentence):
+                return self._lose_group(sentence, now_s)
+            case GiveUp(sentence):
+                return self._fail("RendezvousError", sentence, now_s)
+            case Open(members):
+                return self._open(decision, members, now_s)
+        self.reason = decision.sentence
+        return []
+
+    def _open(self, decision: Open, members: Sequence[tuple[int, int]], now_s: float) -> Outgoing:
+        if self._elastic is None:
+            return []
+        out = self._elastic.leave_behind(decision.late)
+        why = self._elastic.reason
+        try:
+            membership = self._roster.regroup(members, why, decision.is_continued)
+        except UsageError as error:
+            return out + self._fail("PeerLostError", f"{why}; {error}", now_s)
+        self._elastic.opened(members)
+        return out + self._begin(membership, why) + self._let_go()
 
     def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
         if heartbeat.bare:
@@ -391,6 +459,10 @@ class SchedulerCore:
         workers = self._roster.workers()
         if self.state != RUNNING:
             return self._dismiss_servers() if member.is_worker else []
+        if self._elastic is not None and member.is_worker:
+            self._elastic.forget(member)
+            if workers and not member.ranks:
+                return self._regroup(now_s)  # it was in no group
         if not workers:
             self.state, self.reason, self._over_s = ENDED, "all workers have left", now_s
             self._all_left = True
@@ -463,13 +535,19 @@ class SchedulerCore:
                 sentence = f"this summation service was given up, and others sum what it did: {why}"
                 out.append(refused(member.connection, "PeerLostError", sentence))
             return out
-        out = self._fail("PeerLostError", text, now_s)
+        if self._elastic is not None and self.state == RUNNING and self._roster.workers():
+            self._elastic.forget(member)
+            out = self._lose_group(text, now_s) if member.ranks else self._regroup(now_s)
+        else:
+            out = self._fail("PeerLostError", text, now_s)
         if tell_it_too:
             out.append((member.connection, failure("PeerLostError", text)))
         return out
 
     def _reassign(self, why: str, now_s: float) -> Outgoing:
         """The summation services are others: let these have the keys."""
+        if self._elastic is not None and self._elastic.is_broken:
+            return []  # the next group will have those that are there then
         try:
             membership = self._roster.reassign(why)
         except UsageError as error:
@@ -482,7 +560,10 @@ class SchedulerCore:
 
     def _drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
         if member.is_worker:
-            raise ProtocolError("only a summation service can be drained")
+            if self._elastic is None:
+                raise ProtocolError("only a summation service can be drained, unless the job is elastic")
+            member.is_draining = True
+            return self._elastic.drain(member) if self.state == RUNNING else []
         if self.state != RUNNING:
             return to_each([member], pb.SchedulerMessage(stop=pb.Stop(reason="it holds no keys")))
         if not any(m is not member for m in (*self._roster.cpu_servers(), *self._roster.gpu_servers())):
@@ -525,7 +606,8 @@ class SchedulerCore:
         """Drained services may end once no machine needs them: all have gone over to an epoch without them."""
         if any(worker.epoch < self._roster.epoch for worker in self._roster.workers()):
             return []
-        drained = [member for member in self._roster.present() if member.is_draining and not member.holds_keys]
+        servers = (member for member in self._roster.present() if not member.is_worker)
+        drained = [server for server in servers if server.is_draining and not server.holds_keys]
         return to_each(drained, pb.SchedulerMessage(stop=pb.Stop(reason="its keys have moved")))
 
     def _unreachable(self, member: MemberRecord, unreachable: pb.Unreachable, now_s: float) -> Outgoing:
@@ -551,7 +633,7 @@ class SchedulerCore:
         return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
 
     def _current_stalls(self) -> list[stalls.Stall]:
-        size = sum(len(m.ranks) for m in self._roster.everyone)
+        size = sum(len(m.ranks) for m in self._roster.workers())
         return self._stalls.stalls(size, self._declarations.undecided_voters, self._joining.ranks)
 
     def _slow(self) -> list[Slow]:

@@ -37,10 +37,16 @@ class MemberRecord:
     weight: int = 0  # SS: its part of the keys; set when the cluster is complete
     link_mbit: float = 0.0  # of its machine's link; set when the cluster is complete
     presence: Presence = Presence.PRESENT
-    is_draining: bool = False  # SS: it is to go, and gets no keys
+    is_draining: bool = False  # it is to go: an SS gets no keys, a CS of an elastic job is in no further group
     is_late: bool = False  # SS: it came while the job ran, and is not ready for keys yet
     epoch: int = 0  # CS: the one to whose placement it has gone over
     statistics: pb.Statistics = field(default_factory=pb.Statistics)
+    home: tuple[str, int] = ("", -1)  # what the processes of one GPU machine have in common, as they registered
+
+    def __post_init__(self) -> None:
+        facts, self.facts = self.facts, pb.Register()
+        self.facts.CopyFrom(facts)  # elastic jobs number machines anew
+        self.home = (facts.machine_id, facts.machine_index)
 
     @property
     def is_present(self) -> bool:

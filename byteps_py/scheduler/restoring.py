@@ -18,7 +18,7 @@ from byteps_py.scheduler.sessions import Sessions
 
 VERSION = 1
 #: What makes two jobs different. Times don't: a job goes on with those it was begun with.
-_IDENTITY = ("num_workers", "num_servers", "servers_only", "job")
+_IDENTITY = ("num_workers", "num_servers", "servers_only", "job", "elastic")
 
 
 @dataclass(frozen=True, slots=True)

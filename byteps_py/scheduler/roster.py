@@ -16,6 +16,8 @@ from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.words import count_text
 
 MAX_LOCAL_SIZE = 1024
+#: Machine index of a GPU machine that is not in the group: it waits to join an elastic job, or was left behind.
+OUTSIDE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,9 @@ class Roster:
         return {m.connection for m in self.everyone if m.presence is Presence.LOST}
 
     def workers(self) -> list[MemberRecord]:
-        """Present communication services, by machine index."""
-        return sorted((m for m in self.present() if m.is_worker), key=lambda m: m.facts.machine_index)
+        """Present communication services, by machine index; of an elastic job, those in its group."""
+        members = (m for m in self.present() if m.is_worker and m.facts.machine_index != OUTSIDE)
+        return sorted(members, key=lambda m: m.facts.machine_index)
 
     def admit(self, connection: int, register: pb.Register, now_s: float) -> MemberRecord | Refusal:
         """Add the process to the cluster, or say why not."""
@@ -60,9 +63,16 @@ class Roster:
             return refusal
         record = MemberRecord(self._next_id, connection, register, now_s)
         self._next_id += 1
+        if self.epoch and record.facts.kind == pb.MACHINE_KIND_GPU and self._config.elastic:
+            record.facts.machine_index = self._place_of(record)
         self.everyone.append(record)
         self._by_connection[connection] = record
         return record
+
+    def _place_of(self, newcomer: MemberRecord) -> int:
+        """A summation service's, if its machine is in the group already; a worker waits for the next group."""
+        workers = [] if newcomer.is_worker else self.workers()
+        return next((m.facts.machine_index for m in workers if m.home == newcomer.home), OUTSIDE)
 
     def remove(self, record: MemberRecord, presence: Presence) -> None:
         """The member is gone. A cluster that is still forming forgets it, and its place is free again."""
@@ -94,11 +104,15 @@ class Roster:
             return f"unknown role {register.role}"
         if register.kind not in (pb.MACHINE_KIND_GPU, pb.MACHINE_KIND_CPU):
             return f"unknown kind of machine {register.kind}"
+        if register.elastic != config.elastic:
+            told, known = ("is set" if flag else "is not set" for flag in (register.elastic, config.elastic))
+            return f"BYTEPS_ELASTIC {told} for this process and {known} for the scheduler: set it alike everywhere"
         for variable, theirs, ours in (
             ("DMLC_NUM_WORKER", register.num_workers, config.num_workers),
             ("DMLC_NUM_SERVER", register.num_servers, config.num_servers),
         ):
-            may_grow = self.epoch and register.role == pb.ROLE_SUMMATION  # one more than it began with, perhaps
+            # One more than it began with, perhaps.
+            may_grow = self.epoch and (register.role == pb.ROLE_SUMMATION or config.elastic)
             if theirs != ours and not may_grow:
                 return f"{variable} is {theirs} in this process and {ours} in the scheduler: set it alike everywhere"
         first = self.present()[0] if self.present() else None
@@ -119,19 +133,23 @@ class Roster:
                 return f"BYTEPS_LOCAL_SIZE={register.local_size} is not in 1..{MAX_LOCAL_SIZE}"
         elif not register.address:
             return "a summation service registers with the address it listens at, and this one gave none"
-        if register.kind == pb.MACHINE_KIND_GPU and not 0 <= register.machine_index < n:
+        may_join = self.epoch and self._config.elastic
+        if register.kind == pb.MACHINE_KIND_GPU and not may_join and not 0 <= register.machine_index < n:
             return f"DMLC_WORKER_ID={register.machine_index} is not in 0..{n - 1} (DMLC_NUM_WORKER={n})"
         return ""
 
     def _clash(self, register: pb.Register) -> str:
         """Why there is no place for one more such member; empty if there is."""
-        if self.epoch and register.role != pb.ROLE_SUMMATION:
-            return "the cluster is complete already; a worker can't join or come back while it runs"
+        if self.epoch and register.role != pb.ROLE_SUMMATION and not self._config.elastic:
+            return (
+                "the cluster is complete already; a worker can't join or come back while it runs, unless the job is "
+                "elastic (BYTEPS_ELASTIC)"
+            )
         for other in self.present():
             if register.role == pb.ROLE_SUMMATION and not other.is_worker and other.facts.address == register.address:
                 return f"the address {register.address} is taken by {other.describe()}"
             alike = (other.facts.role, other.facts.kind) == (register.role, register.kind)
-            if alike and register.kind == pb.MACHINE_KIND_GPU and other.facts.machine_index == register.machine_index:
+            if alike and register.kind == pb.MACHINE_KIND_GPU and self._is_same_place(other, register):
                 return (
                     f"DMLC_WORKER_ID={register.machine_index} is taken by {other.describe()}: "
                     "give each GPU machine its own"
@@ -141,6 +159,11 @@ class Roster:
             if sum(m.is_cpu_server for m in self.present()) >= k:
                 return f"all {count_text(k, 'server')} (DMLC_NUM_SERVER={k}) are there already: this one is too many"
         return ""
+
+    def _is_same_place(self, other: MemberRecord, register: pb.Register) -> bool:
+        if self.epoch and self._config.elastic:
+            return other.home == (register.machine_id, register.machine_index)
+        return other.facts.machine_index == register.machine_index
 
     def _has_left(self, register: pb.Register) -> bool:
         """True if this is the successor of a member that left a job which the others have not left yet."""
@@ -206,6 +229,31 @@ class Roster:
         self.workers_since = self.first_epoch
         return self._open_epoch("")
 
+    def regroup(self, members: Sequence[tuple[int, int]], reason: str, is_continued: bool) -> pb.Membership:
+        """Open the next epoch with these machines, (member id, number of ranks) in order, and the servers there are.
+
+        Raises UsageError if they need a server and there is none.
+        """
+        by_id = {member.id: member for member in self.everyone}
+        for member in self.everyone:
+            if member.facts.kind == pb.MACHINE_KIND_GPU:
+                member.facts.machine_index, member.first_rank = OUTSIDE, -1
+        first_rank = 0
+        for index, (member_id, count) in enumerate(members):
+            worker = by_id[member_id]
+            worker.facts.machine_index, worker.facts.local_size, worker.first_rank = index, count, first_rank
+            worker.epoch = self.epoch + 1
+            first_rank += count
+        places = {by_id[member_id].home: by_id[member_id].facts.machine_index for member_id, _ in members}
+        for server in self.present():
+            if server.is_gpu_server:
+                server.facts.machine_index = places.get(server.home, OUTSIDE)
+        self._workers = self.workers()
+        self.workers_since = self.epoch + 1
+        membership = self._open_epoch(reason)
+        membership.continued = is_continued
+        return membership
+
     def reassign(self, reason: str) -> pb.Membership | None:
         """Open the next epoch: the servers that are there now share the keys anew. None if that changes nothing.
 
@@ -222,8 +270,8 @@ class Roster:
         workers, cpu, gpu = self._workers, self.cpu_servers(), self.gpu_servers()
         by_machine = {member.facts.machine_index: member for member in gpu}
         usual_mbit = max((member.link_mbit for member in (*cpu, *workers)), default=0.0)
-        for member in cpu:  # one that came later is taken for one like the others, unless it says what it is
-            member.link_mbit = member.link_mbit or member.facts.link_mbit or usual_mbit
+        for member in (*cpu, *workers):  # one that came later is taken for one like the others, unless it says more
+            member.link_mbit = member.link_mbit or member.facts.link_mbit or usual_mbit or tuning.LOOPBACK_MBIT
         for worker in workers:
             if (beside := by_machine.get(worker.facts.machine_index)) is not None:
                 beside.link_mbit = worker.link_mbit

@@ -66,6 +66,10 @@ class Session(ABC):
     #: has left contributions behind. The same on all ranks; set before anything is declared.
     incarnation: int = 0
     is_homogeneous: bool = True  #: machines have equally many ranks
+    #: Set before ``close`` by a rank of an elastic job that is about to come back: why, and whether all do so.
+    returning: tuple[str, bool] | None = None
+    #: Of an elastic job: all ranks were in the group before this one, and left it in order. They are equal.
+    is_continued: bool = False
 
     @property
     def nearby(self) -> Neighbours | None:
@@ -128,6 +132,10 @@ class Session(ABC):
         declared any more: each name must be declared again. One thread at a time, and no other uses the session.
         Raises UsageError if a round is handed over in part.
         """
+
+    def hosts_changed(self) -> tuple[bool, bool]:
+        """(added, removed): in an elastic job, since this session began. Never blocks."""
+        return False, False
 
     @abstractmethod
     def close(self) -> None:

@@ -4,8 +4,8 @@ Each message starts with one byte, its kind. Those on the hot path (READY, DONE)
 a message; the rest is JSON.
 
     rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, NOTE, LEAVE, PING, STACK, MEET, WAITS, WAITED
-    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, FATAL, PONG,
-                    NEIGHBOUR, MET
+    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, HOSTS, FATAL,
+                    PONG, NEIGHBOUR, MET
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class Kind(enum.IntEnum):
     DECLARE = 2  # {request, specs}
     READY = 3  # records (slot, round, bytes written so far)
     BARRIER = 4  # {sequence}
-    LEAVE = 5  # {} or {error, traceback}: the rank ends, in order unless an exception that nobody caught ended it
+    LEAVE = 5  # {}, {error, traceback} or {again, planned}: the rank ends, in order unless an exception that nobody
+    # caught ended it; again: it is about to come back, and why; planned: as all others are
     LAYOUT = 7  # {slot, sends, receives, sizes}: of the slot's next round and those after it
     PING = 6  # {}: a rank that has waited for long asks whether the service is alive
     JOIN = 8  # {}: the rank has no more data
     STACK = 9  # {} and the descriptor of the file where this process's Python stacks are written
     NOTE = 10  # {text}: what others should know if this rank keeps them waiting
-    WELCOME = 11  # {rank, size, …}
+    WELCOME = 11  # {rank, size, local_rank, local_size, …}
     SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
     DECLARED = 13  # {request, slots: [{id, inputs: [[segment, offset]], result: [segment, offset]}]}
     DONE = 14  # records (slot, round, blame; see blame.py): the result lies in the slot
@@ -44,12 +45,13 @@ class Kind(enum.IntEnum):
     FATAL = 17  # {error, message}: nothing works any more
     PONG = 18  # {}
     JOINED = 19  # {last}: all ranks have joined, that one as the last
+    HOSTS = 20  # {added, removed}: ranks wait to join, or are about to leave
     # What ranks of one machine need of the service to deal with each other (byteps_py/session/nearby):
-    MEET = 20  # {key, members}: local ranks that are to know each other; the first one with the way to the sender
-    NEIGHBOUR = 21  # {local_rank} and the way to it
-    MET = 22  # {key}: all members have asked, and each knows the way to the others by now
-    WAITS = 23  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
-    WAITED = 24  # {id}: it has come
+    MEET = 21  # {key, members}: local ranks that are to know each other; the first one with the way to the sender
+    NEIGHBOUR = 22  # {local_rank} and the way to it
+    MET = 23  # {key}: all members have asked, and each knows the way to the others by now
+    WAITS = 24  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
+    WAITED = 25  # {id}: it has come
 
 
 _KINDS = {int(k): k for k in Kind}

@@ -79,6 +79,7 @@ class RemoteSession(Session):
         self._barriers = self._released = 0
         self._last_joined: int | None = None
         self._welcome: dict[str, Any] | None = None
+        self._hosts = (False, False)
         self._fatal: BytePSError | None = None
         self._closed = False
         self._has_left = False  # the service knows, and does not answer any more
@@ -101,7 +102,8 @@ class RemoteSession(Session):
             channel.send(protocol.pack(Kind.STACK), (self._stack.fd,))
         facts: dict[str, Any] = self._welcome or {}
         self.rank, self.size = facts["rank"], facts["size"]
-        self.local_rank, self.local_size = local_rank, local_size
+        self.local_rank, self.local_size = facts["local_rank"], facts["local_size"]
+        self.is_continued = facts["is_continued"]
         self.machine_index, self.num_machines = facts["machine_index"], facts["num_machines"]
         self.is_homogeneous = facts["is_homogeneous"]
 
@@ -246,6 +248,12 @@ class RemoteSession(Session):
         """How long to wait: by itself, the service gives up at the stall limit."""
         return self._stall_limit_s + _PATIENCE_S if timeout_s is None and self._stall_limit_s else timeout_s
 
+    def hosts_changed(self) -> tuple[bool, bool]:
+        with self.state:
+            while not self._reading and self._fatal is None and self._read(0):
+                pass
+        return self._hosts
+
     def close(self) -> None:
         if os.getpid() == self._pid:  # a forked child must neither speak for the rank nor rely on its locks
             with self.state:
@@ -255,7 +263,9 @@ class RemoteSession(Session):
                 self.state.notify_all()
             with contextlib.suppress(BytePSError):
                 if not self._has_left:
-                    self._channel.send(protocol.pack(Kind.LEAVE, **words.last_words(words.uncaught())))
+                    again, planned = self.returning or ("", False)
+                    said = {"again": again, "planned": planned} if again else words.last_words(words.uncaught())
+                    self._channel.send(protocol.pack(Kind.LEAVE, **said))
             self._channel.shutdown()  # wakes the thread that reads; its descriptor must not be closed before
             with self.state:
                 self.state.wait_for(lambda: not self._reading, _PATIENCE_S)
@@ -393,6 +403,8 @@ class RemoteSession(Session):
             self._nearby.introduce(fields["local_rank"], fds[0])
         elif kind is Kind.MET and self._nearby is not None:
             self._nearby.met(fields["key"])
+        elif kind is Kind.HOSTS:
+            self._hosts = (self._hosts[0] or fields["added"], self._hosts[1] or fields["removed"])
         elif kind is Kind.FAILED:
             self._slots.fail(fields["slots"], from_name(fields["error"], fields["message"]))
         elif kind is Kind.FATAL:

@@ -24,6 +24,8 @@ from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 
 _END_S = 10.0
+#: A service that stays for ranks that come back, and is not there, is gone.
+_GONE_S = 1.0
 _OF_OTHER_SERVICES = ("BYTEPS_SOCKET_NAME", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_ROLE")
 #: Sessions of this process so far, by job. All ranks of a job come and go alike, so each time they have services of
 #: their own: a rank that comes back early must not meet those that others have yet to leave.
@@ -39,6 +41,8 @@ def open_session(settings: Settings | None = None) -> Session:
     if settings.is_alone:
         return SoloSession()
     services: list[subprocess.Popen[bytes]] = []
+    if settings.elastic and not settings.socket_name:
+        raise ConfigurationError("an elastic job (BYTEPS_ELASTIC) needs bpslaunch, which keeps services between groups")
     if not settings.socket_name:
         is_given = bool(settings.scheduler_host)
         settings = _complete(settings, os.environ)
@@ -69,7 +73,7 @@ class _Owner(RemoteSession):
             link,
             settings.local_rank,
             settings.local_size,
-            settings.start_timeout_s,
+            max(settings.start_timeout_s, settings.elastic_timeout_s if settings.elastic else 0),
             settings.stall_limit_s,
             settings.patience_s,
         )
@@ -130,7 +134,8 @@ def _start_services(settings: Settings, scheduler_too: bool) -> list[subprocess.
 def _connect(settings: Settings, services: list[subprocess.Popen[bytes]]) -> channel.Channel:
     """Connect to the communication service, unless a service that was started here ends first."""
     name = local_socket(settings, "cs")
-    deadline = time.monotonic() + settings.start_timeout_s
+    was_there = settings.elastic and _opened.get(settings.job, 0)
+    deadline = time.monotonic() + (_GONE_S if was_there else settings.start_timeout_s)
     while True:
         with contextlib.suppress(RendezvousError):
             return channel.connect(name, 0.2)

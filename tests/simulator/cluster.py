@@ -204,16 +204,17 @@ class Cluster:
             codes = {
                 process.name: process.exit_code
                 for process in self.world.processes
-                if process.exit_code != 0
-                and not (isinstance(process, Server) and self._may_fail(process, left))
-                and not (isinstance(process, Scheduler) and process is not self.scheduler)
+                if process.exit_code != 0 and not self._may_fail(process, left)
             }
             if codes:
                 raise InvariantError(f"exit codes after an orderly end: {codes}")
 
-    def _may_fail(self, server: Server, left: set[str]) -> bool:
-        """It was lost, or refused because its predecessor was not known to be gone."""
-        return bool(self.world.trials) and server.address not in left
+    def _may_fail(self, process: Process, left: set[str]) -> bool:
+        """A server that was lost, or refused because its predecessor was not known to be gone; or a scheduler that was
+        killed, or is the next one and does not know that a worker has left, and those that it then waits with."""
+        if any(trial.startswith("start the scheduler again") for trial in self.world.trials):
+            return isinstance(process, (Server, Scheduler))
+        return bool(self.world.trials) and isinstance(process, Server) and process.address not in left
 
 
 def run(seed: int) -> Report:

@@ -78,8 +78,9 @@ class Scheduler(Process):
         return self.sessions.core.state
 
     def server_addresses(self) -> set[str]:
-        """Of summation services that are members."""
-        return {member.facts.address for member in self.sessions.core._roster.present() if not member.is_worker}
+        """Of summation services that are members, and ready for keys."""
+        present = self.sessions.core._roster.present()
+        return {member.facts.address for member in present if not (member.is_worker or member.is_late)}
 
     def addresses_left(self) -> set[str]:
         """Of members that have left in order, neither lost nor refused."""

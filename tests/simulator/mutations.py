@@ -24,8 +24,6 @@ from byteps_py.worker.service import Service
 from byteps_py.worker.tensor import Part, RankSlot, Tensor
 from byteps_py.worker.topology import Topology
 
-from .network import Network as SimulatedNetwork
-
 
 def count_a_duplicate(core: pytest.MonkeyPatch) -> None:
     """A server that counts contributions, whoever sends them."""
@@ -128,8 +126,8 @@ def reuse_memory_of_void_slots(core: pytest.MonkeyPatch) -> None:
     """Before their rank can know that they are void."""
     real = Agreement.rejected
 
-    def rejected(self: Agreement, name: str, generation: int, error: Any) -> Any:
-        actions, old = real(self, name, generation, error)
+    def rejected(self: Agreement, name: str, generation: int, *more: Any) -> Any:
+        actions, old = real(self, name, generation, *more)
         failed = [slot for slots in self._names[name].failed.values() for slot in slots]
         self._names[name].failed.clear()
         for slot in failed:
@@ -315,11 +313,6 @@ def welcome_to_a_failed_job(core: pytest.MonkeyPatch) -> None:
     core.setattr(Desk, "open", open_)
 
 
-def hear_the_past(core: pytest.MonkeyPatch) -> None:
-    """What was sent on a connection that is gone by now takes the place of what its machine sent on the next one."""
-    core.setattr(SimulatedNetwork, "hears_the_past", True)
-
-
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     count_a_duplicate,
     ignore_credit,
@@ -339,7 +332,6 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     welcome_to_a_failed_job,
     dead_without_last_words,
     silent_about_the_dead,
-    hear_the_past,
     forget_to_want,
     supply_another_round,
     give_contributions_back_early,

@@ -32,10 +32,7 @@ DUPLICATES = 0.15  # of all messages
 
 
 class Network:
-    """All of it. ``servers``: by address. ``links``: that are open. ``hears_the_past``: servers do, what comes from a
-    connection though its machine has a newer one."""
-
-    hears_the_past = False
+    """All of it. ``servers``: by address. ``links``: that are open."""
 
     def __init__(self, world: World, memory: Memory, duplicates: bool) -> None:
         self.world = world
@@ -274,7 +271,7 @@ class ServerNetwork:
     def receive(self, peer: TcpPeer, header: Header, frame: Frame | None) -> None:
         if peer.connection not in self._peers:
             return  # an unknown sender: its connection was found gone
-        if self._by_machine.get(peer.machine) is not peer and not self.network.hears_the_past:
+        if self._by_machine.get(peer.machine) is not peer:
             return  # as DataListener does
         if header.kind is Kind.WITHDRAW:
             self._on_withdraw(header)

@@ -239,6 +239,7 @@ class Server(Process):
         rounds = self._service._rounds
         rounds_ = [r for group in rounds._generations.values() for p in group.values() for r in p.rounds.values()]
         held = sum(c.nbytes for r in rounds_ for c in r.contributions.values())
+        held += sum(c.nbytes for c in rounds._held)  # news of their epoch is on its way
         if rounds.counters.bytes_in_flight != held and not self.world.faults:
             raise InvariantError(f"{rounds.counters.bytes_in_flight} bytes count as held, {held} are")
         if any(not r.contributions or r.state is State.DROPPED for r in rounds_):

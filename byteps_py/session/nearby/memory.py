@@ -60,7 +60,7 @@ class Outgoing:
 
     def close(self) -> None:
         for segment in self._arena.segments:
-            segment.release()
+            segment.let_go()
         self._arena.segments.clear()
         self._free.clear()
         self._warm.clear()
@@ -75,7 +75,7 @@ class Incoming:
     def add(self, source: int, number: int, fd: int, nbytes: int) -> None:
         """Raises ProtocolError for a descriptor that can't hold as much for good."""
         segment = Segment(fd, nbytes)
-        segment.release()  # it is mapped
+        segment.let_go()  # it is mapped
         self._segments[source, number] = segment
 
     def find(self, source: int, number: int, end: int) -> Segment:

@@ -3,10 +3,9 @@
 Start with running.py (what ``run`` does), then state.py (what is committed and restored), sampler.py (which samples
 an epoch still has).
 
-What this version does: after an error of the job (HorovodInternalError) that all ranks see and survive, they leave,
-join again, restore the last commit, make themselves equal to rank 0 and go on. What it does not do yet: change the
-membership. A rank whose process is gone is not replaced and the others do not go on without it; ``run`` then raises an
-error that says so. No notice of new hosts comes, unless you call ``State.on_hosts_updated`` yourself.
+After an error of the job (HorovodInternalError) ranks leave, join again, restore the last commit, make themselves equal
+to rank 0 and go on. In a job that was started as an elastic one (``bpslaunch --elastic``) the group may be another one
+then: without ranks that were lost, or have left, and with new ones. In others the same ranks must all come back.
 """
 
 from byteps_py.torch.elastic.running import run

@@ -8,15 +8,14 @@ sync ─► function ─┬─ returns ─────────────�
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from byteps_py.errors import BytePSError, HorovodInternalError, HostsUpdatedInterrupt, RendezvousError
+from byteps_py.errors import HorovodInternalError, HostsUpdatedInterrupt
 from byteps_py.torch import context as contexts
-from byteps_py.torch.api import init, shutdown
+from byteps_py.torch.elastic.joining import rejoin
 from byteps_py.torch.elastic.state import State
 
 S = TypeVar("S", bound=State)
@@ -35,11 +34,11 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     left and joined again and the last commit restored; after a HostsUpdatedInterrupt nothing is restored. Everything
     collective belongs into ``func``.
 
-    Raises the function's other errors; the job's error after three failures in a row without a commit between them;
-    RendezvousError if the job can't be joined again. That is so where a process of it is gone or was given up: this
-    version does not change the membership of a job. What can be gone on from is what all ranks see and survive, such
-    as a tensor that they disagree about. A rank that fails alone, and lives, keeps the others waiting until the stall
-    limit.
+    Raises the function's other errors; the job's error after three failures in a row without a commit between them and
+    with the same number of ranks; RendezvousError if the job can't be joined again; SystemExit, with status 0, on a
+    machine that was told to leave the job. In an elastic job (BYTEPS_ELASTIC, ``bpslaunch --elastic``) the group may
+    have changed: ``rank()`` and ``size()`` are others. In a job that is not elastic, what can be gone on from is what
+    all ranks see and survive, such as a tensor that they disagree about.
 
     >>> import byteps_py as bps
     >>> bps.init()
@@ -57,10 +56,21 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
         fruitless = 0
+        lost: Exception | None = None  # why the job is to be joined again
         skip_sync = False
+        size = contexts.current().session.size
         while True:
+            if lost is not None:
+                skip_sync = rejoin(lost) and skip_sync
+                before, size = size, contexts.current().session.size
+                fruitless = fruitless if size == before else 0
             commits = state.commits
             try:
+                if lost is not None:
+                    if isinstance(lost, HorovodInternalError):
+                        state.restore()
+                    lost = None
+                    state.on_reset()
                 if not skip_sync:
                     state.sync()
                 return func(state, *args, **kwargs)
@@ -69,28 +79,9 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                 if fruitless == FRUITLESS_LIMIT:
                     raise
                 _log.warning("elastic: going back to the last commit after %s: %s", type(error).__name__, error)
-                _rejoin(error)
-                state.restore()
-                skip_sync = False
+                lost, skip_sync = error, False
             except HostsUpdatedInterrupt as interrupt:
-                _log.warning("elastic: hosts changed; this version joins the job again with the ranks it had")
-                _rejoin(interrupt)
-                skip_sync = interrupt.skip_sync
-            state.on_reset()
+                _log.warning("elastic: %s", interrupt)
+                lost, skip_sync = interrupt, interrupt.skip_sync
 
     return wrapper  # type: ignore[return-value]  # the argument has a name, which a Callable cannot say
-
-
-def _rejoin(why: Exception) -> None:
-    """Leave the job and join it again, as the same rank."""
-    with contextlib.suppress(BytePSError):  # of unfinished work, which nobody needs any more
-        shutdown()
-    contexts.current().incarnation += 1
-    try:
-        init()
-    except BytePSError as error:
-        raise RendezvousError(
-            f"elastic: the job can't be joined again after {type(why).__name__}: {error}. This version of byteps_py "
-            "goes on with the same ranks only: it does not replace a process that is gone, nor go on without it. Start "
-            "the job again, from a checkpoint"
-        ) from why

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from byteps_py.errors import HostsUpdatedInterrupt
+from byteps_py.torch import context as contexts
 from byteps_py.torch.api import rank
 from byteps_py.torch.functions import broadcast_object
 
@@ -47,6 +48,7 @@ class State:
     def on_reset(self) -> None:
         """The job was joined again. Forgets notices of hosts, then calls ``reset`` and the callbacks."""
         self._notices = queue.SimpleQueue()
+        self._last_update = 0  # newcomers, with whom to agree, have heard of none
         self.reset()
         for callback in self._reset_callbacks:
             callback()
@@ -75,6 +77,8 @@ class State:
         All ranks must call it equally often.
         """
         latest, changes = self._last_update, HostUpdateResult.no_update
+        if news := _news():
+            latest, changes = latest + 1, news
         while not self._notices.empty():
             timestamp, change = self._notices.get()
             if timestamp > self._last_update:
@@ -104,6 +108,15 @@ class State:
 
     def reset(self) -> None:
         """The job was joined again, perhaps with another size; for subclasses."""
+
+
+def _news() -> int:
+    """What the job knows about hosts: of an elastic one. A group that has heard of any is soon another."""
+    context = contexts.current()
+    if not context.is_open:
+        return HostUpdateResult.no_update
+    added, removed = context.session.hosts_changed()
+    return (HostUpdateResult.added if added else 0) | (HostUpdateResult.removed if removed else 0)
 
 
 class ObjectState(State):

@@ -1,0 +1,86 @@
+"""Elastic jobs on the scheduler: what the roster's machines are to a group that is formed anew, and who is told.
+
+Pure. ``reforming.py`` decides; this one knows members and messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.scheduler.member import MemberRecord
+from byteps_py.scheduler.outgoing import Outgoing, failure, to_each
+from byteps_py.scheduler.reforming import Candidate, Decision, Reforming
+from byteps_py.scheduler.roster import Roster
+
+#: What a communication service says of its group. It says nothing of the next one before that is open.
+OF_A_GROUP = ("declare", "arrive", "join", "idle", "gone", "sight", "applied", "unreachable", "settled", "reform")
+
+
+class Elastic:
+    def __init__(self, config: ClusterConfig, roster: Roster) -> None:
+        self._roster = roster
+        self._reforming = Reforming(config.min_ranks, config.max_ranks, config.elastic_timeout_s, config.reset_limit)
+
+    @property
+    def is_active(self) -> bool:
+        return self._reforming.is_active
+
+    @property
+    def is_broken(self) -> bool:
+        return self._reforming.is_broken
+
+    @property
+    def reason(self) -> str:
+        return self._reforming.reason
+
+    def is_void(self, member: MemberRecord) -> bool:
+        """What it says of its group counts no more: that is none any more, or it is in none."""
+        return member.is_worker and (self.is_broken or not member.ranks)
+
+    def begin(self, reason: str, planned: bool, now_s: float) -> Outgoing:
+        """The group is to be formed anew."""
+        if not self._reforming.begin(reason, planned, now_s):
+            return []
+        message = failure("PeerLostError", reason)
+        message.failure.again = True
+        return to_each(self._roster.workers(), message)
+
+    def gathered(self, member: MemberRecord, ready: pb.Gathered) -> Outgoing:
+        """A machine's ranks wait to be in the next group."""
+        if member.ranks and ready.epoch != self._roster.workers_since:
+            return []  # said before it heard that it is in this group
+        if not ready.others:
+            self._reforming.ready(member.id, ready.ranks)
+        at_work = sum(len(worker.ranks) for worker in self._roster.workers())
+        has_room = self._reforming.has_room(at_work, ready.ranks)
+        if self.is_active or not ready.ranks or not has_room or not self._roster.epoch:
+            return []
+        return self._notify(added=True)
+
+    def drain(self, member: MemberRecord) -> Outgoing:
+        """A machine is to leave; its ranks do so at their next commit."""
+        return self._notify(removed=True) if member.ranks and not self.is_active else []
+
+    def _notify(self, added: bool = False, removed: bool = False) -> Outgoing:
+        return to_each(self._roster.workers(), pb.SchedulerMessage(hosts=pb.Hosts(added=added, removed=removed)))
+
+    def forget(self, member: MemberRecord) -> None:
+        """It has left, or was lost."""
+        self._reforming.forget(member.id)
+
+    def decide(self, now_s: float) -> Decision:
+        candidates = [
+            Candidate(m.id, m.facts.machine_index, m.is_draining) for m in self._roster.present() if m.is_worker
+        ]
+        return self._reforming.decide(candidates, now_s)
+
+    def leave_behind(self, late: Iterable[int]) -> Outgoing:
+        """These have not come in time, and are told."""
+        members = [member for member in self._roster.present() if member.id in set(late)]
+        why = "its ranks did not come back in time (BYTEPS_ELASTIC_TIMEOUT_S)"
+        return to_each(members, failure("PeerLostError", why))
+
+    def opened(self, members: Iterable[tuple[int, int]]) -> None:
+        self._reforming.opened([member for member, _ in members])

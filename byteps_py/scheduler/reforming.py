@@ -1,0 +1,144 @@
+"""When the ranks of an elastic job become a group anew, and who is in it. Pure: time is an argument.
+
+    AT WORK ──all leave of one mind, to let others in or go──► PLANNED ──somebody is lost, or does not come──► BROKEN
+       │ └────────────a machine, or a rank, is lost───────────────────────────────────────────────────────►│
+       └◄──all that are to come have come, or had their time to: the next group◄──────────────────────────────┘
+
+A member of the group is a machine. It is *ready* when all its ranks that are to come back have, and says how many.
+Those that were in the group before come first in the next one, in their order, so that rank 0 has what was committed;
+newcomers follow. Whoever is not ready by the deadline is left behind. In PLANNED the group still works, for ranks that
+have yet to get the last result; in BROKEN nothing that it says counts any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from byteps_py.scheduler.words import count_text
+
+#: Ranks that leave of one mind do so within moments. Who has not by then waits for one that has, in vain.
+PLANNED_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A machine that is present. ``place``: its index in the group before, -1 if it was in none."""
+
+    id: int
+    place: int
+    is_leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """``sentence``: for what."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Tell all that the group can't go on."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """``members``: (id, ranks) of the next group, in order. ``late``: those that have not come in time."""
+
+    members: tuple[tuple[int, int], ...]
+    late: tuple[int, ...]
+    is_continued: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The job can't go on. ``sentence``: why."""
+
+    sentence: str
+
+
+Decision = Wait | Break | Open | GiveUp
+
+
+@dataclass(slots=True)
+class Reforming:
+    """``reset_limit`` 0, ``max_ranks`` 0: none."""
+
+    min_ranks: int
+    max_ranks: int
+    timeout_s: float
+    reset_limit: int
+    reason: str = ""
+    is_active: bool = False
+    is_broken: bool = False
+    count: int = 0  # groups after the first one
+    _since_s: float = 0.0
+    _ready: dict[int, int] = field(default_factory=dict)  # ranks that wait, by member
+
+    def begin(self, reason: str, planned: bool, now_s: float) -> bool:
+        """Something happened to the group. True if all are to be told, who did not know."""
+        news = not planned and not self.is_broken
+        if not self.is_active or (news and not self.is_broken):
+            self.reason = reason
+        if not self.is_active:
+            self._since_s = now_s
+        self.is_active = True
+        self.is_broken = self.is_broken or not planned
+        return news
+
+    def ready(self, member: int, ranks: int) -> None:
+        self._ready[member] = ranks
+
+    def waiting_ranks(self, member: int) -> int:
+        return self._ready.get(member, 0)
+
+    def forget(self, member: int) -> None:
+        """It has left, or was lost."""
+        self._ready.pop(member, None)
+
+    def has_room(self, at_work: int, newcomers: int) -> bool:
+        """So many more ranks may join."""
+        return not self.max_ranks or at_work + newcomers <= self.max_ranks
+
+    def decide(self, candidates: Sequence[Candidate], now_s: float) -> Decision:
+        """What is to be done now; called after every event, and when time has passed. Only while ``is_active``."""
+        waited_s = now_s - self._since_s
+        is_late = waited_s >= self.timeout_s
+        away = [each for each in candidates if each.place >= 0 and each.id not in self._ready]
+        if away and not self.is_broken and waited_s >= min(PLANNED_S, self.timeout_s):
+            return Break(f"{self.reason}; {count_text(len(away), 'machine')} did not follow within {waited_s:.0f} s")
+        if away and not is_late:
+            return Wait(f"{self.reason}; waiting for {count_text(len(away), 'machine')} to come back")
+        chosen = self._chosen(candidates)
+        size = sum(ranks for _, ranks in chosen)
+        if size < max(1, self.min_ranks):
+            text = f"{count_text(size, 'rank')} left, and at least {max(1, self.min_ranks)} are wanted (BYTEPS_MIN_NP)"
+            if is_late:
+                return GiveUp(f"{self.reason}; {text}; no others came within {self.timeout_s:g} s")
+            return Wait(f"{self.reason}; {text}: waiting for others to join")
+        if self.reset_limit and self.count >= self.reset_limit:
+            return GiveUp(f"{self.reason}; the group was formed anew {self.count} times (BYTEPS_RESET_LIMIT)")
+        before = {each.id for each in candidates if each.place >= 0}
+        is_continued = not self.is_broken and all(member in before for member, _ in chosen)
+        return Open(tuple(chosen), tuple(each.id for each in away), is_continued)
+
+    def _chosen(self, candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
+        came = [each for each in candidates if self._ready.get(each.id) and not each.is_leaving]
+        chosen = [
+            (each.id, self._ready[each.id]) for each in sorted(came, key=lambda each: each.place) if each.place >= 0
+        ]
+        for each in sorted(came, key=lambda each: each.id):
+            if each.place < 0 and self.has_room(sum(ranks for _, ranks in chosen), self._ready[each.id]):
+                chosen.append((each.id, self._ready[each.id]))
+        return chosen
+
+    def opened(self, members: Sequence[int]) -> None:
+        """The next group is at work."""
+        self.count += 1
+        self.is_active = self.is_broken = False
+        self.reason = ""
+        for member in members:
+            self._ready.pop(member, None)

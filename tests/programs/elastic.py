@@ -1,0 +1,86 @@
+"""Trains elastically, so many steps as a file says: ``python elastic.py FILE``; FILE: ``STEPS IS_LAST``.
+
+Says where each group begins ("group from step 8: 2 1 1", the ranks of each machine), and, when it has taken its steps,
+what the parameters are. In a group all must be equal, bit for bit: each checks that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from torch_training import Net, loss_of, wrap
+
+import byteps_py.torch as bps
+
+STEPS_PER_COMMIT = 4
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())  # in one piece: others write, too
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    data = b"".join(value.contiguous().view(torch.uint8).numpy().tobytes() for value in model.state_dict().values())
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def told(file: Path) -> tuple[int, bool]:
+    """What rank 0 reads in the file."""
+    steps, is_last = map(int, file.read_text().split())
+    agreed = bps.broadcast(torch.tensor([steps, is_last]), 0, name="told")
+    return int(agreed[0]), bool(agreed[1])
+
+
+def check(model: torch.nn.Module) -> None:
+    digests = bps.allgather_object(digest_of(model), name="digests")
+    if len(set(digests)) > 1:
+        say(f"the ranks differ: {digests}")
+        sys.exit(1)
+
+
+def main() -> None:
+    file = Path(sys.argv[1])
+    bps.init()
+    torch.set_num_threads(1)
+    model = Net()
+    optimizer = wrap(model)
+
+    @bps.elastic.run
+    def train(state) -> None:
+        machines = bps.allgather_object(bps.cross_rank(), name="machines")
+        check(model)
+        if bps.rank() == 0:
+            sizes = " ".join(str(machines.count(machine)) for machine in range(bps.cross_size()))
+            say(f"group from step {state.step}: {sizes}")
+        said = -1
+        while True:
+            steps, is_last = told(file)
+            while state.step < steps:
+                loss_of(model, bps.rank(), state.step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                state.step += 1
+                if state.step % STEPS_PER_COMMIT == 0:
+                    state.commit()
+            if said != steps:
+                said = steps
+                check(model)
+                if bps.rank() == 0:
+                    say(f"after {state.step} steps {digest_of(model)}")
+            if is_last:
+                return
+            state.commit()
+
+    train(bps.elastic.TorchState(model, optimizer, step=0))
+    say(f"rank {bps.rank()} of {bps.size()} ends after {digest_of(model)}")
+
+
+if __name__ == "__main__":
+    main()

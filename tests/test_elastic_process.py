@@ -1,0 +1,157 @@
+"""Elastic jobs of real processes: a rank is killed, machines are, one joins, one leaves; the others go on.
+
+What comes out is, bit for bit, what one process computes that takes the same steps with the same ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import torch
+from programs.elastic import digest_of
+from support.breaking import Job, launch
+from support.clusters import ROOT
+from support.threaded import contract
+from torch_training import Net, gradients, loss_of, sgd
+
+from byteps_py.launch.cluster import free_port
+
+PROGRAM = ROOT / "tests" / "programs" / "elastic.py"
+
+
+def machine(index: int, port: int, file: Path, local_size: int = 1, **variables: str):
+    """What a user starts on GPU machine ``index`` of a job that began with three."""
+    return launch(
+        "--elastic",
+        str(file),
+        program=PROGRAM,
+        DMLC_ROLE="worker",
+        DMLC_WORKER_ID=str(index),
+        BYTEPS_MACHINE_ID=f"m{index}",
+        BYTEPS_LOCAL_SIZE=str(local_size),
+        **addressed(port),
+        **variables,
+    )
+
+
+def addressed(port: int) -> dict[str, str]:
+    return {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(port),
+        "DMLC_NUM_WORKER": "3",
+        "DMLC_NUM_SERVER": "0",
+        "PS_HEARTBEAT_TIMEOUT": "10",  # nobody freezes here, but a busy machine may look like it
+    }
+
+
+class Reference:
+    """The same training in this process."""
+
+    def __init__(self) -> None:
+        self.model = Net()
+        self.optimizer = sgd(list(self.model.parameters()))
+        self.step = 0
+
+    def go(self, to: int, machines: list[int]) -> str:
+        """Take steps with so many ranks on each machine; the parameters after them."""
+        for step in range(self.step, to):
+            if machines == [1]:  # nothing is exchanged, and what is not used has no gradient
+                self.model.zero_grad()
+                loss_of(self.model, 0, step).backward()
+                self.optimizer.step()
+                continue
+            by_rank = [gradients(self.model, rank, [step]) for rank in range(sum(machines))]
+            for param, parts in zip(self.model.parameters(), zip(*by_rank, strict=True), strict=True):
+                param.grad = contract(parts, machines, average=True)
+            self.optimizer.step()
+        self.step = to
+        return digest_of(self.model)
+
+
+class Training:
+    """What the test tells the ranks, and hears of them."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.reference = Reference()
+        self.machines: list[int] = []
+        self.took: list[str] = []
+
+    def tell(self, steps: int, is_last: bool = False) -> None:
+        told = self.file.with_suffix(".new")
+        told.write_text(f"{steps} {int(is_last)}")
+        told.rename(self.file)
+
+    def group(self, job: Job, what: str, since_s: float) -> list[int]:
+        """Wait for the next group, of which ``job`` has rank 0. Its machines."""
+        line = job.until("group from step")
+        self.took.append(f"{what}: {time.monotonic() - since_s:.2f} s")
+        found = re.search(r"step (\d+): ([\d ]+)", line)
+        assert found is not None, line
+        self.reference.go(int(found[1]), self.machines)
+        self.machines = [int(count) for count in found[2].split()]
+        return self.machines
+
+    def train(self, job: Job, steps: int) -> None:
+        """All take so many steps more; ``job`` has rank 0."""
+        goal = self.reference.step + steps
+        self.tell(goal)
+        line = job.until(f"after {goal} steps")
+        assert line.split()[-1] == self.reference.go(goal, self.machines)
+
+
+def test_one_group_after_another(tmp_path, record_property) -> None:
+    torch.set_num_threads(1)
+    port, training = free_port(), Training(tmp_path / "told")
+    training.tell(0)
+    with contextlib.ExitStack() as stack:
+        scheduler = stack.enter_context(launch("--elastic", DMLC_ROLE="scheduler", **addressed(port)))
+        jobs = [stack.enter_context(machine(i, port, training.file, 2 if i == 0 else 1)) for i in range(3)]
+        assert training.group(jobs[0], "start", time.monotonic()) == [2, 1, 1]
+        training.train(jobs[0], 10)
+
+        # One rank of two, in the middle of training.
+        training.tell(training.reference.step + 40)
+        victim = jobs[0].pid(str(PROGRAM), BYTEPS_LOCAL_RANK="1")
+        began_s = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        assert training.group(jobs[0], "a rank was killed", began_s) == [1, 1, 1]
+        training.train(jobs[0], 50)
+
+        # A machine more.
+        jobs.append(stack.enter_context(machine(7, port, training.file)))
+        assert training.group(jobs[0], "a machine joined, from its start", time.monotonic()) == [1, 1, 1, 1]
+        training.train(jobs[0], 10)
+
+        # The first machine, with rank 0; and another one, while one has not come back yet.
+        held = jobs[3].pid(str(PROGRAM), BYTEPS_LOCAL_RANK="0")
+        os.kill(held, signal.SIGSTOP)
+        began_s = time.monotonic()
+        jobs[0].signal(signal.SIGKILL)
+        jobs[1].until("going back to the last commit")
+        jobs[2].signal(signal.SIGKILL)
+        jobs[2].end()
+        os.kill(held, signal.SIGCONT)
+        assert training.group(jobs[1], "two machines were killed, one after the other", began_s) == [1, 1]
+        training.train(jobs[1], 10)
+
+        # A machine leaves.
+        began_s = time.monotonic()
+        jobs[1].signal(signal.SIGTERM)
+        assert training.group(jobs[3], "a machine left", began_s) == [1]
+        assert jobs[1].end() == 0
+        training.train(jobs[3], 10)
+
+        training.tell(training.reference.step, is_last=True)
+        jobs[3].until("rank 0 of 1 ends")
+        assert jobs[3].end() == 0
+        assert scheduler.end() == 0
+        for job in (jobs[0], jobs[2]):
+            job.end()
+    record_property("took", training.took)
+    print(training.took)

@@ -1,0 +1,83 @@
+"""What the launcher of an elastic job decides: a rank that ends is no reason to end the others."""
+
+from __future__ import annotations
+
+import signal
+
+from test_launch_policy import sends, words
+
+from byteps_py.launch import options
+from byteps_py.launch.policy import Phase, Policy
+from byteps_py.launch.spec import Kind, ProcessSpec
+
+
+def policy_of(ranks: int = 2, is_part: bool = True) -> Policy:
+    specs = [
+        ProcessSpec("cs", Kind.SERVICE, "cs", ("x",), {}, is_dismissed=True),
+        ProcessSpec("ss", Kind.SERVICE, "ss", ("x",), {}, is_replaceable=True),
+        *(ProcessSpec(f"rank {r}", Kind.MAIN, str(r), ("x",), {}) for r in range(ranks)),
+    ]
+    return Policy(specs, grace_s=5, own_error_s=10, elastic=True, is_part=is_part)
+
+
+def test_a_rank_that_is_killed_stops_no_other() -> None:
+    policy = policy_of()
+    actions = policy.exited("rank 1", -9, 1)
+    assert words(actions) == "rank 1 was killed by SIGKILL (signal 9); the others go on without it"
+    assert sends(actions) == []
+    assert sends(policy.exited("rank 0", 0, 2)) == [(("cs",), signal.SIGTERM)]
+    assert (policy.phase, policy.code) == (Phase.DRAINING, 0)
+
+
+def test_a_job_whose_ranks_all_fail_has_failed() -> None:
+    policy = policy_of()
+    policy.exited("rank 1", -9, 1)
+    policy.exited("rank 0", 3, 2)
+    assert policy.code == 137
+
+
+def test_a_part_of_a_job_leaves_when_it_is_told_to_end() -> None:
+    policy = policy_of()
+    actions = policy.signalled(signal.SIGTERM, 0)
+    assert words(actions) == "received SIGTERM; the ranks leave at their next commit, within 5 s"
+    assert sends(actions) == [(("cs",), signal.SIGTERM)]
+    assert policy.phase is Phase.LEAVING
+    assert policy.exited("rank 1", 0, 1) == []
+    assert sends(policy.exited("rank 0", 0, 1)) == [(("cs",), signal.SIGTERM)]
+    assert (policy.phase, policy.code) == (Phase.DRAINING, 0)
+
+
+def test_ranks_that_come_to_no_commit_are_stopped() -> None:
+    policy = policy_of()
+    policy.exited("rank 1", -9, 0)
+    policy.signalled(signal.SIGTERM, 0)
+    actions = policy.ticked(5)
+    assert words(actions) == "rank 0 came to no commit within 5 s; stopping"
+    assert sends(actions) == [(("rank 0",), signal.SIGTERM)]
+    policy.exited("rank 0", -15, 6)
+    assert policy.code == 0
+
+
+def test_the_other_signals_and_a_whole_cluster_end_as_ever() -> None:
+    policy = policy_of()
+    assert sends(policy.signalled(signal.SIGINT, 0)) == [(("rank 0", "rank 1"), signal.SIGINT)]
+    policy = policy_of(is_part=False)
+    assert sends(policy.signalled(signal.SIGTERM, 0)) == [(("rank 0", "rank 1"), signal.SIGTERM)]
+
+
+def test_a_machine_of_a_whole_cluster_may_lose_its_service() -> None:
+    policy = policy_of(is_part=False)
+    actions = policy.exited("cs", -9, 1)
+    assert words(actions) == "cs was killed by SIGKILL (signal 9); the job goes on without the ranks of its machine"
+    assert policy.phase is Phase.RUNNING
+
+
+def test_what_the_command_line_says() -> None:
+    given = options.parse(["-np", "2", "--min-np", "1", "--reset-limit", "3", "x"], {})
+    assert given.how.elastic
+    assert not given.how.is_part
+    assert given.variables == {"BYTEPS_ELASTIC": "1", "BYTEPS_MIN_NP": "1", "BYTEPS_RESET_LIMIT": "3"}
+    given = options.parse(["x"], {"DMLC_ROLE": "worker", "HOROVOD_ELASTIC": "1"})
+    assert given.how.elastic
+    assert given.how.is_part
+    assert not options.parse(["x"], {"DMLC_ROLE": "worker", "BYTEPS_ELASTIC": "0"}).how.elastic

@@ -1,0 +1,57 @@
+"""What the communication service of an elastic job tells the scheduler about its ranks, and what becomes of them.
+
+Owned by the loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from byteps_py.errors import BytePSError
+from byteps_py.log import logger
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.worker.elastic_desk import ElasticDesk
+
+
+class Rejoining:
+    def __init__(self, desk: ElasticDesk, send: Callable[[pb.MemberMessage], None]) -> None:
+        self._desk = desk
+        self._send = send
+        self._epoch = 0  # since which the last group that this machine was in was the same
+        self._told: pb.Gathered | None = None  # since then
+
+    def is_new(self, membership: pb.Membership) -> bool:
+        """True if its workers are another group than the last one."""
+        if membership.workers_since == self._epoch:
+            return False
+        self._epoch, self._told = membership.workers_since, None
+        return True
+
+    def check(self) -> None:
+        """Ranks have come or gone: tell how many wait, once all that are to come have come."""
+        desk = self._desk
+        if not desk.is_whole:
+            return
+        ready = pb.Gathered(ranks=desk.waiting, others=desk.at_work > 0, epoch=self._epoch)
+        if ready != self._told and not (self._told is None and desk.at_work and not desk.waiting):
+            self._told = ready
+            self._send(pb.MemberMessage(gathered=ready))
+
+    def dissolve(self, error: BytePSError) -> None:
+        """The scheduler says that the group can't go on."""
+        logger.warning("elastic: the group is to be formed anew: %s", error)
+        self._told = None
+        self._desk.dissolve(error)
+        self.check()
+
+    def tell_hosts(self, hosts: pb.Hosts) -> None:
+        """Ranks wait to join, or are about to leave."""
+        self._desk.tell_hosts(hosts.added, hosts.removed)
+
+    def leave(self) -> bool:
+        """The service was told to end: its ranks leave the job at their next commit. False if it has none."""
+        if self._desk.is_dismissed or not self._desk.ranks_here:
+            return False
+        self._send(pb.MemberMessage(drain=pb.Drain(reason="the machine was told to leave")))
+        self._desk.dismiss()
+        return True
