@@ -465,7 +465,13 @@ class Service:
         self._link.send(pb.MemberMessage(unreachable=pb.Unreachable(member_id=member_id, reason=sentence)))
         if self._is_headless:
             error = PeerLostError(f"{sentence}; the scheduler, which would give its work to others, is lost too")
-            self._loop.call_later(_HEADLESS_S, lambda: self._fail(error) if self._is_headless else None)
+            since = self._headless_since  # another absence of the scheduler has a time of its own
+
+            def give_up() -> None:
+                if self._is_headless and self._headless_since == since:
+                    self._fail(error)
+
+            self._loop.call_later(_HEADLESS_S, give_up)
 
     def _machine_lost(self, sentence: str) -> None:
         error = PeerLostError(sentence)
