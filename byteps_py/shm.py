@@ -22,6 +22,7 @@ PAGE = 4096
 LINE = 64
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _libc = ctypes.CDLL(None)  # its calls release the GIL, which mmap.madvise holds
+_MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL and fault page by page instead
 _AT_ONCE_BYTES = 1 << 20
 
@@ -68,6 +69,12 @@ class Segment:
         start = offset // PAGE * PAGE
         address = ctypes.c_void_p(self.address + start)
         _libc.madvise(address, ctypes.c_size_t(offset + nbytes - start), _MADV_POPULATE_WRITE)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Give the whole pages in this range back to the system; afterwards they read as zeros, for all who map it."""
+        start, end = -(-offset // PAGE) * PAGE, (offset + nbytes) // PAGE * PAGE
+        if end > start:
+            _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(end - start), _MADV_REMOVE)
 
     def let_go(self) -> None:
         """Give the descriptor back. The memory goes with this object, whose users may be at work yet."""

@@ -223,6 +223,12 @@ class Desk:
                 elif kind is Kind.JOIN:
                     here.joining.join(rank)
                     here.poll_barrier()
+                elif kind is Kind.MEET:
+                    here.meet(rank, protocol.fields_of(message))
+                elif kind is Kind.WAITS:
+                    here.waits(rank, protocol.fields_of(message))
+                elif kind is Kind.WAITED:
+                    rank.direct_waits.pop(int(protocol.fields_of(message)["id"]), None)
                 elif kind is Kind.PING:
                     rank.send(protocol.pack(Kind.PONG))
                 elif kind is Kind.LEAVE:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from byteps_py.channel import Channel
 from byteps_py.errors import PeerLostError
@@ -18,6 +20,17 @@ from byteps_py.session.protocol import Kind
 from byteps_py.shm import Arena, Block
 
 _STACK = bytes([Kind.STACK])
+_MEET = bytes([Kind.MEET])
+
+
+@dataclass(slots=True)
+class DirectWait:
+    """A rank waits for others of its machine, without the service: for what, since when, and the global ranks."""
+
+    name: str
+    round: int
+    since: float
+    group: tuple[int, ...]
 
 
 class RankConnection:
@@ -34,6 +47,8 @@ class RankConnection:
         self.last_done_s = 0.0
         self.note = ""  # what it said for the case that it keeps others waiting
         self.stack_fd = -1  # see session/stack.py; -1: it has given none
+        self.door = -1  # the way to it for its neighbours, see session/nearby; -1: it has given none
+        self.direct_waits: dict[int, DirectWait] = {}  # by id
         self._announced = 0  # segments the rank has been given
         self._loop = loop
         self._channel = channel
@@ -61,6 +76,8 @@ class RankConnection:
         for fd in fds:
             if data[:1] == _STACK and self.stack_fd < 0:
                 self.stack_fd = fd
+            elif data[:1] == _MEET and self.door < 0:
+                self.door = fd
             else:  # ranks have no others to give
                 os.close(fd)
         return data
@@ -83,7 +100,7 @@ class RankConnection:
         if self._backlog or not self._channel.try_send(message, fds):
             if not self._backlog:
                 self._loop.add_writer(self._fd, self._flush)
-            self._backlog.append((message, fds))
+            self._backlog.append((message, tuple(os.dup(fd) for fd in fds)))  # theirs may be closed before
 
     def add_done(self, slot_id: int, round_: int, blame: int = 0) -> None:
         """Note a delivered round; ``send_done`` tells the rank."""
@@ -106,12 +123,17 @@ class RankConnection:
     def _flush(self) -> None:
         try:
             while self._backlog and self._channel.try_send(*self._backlog[0]):
-                self._backlog.popleft()
+                self._close(self._backlog.popleft()[1])
             if not self._backlog:
                 self._loop.remove_writer(self._fd)
                 self.send_done()
         except PeerLostError:  # what it said last is still to be read, and says why
             self._loop.remove_writer(self._fd)
+
+    @staticmethod
+    def _close(fds: Iterable[int]) -> None:
+        for fd in fds:
+            os.close(fd)
 
     def hang_up(self) -> None:
         """The rank has left: no more words. Its process may live on, and the end of that can still be waited for."""
@@ -120,9 +142,10 @@ class RankConnection:
         self._loop.remove(self._fd)
         self._fd = -1
         self._channel.close()
-        if self.stack_fd >= 0:
-            os.close(self.stack_fd)
-            self.stack_fd = -1
+        self._close(fd for fd in (self.stack_fd, self.door) if fd >= 0)
+        self.stack_fd = self.door = -1
+        while self._backlog:
+            self._close(self._backlog.popleft()[1])
 
     def forget(self) -> None:
         self._loop.remove(self._pidfd)

@@ -18,10 +18,11 @@ from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.joining import Joining
+from byteps_py.worker.meetings import Introduce, Meetings
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.pieces import DirectAction
 from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.ranks import RankConnection
+from byteps_py.worker.ranks import DirectWait, RankConnection
 from byteps_py.worker.topology import Topology
 
 
@@ -44,6 +45,7 @@ class Requests:
         self.executor = executor
         self.joining = joining
         self.released = 0  # barriers passed
+        self._meetings = Meetings()
         self._arrived = 0
         self._barrier_since: float | None = None
         self._agreement = agreement
@@ -110,6 +112,26 @@ class Requests:
                 actions += self._agreement.came(slot)
         return actions
 
+    def meet(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+        """A rank wants to deal with others of this machine directly. Raises ProtocolError."""
+        if rank.door < 0:
+            raise ProtocolError(f"local rank {rank.local_rank} wants to meet others and gave no way to it")
+        ranks = self.executor.ranks
+        for action in self._meetings.ask(rank.local_rank, int(fields["key"]), fields["members"]):
+            told = ranks[action.rank]
+            with contextlib.suppress(PeerLostError):  # it is found out by its own connection
+                if isinstance(action, Introduce):
+                    message = protocol.pack(Kind.NEIGHBOUR, local_rank=action.other)
+                    told.send(message, (ranks[action.other].door,))
+                else:
+                    told.send(protocol.pack(Kind.MET, key=action.key))
+
+    def waits(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+        """A rank has waited for others of this machine for a while."""
+        since = time.monotonic() - float(fields["age_s"])
+        group = tuple(int(each) for each in fields["group"])
+        rank.direct_waits[int(fields["id"])] = DirectWait(str(fields["name"]), int(fields["round"]), since, group)
+
     def poll_barrier(self) -> None:
         """A local rank has come to a barrier, or joined: tell the scheduler when all have come to the next one."""
         ranks = self.executor.ranks.values()
@@ -139,6 +161,7 @@ class Requests:
         return waiting, age_s
 
     def forget(self, local_rank: int) -> None:
+        self._meetings.forget(local_rank)
         self.executor.run(self._agreement.forget_rank(local_rank))
         for _, member in self._direct.members(local_rank):
             member.slot.has_left = True

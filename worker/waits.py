@@ -51,6 +51,14 @@ class Waits:
             add(tensor.name, tensor.round, [slot for slot in tensor.slots if slot.waits])
         for channel, member in self._direct.members():
             add(channel.spec.name, member.round, [member.slot] if member.is_waited_for else [])
+        for rank in self._requests.executor.ranks.values():
+            for wait in rank.direct_waits.values():
+                if (age := now - wait.since) > age_s:
+                    ready = [first_rank + rank.local_rank]
+                    group = wait.group
+                    found.append(
+                        pb.Waiting(name=wait.name, round=wait.round, ready_ranks=ready, age_s=age, group=group)
+                    )
         there, waited_s = self._requests.at_barrier()
         if there and waited_s > age_s:
             found.append(pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from byteps_py.session.nearby import Neighbours
 from byteps_py.tensors import Layout, TensorSpec
 
 
@@ -69,6 +70,11 @@ class Session(ABC):
     returning: tuple[str, bool] | None = None
     #: Of an elastic job: all ranks were in the group before this one, and left it in order. They are equal.
     is_continued: bool = False
+
+    @property
+    def nearby(self) -> Neighbours | None:
+        """This rank's dealings with the other ranks of its machine, if it has any."""
+        return None
 
     rank: int
     size: int

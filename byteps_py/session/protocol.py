@@ -3,9 +3,9 @@
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
 a message; the rest is JSON.
 
-    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, NOTE, LEAVE, PING
+    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, NOTE, LEAVE, PING, STACK, MEET, WAITS, WAITED
     service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, HOSTS, FATAL,
-    PONG
+                    PONG, NEIGHBOUR, MET
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ class Kind(enum.IntEnum):
     PONG = 18  # {}
     JOINED = 19  # {last}: all ranks have joined, that one as the last
     HOSTS = 20  # {added, removed}: ranks wait to join, or are about to leave
+    # What ranks of one machine need of the service to deal with each other (byteps_py/session/nearby):
+    MEET = 21  # {key, members}: local ranks that are to know each other; the first one with the way to the sender
+    NEIGHBOUR = 22  # {local_rank} and the way to it
+    MET = 23  # {key}: all members have asked, and each knows the way to the others by now
+    WAITS = 24  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
+    WAITED = 25  # {id}: it has come
 
 
 _KINDS = {int(k): k for k in Kind}

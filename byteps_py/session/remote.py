@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from byteps_py.errors import (
 )
 from byteps_py.session import protocol, words
 from byteps_py.session.base import Session, Slot
+from byteps_py.session.nearby import Neighbours
 from byteps_py.session.protocol import Kind
 from byteps_py.session.slots import Slots
 from byteps_py.session.stack import StackDump, open_stack_dump
@@ -82,13 +84,15 @@ class RemoteSession(Session):
         self._closed = False
         self._has_left = False  # the service knows, and does not answer any more
         self._reading = False
-        self._state = threading.Condition()  # guards all of the above; one waiter at a time reads the channel
+        self.state = threading.Condition()  # guards all of the above; one waiter at a time reads the channel
+        self._nearby: Neighbours | None = None
+        self._readable: select.poll | None = None  # the channel and the neighbours' messages, once they are needed
         self._declaring = threading.Lock()
         hello = protocol.pack(
             Kind.HELLO, version=protocol.VERSION, local_rank=local_rank, local_size=local_size, pid=self._pid
         )
         channel.send(hello)
-        self._wait_until(
+        self.wait_until(
             lambda: self._welcome is not None,
             start_timeout_s + _PATIENCE_S,
             lambda: "the communication service of this machine did not answer",
@@ -138,20 +142,20 @@ class RemoteSession(Session):
     def _declare_new(self, specs: Sequence[TensorSpec]) -> dict[str, Slot]:
         self._requests += 1
         request = self._requests
-        with self._state:
+        with self.state:
             self._asked[request] = specs
         told = [replace(spec, name=f"{spec.name}#{self.incarnation}") if self.incarnation else spec for spec in specs]
-        self._send(protocol.pack(Kind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in told]))
-        self._wait_until(
+        self.tell(protocol.pack(Kind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in told]))
+        self.wait_until(
             lambda: request in self._declared,
             _PATIENCE_S,
             lambda: "the communication service of this machine does not answer a declaration",
         )
-        with self._state:
+        with self.state:
             return {spec.name: slot for spec, slot in zip(specs, self._declared.pop(request), strict=True)}
 
     def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
-        self._check_open()
+        self.check_open()
         whole = slot.spec.nbytes
         nbytes = whole if nbytes is None else nbytes
         if slot.pending:
@@ -170,7 +174,7 @@ class RemoteSession(Session):
             slot.round += 1  # before the message: its answer must find it
             if self.observer is not None:
                 self.observer.begun(slot)
-        self._send(message)  # also if the slot is void: the service must know who has yet to learn that
+        self.tell(message)  # also if the slot is void: the service must know who has yet to learn that
 
     def _lay_out(self, slot: Slot, layout: Layout | None) -> None:
         """Tell the service of a round's layout, if it is not that of the round before."""
@@ -179,48 +183,65 @@ class RemoteSession(Session):
             raise UsageError(f"tensor {slot.spec.name!r}: the first round of a {slot.spec.op.name} needs a layout")
         if layout is not None and layout != known:
             layout.check(slot.spec, len(slot.spec.members(self.size)))
-            self._send(protocol.layout_to_message(slot.id, layout))
+            self.tell(protocol.layout_to_message(slot.id, layout))
             self._layouts[slot] = layout
+
+    @property
+    def nearby(self) -> Neighbours | None:
+        with self.state:
+            if self._nearby is None and self.local_size > 1:
+                first_rank = self.rank - self.local_rank
+                self._nearby = Neighbours(self, self.local_rank, self.local_size, first_rank)
+                self._readable = select.poll()
+                for fd in (self._channel.fileno(), self._nearby.fileno()):
+                    self._readable.register(fd, select.POLLIN)
+            return self._nearby
+
+    @property
+    def is_being_read(self) -> bool:
+        return self._reading
 
     def is_done(self, slot: Slot) -> bool:
         if self._closed or self._forks != _forks:
             return True  # ``wait`` raises
         if slot.pending and self._fatal is None:
-            with self._state:
+            with self.state:
                 while not self._reading and self._read(0):
                     pass
         return not slot.pending or self._fatal is not None
 
     def wait(self, slot: Slot, timeout_s: float | None = None) -> None:
         if slot.pending:
-            self._wait_until(
+            self.wait_until(
                 lambda: not slot.pending,
                 self._limit(timeout_s),
                 lambda: f"tensor {slot.spec.name!r}, round {slot.round}: no result",
             )
-        self._check_open()
+        self.check_open()
         if slot.error is not None and slot.done_round < slot.round:  # else it became void after its last round
             raise slot.error.with_traceback(None)
 
     def barrier(self, timeout_s: float | None = None) -> None:
         self._barriers += 1
         sequence = self._barriers
-        self._send(protocol.pack(Kind.BARRIER, sequence=sequence))
-        self._wait_until(
+        self.tell(protocol.pack(Kind.BARRIER, sequence=sequence))
+        self.wait_until(
             lambda: self._released >= sequence,
             self._limit(timeout_s),
             lambda: "a barrier that not all ranks have reached",
         )
 
     def join(self, timeout_s: float | None = None) -> int:
-        with self._state:
+        with self.state:
             if (begun := self._slots.begun()) is not None:
                 raise UsageError(f"tensor {begun.spec.name!r} is handed over in part; hand over the rest before join()")
             self._last_joined = None
-        self._send(protocol.pack(Kind.JOIN))
+        if self._nearby is not None:
+            self._nearby.join()
+        self.tell(protocol.pack(Kind.JOIN))
         # The others may have data for hours: no stall limit.
-        self._wait_until(lambda: self._last_joined is not None, timeout_s, lambda: "not all ranks have joined")
-        with self._state:
+        self.wait_until(lambda: self._last_joined is not None, timeout_s, lambda: "not all ranks have joined")
+        with self.state:
             return -1 if self._last_joined is None else self._last_joined
 
     def _limit(self, timeout_s: float | None) -> float | None:
@@ -228,29 +249,31 @@ class RemoteSession(Session):
         return self._stall_limit_s + _PATIENCE_S if timeout_s is None and self._stall_limit_s else timeout_s
 
     def hosts_changed(self) -> tuple[bool, bool]:
-        with self._state:
+        with self.state:
             while not self._reading and self._fatal is None and self._read(0):
                 pass
         return self._hosts
 
     def close(self) -> None:
         if os.getpid() == self._pid:  # a forked child must neither speak for the rank nor rely on its locks
-            with self._state:
+            with self.state:
                 if self._closed:
                     return
                 self._closed = True
-                self._state.notify_all()
+                self.state.notify_all()
             with contextlib.suppress(BytePSError):
                 if not self._has_left:
                     again, planned = self.returning or ("", False)
                     said = {"again": again, "planned": planned} if again else words.last_words(words.uncaught())
                     self._channel.send(protocol.pack(Kind.LEAVE, **said))
             self._channel.shutdown()  # wakes the thread that reads; its descriptor must not be closed before
-            with self._state:
-                self._state.wait_for(lambda: not self._reading, _PATIENCE_S)
+            with self.state:
+                self.state.wait_for(lambda: not self._reading, _PATIENCE_S)
         self._closed = True
         self._channel.close()
         self._slots.close()
+        if self._nearby is not None:
+            self._nearby.close(os.getpid() != self._pid)
         if self._stack is not None:
             self._stack.close()
             self._stack = None
@@ -269,18 +292,19 @@ class RemoteSession(Session):
 
     # ---- the channel -----------------------------------------------------------------------------------
 
-    def _send(self, message: bytes) -> None:
-        self._check_open()
+    def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send to the service."""
+        self.check_open()
         try:
-            self._channel.send(message)
+            self._channel.send(message, fds)
         except PeerLostError as lost:
-            with self._state:
+            with self.state:
                 while not self._reading and self._read(0):
                     pass  # its last words say why
                 self._fail(lost)
-            self._check_open()
+            self.check_open()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._fatal is not None:
             raise type(self._fatal)(*self._fatal.args)
         if self._closed:
@@ -288,19 +312,19 @@ class RemoteSession(Session):
         if self._forks != _forks:
             raise words.forked(getattr(self, "rank", "?"))
 
-    def _wait_until(
+    def wait_until(
         self, condition: Callable[[], bool], timeout_s: float | None, waiting_for: Callable[[], str]
     ) -> None:
         """Read the channel, or let another thread do so, until ``condition``."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._state:
+        with self.state:
             while not condition():
-                self._check_open()
+                self.check_open()
                 left = 3600.0 if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     raise StallError(f"{waiting_for()} within {timeout_s:g} s")
                 if self._reading:
-                    self._state.wait(left)
+                    self.state.wait(left)
                 elif self._welcome is None:
                     self._read(left)  # before that, the service hears nobody
                 else:
@@ -323,16 +347,27 @@ class RemoteSession(Session):
         """Take one message. Called with the lock held, which is free while the channel is waited for."""
         self._reading = True
         try:
+            message, came = None, False
+            nearby, readable = self._nearby, self._readable
+            ready: Iterable[int] = ()
             if timeout_s:
-                self._state.release()
+                self.state.release()
             try:
-                message = self._channel.receive(timeout_s)
+                if nearby is None or readable is None:
+                    message = self._channel.receive(timeout_s)
+                else:
+                    ready = [fd for fd, _ in readable.poll(timeout_s * 1000)]
             finally:
                 if timeout_s:
-                    self._state.acquire()
+                    self.state.acquire()
+            if nearby is not None and ready and not self._closed:
+                if nearby.fileno() in ready:
+                    came = nearby.take_message()
+                if self._channel.fileno() in ready:
+                    message = self._channel.receive(0)
             if message is not None:
                 self._handle(*message)
-            return message is not None
+            return came or message is not None
         except PeerLostError:
             if not self._closed:
                 self._fail(words.gone(self._channel.peer_pid))
@@ -342,7 +377,7 @@ class RemoteSession(Session):
             return False
         finally:
             self._reading = False
-            self._state.notify_all()
+            self.state.notify_all()
 
     def _handle(self, message: bytes, fds: list[int]) -> None:
         if message[0] == _DONE:
@@ -362,6 +397,12 @@ class RemoteSession(Session):
             self._released = fields["sequence"]
         elif kind is Kind.JOINED:
             self._last_joined = int(fields["last"])
+            if self._nearby is not None:
+                self._nearby.start_anew()
+        elif kind is Kind.NEIGHBOUR and self._nearby is not None:
+            self._nearby.introduce(fields["local_rank"], fds[0])
+        elif kind is Kind.MET and self._nearby is not None:
+            self._nearby.met(fields["key"])
         elif kind is Kind.HOSTS:
             self._hosts = (self._hosts[0] or fields["added"], self._hosts[1] or fields["removed"])
         elif kind is Kind.FAILED:

@@ -17,8 +17,9 @@ from byteps_py.torch.distributed.arguments import Landing, device_of, octets
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane, Place
 from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.near_collectives import NearCollectives, is_plain
 from byteps_py.torch.distributed.operation import Operation
-from byteps_py.torch.distributed.work import Surroundings
+from byteps_py.torch.distributed.work import Pending, Surroundings
 
 #: Operations of a group that may be under way at once; a further one waits for the first of them to end.
 LANES = 2
@@ -50,7 +51,10 @@ class Moved:
 class Direct:
     """Any thread; operations go in the order of the calls."""
 
-    def __init__(self, members: Members, around: Surroundings, completer: Completer) -> None:
+    def __init__(
+        self, members: Members, around: Surroundings, completer: Completer, near: NearCollectives | None = None
+    ) -> None:
+        self._near = near
         self._members = members
         self._around = around
         self._completer = completer
@@ -67,21 +71,15 @@ class Direct:
         outputs: Pieces,
         timeout_s: float,
         after: After | None = None,
-    ) -> Operation:
+    ) -> Pending:
         """Everybody's ``tensors`` to everybody."""
-        return self._start(Op.GATHER, what, [tensors], outputs, timeout_s, after, Sizes.TOGETHER)
+        return self._start(Op.GATHER, "gather", what, [tensors], outputs, timeout_s, after, Sizes.TOGETHER)
 
     def exchange(
-        self,
-        what: str,
-        sends: Pieces,
-        receives: Pieces,
-        timeout_s: float,
-        after: After | None = None,
-        sizes: Sizes = Sizes.TOGETHER,
-    ) -> Operation:
+        self, what: str, sends: Pieces, receives: Pieces, timeout_s: float, after: After | None = None
+    ) -> Pending:
         """To each member what is for it, from each what is for this one."""
-        return self._start(Op.EXCHANGE, what, sends, receives, timeout_s, after, sizes)
+        return self._start(Op.EXCHANGE, "exchange", what, sends, receives, timeout_s, after, Sizes.TOGETHER)
 
     def finish(self) -> None:
         """Complete what is under way. Raises StallError."""
@@ -89,12 +87,14 @@ class Direct:
             for lane in itertools.chain.from_iterable(self._lanes.values()):
                 self._around.vacate(lane)
 
-    def even(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Operation:
+    def even(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Pending:
         """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; contiguous.
 
         What others have lies on one side of a member's own share or on the other: two copies, however many they are.
         """
         own, count = self._members.position, self._members.count
+        if self._near is not None and source.is_cpu and target.is_cpu:
+            return self._near.even(op, what, source, target, timeout_s)
         mine, whole = octets(source), octets(target)
         share = whole.numel() // count
         first, after = own * share, (own + 1) * share
@@ -114,24 +114,42 @@ class Direct:
         )
         return self._begin(op, what, moved, device_of([source, target]), [target], _nothing, timeout_s)
 
+    def gather_to(self, root: int, tensor: torch.Tensor, outputs: list[torch.Tensor], timeout_s: float) -> Pending:
+        """Everybody's ``tensor`` to the root, which alone gives outputs."""
+        if self._near is not None and is_plain(tensor) and all(map(is_plain, outputs)):
+            return self._near.gather(tensor, outputs, root, timeout_s)
+        count = self._members.count
+        sends: Pieces = [[tensor] if member == root else [] for member in range(count)]
+        receives: Pieces = [[output] for output in outputs] or [[] for _ in range(count)]
+        sizes = _one_sided(outputs)
+        return self._start(Op.EXCHANGE, f"gather.{root}", "gather", sends, receives, timeout_s, None, sizes)
+
+    def scatter_from(self, root: int, inputs: list[torch.Tensor], output: torch.Tensor, timeout_s: float) -> Pending:
+        """From the root, which alone gives inputs, a tensor to each member."""
+        if self._near is not None and is_plain(output) and all(map(is_plain, inputs)):
+            return self._near.scatter(output, inputs, root, timeout_s)
+        count = self._members.count
+        sends: Pieces = [[tensor] for tensor in inputs] or [[] for _ in range(count)]
+        receives: Pieces = [[output] if member == root else [] for member in range(count)]
+        sizes = _one_sided([output])
+        return self._start(Op.EXCHANGE, f"scatter.{root}", "scatter", sends, receives, timeout_s, None, sizes)
+
     def _start(
         self,
         op: Op,
+        stream: str,
         what: str,
         sends: Pieces,
         receives: Pieces,
         timeout_s: float,
         after: After | None,
         sizes: Sizes,
-    ) -> Operation:
+    ) -> Pending:
         outgoing = [[octets(tensor) for tensor in piece] for piece in sends]
         landings = [[Landing(tensor) for tensor in piece] for piece in receives]
         incoming = [[landing.memory for landing in piece] for piece in landings]
         outputs = after.outputs if after else [tensor for piece in receives for tensor in piece]
-        kept = self._keep_own(op, outgoing, incoming)
         device = device_of([tensor for piece in (*sends, *receives) for tensor in piece])
-        layout = Layout(_ranges(outgoing), _ranges(incoming), sizes)
-        room = (_total(outgoing), _total(incoming))
 
         def finish() -> None:
             for piece in landings:
@@ -140,6 +158,14 @@ class Direct:
             if after is not None:
                 after.finish()
 
+        if self._near is not None and device.type == "cpu":
+            if sizes is Sizes.TOGETHER:
+                return self._near.move(stream, what, outgoing, incoming, outputs, timeout_s, finish, True)
+            sent, due = ([piece or None for piece in pieces] for pieces in (outgoing, incoming))
+            return self._near.move(stream, what, sent, due, outputs, timeout_s, finish, False)
+        kept = self._keep_own(op, outgoing, incoming)
+        layout = Layout(_ranges(outgoing), _ranges(incoming), sizes)
+        room = (_total(outgoing), _total(incoming))
         moved = Moved(_places(outgoing), _places(incoming), layout, kept, room)
         return self._begin(op, what, moved, device, outputs, finish, timeout_s)
 
@@ -229,6 +255,11 @@ def _places(pieces: Sequence[Sequence[torch.Tensor]]) -> list[tuple[int, torch.T
         places.append((first, tensor))
         first += tensor.numel()
     return places
+
+
+def _one_sided(outputs: Sequence[torch.Tensor]) -> Sizes:
+    """How a member that gets ``outputs`` looks at sizes, where others get nothing: who only sends waits for nobody."""
+    return Sizes.PLAIN if all(output.numel() for output in outputs) else Sizes.CHECKED
 
 
 def _nothing() -> None:

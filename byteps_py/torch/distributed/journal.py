@@ -29,15 +29,15 @@ class Journal:
         self._store = store
         self._lock = threading.Lock()
         self._calls: deque[tuple[int, tuple[object, ...], str]] = deque(maxlen=_REMEMBERED)
-        self._count = 0
+        self.count = 0  # calls so far
 
     def record(self, what: tuple[object, ...], name: str) -> int:
         """The number of this call. ``what``, in words, must be the same on all members; ``name``: under which they
         meet."""
         with self._lock:
-            self._count += 1
-            self._calls.append((self._count, what, name))
-            return self._count
+            self.count += 1
+            self._calls.append((self.count, what, name))
+            return self.count
 
     def compare(self, number: int) -> str:
         """Where the members stand that wait, too, in words. Raises MismatchError if one has called something else as

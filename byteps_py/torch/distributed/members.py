@@ -10,6 +10,7 @@ import torch
 
 from byteps_py.errors import UnsupportedError
 from byteps_py.session import Session
+from byteps_py.session.nearby import Neighbours
 from byteps_py.session.solo import SoloSession
 from byteps_py.torch.context import Context
 from byteps_py.torch.exchange import Mover
@@ -43,6 +44,18 @@ class Members:
     def some(self, positions: Sequence[int]) -> tuple[int, ...]:
         """For a TensorSpec of these members."""
         return () if len(positions) == self.session.size else tuple(self.ranks[p] for p in positions)
+
+    def local_rank(self, position: int) -> int:
+        """Of a member on this machine."""
+        return self.ranks[position] - (self.session.rank - self.session.local_rank)
+
+    @property
+    def neighbours(self) -> Neighbours | None:
+        """The other ranks of this machine, if all members are among them."""
+        first = self.session.rank - self.session.local_rank
+        if self.count > 1 and first <= self.ranks[0] and self.ranks[-1] < first + self.session.local_size:
+            return self.session.nearby
+        return None
 
     def root(self, position: int) -> int:
         """The rank of a member, as the session knows it."""

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.tensors import Op, Sizes
+from byteps_py.tensors import Op
 from byteps_py.torch.distributed.arguments import Tensors, alone, listed
 from byteps_py.torch.distributed.direct import After
+from byteps_py.torch.distributed.near_collectives import is_plain
 from byteps_py.torch.distributed.parts import Parts, assign
 from byteps_py.torch.distributed.work import Pending
 
@@ -46,6 +47,10 @@ class Moving(Parts):
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Pending:
         """Everybody's tensor, end to end."""
+        fits = output.dtype is input.dtype and output.nbytes == input.nbytes * self._members.count
+        if fits and is_plain(output) and is_plain(input):
+            what = "all_gather_into_tensor"
+            return self._record(self._direct.even(Op.GATHER, what, input, output, self._limit(opts)))
         return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
@@ -78,25 +83,19 @@ class Moving(Parts):
         """Everybody's tensor to the root, which alone gives outputs."""
         tensor = alone(listed(input_tensors), "gather")
         root = opts.rootRank if opts is not None else 0
-        outputs = listed(alone(output_tensors, "gather")) if self.rank() == root else []
-        if self.rank() == root:
+        outputs = listed(alone(output_tensors, "gather")) if self._members.position == root else []
+        if self._members.position == root:
             self._check_count("gather", outputs)
-        sends = [[tensor] if member == root else [] for member in range(self.size())]
-        receives = [[output] for output in outputs] or [[] for _ in range(self.size())]
-        sizes = _one_sided(outputs)
-        return self._record(self._direct.exchange("gather", sends, receives, self._limit(opts), sizes=sizes))
+        return self._record(self._direct.gather_to(root, tensor, outputs, self._limit(opts)))
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
         """From the root, which alone gives inputs, a tensor to each member."""
         output = alone(listed(output_tensors), "scatter")
         root = opts.rootRank if opts is not None else 0
-        inputs = listed(alone(input_tensors, "scatter")) if self.rank() == root else []
-        if self.rank() == root:
+        inputs = listed(alone(input_tensors, "scatter")) if self._members.position == root else []
+        if self._members.position == root:
             self._check_count("scatter", inputs)
-        sends = [[tensor] for tensor in inputs] or [[] for _ in range(self.size())]
-        receives = [[output] if member == root else [] for member in range(self.size())]
-        sizes = _one_sided([output])
-        return self._record(self._direct.exchange("scatter", sends, receives, self._limit(opts), sizes=sizes))
+        return self._record(self._direct.scatter_from(root, inputs, output, self._limit(opts)))
 
     # ---- all to all ------------------------------------------------------------------------------------
 
@@ -117,7 +116,8 @@ class Moving(Parts):
         opts: Any = None,
     ) -> Pending:
         """Rows to each member, and from each one: as many as the split sizes say, by default equally many."""
-        listed([output, input])
+        if not (is_plain(output) and is_plain(input)):
+            listed([output, input])
         is_even = not input_split_sizes and not output_split_sizes and output.shape == input.shape and output.dim()
         if is_even and not output.shape[0] % self.size() and _is_flat(output) and _is_flat(input):
             return self._record(self._direct.even(Op.EXCHANGE, "all_to_all_single", input, output, self._limit(opts)))
@@ -152,11 +152,6 @@ class Moving(Parts):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Pending:
         """From whichever member's message with this tag comes first."""
         return self._record(self._channels.receive_from_anybody(alone(listed(tensors), "recv"), tag))
-
-
-def _one_sided(outputs: Sequence[torch.Tensor]) -> Sizes:
-    """How a member that gets ``outputs`` looks at sizes, where others get nothing: who only sends waits for nobody."""
-    return Sizes.PLAIN if all(output.numel() for output in outputs) else Sizes.CHECKED
 
 
 def _nothing() -> None:

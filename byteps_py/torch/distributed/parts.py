@@ -18,6 +18,8 @@ from byteps_py.torch.distributed.direct import Direct
 from byteps_py.torch.distributed.identity import Identity
 from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.near import Near
+from byteps_py.torch.distributed.near_collectives import NearCollectives
 from byteps_py.torch.distributed.operation import Together
 from byteps_py.torch.distributed.point_to_point import PointToPoint
 from byteps_py.torch.distributed.reductions import Reductions
@@ -45,6 +47,11 @@ class Parts(Identity):
         look_s = _LOOKS * members.context.settings.patience_s
         self._around = Surroundings(timeout_s, Journal(members, store), look_s)
         self._completer = Completer()
+        neighbours = members.neighbours
+        self._near = None  # stays: members that have joined may come back to this group at any time, or never
+        if neighbours is not None:
+            self._near = Near(members, neighbours, self._around, self._completer)
+            members.context.until_join.add(self._near)
         self._coalesced: list[Pending] | None = None
         self._splits = itertools.count()
         self._building = threading.Lock()
@@ -62,10 +69,13 @@ class Parts(Identity):
                     if joins:
                         members = dataclasses.replace(members, prefix=f"{members.prefix}.{joins}")
                     self._around.journal = Journal(members, self._store)
-                    reductions = Reductions(members, self._around, self._completer)
-                    direct = Direct(members, self._around, self._completer)
+                    near = self._near
+                    collectives = NearCollectives(members, near) if near is not None else None
+                    reductions = Reductions(members, self._around, self._completer, collectives)
+                    direct = Direct(members, self._around, self._completer, collectives)
+                    channels = PointToPoint(members, self._around, near)
                     members.context.until_join.update((reductions, direct))
-                    self._parts, self._joins = (reductions, direct, PointToPoint(members, self._around)), joins
+                    self._parts, self._joins = (reductions, direct, channels), joins
         return self._parts
 
     @property

@@ -12,6 +12,8 @@ from byteps_py.errors import MismatchError, StallError, UsageError
 from byteps_py.torch.distributed.arguments import nbytes_of
 from byteps_py.torch.distributed.channels import Channel, Message
 from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.near import Near
+from byteps_py.torch.distributed.near_channels import NearReceive, NearReceiver, NearSender
 from byteps_py.torch.distributed.posted import Posted
 from byteps_py.torch.distributed.work import Pending, Surroundings
 
@@ -22,17 +24,22 @@ _LOOK_S = 0.002
 class PointToPoint:
     """The channels of one group."""
 
-    def __init__(self, members: Members, around: Surroundings) -> None:
+    def __init__(self, members: Members, around: Surroundings, near: Near | None = None) -> None:
         self._members = members
         self._around = around
+        self._near = near
+        self._senders: dict[tuple[int, int], NearSender] = {}
+        self._receivers: dict[tuple[int, int], NearReceiver] = {}
         self._lock = threading.Lock()
         self._channels: dict[tuple[int, int, bool], Channel] = {}
         self._kept: dict[tuple[int, int], deque[Posted]] = {}  # for anybody's, not yet taken
         self._anybody = threading.Lock()
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         self._check(peer)
         what = f"send to rank {self._members.ranks[peer]}, tag {tag}"
+        if self._near is not None and tensor.is_cpu:
+            return self._sender(self._near, peer, tag).post(what, tensor.detach())
         return self._channel(peer, tag, True).post(Message(self._around, what, tensor.detach(), self._around.timeout_s))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -44,7 +51,12 @@ class PointToPoint:
         if early is not None:
             early.ask_for(tensor.detach(), is_final=True)
             return Taken(self._around, what, early, tensor, self._around.timeout_s)
-        message = Message(self._around, what, tensor.detach(), self._around.timeout_s, peer)
+        return self._post(what, tensor.detach(), peer, tag)
+
+    def _post(self, what: str, tensor: torch.Tensor, peer: int, tag: int) -> Message | NearReceive:
+        if self._near is not None and tensor.is_cpu:
+            return self._receiver(self._near, peer, tag).post(what, tensor)
+        message = Message(self._around, what, tensor, self._around.timeout_s, peer)
         return self._channel(peer, tag, False).post(message)
 
     def receive_from_anybody(self, tensor: torch.Tensor, tag: int) -> Pending:
@@ -59,6 +71,20 @@ class PointToPoint:
                 f"rank {peer} of it"
             )
 
+    def _sender(self, near: Near, peer: int, tag: int) -> NearSender:
+        with self._lock:
+            sender = self._senders.get((peer, tag))
+            if sender is None:
+                sender = self._senders[peer, tag] = NearSender(self._members, self._around, near, peer, tag)
+            return sender
+
+    def _receiver(self, near: Near, peer: int, tag: int) -> NearReceiver:
+        with self._lock:
+            receiver = self._receivers.get((peer, tag))
+            if receiver is None:
+                receiver = self._receivers[peer, tag] = NearReceiver(self._members, self._around, near, peer, tag)
+            return receiver
+
     def _channel(self, peer: int, tag: int, is_sender: bool) -> Channel:
         with self._lock:
             key = (peer, tag, is_sender)
@@ -69,11 +95,13 @@ class PointToPoint:
 
     # ---- from anybody ----------------------------------------------------------------------------------
 
-    def first_of(self, like: torch.Tensor, tag: int, timeout_s: float) -> Posted:
+    def first_of(self, like: torch.Tensor, tag: int, timeout_s: float) -> Posted | NearReceive:
         """The message of the first member whose message is there. Raises StallError."""
         deadline = time.monotonic() + timeout_s
         others = [peer for peer in range(self._members.count) if peer != self._members.position]
         with self._anybody:
+            if self._near is not None and like.is_cpu:
+                return self._first_near(self._near, like, tag, deadline)
             while True:
                 posted = {peer: self._posted(peer, tag, like) for peer in others}
                 for peer, message in posted.items():
@@ -85,6 +113,17 @@ class PointToPoint:
                     raise StallError(f"receive from anybody, tag {tag}: no message")
                 for message in posted.values():
                     _look(message)
+
+    def _first_near(self, near: Near, like: torch.Tensor, tag: int, deadline: float) -> NearReceive:
+        """On one machine a message is seen before anybody asks for it: there is no need to ask in vain."""
+        receivers = {peer: self._receiver(near, peer, tag) for peer in near.others}
+        while True:
+            near.neighbours.await_next([r.next for r in receivers.values()], max(0.0, deadline - time.monotonic()))
+            for peer, receiver in receivers.items():
+                what = f"receive from anybody (rank {self._members.ranks[peer]}), tag {tag}"
+                message = receiver.post_if_there(what, like)
+                if message is not None:
+                    return message
 
     def _take(self, peer: int, tag: int, message: Posted) -> bool:
         """False if a receive from this member was sooner."""
@@ -110,7 +149,7 @@ class PointToPoint:
         return message
 
 
-def _look(message: Message) -> None:
+def _look(message: Pending) -> None:
     try:
         message.settle(_LOOK_S)
     except StallError:
@@ -143,7 +182,7 @@ class FromAnybody(Pending):
         super().__init__(around, f"receive from anybody, tag {tag}", [tensor], around.timeout_s)
         self._owner = owner
         self._tag = tag
-        self._found: Posted | None = None
+        self._found: Posted | NearReceive | None = None
 
     def _complete(self, deadline: float) -> None:
         self._slices(deadline, self._find)

@@ -79,8 +79,7 @@ class Reducing(Parts):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Pending:
         """Done when every member has called it."""
         limit_s = timeout.total_seconds() if timeout else self._limit(opts)
-        token = torch.zeros(1, dtype=torch.uint8)
-        return self._record(self._reductions.reduce("barrier", [token], [], Reduction(), limit_s))
+        return self._record(self._reductions.barrier(limit_s))
 
     def _reduce(
         self, what: str, tensors: list[torch.Tensor], outputs: list[torch.Tensor], opts: Any, op: Any = None

@@ -18,9 +18,10 @@ from byteps_py.torch.distributed.arguments import Reduction, device_of
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.near_collectives import NearCollectives
 from byteps_py.torch.distributed.operation import Operation
 from byteps_py.torch.distributed.places import Kind, Place, Places, lanes_for
-from byteps_py.torch.distributed.work import Surroundings
+from byteps_py.torch.distributed.work import Pending, Surroundings
 from byteps_py.torch.dtypes import bits_of, wire_dtype
 
 #: Lanes of kinds up to this size are declared all at once: it is agreeing on them that takes time.
@@ -30,7 +31,11 @@ _SMALL = 1 << 16
 class Reductions:
     """Any thread; operations go in the order of the calls."""
 
-    def __init__(self, members: Members, around: Surroundings, completer: Completer) -> None:
+    def __init__(
+        self, members: Members, around: Surroundings, completer: Completer, near: NearCollectives | None = None
+    ) -> None:
+        self._near = near
+        self._has_met_at_barrier = False
         self._members = members
         self._around = around
         self._completer = completer
@@ -75,13 +80,43 @@ class Reductions:
         )
         return self._start(what, kind, contributions, [target], [output], timeout_s)
 
-    def broadcast(self, what: str, tensor: torch.Tensor, root: int, timeout_s: float) -> Operation:
-        """Copy the tensor of the member at ``root`` to all. Any dtype."""
+    def broadcast(self, what: str, tensor: torch.Tensor, root: int, timeout_s: float) -> Pending:
+        """Copy the tensor of the member at ``root`` to all. Any dtype.
+
+        On one machine only the first of a kind goes through the service, where members find out if they disagree.
+        """
         view = bits_of(tensor)
         kind = Kind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
+        if self._near is not None and tensor.is_cpu:
+            place = self._known(kind)
+            if place is not None:
+                return self._near.broadcast(place, tensor, root, timeout_s)
         sends = [view] if root == self._members.position else []
         targets = [] if sends else [view]
         return self._start(what, kind, sends, targets, [tensor], timeout_s, device_of([tensor]))
+
+    def barrier(self, timeout_s: float) -> Pending:
+        """Done when every member has called it."""
+
+        def through_the_service() -> Operation:
+            token = torch.zeros(1, dtype=torch.uint8)
+            return self.reduce("barrier", [token], [], Reduction(), timeout_s)
+
+        if self._near is not None and self._has_met_at_barrier:
+            return self._near.barrier(through_the_service, timeout_s)
+        self._has_met_at_barrier = True  # as with a broadcast
+        return through_the_service()
+
+    def _known(self, kind: Kind) -> int | None:
+        """The place of a kind that is not used for the first time."""
+        with self._lock:
+            self._forget_failed()
+            place = self._places.find(kind)
+            return place.number if place.calls else None
+
+    def _forget_failed(self) -> None:
+        while self._failed:
+            self._places.forget(*self._failed.popleft())
 
     def finish(self) -> None:
         """Complete what is under way. Raises StallError."""
@@ -103,8 +138,7 @@ class Reductions:
         where = device_of(sends) if device is None else device
         with self._lock:
             self._around.check()
-            while self._failed:
-                self._places.forget(*self._failed.popleft())
+            self._forget_failed()
             place = self._places.find(kind)
             lane = self._lane(kind, place)
             work = Operation(

@@ -44,16 +44,36 @@ class Surroundings:
         if self.aborted is not None:
             raise type(self.aborted)(*self.aborted.args)
 
+    def patiently(self, wait: Callable[[float], None]) -> None:
+        """``wait`` for something before an operation begins. Raises StallError; then the group is at its end, as the
+        other members don't know that this one has left a call out."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            self.check()
+            left = deadline - time.monotonic()
+            try:
+                wait(max(0.0, min(left, _DOUBT_S[0])))
+                return
+            except StallError as error:
+                if left <= _DOUBT_S[0]:
+                    self.aborted = error
+                    raise
+            self.compare(self.journal.count)
+
     def vacate(self, lane: Lane) -> None:
         """Return when ``lane`` may be used again; the failure of the operation in it stays with that one. Raises
         StallError; then the group is at its end, as the other members don't know that this one has left a call out."""
         occupant = lane.occupant
         if occupant is not None:
-            try:
-                occupant.settle()
-            except StallError as error:
-                self.aborted = error
-                raise
+            self.finish(occupant)
+
+    def finish(self, work: Pending) -> None:
+        """Return when it is over, well or not. Raises StallError, as ``vacate``."""
+        try:
+            work.settle()
+        except StallError as error:
+            self.aborted = error
+            raise
 
     def compare(self, number: int) -> str:
         """Where the others stand, in words. If they differ the group is at its end: rounds that some have begun stay

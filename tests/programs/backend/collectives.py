@@ -360,6 +360,7 @@ def after_uneven_data() -> None:
             tensor = torch.ones(80 + step)
             dist.all_reduce(tensor)
             same(tensor, torch.full((80 + step,), float(size() - max(0, step + 1 - turn))))
+            dist.barrier()
         bps.join()
         assert work is not None
         work.wait()  # what was under way is complete

@@ -1,0 +1,333 @@
+"""A rank's side of its dealings with the other ranks of its machine: meet them, send them parcels, collect theirs.
+
+Owns this rank's inbox, the ways to the others, and the memory between them; the Ledger decides. Must not know torch,
+process groups or operations. Any thread may call; those that use one stream take turns.
+
+A receiver asks for nothing: the nth parcel that a stream brings from a rank is for the nth receipt. Nothing is sent
+back but that a parcel was taken, where memory, or a sender's lead over its receivers, depends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from byteps_py.errors import JoinedError, MismatchError, ProtocolError
+from byteps_py.session import protocol
+from byteps_py.session.nearby import messages
+from byteps_py.session.nearby.ledger import Ledger, Parcel, Stream
+from byteps_py.session.nearby.memory import Incoming, Outgoing
+from byteps_py.session.nearby.messages import RECORD_BYTES, Kind
+from byteps_py.session.nearby.post import Inbox, Outbox
+from byteps_py.session.nearby.receipts import Receipt, Span
+from byteps_py.session.nearby.waiting import Host, Patience, Wait
+from byteps_py.shm import Block
+from byteps_py.tensors import differing, key_of
+
+#: What is not longer travels in the message: a copy more, but no memory to be given back.
+INLINE_BYTES = 16 << 10
+#: Receivers begin when so much lies there. Measured: half of it is no faster, a quarter slower.
+CHUNK_BYTES = 1 << 20
+#: Parcels of a stream that somebody has not acknowledged; a further one has to wait.
+WINDOW = 4
+
+_INLINE, _LAID, _MORE, _TAKEN, _SEGMENT, _JOINED = map(int, Kind)
+
+
+class Neighbours:
+    """``first_rank``: the global rank of local rank 0."""
+
+    def __init__(self, host: Host, local_rank: int, local_size: int, first_rank: int) -> None:
+        self._host = host
+        self._first_rank = first_rank
+        self._me = local_rank
+        self._patience = Patience(host, local_rank, local_size, first_rank, self.take_message)
+        self._books = threading.Lock()  # guards the ledger and the outgoing memory
+        self._ledger = Ledger(local_rank)
+        self._outgoing = Outgoing()
+        self._incoming = Incoming()
+        self._inbox = Inbox()
+        self._outboxes: dict[int, Outbox] = {}
+        self._has_told = False  # the service of the inbox
+        self._met: set[int] = set()
+
+    # ---- meeting ---------------------------------------------------------------------------------------
+
+    def meet(self, name: str, others: Sequence[int]) -> None:
+        """Ask to be introduced to these local ranks, who ask the same under the same name. Returns at once."""
+        fds = () if self._has_told else (self._inbox.door,)
+        self._has_told = True
+        members = sorted([self._me, *others])
+        self._host.tell(protocol.pack(protocol.Kind.MEET, key=key_of(name), members=members), fds)
+
+    def has_met(self, name: str) -> bool:
+        return key_of(name) in self._met
+
+    def await_meeting(self, name: str, others: Sequence[int], timeout_s: float) -> None:
+        """Return when all have asked. Raises StallError and what ends the session."""
+        key = key_of(name)
+        if key not in self._met:
+            wait = Wait(f"{name}: meeting", 0, lambda: others)
+            self._patience.until(lambda: key in self._met, wait, timeout_s)
+            self._patience.ended(wait)
+
+    def introduce(self, local_rank: int, door: int) -> None:
+        """The service gives the way to a neighbour, perhaps a new one in an earlier one's place."""
+        before = self._outboxes.get(local_rank)
+        self._outboxes[local_rank] = Outbox(door)
+        if before is not None:
+            before.close()
+
+    def met(self, key: int) -> None:
+        """The service says that all who were to meet under this key have asked."""
+        self._met.add(key)
+
+    # ---- sending ---------------------------------------------------------------------------------------
+
+    def stream(self, name: str, others: Iterable[int]) -> Stream:
+        with self._books:
+            return self._ledger.stream(name, others)
+
+    def has_room(self, stream: Stream) -> bool:
+        """True if the next parcel may be sent."""
+        if stream.unacknowledged >= WINDOW:
+            self.take_messages()
+        return stream.unacknowledged < WINDOW
+
+    def make_room(self, stream: Stream, timeout_s: float) -> None:
+        """Return when the next parcel may be sent. Raises StallError and what ends the session."""
+        if stream.unacknowledged >= WINDOW:
+            wait = Wait(stream.name, 0, lambda: self._ledger.takers(stream))
+            self._patience.until(lambda: stream.unacknowledged < WINDOW, wait, timeout_s)
+            self._patience.ended(wait)
+
+    def send(
+        self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], is_led: bool, dues: Sequence[int] = ()
+    ) -> None:
+        """The stream's next parcel, end to end of ``spans``, to each of ``targets``. Over when it is copied.
+
+        ``is_led``: targets don't send in turn, so what is small, too, has to be acknowledged. ``dues``: bytes that this
+        rank expects of each target in turn, so that both find out if they disagree; none if nobody else need know.
+        """
+        self._host.check_open()
+        nbytes = spans[0][1] if len(spans) == 1 else sum(length for _, length in spans)
+        if nbytes <= INLINE_BYTES:
+            self._send_inline(stream, targets, spans, nbytes, is_led, dues)
+        else:
+            self._lay(stream, targets, spans, nbytes, dues)
+
+    def _send_inline(
+        self,
+        stream: Stream,
+        targets: Sequence[int],
+        spans: Sequence[Span],
+        nbytes: int,
+        is_led: bool,
+        dues: Sequence[int],
+    ) -> None:
+        parcel_id = 0
+        if is_led:
+            with self._books:
+                parcel_id = self._ledger.send(stream, targets, None)
+        data = b"".join([ctypes.string_at(address, length) for address, length in spans])
+        era, me, key = self._ledger.era, self._me, stream.key
+        for at, target in enumerate(targets):
+            number, due = stream.send(target), dues[at] if dues else -1
+            record = messages.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, parcel_id, 0, due)
+            self._outboxes[target].send(record + data)
+
+    def _lay(
+        self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], nbytes: int, dues: Sequence[int]
+    ) -> None:
+        with self._books:
+            block, segment = self._outgoing.allocate(nbytes)
+            parcel_id = self._ledger.send(stream, targets, block)
+        era, me, key = self._ledger.era, self._me, stream.key
+        done = ready = 0
+        for address, length in spans:
+            for first in range(0, length, CHUNK_BYTES):
+                part = min(CHUNK_BYTES, length - first)
+                ctypes.memmove(segment.address + block.offset + done, address + first, part)
+                done += part
+                if done - ready < CHUNK_BYTES and done < nbytes:
+                    continue
+                for at, target in enumerate(targets):
+                    outbox = self._outboxes[target]
+                    if ready:
+                        outbox.send(messages.pack(_MORE, me, era, 0, 0, 0, nbytes, done, parcel_id, 0, -1))
+                        continue
+                    if outbox.announced <= block.segment:
+                        self._announce(outbox)
+                    number, due = stream.send(target), dues[at] if dues else -1
+                    where, offset = block.segment, block.offset
+                    outbox.send(messages.pack(_LAID, me, era, where, key, number, nbytes, done, parcel_id, offset, due))
+                ready = done
+
+    def _announce(self, outbox: Outbox) -> None:
+        with self._books:
+            segments = self._outgoing.segments[outbox.announced :]
+            for number, segment in enumerate(segments, outbox.announced):
+                record = messages.pack(_SEGMENT, self._me, self._ledger.era, number, 0, 0, segment.nbytes, 0, 0, 0, -1)
+                outbox.send(record, segment.fd)
+            outbox.announced += len(segments)
+
+    # ---- receiving -------------------------------------------------------------------------------------
+
+    def collect(self, receipt: Receipt, timeout_s: float) -> None:
+        """Copy what comes to where it belongs; return when all of it is there. What has come stays, if called again.
+
+        Raises StallError, MismatchError (once all is there; what is not as long as it should be is let go), JoinedError
+        and what ends the session.
+        """
+        left = receipt.left
+        deadline = time.monotonic() + timeout_s if left else 0.0
+        while left:
+            source, number, spans, nbytes, sent = left[-1]
+            parcels = receipt.stream.flows[source].parcels
+            parcel = parcels.get(number)
+            if parcel is not None and parcel.has_news:
+                if parcel.total != nbytes or parcel.due != sent:
+                    receipt.error = receipt.error or self._difference(receipt.stream, source, parcel, nbytes, sent)
+                if self._take(source, parcel, spans if parcel.total == nbytes else ()):
+                    del parcels[number]
+                    left.pop()
+                continue
+            if receipt.wait is None:
+                receipt.wait = Wait(receipt.stream.name, number, receipt.missing)
+            self._await_parcel(receipt.wait, source, parcels, number, deadline - time.monotonic())
+        if receipt.wait is not None:
+            self._patience.ended(receipt.wait)
+        if receipt.error is not None:
+            raise receipt.error
+
+    def await_next(self, streams: Sequence[tuple[Stream, int]], timeout_s: float) -> None:
+        """Return when one of these streams has a parcel of this source that nobody expects yet. Raises StallError and
+        what ends the session."""
+
+        def has_come() -> bool:
+            return any(stream.has_next(source) for stream, source in streams)
+
+        self.take_messages()
+        if not has_come():
+            self._host.wait_until(has_come, timeout_s, lambda: "nothing came from anybody")
+
+    def look(self, receipt: Receipt) -> bool:
+        """True if ``collect`` would not block. Takes what messages there are."""
+        if not receipt.is_there:
+            self.take_messages()
+        return receipt.is_there
+
+    def take_messages(self) -> None:
+        """Take what messages there are."""
+        with self._host.state:
+            self._host.check_open()
+            while not self._host.is_being_read and self.take_message():
+                pass
+
+    def _await_parcel(self, wait: Wait, source: int, parcels: dict[int, Parcel], number: int, timeout_s: float) -> None:
+        joined = self._ledger.joined
+
+        def has_come() -> bool:
+            parcel = parcels.get(number)
+            return source in joined if parcel is None else parcel.has_news
+
+        self._patience.until(has_come, wait, timeout_s)
+        if number not in parcels:
+            raise JoinedError(
+                f"tensor {wait.name!r}: what needs all of its ranks is not supported while rank "
+                f"{self._first_rank + source} has joined"
+            )
+
+    def _difference(self, stream: Stream, source: int, parcel: Parcel, nbytes: int, sent: int) -> MismatchError | None:
+        """What is wrong with a parcel that is not as long as it should be, or whose sender expects something else."""
+        other, own = self._first_rank + source, self._first_rank + self._me
+        if parcel.total != nbytes:
+            return MismatchError(differing(stream.name, other, parcel.total, own, nbytes))
+        if parcel.due < 0 or sent < 0:
+            return None
+        return MismatchError(differing(stream.name, own, sent, other, parcel.due))
+
+    def _take(self, source: int, parcel: Parcel, spans: Sequence[Span]) -> bool:
+        """Copy what is there of it. True if that was all."""
+        if parcel.payload is not None:
+            start = 0
+            for address, length in spans:
+                data = parcel.payload if length == parcel.total else parcel.payload[start : start + length]
+                ctypes.memmove(address, data, length)
+                start += length
+        else:
+            done, ready = parcel.done, parcel.ready
+            segment = self._incoming.find(source, parcel.segment, parcel.offset + parcel.total)
+            place = segment.address + parcel.offset
+            start = 0
+            for address, length in spans:
+                first, last = max(done, start), min(ready, start + length)
+                if first < last:
+                    ctypes.memmove(address + first - start, place + first, last - first)
+                start += length
+            parcel.done = ready
+            if ready < parcel.total:
+                return False
+        if parcel.id:
+            self._outboxes[source].send(
+                messages.pack(_TAKEN, self._me, self._ledger.era, 0, 0, 0, 0, 0, parcel.id, 0, -1)
+            )
+        return True
+
+    # ---- messages --------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Readable when there is a message."""
+        return self._inbox.fileno()
+
+    def take_message(self) -> bool:
+        """Take one, if there is any. Called with the host's ``state`` held while nobody else reads. Raises
+        ProtocolError."""
+        nbytes, fd = self._inbox.receive()
+        if not nbytes:
+            return False
+        buffer = self._inbox.buffer
+        message = messages.unpack(buffer, nbytes)
+        if message.kind == _SEGMENT:
+            if fd < 0:
+                raise ProtocolError(f"local rank {message.source} told of memory without its descriptor")
+            self._incoming.add(message.source, message.segment, fd, message.total)
+            return True
+        if fd >= 0:
+            os.close(fd)
+        payload = bytes(buffer[RECORD_BYTES:nbytes]) if message.kind == _INLINE else None
+        with self._books:
+            freed = self._ledger.came(message, payload)
+            if freed is not None:
+                self._outgoing.free(cast(Block, freed))
+        return True
+
+    # ---- ends ------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """This rank has no more data: tell those it has met."""
+        record = messages.pack(_JOINED, self._me, self._ledger.era, 0, 0, 0, 0, 0, 0, 0, -1)
+        for outbox in self._outboxes.values():
+            outbox.send(record)
+
+    def start_anew(self) -> None:
+        """All ranks have joined."""
+        with self._books:
+            for block in self._ledger.start_anew():
+                self._outgoing.free(cast(Block, block))
+
+    def close(self, is_forked: bool = False) -> None:
+        """The session has ended, and nobody reads. What was sent still arrives. ``is_forked``: this is a copy of the
+        process that the session belongs to."""
+        for outbox in self._outboxes.values():
+            outbox.close(is_forked)
+        self._outboxes.clear()
+        with contextlib.nullcontext() if is_forked else self._host.state:
+            self._inbox.close()
+        self._incoming.close()
+        self._outgoing.close()

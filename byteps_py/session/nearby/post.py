@@ -1,0 +1,118 @@
+"""The sockets between the ranks of one machine: each has an inbox, the others write to it.
+
+An inbox is a pair of sockets without a name; whoever holds its other end may write. Messages arrive whole, and those of
+one sender in order. A sender never waits: what the socket of a busy receiver does not take is kept, and a thread that
+lives until it is gone sends it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import threading
+from collections import deque
+
+MAX_MESSAGE = 192 << 10
+_ANCILLARY_BYTES = socket.CMSG_LEN(4 * 4)
+_BUFFER_BYTES = 4 << 20  # the kernel allows less, as a rule
+_LOOK_MS = 250
+_FLUSH_LIMIT_S = 10.0
+_DONTWAIT = int(socket.MSG_DONTWAIT)
+
+
+class Inbox:
+    """``door``: the end that others write to. One thread at a time receives."""
+
+    def __init__(self) -> None:
+        self._sock, self._door = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.suppress(OSError):
+            self._door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        # The own copy of the door stays open: an inbox without writers would always look as if there were something.
+        self.buffer = memoryview(bytearray(MAX_MESSAGE))
+
+    @property
+    def door(self) -> int:
+        return self._door.fileno()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def receive(self) -> tuple[int, int]:
+        """(bytes of the next message, which lies in ``buffer``, and the descriptor it has or -1); (0, -1) if there is
+        none now."""
+        try:
+            nbytes, ancillary, _, _ = self._sock.recvmsg_into([self.buffer], _ANCILLARY_BYTES, _DONTWAIT)
+        except BlockingIOError:
+            return 0, -1
+        if not ancillary:
+            return nbytes, -1
+        fds = array.array("i")
+        for level, kind, raw in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(raw[: len(raw) - len(raw) % 4])
+        for fd in fds[1:]:  # nobody sends so many
+            os.close(fd)
+        return nbytes, fds[0] if fds else -1
+
+    def close(self) -> None:
+        self._sock.close()
+        self._door.close()
+
+
+class Outbox:
+    """The way to one neighbour, whose inbox's ``door`` it owns. Any thread."""
+
+    def __init__(self, door: int) -> None:
+        self._sock = socket.socket(fileno=door)
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[bytes, int]] = deque()
+        self._flusher: threading.Thread | None = None
+        self._closing = False
+        self.announced = 0  # segments that the neighbour has been told of
+
+    def send(self, message: bytes, fd: int = -1) -> None:
+        """Send, now or later. If the neighbour has left, nobody needs it."""
+        with self._lock:
+            if self._waiting or not self._try(message, fd):
+                self._waiting.append((message, os.dup(fd) if fd >= 0 else -1))
+                if self._flusher is None:
+                    self._flusher = threading.Thread(target=self._flush, name="byteps-outbox", daemon=True)
+                    self._flusher.start()
+
+    def _try(self, message: bytes, fd: int) -> bool:
+        try:
+            if fd >= 0:
+                socket.send_fds(self._sock, [message], [fd], _DONTWAIT)
+            else:
+                self._sock.send(message, _DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:  # it is gone; who waits for it hears so from the communication service
+            return True
+        return True
+
+    def _flush(self) -> None:
+        writable = select.poll()
+        writable.register(self._sock, select.POLLOUT)
+        while True:
+            writable.poll(_LOOK_MS)
+            with self._lock:
+                while self._waiting and (self._closing or self._try(*self._waiting[0])):
+                    _, fd = self._waiting.popleft()
+                    if fd >= 0:
+                        os.close(fd)
+                if not self._waiting:
+                    self._flusher = None
+                    return
+
+    def close(self, is_forked: bool = False) -> None:
+        """Send what waits, for a while; then give the way up. A copy of the process only does the latter."""
+        flusher = self._flusher
+        if flusher is not None and not is_forked:
+            flusher.join(_FLUSH_LIMIT_S)
+            self._closing = True
+            flusher.join(2 * _LOOK_MS / 1000)
+        self._sock.close()

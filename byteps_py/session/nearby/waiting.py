@@ -1,0 +1,122 @@
+"""How a rank waits for its neighbours: first it looks again and again, then it sleeps, then it says for whom it waits.
+
+Owns no message; knows the session only as a Host. Any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from byteps_py.errors import StallError
+from byteps_py.session import protocol
+
+#: To be woken takes 50 µs here, to look at a socket 2: for as long as two wake-ups, it pays to look again and again.
+SPIN_S = 100e-6
+#: After so long the communication service is told, which knows who is alive, and says who keeps others waiting.
+_TELL_AFTER_S = 0.3
+
+
+class Host(Protocol):
+    """What Neighbours need of the session that they belong to."""
+
+    state: threading.Condition
+
+    @property
+    def is_being_read(self) -> bool:
+        """Another thread takes messages just now. Called with ``state`` held."""
+
+    def check_open(self) -> None:
+        """Raises whatever has ended the session."""
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float | None, what: Callable[[], str]) -> None:
+        """Take messages until ``condition``. Raises StallError with ``what``, and whatever ends the session."""
+
+    def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send to the communication service."""
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """Something that this rank waits for: the name and number of it in messages; ``missing``: the local ranks without
+    which it does not come. ``id``: under which the service knows of it; 0 while it does not."""
+
+    name: str
+    number: int
+    missing: Callable[[], Iterable[int]]
+    since: float = 0.0
+    id: int = 0
+
+
+class Patience:
+    """``take_message``: takes one, if there is any; called with the host's ``state`` held while nobody else reads."""
+
+    def __init__(
+        self, host: Host, local_rank: int, local_size: int, first_rank: int, take_message: Callable[[], bool]
+    ) -> None:
+        self._host = host
+        self._me = local_rank
+        self._first_rank = first_rank
+        self._take_message = take_message
+        # Where ranks have to share cores, one that looks again and again keeps another from coming.
+        self._spin_s = SPIN_S if local_size <= len(os.sched_getaffinity(0)) else 0.0
+        self._waits = 0
+
+    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float) -> None:
+        """Return when ``condition`` holds. Raises StallError and what ends the session."""
+        host = self._host
+        host.check_open()
+        if self._spin_s and timeout_s > self._spin_s and self._spin(condition):
+            return
+        if not wait.since:
+            wait.since = time.monotonic()
+
+        def what() -> str:
+            return f"tensor {wait.name!r}, round {wait.number}: nothing came"
+
+        patience_s = max(0.0, wait.since + _TELL_AFTER_S - time.monotonic())
+        if wait.id or timeout_s <= patience_s:
+            host.wait_until(condition, timeout_s, what)
+            return
+        with contextlib.suppress(StallError):
+            host.wait_until(condition, patience_s, what)
+            return
+        self._tell(wait)
+        try:
+            host.wait_until(condition, timeout_s - patience_s, what)
+        except StallError as error:
+            raise StallError(f"{what()} within {timeout_s:.3g} s") from error
+
+    def _spin(self, condition: Callable[[], bool]) -> bool:
+        """Look for messages for a while."""
+        host = self._host
+        with host.state:
+            host.check_open()
+            limit = time.perf_counter() + self._spin_s
+            while not host.is_being_read:
+                if self._take_message():
+                    if condition():
+                        return True
+                elif time.perf_counter() > limit:
+                    break
+        return condition()
+
+    def _tell(self, wait: Wait) -> None:
+        self._waits += 1
+        wait.id = self._waits
+        group = sorted(self._first_rank + rank for rank in {self._me, *wait.missing()})
+        age_s = time.monotonic() - wait.since
+        self._host.tell(
+            protocol.pack(protocol.Kind.WAITS, id=wait.id, name=wait.name, round=wait.number, age_s=age_s, group=group)
+        )
+
+    def ended(self, wait: Wait) -> None:
+        """It has come."""
+        if wait.id:
+            self._host.tell(protocol.pack(protocol.Kind.WAITED, id=wait.id))
+            wait.id = 0

@@ -1,0 +1,233 @@
+"""Gathers, exchanges, broadcasts and barriers of a group whose members are all on this machine.
+
+The calling thread lays down what this member sends, and tells the others; whoever waits copies what has come to where
+it belongs (byteps_py/session/nearby). The communication service has no part in it. Host memory only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from byteps_py.errors import MismatchError
+from byteps_py.session.nearby import Neighbours, Receipt, Span, Stream
+from byteps_py.tensors import differing
+from byteps_py.torch.distributed.completion import Completer
+from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.work import Pending, Surroundings
+
+#: Operations of a stream that may be under way at once; a further one waits for the first of them to end.
+LANES = 2
+
+#: What goes to, or comes from, members of a group, by position; those that have no part in it are left out.
+Parts = Mapping[int, Sequence[Span]]
+Own = tuple[Sequence[Span], Sequence[Span]]
+
+
+class Passage(Pending):
+    """An operation that brings this member something, or nothing: then it is over when it has been sent."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        completer: Completer | None,
+        what: str,
+        neighbours: Neighbours,
+        receipt: Receipt,
+        outputs: list[torch.Tensor],
+        finish: Callable[[], None] | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(around, what, outputs, timeout_s)
+        self.line: list[Passage] | None = None
+        self._completer = completer
+        self._neighbours = neighbours
+        self._receipt = receipt
+        self._finish = finish
+
+    def _complete(self, deadline: float) -> None:
+        receipt = self._receipt
+        if receipt.left or receipt.error is not None:
+            self._slices(deadline, lambda timeout_s: self._neighbours.collect(receipt, timeout_s))
+        if self._finish is not None:
+            self._finish()
+
+    def _is_ready(self) -> bool:
+        return self._around.aborted is not None or self._neighbours.look(self._receipt)
+
+    def _release(self) -> None:
+        self._finish = None
+        if self.line is not None:
+            with contextlib.suppress(ValueError):  # it has been removed
+                self.line.remove(self)
+
+    def _hand_to_pool(self) -> None:
+        if self._completer is not None:
+            self._completer.add(self)
+        else:
+            super()._hand_to_pool()
+
+
+class _Line:
+    """A stream, and the operations of it that are under way."""
+
+    __slots__ = ("stream", "under_way")
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.under_way: list[Passage] = []
+
+
+class Near:
+    """Any thread; operations go in the order of the calls. ``others``: the local ranks of members, by position."""
+
+    def __init__(self, members: Members, neighbours: Neighbours, around: Surroundings, completer: Completer) -> None:
+        self.neighbours = neighbours
+        self.others = {p: members.local_rank(p) for p in range(members.count) if p != members.position}
+        self._all = tuple(self.others.values())
+        self._members = members
+        self.around = around
+        self._completer = completer
+        self._lock = threading.Lock()
+        self._lines: dict[str, _Line] = {}
+        self._has_met = False
+        neighbours.meet(self._meeting, self._all)
+
+    @property
+    def _meeting(self) -> str:
+        return f"{self._members.prefix}#{self._members.session.incarnation}"
+
+    def begin(
+        self,
+        name: str,
+        what: str,
+        sends: Parts,
+        receives: Parts,
+        outputs: list[torch.Tensor],
+        timeout_s: float,
+        finish: Callable[[], None] | None = None,
+        own: Own | None = None,
+        is_led: bool = False,
+        together: bool = False,
+    ) -> Passage:
+        """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send.
+        ``own``: what this member has for itself, and where it goes. ``together``: all send to all, and who sends is
+        told, too, if sizes differ."""
+        with self._lock:
+            line = self._begin(name)
+            for position, spans in sends.items():
+                dues = (total(receives[position]),) if together else ()
+                self.neighbours.send(line.stream, (self.others[position],), spans, is_led, dues)
+            sent = {position: total(spans) for position, spans in sends.items()} if together else {}
+            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent)
+
+    def to_all(
+        self,
+        name: str,
+        what: str,
+        sends: Sequence[Span] | None,
+        receives: Parts,
+        outputs: list[torch.Tensor],
+        timeout_s: float,
+        finish: Callable[[], None] | None = None,
+        own: Own | None = None,
+        is_led: bool = False,
+        together: bool = False,
+    ) -> Passage:
+        """The same, where a member sends all others the same, or (None) nothing."""
+        with self._lock:
+            line = self._begin(name)
+            sent: Mapping[int, int] = {}
+            if sends is not None:
+                dues = [total(receives[position]) for position in self.others] if together else ()
+                self.neighbours.send(line.stream, self._all, sends, is_led, dues)
+                if together:
+                    sent = dict.fromkeys(self.others, total(sends))
+            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent)
+
+    def finish(self) -> None:
+        """Complete what is under way. Raises StallError."""
+        with self._lock:
+            for line in self._lines.values():
+                for work in list(line.under_way):
+                    self.around.finish(work)
+
+    def await_meeting(self, timeout_s: float) -> None:
+        """Return when all members can be reached. Raises StallError and what ends the session."""
+        if not self._has_met:
+            self.neighbours.await_meeting(self._meeting, self._all, timeout_s)
+            self._has_met = True
+
+    @property
+    def has_met(self) -> bool:
+        """True if ``await_meeting`` would return at once."""
+        return self._has_met or self.neighbours.has_met(self._meeting)
+
+    # ---- with the lock held ----------------------------------------------------------------------------
+
+    def _begin(self, name: str) -> _Line:
+        around = self.around
+        around.check()
+        line = self._lines.get(name)
+        if line is None:
+            stream = self.neighbours.stream(f"{self._members.prefix}.{name}", self._all)
+            line = self._lines[name] = _Line(stream)
+        if not self._has_met:
+            around.patiently(self.await_meeting)
+        for work in list(line.under_way)[: len(line.under_way) + 1 - LANES]:
+            around.patiently(work.settle)
+        if not self.neighbours.has_room(line.stream):
+            around.patiently(lambda timeout_s: self.neighbours.make_room(line.stream, timeout_s))
+        return line
+
+    def _follow(
+        self,
+        line: _Line,
+        what: str,
+        receives: Parts,
+        outputs: list[torch.Tensor],
+        timeout_s: float,
+        finish: Callable[[], None] | None,
+        own: Own | None,
+        sent: Mapping[int, int],
+    ) -> Passage:
+        receipt = Receipt(line.stream)
+        if own is not None:  # while the others' are on their way; before another call may deliver this one
+            mine, due = total(own[0]), total(own[1])
+            if mine == due:
+                keep(*own)
+            else:
+                rank = self._members.ranks[self._members.position]
+                receipt.error = MismatchError(differing(line.stream.name, rank, mine, rank, due))
+        for position, spans in receives.items():
+            receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
+        work = Passage(self.around, self._completer, what, self.neighbours, receipt, outputs, finish, timeout_s)
+        work.number = self.around.journal.record((what,), line.stream.name)
+        if receipt.left:
+            work.line = line.under_way
+            line.under_way.append(work)
+        return work
+
+
+def keep(sources: Sequence[Span], targets: Sequence[Span]) -> None:
+    """Copy what lies end to end in ``sources`` to ``targets``, as many bytes."""
+    if len(sources) == len(targets):
+        pairs = list(zip(sources, targets, strict=True))
+        if all(source[1] == target[1] for source, target in pairs):
+            for (source, nbytes), (target, _) in pairs:
+                if source != target:
+                    ctypes.memmove(target, source, nbytes)
+            return
+    whole = b"".join(ctypes.string_at(*source) for source in sources)
+    for target, nbytes in targets:
+        ctypes.memmove(target, whole[:nbytes], nbytes)
+        whole = whole[nbytes:]
+
+
+def total(spans: Sequence[Span]) -> int:
+    """Bytes of all."""
+    return spans[0][1] if len(spans) == 1 else sum([nbytes for _, nbytes in spans])

@@ -1,0 +1,162 @@
+"""Which pieces of which tensors a collective moves between members on one machine. See near.py for how.
+
+Any thread; operations go in the order of the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from byteps_py.errors import JoinedError
+from byteps_py.session.nearby import Span
+from byteps_py.tensors import Op
+from byteps_py.torch.distributed.arguments import Landing, octets
+from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.near import Near, Own, Passage
+from byteps_py.torch.distributed.work import Pending, Surroundings
+
+_NOTHING: Sequence[Span] = ((0, 0),)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """In the host's memory, its bytes as they are in logical order and without gaps."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def span(tensor: torch.Tensor) -> Span:
+    """Of a plain tensor."""
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+
+class NearBarrier(Pending):
+    """``otherwise``: begins it through the service, where a rank that has joined counts as being there. If one has, all
+    others find that out, as each needs a word of it."""
+
+    def __init__(
+        self, around: Surroundings, passage: Passage, otherwise: Callable[[], Pending], timeout_s: float
+    ) -> None:
+        super().__init__(around, "barrier", [], timeout_s)
+        self.number = passage.number
+        self._work: Pending = passage
+        self._otherwise: Callable[[], Pending] | None = otherwise
+
+    def _complete(self, deadline: float) -> None:
+        self._slices(deadline, lambda timeout_s: self._work.settle(timeout_s))
+        self._turn()
+        self._slices(deadline, lambda timeout_s: self._work.settle(timeout_s))
+        self._work.wait()
+
+    def _is_ready(self) -> bool:
+        if self._work.is_completed():
+            self._turn()
+        return self._work.is_completed()
+
+    def _turn(self) -> None:
+        """The first way has come to its end: take the other one, if it has to be."""
+        otherwise = self._otherwise
+        if otherwise is not None and isinstance(self._work.exception(), JoinedError):
+            self._otherwise = None
+            self._work = otherwise()
+
+
+class NearCollectives:
+    """All tensors in the host's memory; those of ``even``, ``gather`` and ``scatter`` plain, those of ``move`` flat."""
+
+    def __init__(self, members: Members, near: Near) -> None:
+        self._near = near
+        self._own = members.position
+        self._count = members.count
+
+    def even(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Passage:
+        """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both."""
+        near, own = self._near, self._own
+        pieces = self._shares(target)
+        receives = {position: (pieces[position],) for position in near.others}
+        if op is Op.GATHER:
+            mine = (span(source),)
+            kept = (mine, (pieces[own],))
+            return near.to_all("gather", what, mine, receives, [target], timeout_s, None, kept, together=True)
+        sent = self._shares(source)
+        sends = {position: (sent[position],) for position in near.others}
+        kept = ((sent[own],), (pieces[own],))
+        return near.begin("exchange", what, sends, receives, [target], timeout_s, None, kept, together=True)
+
+    def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor], root: int, timeout_s: float) -> Passage:
+        """Everybody's tensor to the root, which alone has ``outputs``."""
+        near, mine, stream = self._near, (span(tensor),), f"gather.{root}"
+        if root != self._own:
+            return near.begin(stream, "gather", {root: mine}, {}, [], timeout_s, is_led=True)
+        kept = (mine, (span(outputs[root]),))
+        receives = {position: (span(outputs[position]),) for position in near.others}
+        return near.begin(stream, "gather", {}, receives, outputs, timeout_s, None, kept)
+
+    def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], root: int, timeout_s: float) -> Passage:
+        """From the root, which alone has ``inputs``, a tensor to each."""
+        near, target, stream = self._near, (span(output),), f"scatter.{root}"
+        if root != self._own:
+            return near.begin(stream, "scatter", {}, {root: target}, [output], timeout_s)
+        kept = ((span(inputs[root]),), target)
+        sends = {position: (span(inputs[position]),) for position in near.others}
+        return near.begin(stream, "scatter", sends, {}, [output], timeout_s, None, kept, is_led=True)
+
+    def broadcast(self, place: int, tensor: torch.Tensor, root: int, timeout_s: float) -> Passage:
+        """The root's tensor to all. ``place``: of its kind, on which all members have agreed."""
+        near, stream, finish = self._near, f"broadcast.{place}", None
+        if root == self._own:
+            data = tensor if is_plain(tensor) else octets(tensor)
+            return near.to_all(stream, "broadcast", (span(data),), {}, [tensor], timeout_s, is_led=True)
+        target = tensor
+        if not is_plain(tensor):
+            landing = Landing(tensor)
+            target, finish = landing.memory, landing.land
+        return near.to_all(stream, "broadcast", None, {root: (span(target),)}, [tensor], timeout_s, finish)
+
+    def barrier(self, otherwise: Callable[[], Pending], timeout_s: float) -> NearBarrier:
+        """Done when every member has called it, or joined."""
+        receives = dict.fromkeys(self._near.others, _NOTHING)
+        passage = self._near.to_all("barrier", "barrier", _NOTHING, receives, [], timeout_s)
+        return NearBarrier(self._near.around, passage, otherwise, timeout_s)
+
+    def move(
+        self,
+        stream: str,
+        what: str,
+        sends: Sequence[Sequence[torch.Tensor] | None],
+        receives: Sequence[Sequence[torch.Tensor] | None],
+        outputs: list[torch.Tensor],
+        timeout_s: float,
+        finish: Callable[[], None],
+        together: bool,
+    ) -> Passage:
+        """Flat tensors, end to end, to each member and from each; None: nothing at all. One entry in ``sends``: that
+        to all. ``together``: see Near."""
+        near, own = self._near, self._own
+        is_gather = len(sends) == 1
+        mine, theirs = sends[0 if is_gather else own], receives[own]
+        kept: Own | None = None
+        if mine is not None and theirs is not None:
+            kept = (spans(mine), spans(theirs))
+        due = {p: spans(piece) for p, piece in enumerate(receives) if p != own and piece is not None}
+        if is_gather:
+            whole = spans(sends[0] or ())
+            return near.to_all(stream, what, whole, due, outputs, timeout_s, finish, kept, together=together)
+        sent = {p: spans(piece) for p, piece in enumerate(sends) if p != own and piece is not None}
+        is_led = len(sent) != len(due)
+        return near.begin(stream, what, sent, due, outputs, timeout_s, finish, kept, is_led, together)
+
+    def _shares(self, tensor: torch.Tensor) -> list[Span]:
+        """Equal pieces of it, one for each member."""
+        address, share = tensor.data_ptr(), tensor.nbytes // self._count
+        return [(address + at * share, share) for at in range(self._count)]

@@ -1,0 +1,274 @@
+"""Parts of what ranks of one machine do among themselves: the ledger, memory, sockets, who is introduced to whom."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from byteps_py.errors import ProtocolError
+from byteps_py.session.nearby import messages
+from byteps_py.session.nearby.ledger import Ledger, Stream
+from byteps_py.session.nearby.memory import Incoming, Outgoing, size_class
+from byteps_py.session.nearby.messages import Kind, Message
+from byteps_py.session.nearby.post import Inbox, Outbox
+from byteps_py.shm import Segment
+from byteps_py.worker.meetings import Introduce, Meetings, Tell
+
+# ---- the ledger ----------------------------------------------------------------------------------------------------
+
+
+def pair() -> tuple[Ledger, Stream, Ledger, Stream]:
+    """Two ranks and a stream between them."""
+    one, other = Ledger(0), Ledger(1)
+    return one, one.stream("s", (1,)), other, other.stream("s", (0,))
+
+
+def inline(ledger: Ledger, stream: Stream, target: int, payload: bytes, parcel_id: int = 0) -> tuple[Message, bytes]:
+    number, total = stream.send(target), len(payload)
+    return Message(Kind.INLINE, ledger.me, ledger.era, 0, stream.key, number, total, total, parcel_id), payload
+
+
+def test_parcels_of_a_stream_are_numbered_by_both_sides_alike() -> None:
+    one, sent, other, got = pair()
+    for word in (b"a", b"", b"c"):
+        assert other.came(*inline(one, sent, 1, word)) is None
+    parcels = got.flows[0].parcels
+    assert [parcels[got.expect(0)].payload for _ in range(3)] == [b"a", b"", b"c"]
+    assert all(parcel.has_news for parcel in parcels.values())  # the empty one, too
+
+
+def test_a_parcel_may_come_before_its_stream_is_known() -> None:
+    one, other = Ledger(0), Ledger(1)
+    other.came(*inline(one, one.stream("s", (1,)), 1, b"early"))
+    stream = other.stream("s", (0,))
+    assert stream.flows[0].parcels[stream.expect(0)].payload == b"early"
+
+
+def test_a_parcel_grows_until_it_is_whole() -> None:
+    one, sent, other, got = pair()
+    parcel_id = one.send(sent, (1,), "block")
+    other.came(Message(Kind.LAID, 0, 0, 3, sent.key, sent.send(1), 10, 4, parcel_id, 64), None)
+    parcel = got.flows[0].parcels[1]
+    assert (parcel.segment, parcel.offset, parcel.ready, parcel.has_news) == (3, 64, 4, True)
+    parcel.done = 4
+    assert not parcel.has_news
+    other.came(Message(Kind.MORE, 0, 0, total=10, ready=10, id=parcel_id), None)
+    assert parcel.has_news
+    with pytest.raises(ProtocolError, match="never began"):
+        other.came(Message(Kind.MORE, 0, 0, total=10, ready=10, id=parcel_id), None)
+
+
+def test_a_block_is_free_once_all_have_taken_it() -> None:
+    ledger = Ledger(0)
+    stream = ledger.stream("s", (1, 2))
+    parcel_id = ledger.send(stream, (1, 2), "block")
+    assert stream.unacknowledged == 1
+    assert ledger.came(Message(Kind.TAKEN, 2, 0, id=parcel_id), None) is None
+    assert ledger.takers(stream) == {1}
+    assert ledger.came(Message(Kind.TAKEN, 1, 0, id=parcel_id), None) == "block"
+    assert stream.unacknowledged == 0
+    with pytest.raises(ProtocolError, match="not for it"):
+        ledger.came(Message(Kind.TAKEN, 1, 0, id=parcel_id), None)
+
+
+def test_all_begin_anew_when_all_have_joined() -> None:
+    one, sent, other, got = pair()
+    other.came(*inline(one, sent, 1, b"old"))
+    one.send(sent, (1,), "block")
+    other.came(Message(Kind.JOINED, 0, 0), None)
+    assert other.joined == {0}
+    assert one.start_anew() == ["block"]
+    assert sent.unacknowledged == 0
+    new = inline(one, sent, 1, b"new")
+    other.came(*new)  # the other has not heard yet that all have joined
+    assert got.flows[0].parcels[1].payload == b"old"
+    assert other.start_anew() == []
+    assert other.joined == set()
+    assert got.flows[0].parcels[got.expect(0)].payload == b"new"
+    other.came(Message(Kind.TAKEN, 0, 0, id=77), None)  # of the old era: no matter
+    with pytest.raises(ProtocolError, match="era 3"):
+        other.came(Message(Kind.JOINED, 0, 3), None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_delays_all_arrives_once_and_in_order(seed: int) -> None:
+    """Ranks that send each other parcels, and messages that take their time: those of one rank keep their order."""
+    rng = random.Random(seed)
+    count, parcels = rng.choice((2, 3, 5)), 40
+    ledgers = [Ledger(rank) for rank in range(count)]
+    streams = [ledger.stream("s", [r for r in range(count) if r != ledger.me]) for ledger in ledgers]
+    ways = {(a, b): deque[tuple[Message, bytes | None]]() for a in range(count) for b in range(count) if a != b}
+    to_send = {way: deque(range(parcels)) for way in ways}
+    blocks: set[object] = set()
+    taken: dict[tuple[int, int], list[int]] = {way: [] for way in ways}
+    expected = {way: streams[way[1]].expect(way[0]) for way in ways}
+    while any(to_send.values()) or any(ways.values()):
+        source, target = way = rng.choice(list(ways))
+        if to_send[way] and streams[source].unacknowledged < 3 * count and rng.random() < 0.5:
+            value = to_send[way].popleft()
+            if value % 3:
+                ways[way].append(inline(ledgers[source], streams[source], target, bytes([value])))
+                continue
+            block = (way, value)
+            blocks.add(block)
+            parcel_id = ledgers[source].send(streams[source], (target,), block)
+            number = streams[source].send(target)
+            key = streams[source].key
+            ways[way].append((Message(Kind.LAID, source, 0, value, key, number, 2, 1, parcel_id), None))
+            ways[way].append((Message(Kind.MORE, source, 0, total=2, ready=2, id=parcel_id), None))
+        elif ways[way]:
+            blocks.discard(ledgers[target].came(*ways[way].popleft()))
+            flow = streams[target].flows[source]
+            parcel = flow.parcels.get(expected[way])
+            if parcel is not None and parcel.ready == parcel.total:
+                del flow.parcels[expected[way]]
+                expected[way] = streams[target].expect(source)
+                taken[way].append(parcel.segment if parcel.payload is None else parcel.payload[0])
+                if parcel.id:
+                    ways[target, source].append((Message(Kind.TAKEN, target, 0, id=parcel.id), None))
+    assert all(seen == list(range(parcels)) for seen in taken.values())
+    assert not blocks
+    assert [stream.unacknowledged for stream in streams] == [0] * count
+
+
+# ---- messages ------------------------------------------------------------------------------------------------------
+
+
+def test_messages_come_back_as_they_were() -> None:
+    message = Message(Kind.LAID, 3, 1, 2, 1 << 63, 5, 1 << 40, 7, 8, 1 << 35)
+    assert messages.unpack(memoryview(messages.pack(*message)), messages.RECORD_BYTES) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"short",
+        messages.pack(*Message(9, 0, 0)),
+        messages.pack(*Message(Kind.INLINE, 0, 0, total=3)) + b"ab",
+        messages.pack(*Message(Kind.MORE, 0, 0, total=3, ready=4)),
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        messages.unpack(memoryview(data), len(data))
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outgoing() -> Iterator[Outgoing]:
+    memory = Outgoing(idle_bytes=1 << 20)
+    yield memory
+    memory.close()
+
+
+def test_what_was_freed_last_is_used_first(outgoing: Outgoing) -> None:
+    one, other = (outgoing.allocate(20_000)[0] for _ in range(2))
+    outgoing.free(one)
+    outgoing.free(other)
+    assert [outgoing.allocate(n)[0] for n in (19_000, 20_480)] == [other, one]
+
+
+def test_a_free_block_may_be_larger_but_not_much(outgoing: Outgoing) -> None:
+    large = outgoing.allocate(100_000)[0]
+    outgoing.free(large)
+    assert outgoing.allocate(10_000)[0] != large
+    assert outgoing.allocate(30_000)[0] == large
+
+
+def test_what_is_idle_gives_its_pages_back(outgoing: Outgoing) -> None:
+    blocks = [outgoing.allocate(1 << 19)[0] for _ in range(3)]
+    segment = outgoing.segments[0]
+    for block in blocks:
+        segment.view[block.offset] = 1
+    for block in blocks:
+        outgoing.free(block)
+    assert [segment.view[block.offset] for block in blocks] == [0, 1, 1]
+    assert [outgoing.allocate(1 << 19)[0] for _ in range(3)] == blocks[::-1]
+
+
+def test_sizes_share_blocks() -> None:
+    for nbytes in (1, 4096, 4097, 100_000, (64 << 20) + 1):
+        assert nbytes <= size_class(nbytes) <= max(4096, nbytes * 1.25 + 4096)
+
+
+def test_memory_of_a_neighbour() -> None:
+    theirs, mine = Segment.create(8192), Incoming()
+    mine.add(1, 0, os.dup(theirs.fd), 8192)
+    theirs.view[5000:5003] = b"abc"
+    assert bytes(mine.find(1, 0, 8192).view[5000:5003]) == b"abc"
+    for number, end in ((0, 8193), (1, 1)):
+        with pytest.raises(ProtocolError, match="no memory"):
+            mine.find(1, number, end)
+    mine.close()
+    theirs.close()
+
+
+# ---- sockets -------------------------------------------------------------------------------------------------------
+
+
+def test_an_inbox_that_is_not_read_holds_up_nobody() -> None:
+    inbox = Inbox()
+    outbox = Outbox(os.dup(inbox.door))
+    words = [f"{i:05}".encode() * 2000 for i in range(300)]  # far more than a socket takes
+    segment = Segment.create(4096)
+    for word in words:
+        outbox.send(word)
+    outbox.send(b"last", segment.fd)
+    segment.close()
+    got = []
+    readable = select.poll()
+    readable.register(inbox.fileno(), select.POLLIN)
+    while not got or got[-1] != b"last":
+        assert readable.poll(30_000)
+        nbytes, fd = inbox.receive()
+        got.append(bytes(inbox.buffer[:nbytes]))
+    assert got == [*words, b"last"]
+    Segment(fd, 4096).close()
+    assert inbox.receive() == (0, -1)
+    outbox.close()
+    inbox.close()
+
+
+def test_nobody_minds_an_inbox_that_is_gone() -> None:
+    inbox = Inbox()
+    outbox = Outbox(os.dup(inbox.door))
+    inbox.close()
+    outbox.send(b"too late")
+    outbox.close()
+
+
+# ---- meetings ------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_introduced_once_all_have_asked() -> None:
+    meetings = Meetings()
+    assert meetings.ask(0, 7, [0, 2]) == []
+    assert meetings.ask(1, 8, [0, 1]) == []
+    assert meetings.ask(2, 7, [0, 2]) == [Introduce(0, 2), Introduce(2, 0), Tell(0, 7), Tell(2, 7)]
+    assert meetings.ask(0, 9, [0, 2]) == []
+    assert meetings.ask(2, 9, [0, 2]) == [Tell(0, 9), Tell(2, 9)]  # they know each other
+
+
+def test_who_comes_back_is_somebody_else() -> None:
+    meetings = Meetings()
+    meetings.ask(0, 7, [0, 1])
+    meetings.ask(1, 7, [0, 1])
+    assert meetings.ask(1, 8, [0, 1]) == []
+    meetings.forget(1)
+    assert meetings.ask(0, 8, [0, 1]) == []
+    assert meetings.ask(1, 8, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 8), Tell(1, 8)]
+
+
+def test_ranks_must_ask_for_the_same() -> None:
+    meetings = Meetings()
+    meetings.ask(0, 7, [0, 1])
+    for rank, members in ((1, [0, 1, 2]), (2, [0, 1])):
+        with pytest.raises(ProtocolError, match="others under that key"):
+            meetings.ask(rank, 7, members)

@@ -1,0 +1,56 @@
+"""Which local ranks want to know each other, to deal with each other directly. Pure; owned by the loop's thread.
+
+Ranks that make a group ask for it under its key, each when it comes to it. Once all have, everybody is given the ways
+to the others; what the ranks say to each other then does not pass through here (byteps_py/session/nearby).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from byteps_py.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Introduce:
+    """Give ``rank`` the way to ``other``."""
+
+    rank: int
+    other: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell ``rank`` that all members have asked for ``key``."""
+
+    rank: int
+    key: int
+
+
+class Meetings:
+    """All by local rank."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[tuple[int, ...], set[int]]] = {}  # by key: members, those who have asked
+        self._known: set[tuple[int, int]] = set()  # (who, of whom)
+
+    def ask(self, rank: int, key: int, members: Sequence[int]) -> list[Introduce | Tell]:
+        """``rank`` wants to deal with the other ``members``. Raises ProtocolError if they don't ask for the same."""
+        wanted, asked = self._asked.setdefault(key, (tuple(members), set()))
+        if rank not in members or tuple(members) != wanted:
+            raise ProtocolError(f"local rank {rank} asks to meet {list(members)}, others under that key {list(wanted)}")
+        asked.add(rank)
+        if len(asked) < len(wanted):
+            return []
+        del self._asked[key]
+        new = [(one, other) for one in wanted for other in wanted if one != other and (one, other) not in self._known]
+        self._known.update(new)
+        return [*(Introduce(one, other) for one, other in new), *(Tell(one, key) for one in wanted)]
+
+    def forget(self, rank: int) -> None:
+        """It has left. One that comes in its place is somebody else."""
+        self._known = {pair for pair in self._known if rank not in pair}
+        for _, asked in self._asked.values():
+            asked.discard(rank)
+        self._asked = {key: entry for key, entry in self._asked.items() if entry[1]}
