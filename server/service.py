@@ -152,7 +152,7 @@ class Service:
 
     def _drain(self, reason: str) -> None:
         self._reason = reason
-        if self._is_draining or self._rounds.epoch == 0 or self._orphaned_since_s or self._link is None:
+        if self._is_draining or self._rounds.epoch == 0 or self._is_headless or self._link is None:
             self._loop.stop()
             return
         self._is_draining = True

@@ -142,3 +142,11 @@ def test_scale_lets_named_servers_go() -> None:
     assert list(weights(cluster.last(workers[0]))) == ["tcp://cpu1:1"]
     with pytest.raises(UsageError, match="the job does not run: 0 of 2 workers"):
         Cluster(num_servers=0).core.scale(0, [], 0.0)
+
+
+def test_a_server_that_fails_takes_nobody_with_it() -> None:
+    cluster, workers, servers = running(n=2, k=1)
+    cluster.say(servers[0], report=pb.Report(error="CommunicationError", message="failed: MemoryError()"))
+    membership = cluster.last(workers[0]).membership
+    assert (cluster.core.state, membership.epoch) == (states.RUNNING, 2)
+    assert membership.reason == "lost server tcp://cpu0:1 (host h0, pid 200): failed: MemoryError()"

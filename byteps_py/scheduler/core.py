@@ -504,6 +504,8 @@ class SchedulerCore:
         return to_each(self._roster.workers(), pb.SchedulerMessage(sight=sight))
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
+        if self.state == RUNNING and not member.is_worker:
+            return self._lose(member, report.message, now_s)  # a service that fails takes nobody with it
         error = report.error if report.error in BY_NAME else "CommunicationError"
         # A traceback may follow the sentence.
         first, *rest = report.message.split("\n", 1)
