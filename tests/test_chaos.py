@@ -1,4 +1,4 @@
-"""A short run of chaos; ``make chaos`` makes a long one."""
+"""A short run of chaos; ``make chaos`` makes a long one. test_recovery.py has the same faults in an order of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from chaos.run import calm, run
 from test_recovery import OPTIONS, STRETCHES
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_random_faults_change_nothing() -> None:
     wild = run(STRETCHES, seed=7, options=OPTIONS)

@@ -118,10 +118,29 @@ def test_silence_is_death_and_a_late_scheduler_proves_nothing() -> None:
     assert cluster.take(cluster.core.on_tick(cluster.now)) == []
     assert cluster.tick(9.5, (a, *servers)) == []
     cluster.tick(0.5, (a, *servers))
-    assert "lost worker 1 (ranks 2-3, host gpu1, pid 101): nothing was heard of it for 10.0 s" in (
+    assert "lost worker 1 (ranks 2-3, host gpu1, pid 101): nothing was heard of it for 19.5 s" in (
         cluster.last(a).failure.message
     )
     assert cluster.last(b).failure == cluster.last(a).failure  # should it wake up, it knows
+
+
+def test_a_frozen_worker_of_a_machine_that_lives_is_found_by_a_busy_scheduler() -> None:
+    """Being held up for a moment, again and again, is no reason to count anew."""
+    cluster, (a, b), servers = running(n=2, k=0, heartbeat_timeout_s=1.0)
+    beside_b = servers[1]
+    for _ in range(4):
+        assert "failure" not in cluster.bodies(a)
+        cluster.tick(2.0, (a, *servers))
+        cluster.now += 0.7
+        for connection in (a, *servers):
+            cluster.say(connection, heartbeat=pb.Heartbeat())
+        cluster.take(cluster.core.on_tick(cluster.now))
+    assert "failure" not in cluster.bodies(a)
+    cluster.tick(3.0, (a, *servers))
+    assert cluster.last(a).failure.message.startswith(
+        "lost worker 1 (ranks 2-3, host gpu1, pid 101): nothing was heard"
+    )
+    assert (cluster.last(b).failure, cluster.bodies(beside_b)[-1]) == (cluster.last(a).failure, "failure")
 
 
 def test_a_slow_worker_of_a_machine_that_lives_is_given_time_and_a_silent_server_is_not() -> None:

@@ -16,6 +16,7 @@ from byteps_py.scheduler.member import MemberRecord
 DOUBT_INTERVALS = 3
 #: So much longer may be silent who is slow, but not dead.
 SLOW_FACTOR = 10
+_KEPT = 100  # times of being held up; older ones are of no account
 
 
 class Silence:
@@ -24,18 +25,22 @@ class Silence:
         self._doubt_s = DOUBT_INTERVALS * interval_s
         self._last_tick_s: float | None = None
         self._awake_since_s = -float("inf")
+        self._held_up: list[tuple[float, float]] = []  # until when, and for how long, the latest last
 
     def tick(self, now_s: float) -> None:
         """Call a few times per second. Ticks that come late show that the scheduler itself was held up
-        (suspended, starved): it has heard nobody, and starts to count anew."""
+        (suspended, starved): it has heard nobody. That time counts for nobody's silence, and nobody is dead before the
+        scheduler has listened for a whole timeout again. (To count anew after each would be never to count to ten
+        timeouts on a machine that is busy.)"""
         if self._last_tick_s is not None and now_s - self._last_tick_s > self._timeout_s / 2:
             self._awake_since_s = now_s
+            self._held_up = [*self._held_up[1 - _KEPT :], (now_s, now_s - self._last_tick_s)]
         self._last_tick_s = now_s
 
     def too_long(self, member: MemberRecord, present: Iterable[MemberRecord], now_s: float) -> str:
         """Why this member's silence is a death, in words; empty while it is not. ``present``: it and all others."""
         silence_s = self._silence_s(member, now_s)
-        if silence_s < self._timeout_s:
+        if silence_s < self._timeout_s or now_s - self._awake_since_s < self._timeout_s:
             return ""
         slow = member.is_worker and any(
             other.facts.machine_id == member.facts.machine_id and self._silence_s(other, now_s) < self._timeout_s
@@ -51,4 +56,5 @@ class Silence:
         return f"silent for {silence_s:.1f} s" if member.is_present and silence_s > self._doubt_s else ""
 
     def _silence_s(self, member: MemberRecord, now_s: float) -> float:
-        return now_s - max(member.last_seen_s, self._awake_since_s)
+        deaf_s = sum(for_s for until_s, for_s in self._held_up if until_s > member.last_seen_s)
+        return now_s - member.last_seen_s - deaf_s
