@@ -1,4 +1,4 @@
-"""A short run of chaos; ``make chaos`` makes a long one. test_recovery.py has the same faults in an order of its own."""
+"""A short run of chaos; ``make chaos`` makes a long one. test_recovery.py has the same faults in its own order."""
 
 from __future__ import annotations
 
