@@ -26,7 +26,7 @@ MACHINE_KIND_GPU: MachineKind
 MACHINE_KIND_CPU: MachineKind
 
 class MemberMessage(_message.Message):
-    __slots__ = ("number", "received", "register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured", "join", "idle", "sight", "drain", "applied", "unreachable")
+    __slots__ = ("number", "received", "register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured", "join", "idle", "sight", "drain", "applied", "unreachable", "ready", "settled")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,8 @@ class MemberMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     number: int
     received: int
     register: Register
@@ -59,7 +61,9 @@ class MemberMessage(_message.Message):
     drain: Drain
     applied: Applied
     unreachable: Unreachable
-    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ...) -> None: ...
+    ready: Ready
+    settled: Gone
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., settled: _Optional[_Union[Gone, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit", "token", "received", "member_id", "epoch")
@@ -249,6 +253,10 @@ class Drain(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class Ready(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Applied(_message.Message):
     __slots__ = ("epoch", "moved")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -312,7 +320,7 @@ class Measured(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., mbit: _Optional[float] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "sight", "slow")
+    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "sight", "slow", "dismissed")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +337,7 @@ class SchedulerMessage(_message.Message):
     ALL_JOINED_FIELD_NUMBER: _ClassVar[int]
     SIGHT_FIELD_NUMBER: _ClassVar[int]
     SLOW_FIELD_NUMBER: _ClassVar[int]
+    DISMISSED_FIELD_NUMBER: _ClassVar[int]
     number: int
     received: int
     welcome: Welcome
@@ -345,7 +354,8 @@ class SchedulerMessage(_message.Message):
     all_joined: AllJoined
     sight: Sight
     slow: Slow
-    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ...) -> None: ...
+    dismissed: Dismissed
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("member_id",)
@@ -492,6 +502,10 @@ class Slow(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     message: str
     def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class Dismissed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("reason",)

@@ -90,6 +90,7 @@ class Service:
         self._orphaned_since_s = 0.0
         self._has_tick = False
         self._is_draining = False
+        self._is_prepared = False
         self._link: Link | None = None
         host = machine.offered_host(settings)
         self._loop = EventLoop()
@@ -106,7 +107,7 @@ class Service:
             )
         # Beside trainers, whose communication service says it too, it would be the same sentence once more.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
-        self._reducer = Reducer(self._loop, settings.server_threads, self._network.open_echo)
+        self._reducer = Reducer(self._loop, settings.server_threads, self._prepared)
 
     @property
     def address(self) -> str:
@@ -120,6 +121,8 @@ class Service:
                 self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat,
                 self._on_away, self._on_back,
             )  # fmt: skip
+            if self._is_prepared:
+                self._link.send(pb.MemberMessage(ready=pb.Ready()))
             logger.info("summation server at %s", self.address)
             self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
             self._loop.run()
@@ -134,6 +137,13 @@ class Service:
         if self._error is not None:
             raise self._error
         return self._status
+
+    def _prepared(self) -> None:
+        """The kernels are loaded."""
+        self._is_prepared = True
+        self._network.open_echo()
+        if self._link is not None:
+            self._link.send(pb.MemberMessage(ready=pb.Ready()))
 
     def stop(self, reason: str) -> None:
         """Leave the job and let ``run`` return 0: at once when asked twice, else when its keys have moved to others.

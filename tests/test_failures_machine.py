@@ -15,7 +15,7 @@ SHIM = ROOT / "tests" / "programs" / "jumping_clock.c"
 
 
 def test_a_hundred_times_init_and_shutdown_leave_nothing() -> None:
-    with launch("-np 2", "repeat", "100") as job:
+    with launch("-np 2", "repeat", "100", PS_HEARTBEAT_TIMEOUT="30") as job:
         assert job.end() == 0, job.text
     assert sorted(job.said) == ["0: 100 turns", "1: 100 turns"]
 
@@ -33,10 +33,10 @@ def jumping_clock(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_two_jobs_do_not_meet_and_a_clock_that_jumps_ends_nothing(jumping_clock: str) -> None:
     """Each reduces tensors of the same names, and checks every sum. Silence and stalls would soon be errors here."""
-    limits = {"BYTEPS_STALL_WARN_S": "20", "BYTEPS_STALL_LIMIT_S": "40"}
+    limits = {"PS_HEARTBEAT_TIMEOUT": "30", "BYTEPS_STALL_WARN_S": "20", "BYTEPS_STALL_LIMIT_S": "40"}
     with (
         launch("-np 1 --machines 2 --servers 1", "told", LD_PRELOAD=jumping_clock, **limits) as jumping,
-        launch("-np 2", "told") as other,
+        launch("-np 2", "told", **limits) as other,
     ):
         jumping.until("0: training", "1: training")
         other.until("0: training", "1: training")

@@ -6,15 +6,19 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from support.breaking import ERROR_STATUS, launch
+from support.breaking import ERROR_STATUS, command, launch
+from support.clusters import ROOT
 
 from byteps_py.session import endings, words
 
+SPAWNED = ROOT / "tests" / "programs" / "spawned.py"
+
 
 def test_an_exception_is_told_to_all_with_its_traceback() -> None:
-    with launch("-np 1 --machines 2", "crashes", "0", BYTEPS_STALL_WARN_S="0.5") as job:
+    with launch("-np 1 --machines 2", "crashes", "0", BYTEPS_STALL_WARN_S="0.5", PS_HEARTBEAT_TIMEOUT="30") as job:
         # The process goes on without its thread; who waits for it is told that it does.
         job.until("was ended by an exception: KeyError: 'no such batch'")
         job.until("in feed", "in crashes")
@@ -26,8 +30,22 @@ def test_an_exception_is_told_to_all_with_its_traceback() -> None:
         assert "the data of batch 7 is bad (reported by worker 0 (rank 0, " in job.text
 
 
+def test_processes_of_multiprocessing_say_it_too(tmp_path: Path) -> None:
+    """torch's spawn goes about it in the same way: what the program raises becomes a SystemExit."""
+    with command(sys.executable, str(SPAWNED), BYTEPS_JOB_ID=f"spawned-{tmp_path}", PS_HEARTBEAT_TIMEOUT="30") as job:
+        assert job.end() == 0
+    said = [line for line in job.said if line.startswith(("0: ", "1: "))]
+    assert sorted(said) == ["0: all have left", "1: all have left"], job.text  # the first time nobody fails
+    assert re.search(
+        r"^PeerLostError: rank 1 \(process \d+ on .*\) was ended by an exception: ValueError: the data is bad\n"
+        r"Traceback \(most recent call last\):\n(.*\n)+?ValueError: the data is bad",
+        job.text,
+        re.MULTILINE,
+    ), job.text
+
+
 def test_an_exit_status_is_the_launchers_to_tell() -> None:
-    with launch("-np 2", "exits") as job:
+    with launch("-np 2", "exits", PS_HEARTBEAT_TIMEOUT="30") as job:
         assert job.end() == 5
         assert "rank 1 exited with status 5" in job.text
 
@@ -36,11 +54,14 @@ class _Speaker:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def tell_failure(self) -> None:
+    def tell_failure(self, error: BaseException) -> None:
         self.said.append("failure")
 
     def tell_note(self, text: str) -> None:
         self.said.append(text)
+
+    def close(self) -> None:
+        self.said.append("closed")
 
 
 @pytest.fixture

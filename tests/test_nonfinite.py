@@ -18,11 +18,14 @@ from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 from byteps_py.torch import nonfinite
 
 PROGRAM = Path(__file__).parent / "programs" / "nonfinite.py"
+ENVIRON = {"BYTEPS_PARTITION_BYTES": str(64 << 10), "PS_HEARTBEAT_TIMEOUT": "30"}
 
 
 @pytest.mark.timeout(200)
 def test_every_rank_learns_what_it_was_in_the_same_step() -> None:
-    run = bpslaunch(["-np", "1", "--machines", "2"], [PROGRAM], BYTEPS_PARTITION_BYTES=str(64 << 10))
+    run = bpslaunch(
+        ["-np", "1", "--machines", "2"], [PROGRAM], BYTEPS_PARTITION_BYTES=str(64 << 10), PS_HEARTBEAT_TIMEOUT="30"
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("all is well") == 2, run.stdout + run.stderr
     # Each step that is left out is logged once on each machine, with the reason.
@@ -33,7 +36,9 @@ def test_every_rank_learns_what_it_was_in_the_same_step() -> None:
 
 @pytest.mark.parametrize("layout", ["-np 2", "-np 1 --machines 2 --servers 1", "-np 2 --machines 2"])
 def test_the_services_say_who_it_was(layout: str) -> None:
-    run = bpslaunch(layout.split(), [PROGRAM.with_name("blame.py")], BYTEPS_PARTITION_BYTES=str(64 << 10))
+    run = bpslaunch(
+        layout.split(), [PROGRAM.with_name("blame.py")], BYTEPS_PARTITION_BYTES=str(64 << 10), PS_HEARTBEAT_TIMEOUT="30"
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     ranks = 4 if layout == "-np 2 --machines 2" else 2
     assert run.stdout.count("all is well") == ranks, run.stdout + run.stderr

@@ -61,7 +61,10 @@ def test_the_last_server_is_missed() -> None:
 def test_a_server_that_comes_later_gets_its_share_and_the_membership() -> None:
     cluster, workers, _ = running(n=3, k=1)
     late = cluster.join(server(7, CPU, n=3, k=5))  # it was told of more servers than the job began with
+    assert cluster.bodies(late) == ["welcome", "membership"]
+    cluster.say(late, ready=pb.Ready())
     assert cluster.bodies(late) == ["welcome", "membership", "membership"]
+    cluster.say(late, ready=pb.Ready())  # after the scheduler was started again, perhaps
     assert [m.membership.epoch for m in cluster.told[late][1:]] == [1, 2]
     assert list(weights(cluster.last(workers[0])).values()) == list(Optimum(3, 2).weights)
     assert {member.link_mbit for member in cluster.last(late).membership.servers} == {1000.0}
@@ -70,12 +73,15 @@ def test_a_server_that_comes_later_gets_its_share_and_the_membership() -> None:
 def test_gpu_machines_take_over_when_all_cpu_machines_have_gone() -> None:
     cluster, workers, servers = running(n=2, k=2)
     standby = [cluster.join(server(i, GPU, n=2, k=2)) for i in range(2)]
+    for late in standby:
+        cluster.say(late, ready=pb.Ready())
     assert cluster.last(workers[0]).membership.epoch == 1  # they hold nothing yet
     for gone in servers:
         cluster.drop(gone)
     assert weights(cluster.last(workers[0])) == {"tcp://gpu0:1": 2, "tcp://gpu1:1": 2}
     cluster.drop(standby[0])
     back = cluster.join(server(0, GPU, n=2, k=2))  # its launcher started it once more
+    cluster.say(back, ready=pb.Ready())
     assert weights(cluster.last(back)) == {"tcp://gpu0:1": 2, "tcp://gpu1:1": 2}
 
 

@@ -151,6 +151,7 @@ def test_a_whole_job_through_the_scheduler(control: EventLoop) -> None:
     port = free_port()
     environment = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_NUM_WORKER": "2"}
     environment |= {"BYTEPS_SECRET": "known to members", "BYTEPS_JOB_ID": f"test-{port}"}
+    environment |= {"PS_HEARTBEAT_TIMEOUT": "30"}  # slow is not dead
     on_machine = [{**environment, "DMLC_WORKER_ID": str(i)} for i in range(2)]
     settings = [Settings.from_env(variables) for variables in on_machine]
     epoch = pb.Membership()

@@ -41,7 +41,11 @@ def starved(pid: int) -> Iterator[None]:
 
 
 def test_a_slow_rank_and_a_slow_server_are_named_and_hold_no_more_than_the_credit() -> None:
-    environ = {"BYTEPS_PARTITION_BYTES": str(64 << 10), "BYTEPS_SCHEDULING_CREDIT": str(CREDIT)}
+    environ = {
+        "BYTEPS_PARTITION_BYTES": str(64 << 10),
+        "BYTEPS_SCHEDULING_CREDIT": str(CREDIT),
+        "PS_HEARTBEAT_TIMEOUT": "30",
+    }
     with launch("-np 1 --machines 2 --servers 2", "straggles", **environ) as job:
         job.until("0: training", "1: training")
         rank_pid = job.pid("straggles", DMLC_WORKER_ID="1")

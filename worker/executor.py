@@ -228,13 +228,17 @@ class Executor:
             self._fail(from_name(error, f"tensor {part.tensor.name!r}: {text}"))
             return
         source = 0
-        if part.answer is not None:
-            source = part.answer.address
+        if frame is None:  # of the service of this machine
+            if server != part.server:
+                return  # of a place that was given up
+            source = part.answer.address if part.answer is not None else 0
         elif part.tensor.local_root is None and part.tensor.slots:
-            if frame is None or len(frame) != part.length:
+            if len(frame) != part.length:
                 raise ProtocolError(
-                    f"tensor {part.tensor.name!r}: an answer of {len(frame or b'')} bytes, {part.length} were due"
+                    f"tensor {part.tensor.name!r}: an answer of {len(frame)} bytes, {part.length} were due"
                 )
+            # The server before may answer while the service of this machine, which has the partition now, does too.
+            self._memory.abandon_answer_block(part, part.server)
             self._frames[part] = frame
             source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
         self._moved_at = time.monotonic()
@@ -242,6 +246,14 @@ class Executor:
             self.network.pace.answered(part, header.waited_us / 1e6, self._moved_at)
         part.tensor.blame |= header.blame
         self.run(self._pipeline.answered(part, header.round, source, self._moved_at))
+
+    def lacks(self, ranks: set[int]) -> bool:
+        """Something was given to a round in which these ranks take part, and the result is not there."""
+        return any(
+            part.stage is Stage.IN_FLIGHT or (part.stage is Stage.QUEUED and part.is_resent)
+            for part in self._sent
+            if part.tensor.slots and (not part.tensor.spec.group or ranks.intersection(part.tensor.spec.group))
+        )
 
     def move(self, server_of: Callable[[Part], int]) -> int:
         """A new epoch: what its placement gives to other servers goes there. Returns how many partitions moved."""

@@ -6,6 +6,7 @@ nothing of tensors or rounds.
 
 from __future__ import annotations
 
+import collections
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -211,9 +212,11 @@ class LocalLink(ServerLink):
         self._loop = loop
         self._arena = arena
         self._announced = 0
+        self._is_full = False  # the service has to read before it can be sent more
         self._on_answer = on_answer
         self._on_lost = on_lost
         self._channel: Channel | None = None
+        self._unsent: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
         try:  # it listened before it became a member: who is not there now is gone
             self._channel = connect_channel(name, _CONNECT_S)
             token = auth.token(settings.secret, "local", settings.job, str(sender))
@@ -232,15 +235,28 @@ class LocalLink(ServerLink):
             header.answer_segment, header.answer_offset = answer.segment, answer.offset
         if self._channel is None:
             return
+        while self._announced < len(self._arena.segments):
+            segment = self._arena.segments[self._announced]
+            hello = Header(Kind.SEGMENT, header.sender, segment=self._announced, length=segment.nbytes)
+            self._unsent.append((hello.pack(), (segment.fd,)))
+            self._announced += 1
+        self._unsent.append((header.pack(), ()))
+        if not self._is_full:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what the service takes. It may be frozen, or starting: this one must not wait for it."""
         try:
-            while self._announced < len(self._arena.segments):
-                segment = self._arena.segments[self._announced]
-                hello = Header(Kind.SEGMENT, header.sender, segment=self._announced, length=segment.nbytes)
-                self._channel.send(hello.pack(), (segment.fd,))
-                self._announced += 1
-            self._channel.send(header.pack())
+            while self._channel is not None and self._unsent and self._channel.try_send(*self._unsent[0]):
+                self._unsent.popleft()
         except PeerLostError as lost:
             self._lost(lost)
+        if self._channel is not None and self._is_full != bool(self._unsent):
+            self._is_full = bool(self._unsent)
+            if self._is_full:
+                self._loop.add_writer(self._channel.fileno(), self._flush)
+            else:
+                self._loop.remove_writer(self._channel.fileno())
 
     def _drain(self) -> None:
         try:

@@ -21,8 +21,10 @@ from byteps_py.worker.tensor import Part
 
 #: Values of so many seconds count as one, their mean: a process may be fast in bursts, and slow.
 SPAN_S = 0.5
-#: Of so many spans the median is typical: a single long one is a checkpoint, or an accident.
-SPANS = 3
+#: The median of the latest spans is typical, of those of so many seconds: what is shorter is the operating system's
+#: doing. At least two: a single long one is a checkpoint, or an accident.
+WINDOW_S = 3.0
+_MOST = 16
 #: What an answer takes however small it is: a busy machine's scheduling.
 _BASE_S = 0.005
 
@@ -31,7 +33,7 @@ class Typical:
     """What values are lately: they come in tuples, each place is looked at by itself."""
 
     def __init__(self) -> None:
-        self._spans: deque[tuple[float, ...]] = deque(maxlen=SPANS)
+        self._spans: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=_MOST)  # how long, mean values
         self._open: list[tuple[float, ...]] = []
         self._since: float | None = None
         self._closed = 0.0
@@ -44,15 +46,23 @@ class Typical:
             self._since = since
         self._open.append(values)
         if now - self._since >= SPAN_S:
-            self._spans.append(tuple(statistics.fmean(column) for column in zip(*self._open, strict=True)))
+            means = tuple(statistics.fmean(column) for column in zip(*self._open, strict=True))
+            self._spans.append((now - self._since, means))
             self._open.clear()
             self._since, self._closed = None, now
 
     def values(self) -> tuple[float, ...] | None:
-        """None before there are two spans; of two the lower values."""
-        if len(self._spans) < 2:
+        """None before there are enough; of an even number of spans the lower median."""
+        latest: list[tuple[float, ...]] = []
+        left_s = WINDOW_S
+        for span_s, means in reversed(self._spans):
+            if left_s <= 0 and len(latest) >= 2:
+                break
+            latest.append(means)
+            left_s -= span_s
+        if left_s > 0 or len(latest) < 2:
             return None
-        return tuple(statistics.median_low(column) for column in zip(*self._spans, strict=True))
+        return tuple(statistics.median_low(column) for column in zip(*latest, strict=True))
 
 
 class _Rank:

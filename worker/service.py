@@ -50,6 +50,7 @@ from byteps_py.worker.waits import Waits
 _TICK_S = 0.25
 _STALLS_KEPT = 20
 _WORD_OF_SCHEDULER_S = 1.0
+_FAREWELL_S = 10.0  # at most: a scheduler that was restarted knows nothing of who waits to go
 _HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to come back
 #: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
 _LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
@@ -89,7 +90,12 @@ class Service:
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._had_ranks = False
+        # Ranks of other machines that are gone, and have given to what lacks here.
+        self._departed: list[set[int]] = []
+        self._is_dismissed = False  # nobody needs what its ranks gave, which are gone
+        self._is_leaving = False
         self._is_headless = False  # the scheduler is away
+        self._headless_since = 0.0
         self._link: ControlLink = connect(
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
             self._scheduler_away, self._scheduler_back,
@@ -117,7 +123,29 @@ class Service:
         if staying and self._requests is not None:
             ranks = self._requests.topology.describe_ranks(staying)
             self._fail(PeerLostError(f"the communication service of {ranks} was told to end while they needed it"))
-        self._loop.stop()
+        self._go()
+
+    def _go(self) -> None:
+        """End, once no other machine lacks a result that takes what this one gave."""
+        ends_at_once = self._network is None or self._is_headless or self._desk.failure is not None
+        have_left = len(self._desk.left) >= self._settings.local_size
+        if ends_at_once or self._is_dismissed or not have_left:
+            self._loop.stop()
+        elif not self._is_leaving:
+            self._is_leaving = True
+            self._loop.call_later(_FAREWELL_S, self._loop.stop)
+
+    def _settle(self) -> None:
+        """Machines whose ranks are gone wait to hear that nothing of theirs is needed."""
+        if self._executor is None:
+            return
+        lacking = []
+        for ranks in self._departed:
+            if self._executor.lacks(ranks):
+                lacking.append(ranks)
+            else:
+                self._link.send(pb.MemberMessage(settled=pb.Gone(ranks=sorted(ranks))))
+        self._departed = lacking
 
     def _close(self) -> None:
         self._link.close("the communication service ends")
@@ -178,8 +206,14 @@ class Service:
             error = from_name(answer.error, answer.message)
             if body == "failure" and message.failure.orderly and self._waits is not None:
                 self._waits.departed(time.monotonic(), answer.message, set(message.failure.ranks))
+                self._departed.append(set(message.failure.ranks))
+                self._settle()
             else:
                 self._fail(error, report=False)
+        elif body == "dismissed":
+            self._is_dismissed = True
+            if self._is_leaving:
+                self._loop.stop()
         elif body == "stop":
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._loop.stop()
@@ -242,7 +276,9 @@ class Service:
         self._requests = Requests(
             topology, memory, self._agreement, pipeline, direct, executor, joining, self._link.send
         )
-        self._waits = Waits(self._requests, self._agreement, direct, self._desk, self._stay)
+        self._waits = Waits(
+            self._requests, self._agreement, direct, self._desk, self._stay, self._settings.heartbeat_timeout_s
+        )
         self._sights = Sights(
             self._loop, executor.ranks, self._requests.describe, memory.name_of, functools.partial(self._saw, topology)
         )
@@ -295,7 +331,10 @@ class Service:
             self._scheduler_away(error)
 
     def _scheduler_away(self, error: BytePSError) -> None:
+        if not self._is_headless:
+            self._headless_since = time.monotonic()
         self._is_headless = True
+        self._headless_since = time.monotonic()
         # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
         if self._requests is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
@@ -328,11 +367,14 @@ class Service:
 
     def _tick(self) -> None:
         self._loop.call_later(_TICK_S, self._tick)
+        self._settle()
         now = time.monotonic()
         why, is_news = self._waits.vain(now) if self._waits is not None else ("", False)
         if why:
             self._fail(PeerLostError(why), report=is_news)
         limit = self._settings.stall_limit_s
+        if limit and self._is_headless and now - self._headless_since > limit and self._requests is not None:
+            self._requests.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
         if limit and (waiting := self._waiting(limit)):
             # The scheduler knows whom they wait for: the last that it said about it.
             name = repr(waiting[0].name) if waiting[0].name else "a barrier"
@@ -342,10 +384,18 @@ class Service:
             self._fail(
                 StallError(f"{describe_waiting(waiting[0])} longer than BYTEPS_STALL_LIMIT_S={limit:g} allows{why}")
             )
+        if limit and self._is_headless and now - self._headless_since > limit and self._joined_here:
+            text = f"join(): the scheduler is away for longer than BYTEPS_STALL_LIMIT_S={limit:g}, and only it knows"
+            self._fail(StallError(f"{text} when all have joined"))
         if not self._stay and not self._had_ranks and now - self._started > self._settings.start_timeout_s:
             logger.error("no rank came within %g s", self._settings.start_timeout_s)
             self._exit_code = 1
             self._loop.stop()
+
+    @property
+    def _joined_here(self) -> bool:
+        """Local ranks wait for all to join."""
+        return self._requests is not None and bool(self._requests.joining.here)
 
     def _pump(self) -> None:
         now = time.monotonic()
@@ -420,4 +470,4 @@ class Service:
         if here or self._stay:
             return
         if self._desk.failure is not None or (self._had_ranks and all_have_come):
-            self._loop.stop()
+            self._go()

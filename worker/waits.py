@@ -14,14 +14,18 @@ DEPARTURE_GRACE_S = 1.0
 
 
 class Waits:
-    """``stay``: the service waits for ranks that come back; then a rank has left only when its process has ended."""
+    """``stay``: the service waits for ranks that come back; then a rank has left only when its process has ended.
+    ``silence_s``: after so long a silence a server counts as lost, and others begin to do its work."""
 
-    def __init__(self, requests: Requests, agreement: Agreement, direct: Direct, desk: Desk, stay: bool) -> None:
+    def __init__(
+        self, requests: Requests, agreement: Agreement, direct: Direct, desk: Desk, stay: bool, silence_s: float
+    ) -> None:
         self._requests = requests
         self._agreement = agreement
         self._direct = direct
         self._desk = desk
         self._stay = stay
+        self._silence_s = silence_s
         self._departed: list[tuple[float, str, set[int]]] = []
 
     def departed(self, now: float, sentence: str, ranks: set[int]) -> None:
@@ -63,8 +67,11 @@ class Waits:
             joined = topology.describe_ranks(sorted(here.joining.here))
             who = f"{topology.describe_ranks(sorted(left))} shut down" if left else departed[0][1]
             return f"join(): {joined} wait for all others to join, but {who}", True
-        if not (left or departed) or here.executor.idle_s(now) < DEPARTURE_GRACE_S:
+        idle_s = here.executor.idle_s(now)
+        if not (left or departed) or idle_s < DEPARTURE_GRACE_S:
             return "", False
+        if idle_s < DEPARTURE_GRACE_S + self._silence_s and here.executor.lacks(set(range(topology.size))):
+            return "", False  # its server may be lost, and what these ranks gave is asked for once more
         for waiting in self.longer_than(DEPARTURE_GRACE_S, now):
             group = set(waiting.group or range(topology.size))
             for _, sentence, ranks in departed:

@@ -21,6 +21,7 @@ from byteps_py.scheduler.barrier import Barriers
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.declarations import Decided, Declarations, Reopened
 from byteps_py.scheduler.ending import Finish, finish
+from byteps_py.scheduler.farewell import Farewell
 from byteps_py.scheduler.joining import Joining
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
@@ -48,6 +49,7 @@ class SchedulerCore:
         self._pace = PaceWatch(config.straggler, config.stall_warn_s)
         self._barriers = Barriers(config.num_workers)
         self._joining = Joining(config.num_workers)
+        self._farewell = Farewell()
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
         self._connections: set[int] = set()
         self._first_registration_s: float | None = None
@@ -105,12 +107,16 @@ class SchedulerCore:
                     return self._leave(member, message.leave.reason, now_s)
                 case "gone":
                     return self._gone(member, message.gone)
+                case "settled":
+                    return self._settled(member, message.settled)
                 case "measured":
                     return self._measured(member, message.measured, now_s)
                 case "sight":
                     return self._sight(member, message.sight)
                 case "drain":
                     return self._drain(member, message.drain.reason, now_s)
+                case "ready":
+                    return self._ready(member, now_s)
                 case "applied":
                     return self._applied(member, message.applied)
                 case "unreachable":
@@ -253,8 +259,8 @@ class SchedulerCore:
         if self.state == FORMING:
             self.reason = self._roster.missing()
         if self.state == RUNNING:  # a summation service more
+            admitted.is_late = True
             out.append((connection, pb.SchedulerMessage(membership=self._membership)))
-            out += self._reassign(f"{admitted.describe()} has come", now_s)
         elif not self.reason:
             out += self._all_are_there(now_s)
         return out
@@ -304,6 +310,8 @@ class SchedulerCore:
             return []
         member.statistics = heartbeat.statistics
         self._stalls.report(member.id, heartbeat.waiting)
+        if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
+            raise ProtocolError("it says how ranks keep up that are not its own")
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         out: Outgoing = []
         for sentence in self._slow_sentences(self._pace.due(self._slow(), now_s)):
@@ -391,7 +399,8 @@ class SchedulerCore:
             return self._reassign(text, now_s)
         # Orderly: they raise it only if they still want something, so that at a normal end nobody sees it.
         self.reason = text
-        return to_each(workers, failure("PeerLostError", text, member.ranks))
+        self._farewell.gone(member.ranks)
+        return to_each(workers, failure("PeerLostError", text, member.ranks)) + self._dismiss_workers()
 
     def _gone(self, member: MemberRecord, gone: pb.Gone) -> Outgoing:
         """Its ranks have ended and won't come back. To others that is no different from a worker that left."""
@@ -405,7 +414,17 @@ class SchedulerCore:
         else:
             text = f"{ranks_text(gone.ranks)} of {member.describe()} has shut down"
         others = [m for m in self._roster.workers() if m is not member]
-        return to_each(others, failure("PeerLostError", text, gone.ranks))
+        self._farewell.gone(gone.ranks)
+        return to_each(others, failure("PeerLostError", text, gone.ranks)) + self._dismiss_workers()
+
+    def _settled(self, member: MemberRecord, settled: pb.Gone) -> Outgoing:
+        self._ranks_of(member)
+        self._farewell.settled(member, settled.ranks)
+        return self._dismiss_workers()
+
+    def _dismiss_workers(self) -> Outgoing:
+        """Those whose ranks have shut down, once no other machine needs what they have kept."""
+        return to_each(self._farewell.free(self._roster.workers()), pb.SchedulerMessage(dismissed=pb.Dismissed()))
 
     def _sight(self, member: MemberRecord, sight: pb.Sight) -> Outgoing:
         if sight.rank not in self._ranks_of(member):
@@ -471,6 +490,12 @@ class SchedulerCore:
         member.is_draining = True
         out = self._reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
         return out + self._let_go()
+
+    def _ready(self, member: MemberRecord, now_s: float) -> Outgoing:
+        if not member.is_late:
+            return []
+        member.is_late = False
+        return self._reassign(f"{member.describe()} has come", now_s)
 
     def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
         """Drain these servers, and the last of all CPU machines' until at most ``count`` are left (-1: any number).

@@ -20,16 +20,21 @@ import re
 import stat
 import struct
 import tempfile
+import time
 import zlib
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from byteps_py.errors import JournalError
+from byteps_py.log import logger
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalRecord
 from byteps_py.settings import Settings
 
 NO_JOURNAL = "none"
+#: A hundred thousand records, which take about a second to go through again.
+COMPACT_BYTES = 4 << 20
+_STALE_S = 7 * 86400.0
 _MAGIC = b"byteps journal 1\n"
 _HEAD = struct.Struct("<II")
 
@@ -71,7 +76,9 @@ def _parse(body: bytes, crc: int) -> JournalFrame | None:
 
 
 def journal_path(settings: Settings) -> Path | None:
-    """Where this job's journal is; None if there is to be none. Makes the folder. Raises JournalError."""
+    """Where this job's journal is; None if there is to be none, or if there is no place for it. Makes the folder, and
+    clears it of what jobs have left that were killed long ago. Raises JournalError if the folder that was told is bad.
+    """
     if settings.journal_dir == NO_JOURNAL:
         return None
     readable = re.sub(r"[^A-Za-z0-9.-]+", "_", settings.job)[:60]
@@ -80,9 +87,29 @@ def journal_path(settings: Settings) -> Path | None:
     if settings.journal_dir:
         return _folder(Path(settings.journal_dir)) / name
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    with contextlib.suppress(JournalError):
-        return _folder(Path(state) / "byteps") / name
-    return _folder(Path(tempfile.gettempdir()) / f"byteps-{os.getuid()}", is_shared=True) / name
+    for folder, is_shared in (
+        (Path(state) / "byteps", False),
+        (Path(tempfile.gettempdir()) / f"byteps-{os.getuid()}", True),
+    ):
+        try:
+            _folder(folder, is_shared)
+        except JournalError as error:
+            why = error
+            continue
+        _clear(folder)
+        return folder / name
+    logger.warning("no journal: a killed scheduler can't go on (%s)", why)
+    return None
+
+
+def _clear(folder: Path) -> None:
+    """Of journals that nobody has written to for long, and nobody has open."""
+    for path in folder.glob("*.journal"):
+        with contextlib.suppress(OSError):  # in use, or gone
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                with path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def _folder(path: Path, is_shared: bool = False) -> Path:
@@ -113,6 +140,7 @@ class Journal:
         """Open or create it. Raises JournalError: damaged, somebody else's, or in use by another scheduler."""
         self.path = path
         self._waiting: list[JournalRecord] = []
+        self._size = self._first_size = 0
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -139,6 +167,8 @@ class Journal:
                 ) from None
             os.ftruncate(self._fd, good)
             os.lseek(self._fd, good, os.SEEK_SET)
+            self._size = good
+            self._first_size = frames[0].ByteSize() if frames else 0
         except BlockingIOError:
             raise JournalError(
                 f"the scheduler's journal {self.path} is in use: another scheduler of this job runs; end it, or give "
@@ -147,6 +177,32 @@ class Journal:
         except OSError as error:
             raise _unusable(self.path, error) from error
         return frames
+
+    @property
+    def is_long(self) -> bool:
+        """It is time for ``replace``: much more has been written than a snapshot takes."""
+        return self._size > max(COMPACT_BYTES, 4 * self._first_size)
+
+    def replace(self, first: JournalFrame) -> None:
+        """A journal that begins with this, at once in the place of this one: a crash leaves the one or the other.
+
+        Nothing may be waiting. Raises OSError; the journal is as it was then.
+        """
+        path = self.path.with_suffix(".new")
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # a crash left it
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            data = _MAGIC + encode(first)
+            _write(fd, data)
+            os.rename(path, self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(self._fd)
+        self._fd, self._size, self._first_size = fd, len(data), len(data)
+        self._sync_folder()
 
     @property
     def is_behind(self) -> bool:
@@ -158,10 +214,16 @@ class Journal:
         os.ftruncate(self._fd, 0)
         os.lseek(self._fd, 0, os.SEEK_SET)
         self._waiting.clear()
-        self._write(_MAGIC + encode(first))
+        data = _MAGIC + encode(first)
+        _write(self._fd, data)
+        self._size = self._first_size = len(data)
+        self._sync_folder()
+
+    def _sync_folder(self) -> None:
+        """The file's name is as safe as what is in it."""
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(folder)  # the file's name is as safe as what is in it
+            os.fsync(folder)
         finally:
             os.close(folder)
 
@@ -171,14 +233,10 @@ class Journal:
     def flush(self) -> None:
         """All that was appended is safe. Raises OSError."""
         if self._waiting:
-            self._write(encode(JournalFrame(records=self._waiting)))
+            data = encode(JournalFrame(records=self._waiting))
+            _write(self._fd, data)
+            self._size += len(data)
             self._waiting.clear()
-
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
-        os.fdatasync(self._fd)
 
     def delete(self) -> None:
         """The job is over. Close it, too."""
@@ -187,3 +245,10 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.fdatasync(fd)

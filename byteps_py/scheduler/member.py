@@ -38,6 +38,7 @@ class MemberRecord:
     link_mbit: float = 0.0  # of its machine's link; set when the cluster is complete
     presence: Presence = Presence.PRESENT
     is_draining: bool = False  # SS: it is to go, and gets no keys
+    is_late: bool = False  # SS: it came while the job ran, and is not ready for keys yet
     epoch: int = 0  # CS: the one to whose placement it has gone over
     statistics: pb.Statistics = field(default_factory=pb.Statistics)
 
@@ -49,6 +50,10 @@ class MemberRecord:
     def is_worker(self) -> bool:
         """True for a communication service."""
         return self.facts.role == pb.ROLE_COMMUNICATION
+
+    @property
+    def can_hold_keys(self) -> bool:
+        return not (self.is_worker or self.is_draining or self.is_late)
 
     @property
     def is_cpu_server(self) -> bool:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.words import count_text, ranks_text
 
-#: Differences below this are the operating system's.
-LEAST_S = 0.02
+#: Who is so much slower in a step, or with an answer, may be so because the operating system keeps it waiting: where
+#: processes are more than processors, that is nobody's fault and changes all the time.
+LEAST_STEP_S = 0.1
+LEAST_ANSWER_S = 0.05
 #: Of the time that a slow rank takes longer, others must spend this part waiting.
 _WAITING = 0.5
 
@@ -59,7 +61,8 @@ class PaceWatch:
             others_s = statistics.median_low(other.step_s for other in others)
             longer_s = pace.step_s - others_s
             waiting_s = statistics.median_low(other.wait_s for other in others)
-            if self._is_slow(pace.step_s, others_s, longer_s) and waiting_s >= _WAITING * longer_s:
+            is_slow = longer_s >= LEAST_STEP_S and pace.step_s >= self._factor * others_s
+            if is_slow and waiting_s >= _WAITING * longer_s:
                 found.append(Slow(True, pace.rank, pace.pid, pace.step_s, others_s, pace.step_s / max(others_s, 1e-6)))
         return found
 
@@ -79,12 +82,9 @@ class PaceWatch:
             # Measured against 1 at least: who is faster than its link should be makes nobody slow.
             usual = max(1.0, statistics.median_low(ratios[other] for other in others))
             others_s = statistics.median_low(answers[other] for other in others)
-            if self._is_slow(ratio, usual, answers[server] - others_s):
+            if answers[server] - others_s >= LEAST_ANSWER_S and ratio >= self._factor * usual:
                 found.append(Slow(False, server, 0, answers[server], others_s, ratio / usual))
         return found
-
-    def _is_slow(self, takes: float, others: float, longer_s: float) -> bool:
-        return longer_s >= LEAST_S and takes >= self._factor * others
 
     def due(self, slow: list[Slow], now_s: float) -> list[Slow]:
         """Those of ``slow`` that are to be warned about now; they then count as told."""

@@ -24,8 +24,8 @@ from byteps_py.scheduler.resuming import MemberSession
 from byteps_py.settings import Settings
 
 CLOSE_TIMEOUT_S = 5.0
-#: How long a process that ends waits for a scheduler that is away, to say that it leaves.
-AWAY_CLOSE_S = 3.0
+#: How long a scheduler may be away until processes that end don't wait for it any more, to say that they leave.
+AWAY_CLOSE_S = 2.0
 RETRY_S = 0.1
 #: Absences so short are not told, and after so many tries there is no hurry any more.
 SHORT_S = 0.5
@@ -100,7 +100,8 @@ class RemoteControl:
             if self._stream is not None:
                 self._stream.outgoing.put(None)
         if is_member and not self._is_over:  # the scheduler ends the stream once it has our Leave
-            self._thread.join(CLOSE_TIMEOUT_S if is_here else AWAY_CLOSE_S)
+            away_s = 0.0 if self._away_since_s is None else time.monotonic() - self._away_since_s
+            self._thread.join(CLOSE_TIMEOUT_S if is_here else max(0.0, AWAY_CLOSE_S - away_s))
         with self._lock:
             self._gives_up.set()
             attempt = self._attempt

@@ -23,9 +23,11 @@ _IDENTITY = ("num_workers", "num_servers", "servers_only", "job")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """``at_s``: the time of the scheduler's clock at which it goes on. ``records``: how many were replayed."""
+    """``config``: the job's. ``at_s``: the time of the scheduler's clock at which it goes on. ``records``: how many
+    were replayed."""
 
     sessions: Sessions
+    config: ClusterConfig
     at_s: float = 0.0
     records: int = 0
 
@@ -33,7 +35,7 @@ class Restored:
 def restore(config: ClusterConfig, journal: Journal | None) -> Restored:
     """The sessions of the journal's job, or those of a new one. Raises JournalError or OSError."""
     if journal is None:
-        return Restored(Sessions(config))
+        return Restored(Sessions(config), config)
     if not journal.frames:
         return begin(config, journal, 0, 0.0)
     header = journal.frames[0].header
@@ -43,32 +45,42 @@ def restore(config: ClusterConfig, journal: Journal | None) -> Restored:
         return begin(config, journal, 0, 0.0)
     records = [record for frame in journal.frames for record in frame.records]
     try:
-        sessions, at_s = replay(known, records)
+        sessions, at_s = replay(known, records, journal.frames[0].snapshot)
     except JournalError as error:
         raise JournalError(f"{error} ({journal.path}; move it away to begin the job anew)") from None
     journal.frames.clear()
     sessions.write = journal.append
     sessions.restart(at_s)
-    return Restored(sessions, at_s, len(records))
+    return Restored(sessions, known, at_s, len(records))
 
 
-def replay(config: ClusterConfig, records: list[JournalRecord]) -> tuple[Sessions, float]:
+def replay(config: ClusterConfig, records: list[JournalRecord], snapshot: bytes = b"") -> tuple[Sessions, float]:
     """The sessions after these records, and the time of the last one. Raises JournalError."""
     sessions = Sessions(config)
+    at_s = sessions.restore(snapshot) if snapshot else 0.0
     for record in records:
         sessions.replay(record)
-    return sessions, records[-1].at_s if records else 0.0
+    return sessions, records[-1].at_s if records else at_s
+
+
+def compact(config: ClusterConfig, journal: Journal, sessions: Sessions, at_s: float) -> None:
+    """Put the state in the place of all records that led to it. Raises OSError; the old journal is good then."""
+    journal.replace(JournalFrame(header=_header(config), snapshot=sessions.snapshot(at_s)))
 
 
 def begin(config: ClusterConfig, journal: Journal | None, last_epoch: int, at_s: float) -> Restored:
     """A new job; its epochs come after ``last_epoch``. Raises OSError."""
     sessions = Sessions(config, None if journal is None else journal.append)
     if journal is not None:
-        stated = json.dumps(dataclasses.asdict(config) | {"protocol": PROTOCOL_VERSION}, sort_keys=True)
-        journal.begin(JournalFrame(header=JournalHeader(version=VERSION, config=stated)))
+        journal.begin(JournalFrame(header=_header(config)))
     if last_epoch:
         sessions.skip_epochs(last_epoch, at_s)
-    return Restored(sessions, at_s)
+    return Restored(sessions, config, at_s)
+
+
+def _header(config: ClusterConfig) -> JournalHeader:
+    stated = json.dumps(dataclasses.asdict(config) | {"protocol": PROTOCOL_VERSION}, sort_keys=True)
+    return JournalHeader(version=VERSION, config=stated)
 
 
 def _config(header: JournalHeader) -> ClusterConfig | None:

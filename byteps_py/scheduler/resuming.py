@@ -1,7 +1,8 @@
 """A member's end of its session with the scheduler, which outlives connections and schedulers.
 
-Numbers what the member says and keeps it until the scheduler has it for good; drops what comes a second time. Pure:
-knows no connection. One thread at a time may call.
+Numbers what the member says and keeps it until the scheduler has it for good; drops what comes a second time. How much
+is kept while there is no scheduler is bounded by what ranks do without its answers: each waits, up to the stall limit.
+Pure: knows no connection. One thread at a time may call.
 
     connection 1:  Register ─►   ◄─ Welcome   Declare 1 ─►   ◄─ Membership 1   Arrive 2 ─►  ✂
     connection 2:  Register, has got 1 ─►   ◄─ Welcome, has got 1   Arrive 2 ─►   ◄─ Verdicts 2

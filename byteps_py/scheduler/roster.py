@@ -37,6 +37,8 @@ class Roster:
         self.workers_since = 0  # the epoch since which the workers are these
         self.partition_bytes = 0  # known once the cluster is complete
         self.everyone: list[MemberRecord] = []
+        # Those of all epochs. Who has left in order, its ranks done, has its number all the same.
+        self._workers: list[MemberRecord] = []
 
     def of_connection(self, connection: int) -> MemberRecord | None:
         return self._by_connection.get(connection)
@@ -177,12 +179,12 @@ class Roster:
 
     def cpu_servers(self) -> list[MemberRecord]:
         """In the order in which they get their keys."""
-        servers = (m for m in self.present() if m.is_cpu_server and not m.is_draining)
+        servers = (m for m in self.present() if m.is_cpu_server and m.can_hold_keys)
         return sorted(servers, key=lambda m: m.facts.address)
 
     def gpu_servers(self) -> list[MemberRecord]:
         """By machine index; none where GPU machines don't sum."""
-        servers = (m for m in self.present() if m.is_gpu_server and not m.is_draining)
+        servers = (m for m in self.present() if m.is_gpu_server and m.can_hold_keys)
         return sorted(servers, key=lambda m: m.facts.machine_index)
 
     def link_rates(self) -> list[float]:
@@ -192,7 +194,8 @@ class Roster:
     def complete(self, link_mbit: Sequence[float]) -> pb.Membership:
         """Open the first epoch, with these rates, not ``link_rates``. Callable once, when ``missing`` is empty."""
         first_rank = 0
-        workers, cpu = self.workers(), self.cpu_servers()
+        self._workers = workers = self.workers()
+        cpu = self.cpu_servers()
         for worker in workers:
             worker.first_rank = first_rank
             first_rank += worker.facts.local_size
@@ -216,7 +219,7 @@ class Roster:
         return membership
 
     def _open_epoch(self, reason: str) -> pb.Membership:
-        workers, cpu, gpu = self.workers(), self.cpu_servers(), self.gpu_servers()
+        workers, cpu, gpu = self._workers, self.cpu_servers(), self.gpu_servers()
         by_machine = {member.facts.machine_index: member for member in gpu}
         usual_mbit = max((member.link_mbit for member in (*cpu, *workers)), default=0.0)
         for member in cpu:  # one that came later is taken for one like the others, unless it says what it is

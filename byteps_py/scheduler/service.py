@@ -124,7 +124,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             await server.stop(STOP_GRACE_S)
 
     def _go_on_with(self, restored: Restored) -> None:
-        self._sessions = restored.sessions
+        self._sessions, self._config = restored.sessions, restored.config
         self._clock_s = restored.at_s - time.monotonic()
 
     def _now_s(self) -> float:
@@ -188,6 +188,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         if self._journal is not None:
             try:
                 self._journal.flush()
+                if self._journal.is_long:
+                    restoring.compact(self._config, self._journal, self._sessions, self._now_s())
             except OSError as error:
                 self._give_up_journal(self._journal, error)
         held, self._held = self._held, []

@@ -17,6 +17,7 @@ messages without a number.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ from byteps_py.scheduler.outbox import Outbox
 from byteps_py.scheduler.outgoing import Outgoing
 from byteps_py.scheduler.returning import Returning
 from byteps_py.scheduler.session import Sent, Session, check
+from byteps_py.scheduler.snapshot import freeze, thaw
 
 #: Messages that a member has not confirmed; one that takes none of so many is lost.
 MAX_UNHEARD = 10_000
@@ -148,6 +150,23 @@ class Sessions:
                 f"{record.WhichOneof('body')}): was it written by another version of byteps_py?"
             )
 
+    def snapshot(self, now_s: float) -> bytes:
+        """The state, in the place of all that was written so far. Connections are no part of it."""
+        members = [dataclasses.replace(s, stream=None, away_until_s=None) for s in self._sessions.values() if s.digest]
+        strangers = [s.id for s in self._sessions.values() if not s.digest]
+        return freeze({"core": self.core, "members": members, "strangers": strangers, "next": self._next_id,
+                       "restarts": self.restarts, "at_s": now_s})  # fmt: skip
+
+    def restore(self, snapshot: bytes) -> float:
+        """To be called first. The time when it was made. Raises JournalError."""
+        state = thaw(snapshot)
+        self.core, self.restarts, self._next_id = state["core"], state["restarts"], state["next"]
+        for session in state["members"]:
+            self._sessions[session.id] = self._by_digest[session.digest] = session
+        for stranger in state["strangers"]:
+            self.core.on_disconnected(stranger, state["at_s"])
+        return float(state["at_s"])
+
     # ---- questions -------------------------------------------------------------------------------------------
 
     @property
@@ -192,7 +211,7 @@ class Sessions:
         record = JournalRecord(at_s=now_s, session=session.id, register=stated)
         out = self._run(record)
         if not session.digest:
-            if self._returning.is_open(now_s):
+            if any(other.away_until_s is not None for other in self._sessions.values()):  # its place may become free
                 return self._refuse(session, "RendezvousError", self._waiting_for(), later=True)
             return self._pass(session, out)
         return self._keep(record, out)
@@ -234,7 +253,7 @@ class Sessions:
     def _waiting_for(self) -> str:
         who = [s.who for s in self._sessions.values() if s.away_until_s is not None]
         some = ", ".join(who[:4]) + (", …" if len(who) > 4 else "")
-        return f"this scheduler was started again, and waits for members of its job to come back: {some or 'any'}"
+        return f"the scheduler waits for members of its job to come back: {some or 'any'}"
 
     def _send_away(self, session: Session, now_s: float, grace_s: float, why: str) -> None:
         session.away_since_s, session.away_until_s, session.away_why = now_s, now_s + grace_s, why

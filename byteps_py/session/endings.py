@@ -2,14 +2,17 @@
 
 The main thread: ``sys.excepthook`` is called before the interpreter waits for other threads and runs ``atexit``
 functions, which may take long. Another thread: the process goes on, so nobody fails; but if its rank keeps others
-waiting, they are told what ended the thread. Hooks that were there before are called as well. Any thread.
+waiting, they are told what ended the thread. Hooks that were there before are called as well. A process of
+``multiprocessing`` calls neither that hook nor ``atexit`` functions, but its finalizers. Any thread.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import threading
 import weakref
+from multiprocessing import util
 from types import TracebackType
 from typing import Protocol
 
@@ -17,26 +20,33 @@ from byteps_py.session import words
 
 
 class Speaker(Protocol):
-    """What this module needs of a session. Both are quick, and raise nothing."""
+    """What this module needs of a session. The first two are quick, and raise nothing."""
 
-    def tell_failure(self) -> None:
-        """``words.uncaught`` ends this process."""
+    def tell_failure(self, error: BaseException) -> None:
+        """``error``, which nobody caught, ends this process."""
 
     def tell_note(self, text: str) -> None:
         """What others should know if this rank keeps them waiting."""
+
+    def close(self) -> None:
+        """Leave in order."""
 
 
 _speakers: weakref.WeakSet[Speaker] = weakref.WeakSet()
 _lock = threading.Lock()
 _before = sys.excepthook
 _before_in_threads = threading.excepthook
+_is_child = False  # and has a finalizer
 
 
 def watch(speaker: Speaker) -> None:
     """Speak for it until ``unwatch``, or until it is gone."""
-    global _before, _before_in_threads
+    global _before, _before_in_threads, _is_child
     with _lock:
         _speakers.add(speaker)
+        if not _is_child and multiprocessing.parent_process() is not None:
+            _is_child = True
+            util.Finalize(None, _on_end_of_child, exitpriority=1000)
         if sys.excepthook is not _on_exception:
             _before, sys.excepthook = sys.excepthook, _on_exception
         if threading.excepthook is not _on_exception_in_thread:
@@ -57,9 +67,21 @@ def _on_exception(kind: type[BaseException], error: BaseException, traceback: Tr
         # Programs call this hook, too, to print an exception and go on.
         if getattr(sys, "last_value", None) is error and not words.is_interactive():
             for speaker in list(_speakers):
-                speaker.tell_failure()
+                speaker.tell_failure(error)
     finally:
         _before(kind, error, traceback)
+
+
+def _on_end_of_child() -> None:
+    """multiprocessing calls it while an exception is on its way out, if there is one."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):  # torch's spawn raises it for what the program has raised
+        error = (error.__context__ or error) if error.code else None
+    for speaker in list(_speakers):
+        if error is None:
+            speaker.close()
+        else:
+            speaker.tell_failure(error)
 
 
 def _on_exception_in_thread(args: threading.ExceptHookArgs) -> None:

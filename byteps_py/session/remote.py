@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 import weakref
@@ -246,9 +245,9 @@ class RemoteSession(Session):
             self._stack.close()
             self._stack = None
 
-    def tell_failure(self) -> None:
-        """This process ends by an exception that nobody caught, which is ``sys.last_value``."""
-        if os.getpid() == self._pid and not self._closed and (last_words := words.last_words(sys.last_value)):
+    def tell_failure(self, error: BaseException) -> None:
+        """``error``, which nobody caught, ends this process."""
+        if os.getpid() == self._pid and not self._closed and (last_words := words.last_words(error)):
             with contextlib.suppress(BytePSError):
                 self._has_left = self._channel.try_send(protocol.pack(Kind.LEAVE, **last_words))
 

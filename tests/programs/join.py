@@ -68,21 +68,25 @@ def error_of(session: Session, slot: Slot, layout: Layout | None = None) -> str:
     return ""
 
 
-def can_not_go_on(session: Session, known: Slot) -> None:
+def can_not_go_on(session: Session, *known: Slot) -> None:
     """What needs every rank fails for those who still have data, whether it was agreed before or not."""
     gather = TensorSpec("late gather", DType.UINT8, (8, 8 * session.size), Op.GATHER)
     layout = Layout(((0, 8),), tuple((8 * i, 8) for i in range(session.size)))
     new = TensorSpec("late broadcast", DType.FLOAT32, (COUNT,), Op.BROADCAST, root=session.rank)
-    for spec in (known.spec, new, gather):
+    scattered = TensorSpec("late scattered sum", DType.FLOAT32, (COUNT,), scatters=True)
+    for spec in (*(slot.spec for slot in known), new, gather, scattered):
         error = error_of(session, session.declare([spec])[0], layout if spec is gather else None)
         assert error.startswith(f"tensor {spec.name!r}: {spec.describe()} is not supported while rank"), error
 
 
-def everybody(session: Session, salt: int) -> Slot:
-    """All ranks are there: a broadcast, and a gather, work. Returns the broadcast's slot."""
+def everybody(session: Session, salt: int) -> tuple[Slot, Slot]:
+    """All ranks are there: a broadcast, a gather, a scattered sum work. Returns the slots of the first and the last."""
     spec = TensorSpec("weights", DType.FLOAT32, (COUNT,), Op.BROADCAST, root=0)
     gather = TensorSpec("words", DType.UINT8, (8, 8 * session.size), Op.GATHER)
-    slot, words = session.declare([spec, gather])
+    scattered = TensorSpec("shares", DType.FLOAT32, (COUNT,), scatters=True)
+    slot, words, shares = session.declare([spec, gather, scattered])
+    np.frombuffer(shares.input, np.float32)[:] = given(session.rank, salt)
+    session.hand_over(shares)
     np.frombuffer(slot.input, np.float32)[:] = given(session.rank, salt)
     session.hand_over(slot)
     words.input[:] = bytes([session.rank]) * 8
@@ -91,7 +95,11 @@ def everybody(session: Session, salt: int) -> Slot:
     session.wait(words, 60)
     np.testing.assert_array_equal(np.frombuffer(slot.result, np.float32), given(0, salt))
     assert bytes(words.result) == b"".join(bytes([rank]) * 8 for rank in range(session.size))
-    return slot
+    session.wait(shares, 60)
+    first, count = scattered.piece(session.rank, session.size)
+    whole = expected(scattered, salt, list(range(session.size)), session.size)
+    np.testing.assert_array_equal(np.frombuffer(shares.result, np.float32), whole[first : first + count])
+    return slot, shares
 
 
 def main() -> None:
@@ -99,14 +107,14 @@ def main() -> None:
     try:
         for epoch, steps in enumerate(EPOCHS):
             counts = [steps[rank] for rank in range(session.size)]
-            slot = everybody(session, 7 + epoch)
+            known = everybody(session, 7 + epoch)
             names = specs(session.size)
             for number in range(counts[session.rank]):
                 there = [rank for rank in range(session.size) if counts[rank] > number]
                 step(session, 100 * epoch + number, there, names)
                 if len(there) == 1:
                     session.barrier(60)  # of those who are left
-                    can_not_go_on(session, slot)
+                    can_not_go_on(session, *known)
             last = session.join(60)
             assert last == counts.index(max(counts)), last
         everybody(session, 9)

@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.session import Session, Slot, open_session
@@ -104,22 +106,37 @@ def told(rank: Rank, count: int = 4, usual_s: float = 0.0) -> None:
 
 
 def declares(rank: Rank) -> None:
-    """In every step a new tensor, one that all know, and a barrier, until the end of rank 0's input."""
+    """Train: in every step a new tensor, one that all know, and a barrier, until the end of rank 0's input."""
     rank.open()
-    stop = rank.session.declare([TensorSpec("stop", DType.INT64, (1,))])[0]
+    stop, gradients = rank.session.declare(
+        [TensorSpec("stop", DType.INT64, (1,)), TensorSpec("gradients", DType.FLOAT32, (64,))]
+    )
+    weights = first_weights()
     is_over = False
     while not is_over:
         is_told = rank.number == 0 and stop.round and select.select([0], [], [], 0)[0]
         stop.input[:] = struct.pack("q", bool(is_told))
-        rank.session.hand_over(stop)
+        gradients.input[:] = gradients_of(weights, rank.number).tobytes()
+        for slot in (stop, gradients):
+            rank.session.hand_over(slot)
         rank.reduce(f"new in step {stop.round}")
-        rank.reduce()
         rank.session.barrier()
-        rank.session.wait(stop)
+        for slot in (stop, gradients):
+            rank.session.wait(slot)
+        weights -= np.frombuffer(gradients.result, np.float32)
         is_over = bytes(stop.result) != bytes(8)
         rank.say(f"step {stop.round}")
     rank.session.close()
-    rank.say("closed")
+    rank.say(f"weights {weights.tobytes().hex()}")
+
+
+def first_weights() -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.linspace(-1, 1, 64, dtype=np.float32)
+
+
+def gradients_of(weights: np.ndarray[Any, np.dtype[np.float32]], number: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Whatever: other bits in every step, and on every rank."""
+    return (np.sin(weights * np.float32(3 + number)) * np.float32(0.03)).astype(np.float32)
 
 
 def short(rank: Rank) -> None:
@@ -254,7 +271,7 @@ def exits(rank: Rank) -> None:
     rank.reduce()
     if rank.is_odd:
         sys.exit(5)
-    rank.reduce()
+    threading.Event().wait(90)
 
 
 def repeat(rank: Rank) -> None:

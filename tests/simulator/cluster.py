@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from byteps_py.errors import PeerLostError, RendezvousError, StallError
-from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.settings import Settings
 
-from .control import Scheduler
+from .control import Place, Scheduler
 from .local import Local
 from .memory import Memory
 from .network import Network
@@ -17,6 +16,7 @@ from .program import PARTITION_BYTES, Program
 from .rank import Rank
 from .services import Server, Worker
 from .surroundings import Surroundings
+from .trials import Trials
 from .world import InvariantError, Process, World
 
 # Mbit/s; 0: measured.
@@ -24,18 +24,20 @@ _LINK_RATES = ((1000.0,), (1000.0,), (100.0, 400.0), (0.0,), (0.0, 400.0))
 _CREDITS = (0, PARTITION_BYTES // 2, PARTITION_BYTES, 3 * PARTITION_BYTES, 16 * PARTITION_BYTES)
 _MAX_EVENTS = 200_000
 FAULTS = (
-    "kill a rank", "kill a worker", "kill a server", "a rank leaves", "freeze a machine", "kill the scheduler",
+    "kill a rank", "kill a worker", "kill all servers", "a rank leaves", "freeze a machine", "kill the scheduler",
 )  # fmt: skip
 _STALL_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """``shape``: machines' local sizes and number of CPU machines. ``fault``: empty if none."""
+    """``shape``: machines' local sizes and number of CPU machines. ``fault``: what has ended the job; empty if none.
+    ``trials``: what it had to survive."""
 
     seed: int
     shape: str
     fault: str
+    trials: tuple[str, ...]
     events: int
     uses: int
     virtual_s: float
@@ -52,7 +54,7 @@ class Cluster:
         self.cpu_machines = rng.randint(0, self.machines + 1) if self.machines > 1 else 0
         self.fault = rng.choice(FAULTS) if rng.random() < 0.3 else ""
         duplicates = not self.fault and rng.random() < 0.3
-        if self.fault in ("kill a server", "freeze a machine") and self.machines == 1:
+        if self.fault in ("kill all servers", "freeze a machine") and self.machines == 1:
             self.fault = "kill a rank"
         self.shape = f"{'+'.join(map(str, self.local_sizes))} ranks, {self.cpu_machines} CPU machines"
         # A third of them while the cluster comes together.
@@ -62,9 +64,10 @@ class Cluster:
         self.network = Network(world, self.memory, duplicates)
         self.placement = "servers-only" if self.cpu_machines and rng.random() < 0.15 else "optimal"
         self.link_rates = rng.choice(_LINK_RATES)
+        self.gpu_machines_sum = self._settings(0).gpu_machines_sum
         self.config = ClusterConfig.from_settings(self._settings(0))
-        self.scheduler = Scheduler(world, self.config)
-        self.surroundings = Surroundings(world, self.memory, self.local, self.network, self.scheduler)
+        self.place = Place(world, self.config)
+        self.surroundings = Surroundings(world, self.memory, self.local, self.network, self.place)
         self.program = Program.make(rng, sum(self.local_sizes))
         self.results = {
             use.id: use.result(self.local_sizes)
@@ -75,6 +78,12 @@ class Cluster:
         self.ranks: list[Rank] = []
         self.workers: list[Worker] = []
         self.servers: list[Server] = []
+        self.trials = Trials(self)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The one that is there, or was there last."""
+        return self.place.scheduler
 
     def _settings(self, machine: int, local_rank: int = 0) -> Settings:
         settings = Settings(
@@ -104,13 +113,13 @@ class Cluster:
         """Under the surroundings."""
         for machine in range(self.machines):
             settings = self._settings(machine)
-            worker = self.surroundings.booting = Worker(self.world, self.memory, machine)
+            worker = self.surroundings.booting = Worker(self.world, self.memory, machine, self.surroundings.ledger)
             self.workers.append(worker)
             worker.start(settings)
-            if self.config.needs_gpu_machine_servers:
-                self._start_server(f"server on machine {machine}", pb.MACHINE_KIND_GPU, settings)
+            if self.gpu_machines_sum:
+                self.start_server(f"server on machine {machine}", machine)
         for number in range(self.cpu_machines):
-            self._start_server(f"server {number}", pb.MACHINE_KIND_CPU, self._settings(-1 - number))
+            self.start_server(f"server {number}", -1)
         for machine, local_size in enumerate(self.local_sizes):
             for local_rank in range(local_size):
                 settings = self._settings(machine, local_rank)
@@ -118,10 +127,12 @@ class Cluster:
                     Rank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, self.results)
                 )
 
-    def _start_server(self, name: str, kind: pb.MachineKind, settings: Settings) -> None:
-        server = self.surroundings.booting = Server(self.world, self.memory, name, kind)
+    def start_server(self, name: str, machine: int) -> str:
+        """``machine``: of the GPU machines; -1: a CPU machine of its own."""
+        server = self.surroundings.booting = Server(self.world, self.memory, name, machine)
+        server.start(self._settings(machine if machine >= 0 else -1 - len(self.servers)), self.surroundings.connect)
         self.servers.append(server)
-        server.start(settings, self.surroundings.connect)
+        return name
 
     def run(self) -> None:
         """Raises InvariantError."""
@@ -129,6 +140,7 @@ class Cluster:
         while self._goes_on():
             if self.fault and not world.faults and world.events >= self._fault_at_event:
                 self._strike()
+            self.trials.step()
             if not world.step() or world.events > _MAX_EVENTS:
                 raise InvariantError(f"hangs: {self._who_hangs()}")
         self._check_end()
@@ -144,7 +156,7 @@ class Cluster:
         rng = self.world.random
         if self.fault == "kill a worker":
             candidates: list[Process] = [*self.workers]
-        elif self.fault == "kill a server":
+        elif self.fault == "kill all servers":
             candidates = [*self.servers]
         elif self.fault == "kill the scheduler":
             candidates = [self.scheduler]
@@ -164,14 +176,15 @@ class Cluster:
             for process in self.world.processes:
                 if self.machine_of(process) == machine:
                     process.freeze()
+        elif self.fault == "kill all servers":
+            for process in candidates:
+                process.die()
         else:
             victim.die()
 
     def machine_of(self, process: Process) -> int:
         """Index of the GPU machine that it runs on; -1 if none."""
-        if isinstance(process, Rank):
-            return process.machine
-        return int(process.name.split()[-1]) if process.name.startswith(("worker ", "server on ")) else -1
+        return process.machine if isinstance(process, (Rank, Worker, Server)) else -1
 
     def _who_hangs(self) -> str:
         ranks = [f"{rank.name} {rank.doing}" for rank in self.ranks if rank.is_alive]
@@ -180,13 +193,26 @@ class Cluster:
 
     def _check_end(self) -> None:
         for rank in self.ranks:
-            allowed = (PeerLostError, RendezvousError, *((StallError,) if self.fault == "kill the scheduler" else ()))
+            # Every restart of the scheduler gives those who are missing time once more.
+            is_blind = self.fault == "kill the scheduler" or any("scheduler again" in it for it in self.world.trials)
+            allowed = (PeerLostError, RendezvousError, *((StallError,) if is_blind else ()))
             if rank.error is not None and not isinstance(rank.error, allowed):
                 raise InvariantError(f"{rank.name} fails with {rank.error!r} after {self.world.faults}")
         if not self.world.faults:
-            codes = {process.name: process.exit_code for process in self.world.processes if process.exit_code != 0}
+            left = self.scheduler.addresses_left()
+            codes = {
+                process.name: process.exit_code
+                for process in self.world.processes
+                if process.exit_code != 0
+                and not (isinstance(process, Server) and self._may_fail(process, left))
+                and not (isinstance(process, Scheduler) and process is not self.scheduler)
+            }
             if codes:
                 raise InvariantError(f"exit codes after an orderly end: {codes}")
+
+    def _may_fail(self, server: Server, left: set[str]) -> bool:
+        """It was lost, or refused because its predecessor was not known to be gone."""
+        return bool(self.world.trials) and server.address not in left
 
 
 def run(seed: int) -> Report:
@@ -203,5 +229,6 @@ def run(seed: int) -> Report:
         cluster.world.note("world", violation)
     world = cluster.world
     fault = "; ".join(world.faults)
+    trials = tuple(world.trials)
     uses = sum(len(step) for step in cluster.program.steps)
-    return Report(seed, cluster.shape, fault, world.events, uses, world.now_s, violation, world.log())
+    return Report(seed, cluster.shape, fault, trials, world.events, uses, world.now_s, violation, world.log())

@@ -1,56 +1,144 @@
-"""The simulated scheduler: the real core, and links to it that stand for byteps_py.scheduler.client."""
+"""The simulated scheduler: the real sessions and core, a disk that outlives it, and links to it that stand for
+byteps_py.scheduler.client. Connections break, and a killed scheduler is started again from what the disk has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from byteps_py.errors import BytePSError, PeerLostError, from_name
+from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, from_name
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler.client import complete
 from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.core import SchedulerCore
-from byteps_py.scheduler.outgoing import Outgoing
+from byteps_py.scheduler.member import Presence
+from byteps_py.scheduler.restoring import replay
+from byteps_py.scheduler.resuming import MemberSession
+from byteps_py.scheduler.session import Sent
+from byteps_py.scheduler.sessions import Sessions
+from byteps_py.server.service import _ORPHAN_S
 from byteps_py.settings import Settings
 
 from .local import Loop
 from .world import InvariantError, Process, Wire, World
 
 _TICK_S = 0.25
+_RETRY_S = 0.1
+_SHORT_S = 0.5
+_CLOSE_S = 4.0  # somewhat longer than the real one, so that who leaves while the scheduler is started again can say so
+
+
+class Place:
+    """The scheduler's address: whoever is there, and the journal. ``epoch``: the highest that anybody can know of."""
+
+    def __init__(self, world: World, config: ClusterConfig) -> None:
+        self.world = world
+        self.config = config
+        self.disk: list[bytes] = []
+        self.epoch = 0
+        self.streams: list[Stream] = []
+        self.links: list[ControlLink] = []
+        self.scheduler = Scheduler(self)
+
+    def link(self, *given: Any) -> ControlLink:
+        self.links.append(ControlLink(self, *given))
+        return self.links[-1]
+
+    def start_again(self) -> None:
+        self.scheduler = Scheduler(self)
+        self.world.note(self.scheduler.name, f"goes on, by {len(self.disk)} records")
 
 
 class Scheduler(Process):
-    def __init__(self, world: World, config: ClusterConfig) -> None:
-        super().__init__(world, "scheduler")
-        self._core = SchedulerCore(config)
-        self._links: dict[int, ControlLink] = {}
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.world, "scheduler")
+        self._place = place
+        self._streams: dict[int, Stream] = {}
+        self._unsafe: list[JournalRecord] = []
+        self._held: list[Sent] = []
+        self._is_flushing = False
+        if place.disk:
+            self.sessions, at_s = replay(place.config, [JournalRecord.FromString(record) for record in place.disk])
+            self._clock_s = at_s - self.world.now_s
+            self.sessions.write = self._unsafe.append
+            self.sessions.restart(at_s)
+        else:
+            self.sessions = Sessions(place.config, self._unsafe.append)
+            self._clock_s = -self.world.now_s
+        self.on_end.append(self._cut_all)
         self._tick()
 
+    @property
+    def start_timeout_s(self) -> float:
+        return self._place.config.start_timeout_s
+
+    @property
+    def state(self) -> pb.StatusReply.State:
+        return self.sessions.core.state
+
+    def server_addresses(self) -> set[str]:
+        """Of summation services that are members."""
+        return {member.facts.address for member in self.sessions.core._roster.present() if not member.is_worker}
+
+    def addresses_left(self) -> set[str]:
+        """Of members that have left in order, neither lost nor refused."""
+        return {m.facts.address for m in self.sessions.core._roster.everyone if m.presence is Presence.LEFT}
+
+    def _now_s(self) -> float:
+        return self._clock_s + self.world.now_s
+
     def _tick(self) -> None:
-        self.deliver(self._core.on_tick(self.world.now_s))
+        self._deliver(self.sessions.tick(self._now_s()))
         self.world.after(_TICK_S, self, None, self._tick)
 
     def check(self) -> None:
-        finish = self._core.finished(self.world.now_s)
+        if not self.is_alive:
+            return
+        epoch = self.sessions.core.epoch
+        if epoch < self._place.epoch:
+            raise InvariantError(f"epoch {epoch} comes after epoch {self._place.epoch}")
+        finish = self.sessions.finished(self._now_s())
         if finish is not None:
             self.exit_code = finish.exit_status
+            self._flush()
             self.die()
 
-    def connect(self, link: ControlLink) -> int:
-        number = len(self._links) + 1
-        self._links[number] = link
-        self.on_end.append(link.lose)
-        self._core.on_connected(number, self.world.now_s)
-        return number
+    def received(self, stream: Stream, message: pb.MemberMessage) -> None:
+        if stream.number not in self._streams:
+            self._streams[stream.number] = stream
+            self._deliver(self.sessions.opened(stream.number, self._now_s()))
+        self._deliver(self.sessions.received(stream.number, message, self._now_s()))
 
-    def handle(self, number: int, message: pb.MemberMessage) -> None:
-        self.deliver(self._core.handle(number, message, self.world.now_s))
+    def closed(self, stream: Stream) -> None:
+        if self._streams.pop(stream.number, None) is not None:
+            self._deliver(self.sessions.closed(stream.number, self._now_s()))
 
-    def disconnected(self, number: int) -> None:
-        self.deliver(self._core.on_disconnected(number, self.world.now_s))
+    def _deliver(self, sent: list[Sent]) -> None:
+        self._held += sent
+        if (self._held or self._unsafe) and not self._is_flushing:
+            self._is_flushing = True
+            self.world.after(self.world.delay(), self, None, self._flush)
 
-    def deliver(self, outgoing: Outgoing) -> None:
-        for number, message in outgoing:
-            self._links[number].receive(message)
+    def _flush(self) -> None:
+        self._is_flushing = False
+        self._place.disk += [record.SerializeToString() for record in self._unsafe]
+        self._unsafe.clear()
+        self._place.epoch = max(self._place.epoch, self.sessions.core.epoch)
+        held, self._held = self._held, []
+        for sent in held:
+            stream = self._streams.get(sent.stream)
+            if stream is None:
+                continue
+            if sent.message is None:
+                stream.end_down()
+            else:
+                stream.send_down(sent.stamped())
+
+    def _cut_all(self) -> None:
+        for stream in self._place.streams:
+            if stream.scheduler is self and stream.is_open:
+                stream.end_down() if self.exit_code is not None else stream.break_(by_scheduler=True)
 
 
 def _describe(message: pb.MemberMessage | pb.SchedulerMessage) -> str:
@@ -64,79 +152,233 @@ def _describe(message: pb.MemberMessage | pb.SchedulerMessage) -> str:
     return " ".join([message.WhichOneof("body") or "", *names])
 
 
+class Stream:
+    """One connection. What is on its way when it breaks is lost."""
+
+    def __init__(self, link: ControlLink, scheduler: Scheduler, number: int) -> None:
+        self.link = link
+        self.scheduler = scheduler
+        self.number = number
+        self.is_open = True
+        self._is_heard = True  # what the scheduler has said arrives yet
+        self.is_welcome = False
+        self._up, self._down = Wire(), Wire()
+        self._world = scheduler.world
+
+    def send_up(self, message: pb.MemberMessage) -> None:
+        copy = pb.MemberMessage()
+        copy.CopyFrom(message)
+        label = None if copy.HasField("heartbeat") else f"{_describe(copy)} from {self.link.name}"
+        self._carry_up(label, lambda: self.scheduler.received(self, copy))
+
+    def end(self) -> None:
+        """The member has said all."""
+
+        def over() -> None:
+            self.link.is_over = True
+            self.scheduler.closed(self)
+
+        self._carry_up("a link ends", over)
+
+    def _carry_up(self, label: str | None, act: Callable[[], None]) -> None:
+        self._world.carry(self._up, self.scheduler, label, lambda: act() if self.is_open else None)
+
+    def send_down(self, message: pb.SchedulerMessage) -> None:
+        is_news = message.WhichOneof("body") not in (None, "stalled", "slow", "welcome")
+        label = _describe(message) if is_news else None
+        self._world.carry(
+            self._down, self.link.process, label, lambda: self.link.take(self, message) if self._is_heard else None
+        )
+
+    def end_down(self) -> None:
+        """The scheduler has said all."""
+        self.is_open = False
+        self.scheduler.closed(self)
+        self._world.carry(
+            self._down, self.link.process, "its link ends", lambda: self.link.broken(self) if self._is_heard else None
+        )
+
+    def break_(self, by_scheduler: bool = False) -> None:
+        """Whoever breaks it knows at once; each other side notices at any later moment."""
+        self.is_open = self._is_heard = False
+        if not self.is_welcome:  # perhaps nobody will ever know of it, and then the deadline for the start decides
+            self._world.expect_quiet(self.scheduler.start_timeout_s)
+        if by_scheduler:
+            self.scheduler.closed(self)
+        else:
+            self._world.after(self._world.delay(), self.scheduler, "a link breaks", lambda: self.scheduler.closed(self))
+        self._world.after(self._world.delay(), self.link.process, "its link breaks", lambda: self.link.broken(self))
+
+
 class ControlLink:
     """Stands for what ``client.connect`` returns."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        place: Place,
         settings: Settings,
         register: pb.Register,
         loop: Loop,
         on_message: Callable[[pb.SchedulerMessage], None],
         on_lost: Callable[[BytePSError], None],
         heartbeat: Callable[[], pb.Heartbeat],
+        on_away: Callable[[BytePSError], None],
+        on_back: Callable[[], None],
     ) -> None:
-        self._scheduler = scheduler
+        self._place = place
+        self._world = place.world
         self._interval_s = settings.heartbeat_interval_s
-        self._process = loop.process
+        self._patience_s = settings.start_timeout_s
+        self.process: Process | None = loop.process
+        self.name = loop.process.name
         self._loop = loop
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_away = on_away
+        self._on_back = on_back
         self._heartbeat = heartbeat
-        self._up, self._down = Wire(), Wire()
-        self._number = scheduler.connect(self)
         self._is_closed = False
-        self._epoch = 0
-        self._process.on_end.append(self._hang_up)
-        register.host, register.pid = "host", self._process.pid
-        self.send(pb.MemberMessage(register=complete(register, settings)))
+        self.is_over = False
+        self._is_dismissed = False
+        self._away_since_s = -1.0
+        self._is_told = False
+        self._stream: Stream | None = None
+        loop.process.on_end.append(self._process_ends)
+        register.host, register.pid = "host", loop.process.pid
+        token = self._world.random.randbytes(8)
+        self._session = MemberSession(complete(register, settings), lambda: token)
+        self._world.after(self._patience_s, self.process, None, self._expire)
+        self._connect()
+
+    # ---- connections -------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self.is_over or self._stream is not None:
+            return
+        scheduler = self._place.scheduler
+        if scheduler.is_gone:
+            self._world.after(_RETRY_S, None if self._is_closed else self.process, None, self._connect)
+            return
+        stream = self._stream = Stream(self, scheduler, len(self._place.streams) + 1)
+        self._place.streams.append(stream)
+        stream.send_up(self._session.register())
+
+    def broken(self, stream: Stream) -> None:
+        if self._stream is not stream:
+            return
+        self._stream = None
+        if self._is_dismissed:
+            self.is_over = True
+        elif not self.is_over:
+            if self._place.scheduler.exit_code is not None:
+                self._world.expect_quiet(_ORPHAN_S + 2.0)  # a server that has slept finds that all is over
+            if self._away_since_s < 0:
+                since_s = self._away_since_s = self._world.now_s
+                self._world.after(_SHORT_S, self.process, None, lambda: self._tell(since_s))
+                if not self._session.epoch:
+                    self._world.after(self._patience_s, self.process, None, lambda: self._despair(since_s))
+            self._connect()
+
+    def _expire(self) -> None:
+        if not self._session.is_member and not self.is_over and not self._is_closed:
+            self.is_over = True
+            self._on_lost(RendezvousError("no scheduler wants it"))
+
+    def _despair(self, since_s: float) -> None:
+        """The cluster never came together, as far as is known here."""
+        if self._away_since_s == since_s and not self._is_closed:
+            self.is_over = True
+            self._on_lost(PeerLostError("the scheduler is gone"))
+
+    def _tell(self, since_s: float) -> None:
+        if self._away_since_s == since_s and not self._is_closed:
+            self._is_told = True
+            self._on_away(PeerLostError("the scheduler is away"))
+
+    def _welcome(self, stream: Stream, message: pb.SchedulerMessage) -> None:
+        for kept in self._session.welcomed(message):
+            stream.send_up(kept)
+        stream.is_welcome = True
+        self._away_since_s, told = -1.0, self._is_told
+        self._is_told = False
+        if self._is_closed:
+            stream.end()
+        elif told:
+            self._on_back()
+
+    @property
+    def can_break(self) -> bool:
+        return self._stream is not None and self._stream.is_open and not self._is_closed
+
+    def break_(self) -> None:
+        if self._stream is not None:
+            self._stream.break_()
+
+    # ---- messages ----------------------------------------------------------------------------------------
 
     def send(self, message: pb.MemberMessage) -> None:
-        if self._is_closed:
+        if self._is_closed or self.is_over:
             return
-        copy = pb.MemberMessage()
-        copy.CopyFrom(message)
-        label = None if copy.HasField("heartbeat") else f"{_describe(copy)} from {self._process.name}"
-        scheduler = self._scheduler
-        scheduler.world.carry(self._up, scheduler, label, lambda: scheduler.handle(self._number, copy))
+        stamped = self._session.say(message)
+        if self._stream is not None and self._stream.is_welcome:
+            self._stream.send_up(stamped)
 
-    def receive(self, message: pb.SchedulerMessage) -> None:
-        """The scheduler sends this."""
-        if message.HasField("membership"):
-            if message.membership.epoch < self._epoch:
-                raise InvariantError(f"epoch {message.membership.epoch} comes after epoch {self._epoch}")
-            self._epoch = message.membership.epoch
-        label = None if message.HasField("stalled") else _describe(message)
-        self._scheduler.world.carry(self._down, self._process, label, lambda: self._take(message))
-
-    def _take(self, message: pb.SchedulerMessage) -> None:
-        if self._is_closed:
+    def take(self, stream: Stream, message: pb.SchedulerMessage) -> None:
+        if message.HasField("refused"):
+            self._refused(message)
             return
-        self._on_message(message)
+        if self._is_closed and not message.HasField("welcome"):
+            return  # its process, which would have got it, is gone here
+        is_news = self._session.hear(message)
         if message.HasField("welcome"):
-            self._beat()
-        elif message.HasField("refused"):
+            is_news = not self._session.is_member
+            self._welcome(stream, message)
+            if is_news:
+                self._beat()
+        self._is_dismissed = self._is_dismissed or message.HasField("stop")
+        if is_news and not self._is_closed:
+            self._on_message(message)
+
+    def _refused(self, message: pb.SchedulerMessage) -> None:
+        if message.refused.later:  # the end of the stream follows, and the next attempt
+            self._world.expect_quiet(self._patience_s)
+            return
+        self.is_over = True
+        if not self._is_closed:
+            if not message.refused.unknown:
+                self._on_message(message)
             self._on_lost(from_name(message.refused.error, message.refused.message))
 
-    def lose(self) -> None:
-        """The scheduler is gone."""
-        world = self._scheduler.world
-        error = PeerLostError("the scheduler is gone")
-        if not self._is_closed and self._scheduler.exit_code is None:
-            world.after(world.delay(), self._process, "loses the scheduler", lambda: self._on_lost(error))
-
     def _beat(self) -> None:
-        if not self._is_closed:
+        if not self._is_closed and not self.is_over:
             self.send(pb.MemberMessage(heartbeat=self._heartbeat()))
             self._loop.call_later(self._interval_s, self._beat)
 
-    def close(self, reason: str = "") -> None:
-        self.send(pb.MemberMessage(leave=pb.Leave(reason=reason)))
-        self._hang_up()
+    # ---- the end -----------------------------------------------------------------------------------------
 
-    def _hang_up(self) -> None:
+    def close(self, reason: str = "") -> None:
+        if self._is_closed:
+            return
+        self.send(pb.MemberMessage(leave=pb.Leave(reason=reason)))
+        self._is_closed = True
+        # The process waits for this in truth; here it is gone at once, and its link goes on by itself.
+        self.process = None
+        if self._stream is not None and self._stream.is_open and self._stream.is_welcome:
+            self._stream.end()
+        if not self._session.is_member:
+            self.is_over = True
+            self.break_()
+        elif self._stream is None or not self._stream.is_open:
+            self._stream = None
+            self._connect()
+        self._world.after(_CLOSE_S, None, None, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self.break_()
+
+    def _process_ends(self) -> None:
         if not self._is_closed:
-            self._is_closed = True
-            scheduler, number = self._scheduler, self._number
-            scheduler.world.carry(self._up, scheduler, "a link ends", lambda: scheduler.disconnected(number))
+            self.is_over = True
+            self.break_()

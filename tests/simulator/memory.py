@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from byteps_py.server.reducer import Plan
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Op
 
@@ -191,10 +192,11 @@ class Memory:
 
 
 class Kernels:
-    """Stands for the module byteps_py.kernels."""
+    """Stands for the module byteps_py.kernels. ``is_lenient``: see Engine."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, is_lenient: bool = False) -> None:
         self._memory = memory
+        self._read = memory.find if is_lenient else memory.at
 
     def prepare(self, pairs: object) -> None: ...
 
@@ -202,26 +204,52 @@ class Kernels:
         self, op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], count: int, divisor: int = 1
     ) -> None:
         nbytes = count * dtype.itemsize
-        sources = [self._memory.at(address, nbytes) for address in inputs]
+        sources = [self._read(address, nbytes) for address in inputs]
         targets = [self._memory.at(address, nbytes) for address in outputs]
         result = combine(op, dtype, sources, divisor)
         for target in targets:
             target[:] = result
 
 
+def _use_of(work: Callable[[], None]) -> tuple[DType, Sequence[int], Sequence[int], int] | None:
+    """(dtype, inputs, outputs, count) of a kernel; None if it is none."""
+    if (closure := getattr(work, "__closure__", None)) is not None:  # a server's
+        names = work.__code__.co_freevars  # type: ignore[attr-defined]
+        known = dict(zip(names, (cell.cell_contents for cell in closure), strict=True))
+        plan = known.get("plan")
+        return (known["dtype"], plan.inputs, plan.outputs, known["count"]) if isinstance(plan, Plan) else None
+    if not isinstance(work, functools.partial) or len(work.args) < 5:
+        return None
+    _, dtype, inputs, outputs, count = work.args[:5]
+    return dtype, inputs, outputs, count
+
+
 class Engine:
     """Stands for byteps_py.kernels.engine.Engine: work ends after any time, in any order. What a kernel reads
-    must not change before it ends."""
+    must not change before it ends; unless it ``is_lenient``: a server whose answer nobody waits for any more may sum
+    what it likes. Where it writes must be nobody else's all the same.
+    A process that ends leaves half a result behind."""
 
-    def __init__(self, world: World, memory: Memory, process: Process) -> None:
+    def __init__(self, world: World, memory: Memory, process: Process, is_lenient: bool = False) -> None:
         self._world = world
         self._memory = memory
         self._process = process
+        self._is_lenient = is_lenient
+        self._held: list[list[tuple[int, int]]] = []
+        process.on_end.append(self._end)
+
+    def _end(self) -> None:
+        for ranges in self._held:
+            self._memory.let_go(ranges)
+            for address, nbytes in ranges if self._is_lenient else ():
+                self._memory.find(address, nbytes)[: nbytes // 2] = _POISON
+        self._held.clear()
 
     def submit(self, priority: int, work: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
         ranges, before = self._claim(work)
 
         def run() -> None:
+            self._held.remove(ranges)
             self._memory.let_go(ranges)
             for (address, nbytes), data in zip(ranges, before, strict=False):
                 if self._memory.at(address, nbytes).tobytes() != data:
@@ -235,13 +263,16 @@ class Engine:
 
     def _claim(self, work: Callable[[], None]) -> tuple[list[tuple[int, int]], list[bytes]]:
         """What a kernel uses, inputs first, and what lies in the inputs now."""
-        if not isinstance(work, functools.partial) or len(work.args) < 5:
-            return [], []
-        _, dtype, inputs, outputs, count = work.args[:5]
+        use = _use_of(work)
+        if use is None:
+            self._held.append([])
+            return self._held[-1], []
+        dtype, inputs, outputs, count = use
         nbytes = count * dtype.itemsize
-        pure_inputs = [address for address in inputs if address not in outputs]
+        pure_inputs = [] if self._is_lenient else [address for address in inputs if address not in outputs]
         ranges = [(address, nbytes) for address in (*pure_inputs, *outputs)]
         self._memory.hold(ranges)
+        self._held.append(ranges)
         return ranges, [self._memory.at(address, nbytes).tobytes() for address in pure_inputs]
 
     def close(self) -> None: ...

@@ -115,6 +115,8 @@ class Program:
                 if spec is None or rng.random() < 0.25:
                     spec = _make_spec(rng, name, size, groups[name])
                 is_unsupported = spec.needs_all and len(here) < len(members)
+                if is_unsupported and not spec.nbytes:
+                    continue  # its rounds are over where it is handed over
                 specs = dict.fromkeys(here, spec)
                 self.steps[-1].append(
                     Use(uses, name, tuple(specs.get(r) for r in range(size)), is_unsupported=is_unsupported)

@@ -16,6 +16,7 @@ from byteps_py.worker import credit, service
 from byteps_py.worker.actions import Action, Done
 from byteps_py.worker.tensor import Part, Stage, Tensor
 
+from .ledger import Ledger
 from .memory import Memory
 from .world import InvariantError, Process, World
 
@@ -78,9 +79,11 @@ class Queue(credit.PushQueue):
 class Worker(Process):
     """A communication service."""
 
-    def __init__(self, world: World, memory: Memory, index: int) -> None:
+    def __init__(self, world: World, memory: Memory, index: int, ledger: Ledger) -> None:
         super().__init__(world, f"worker {index}")
+        self.machine = index
         self._memory = memory
+        self._ledger = ledger
         self._service: service.Service
         self._given: dict[Tensor, tuple[int, bytes]] = {}  # where a completed round's contribution lies, and what
 
@@ -114,6 +117,8 @@ class Worker(Process):
         if executor is not None:
             if "_carry_out" not in vars(executor):
                 self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
+                pipeline = executor._pipeline
+                self._answered, pipeline.answered = pipeline.answered, self._check_answer  # type: ignore[method-assign]
             in_flight = sum(
                 part.length for part in executor._parts.values() if part.stage is Stage.IN_FLIGHT and part.tensor.slots
             )
@@ -121,6 +126,10 @@ class Worker(Process):
             counted, limited = queue.pushed_bytes, queue.in_flight_bytes
             if in_flight != counted or limited > in_flight:
                 raise InvariantError(f"{in_flight} bytes are in flight, {counted} not answered, {limited} take credit")
+
+    def _check_answer(self, part: Part, round_: int, source: int, now: float) -> list[Action]:
+        self._ledger.accepts(self.machine, part, round_, source)
+        return self._answered(part, round_, source, now)
 
     def _check_action(self, action: Action) -> None:
         if isinstance(action, Done) and action.tensor.parts and action.tensor.parts[0].server >= 0:
@@ -170,21 +179,33 @@ class Worker(Process):
 
 
 class Server(Process):
-    """A summation service. ``kind``: of its machine."""
+    """A summation service. ``machine``: the GPU machine that it runs on; -1: a CPU machine."""
 
-    def __init__(self, world: World, memory: Memory, name: str, kind: pb.MachineKind) -> None:
+    def __init__(self, world: World, memory: Memory, name: str, machine: int) -> None:
         super().__init__(world, name)
+        self.machine = machine
+        self.is_leaving = False
         self._memory = memory
-        self._kind = kind
         self._service: ServerService
-        self._link: Any
 
     def start(self, settings: Settings, connect: Any) -> None:
         """Under the world's substitutes. As ``Service.run`` begins."""
-        it = self._service = ServerService(settings, self._kind, connect)
+        kind = pb.MACHINE_KIND_GPU if self.machine >= 0 else pb.MACHINE_KIND_CPU
+        it = self._service = ServerService(settings, kind, connect)
         self._reduce, it._reduce = it._reduce, self._check_reduce  # type: ignore[method-assign]
-        self._link = connect(settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat)
+        it._link = connect(
+            settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat, it._on_away, it._on_back
+        )
         it._loop.call_later(settings.stall_warn_s, it._warn_of_stalls)
+
+    @property
+    def address(self) -> str:
+        return self._service.address
+
+    def drain(self) -> None:
+        """It is to go, in order."""
+        self.is_leaving = True
+        self._service.stop("SIGTERM")
 
     def _check_reduce(self, round_: Round[Any]) -> None:
         """Each machine is counted once, in order."""
@@ -205,7 +226,7 @@ class Server(Process):
         if self._service._loop.stopped:  # type: ignore[attr-defined]
             self._check_end()
             self.exit_code = 1 if self._service._error is not None else self._service._status
-            self._service._close(self._link)
+            self._service._close()
             self.die()
 
     def _check_end(self) -> None:

@@ -15,7 +15,8 @@ from byteps_py.server import service as server_service
 from byteps_py.session import remote, slots
 from byteps_py.worker import desk, executor, joining, links, memory, network, placing, ranks, requests, service
 
-from .control import ControlLink, Scheduler
+from .control import ControlLink, Place
+from .ledger import Ledger, LedgerNetwork
 from .local import Listener, Local
 from .memory import Engine, Kernels, Memory
 from .network import Network, ServerNetwork, TcpLink
@@ -27,16 +28,17 @@ from .world import Process, World
 class Surroundings:
     """``booting``: the process whose constructor runs."""
 
-    def __init__(self, world: World, memory_: Memory, local: Local, net: Network, scheduler: Scheduler) -> None:
+    def __init__(self, world: World, memory_: Memory, local: Local, net: Network, place: Place) -> None:
         self.booting: Process
         self._world = world
         self._memory = memory_
         self._local = local
         self._net = net
-        self._scheduler = scheduler
+        self._place = place
+        self.ledger = Ledger(memory_)
 
     def connect(self, *args: Any) -> ControlLink:
-        return ControlLink(self._scheduler, *args)
+        return self._place.link(*args)
 
     def _substitutes(self) -> dict[Any, dict[str, Any]]:
         world, memory_, local, net = self._world, self._memory, self._local, self._net
@@ -67,6 +69,7 @@ class Surroundings:
             service: {
                 "EventLoop": new_loop, "Listener": new_listener, "Engine": new_engine, "connect": self.connect,
                 "time": clock, "PushQueue": lambda: Queue(world),
+                "Network": type("SimulatedNetwork", (LedgerNetwork,), {"ledger": self.ledger}),
                 "PeerMachines": lambda *given: Peers(),
                 "Probe": lambda loop, *given: Probe(world, loop, given[-1]),
             },
@@ -87,7 +90,10 @@ class Surroundings:
             server_service: {"EventLoop": new_loop, "Network": new_server_network, "time": clock, "os": os_},
             server_local: {"Listener": new_listener, "Segment": memory_.map_segment, "os": os_},
             readiness: {"prepare": kernels.prepare},
-            reducer: {"Engine": new_engine, "kernels": kernels, "INLINE_BYTES": small},
+            reducer: {
+                "Engine": lambda threads, name: Engine(world, memory_, self.booting, is_lenient=True),
+                "kernels": Kernels(memory_, is_lenient=True), "INLINE_BYTES": small,
+            },
             slots: {"Segment": memory_.map_segment},
             remote: {"open_stack_dump": lambda: None},  # no process here has a stack of its own
         }  # fmt: skip

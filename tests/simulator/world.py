@@ -14,6 +14,8 @@ from collections.abc import Callable
 #: Nothing but timers for so long, and processes still there: they hang. Longer than the deadlines that turn a
 #: silence, or a departure, into an error.
 HANG_S = 8.0
+#: What a slow wire takes at most: nobody is lost by that.
+_SLOWEST_S = 0.3
 
 
 class InvariantError(AssertionError):
@@ -83,7 +85,8 @@ class World:
         self.events = 0
         self.processes: list[Process] = []
         self.active: Process | None = None  # whose event this is
-        self.faults: list[str] = []
+        self.faults: list[str] = []  # that have ended the job, as they may
+        self.trials: list[str] = []  # that it has to survive
         self.hang_s = HANG_S
         self._pace_s = self.random.choice((0.0002, 0.001, 0.005))
         self._last_work_s = 0.0
@@ -115,9 +118,12 @@ class World:
     def _at(self, at_s: float, process: Process | None, label: str | None, act: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (at_s, next(self._order), process, label, act))
 
-    def carry(self, wire: Wire, process: Process, label: str | None, act: Callable[[], None]) -> None:
+    def carry(self, wire: Wire, process: Process | None, label: str | None, act: Callable[[], None]) -> None:
         """``act`` in ``process`` when a message sent now on ``wire`` arrives."""
-        wire.last_arrival_s = max(wire.last_arrival_s, self.now_s + self.delay() * wire.slowness)
+        delay_s = self.delay()
+        if wire.slowness > 1.0:
+            delay_s = min(delay_s * wire.slowness, _SLOWEST_S)
+        wire.last_arrival_s = max(wire.last_arrival_s, self.now_s + delay_s)
         self._at(wire.last_arrival_s, process, label, act)
 
     def note(self, who: str, what: str) -> None:

@@ -1,0 +1,65 @@
+"""A scheduler's whole state as bytes, so that a long job's journal does not grow for ever. Pure.
+
+The state is whatever its parts hold: nothing has to be kept in step here when these change. It is read back only from
+the scheduler's own file, by the same version of the package, and only into classes of this package's scheduler.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+from google.protobuf.message import Message
+
+from byteps_py import __version__
+from byteps_py.errors import JournalError
+from byteps_py.proto import control_pb2 as pb
+
+_PACKAGES = ("byteps_py.scheduler.", "byteps_py.tensors", "byteps_py.placement.")
+_PLAIN = {("builtins", "set"), ("builtins", "frozenset"), ("builtins", "range"), ("collections", "deque")}
+
+
+def freeze(state: dict[str, Any]) -> bytes:
+    """The bytes from which ``thaw`` makes an equal state. Objects that are one stay one."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump({**state, "version": __version__})
+    return file.getvalue()
+
+
+def thaw(data: bytes) -> dict[str, Any]:
+    """Raises JournalError: another version's, or nothing of ours."""
+    try:
+        state = _Unpickler(io.BytesIO(data)).load()
+        version = state.pop("version")
+    except JournalError:
+        raise
+    except Exception as error:
+        raise JournalError(f"the snapshot in the scheduler's journal can't be read: {error!r}") from error
+    if version != __version__:
+        raise JournalError(f"the scheduler's journal is of byteps_py {version}, and this is {__version__}")
+    return state  # type: ignore[no-any-return]
+
+
+def message(name: str, data: bytes) -> Message:
+    """A message of the control plane."""
+    found: Message = getattr(pb, name).FromString(data)
+    return found
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, Message):
+            return message, (type(obj).DESCRIPTOR.name, obj.SerializeToString())
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        if module.startswith(_PACKAGES):
+            found = super().find_class(module, name)
+            if found is message or isinstance(found, type):
+                return found
+        raise JournalError(f"the snapshot in the scheduler's journal wants {module}.{name}, which is no part of it")

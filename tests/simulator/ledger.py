@@ -1,0 +1,80 @@
+"""What each machine gave to each round, and what came back: it is the same however often it is given, and asked for.
+
+A round may be summed more than once (its server died, its keys moved, a connection broke). What holds then is that a
+machine always gives the same bytes to it, and that all machines, wherever their answer comes from, accept the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from byteps_py.tensors import Op
+from byteps_py.worker.network import Network
+from byteps_py.worker.tensor import Part
+
+from .memory import Memory
+from .world import InvariantError
+
+Round = tuple[int, int, int, int]  # key, generation, index, round
+
+
+def _describe(part: Part, round_: int) -> str:
+    return f"round {round_} of {part.tensor.name} ({part.tensor.key:x}/{part.tensor.generation}/{part.index})"
+
+
+class Ledger:
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.lost_answers = 0  # blocks that a frozen server may yet write to, and so nobody else uses
+        self._given: dict[tuple[int, Round], bytes | None] = {}  # None: nothing, its ranks have joined
+        self._results: dict[Round, bytes] = {}
+
+    def gives(self, machine: int, part: Part, round_: int, data: bytes | None) -> None:
+        known = self._given.setdefault((machine, _name(part, round_)), data)
+        if known != data:
+            raise InvariantError(f"machine {machine} gives other bytes to {_describe(part, round_)} than before")
+
+    def supplies(self, machine: int, part: Part, round_: int, data: bytes | None) -> None:
+        if (machine, _name(part, round_)) not in self._given:
+            raise InvariantError(f"machine {machine} supplies {_describe(part, round_)}, which it never gave")
+        self.gives(machine, part, round_, data)
+
+    def accepts(self, machine: int, part: Part, round_: int, address: int) -> None:
+        """``address``: of the answer; 0 if it has none."""
+        if not address:
+            return
+        data = self.memory.at(address, part.length).tobytes()
+        if self._results.setdefault(_name(part, round_), data) != data:
+            raise InvariantError(f"machine {machine} gets another result of {_describe(part, round_)} than others")
+
+
+def _name(part: Part, round_: int) -> Round:
+    return (part.tensor.key, part.tensor.generation, part.index, round_)
+
+
+class LedgerNetwork(Network):
+    """The real one, with its books kept."""
+
+    ledger: Ledger  # set in a subclass per world
+
+    def push(self, part: Part, round_: int) -> None:
+        tensor = part.tensor
+        if tensor.contributes or tensor.spec.op is not Op.BROADCAST:
+            address = tensor.contribution.address + part.offset if tensor.contributes else 0
+            self.ledger.gives(self._me, part, round_, self._bytes(address, part))
+        super().push(part, round_)
+
+    def supply(self, part: Part, round_: int, server: int) -> None:
+        if part.tensor.spec.op is not Op.BROADCAST and server in self._links:
+            block = part.tensor.given(round_)
+            data = self._bytes(block.address + part.offset if block is not None else 0, part)
+            self.ledger.supplies(self._me, part, round_, data)
+        super().supply(part, round_, server)
+
+    def _bytes(self, address: int, part: Part) -> bytes | None:
+        return self.ledger.memory.at(address, part.length).tobytes() if address else None
+
+    def withdraw(self, part: Part, round_: int, server: int) -> None:
+        before: Any = part.answer if server not in self._links else None
+        super().withdraw(part, round_, server)
+        self.ledger.lost_answers += before is not None

@@ -1,0 +1,133 @@
+"""What a job must survive, again and again in one run: servers that die, freeze, come or go, connections that break."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from byteps_py.scheduler.core import RUNNING
+
+from .network import TcpLink
+from .services import Server
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+TRIALS = (
+    "kill a server", "freeze a server", "drain a server", "start a server", "cut a connection", "cut a machine off",
+    "start the scheduler again", "cut off from the scheduler",
+)  # fmt: skip
+_MAX_TRIALS = 8
+
+
+class Trials:
+    """When they come, and what each does. A trial that can't be at its moment is left out."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        world = cluster.world
+        rng = world.random
+        self._cluster = cluster
+        self._world = world
+        self._random = rng
+        count = rng.choice((0, 1, 2, _MAX_TRIALS)) if cluster.machines > 1 else 0
+        self._spacing = rng.choice((10, 40, 150))  # events between two
+        kinds = rng.sample(TRIALS, rng.randint(1, len(TRIALS)))  # some runs know few kinds, and those often
+        self._due = [rng.choice(kinds) for _ in range(count)]
+        self._next_event = -1
+
+    def step(self) -> None:
+        """Between two events."""
+        if not self._due or self._cluster.scheduler.state != RUNNING:
+            return
+        if self._next_event < 0:
+            self._wait()
+        if self._world.events >= self._next_event:
+            self._strike(self._due.pop())
+            self._wait()
+
+    def _wait(self) -> None:
+        self._next_event = self._world.events + int(self._random.expovariate(1 / self._spacing))
+
+    def _strike(self, kind: str) -> None:
+        if kind == "start a server":
+            whom = self._start()
+        elif kind == "cut a connection":
+            whom = self._cut(1)
+        elif kind == "cut a machine off":
+            whom = self._cut(99)
+        elif kind == "start the scheduler again":
+            whom = self._start_scheduler_again()
+        elif kind == "cut off from the scheduler":
+            whom = self._cut_off_from_scheduler()
+        else:
+            whom = self._hit_server(kind)
+        if whom:
+            self._world.trials.append(f"{kind}: {whom}")
+            self._world.note("world", self._world.trials[-1])
+
+    def _able(self) -> list[Server]:
+        """Servers that can hold keys, as far as the scheduler knows, and can be relied on."""
+        known = self._cluster.scheduler.server_addresses()
+        return [
+            server
+            for server in self._cluster.servers
+            if server.is_alive and not server.is_paused and not server.is_leaving and server.address in known
+        ]
+
+    def _hit_server(self, kind: str) -> str:
+        able = self._able()
+        candidates = [server for server in self._cluster.servers if server.is_alive]
+        if kind != "kill a server":
+            candidates = [server for server in candidates if server in able]
+        candidates = [server for server in candidates if any(other is not server for other in able)]
+        if not candidates:
+            return ""
+        server = self._random.choice(candidates)
+        if kind == "kill a server":
+            server.die()
+        elif kind == "drain a server":
+            server.drain()
+        else:
+            server.pause(self._random.choice((0.05, 0.5, 4.0, 8.0)) * self._random.random())
+        return server.name
+
+    def _start(self) -> str:
+        cluster = self._cluster
+        if not cluster.scheduler.is_alive:
+            return ""
+        taken = {cluster.machine_of(server) for server in cluster.servers if server.is_alive}
+        free = [m for m in range(cluster.machines) if m not in taken and cluster.workers[m].is_alive]
+        if free and cluster.gpu_machines_sum and self._random.random() < 0.5:
+            machine = self._random.choice(free)
+            return cluster.start_server(f"server {len(cluster.servers)} on machine {machine}", machine)
+        return cluster.start_server(f"server {len(cluster.servers)}", -1)
+
+    def _cut(self, limit: int) -> str:
+        network = self._cluster.network
+        links = [link for link in network.links if link.process.is_alive and not link.server.process.is_gone]
+        if not links:
+            return ""
+        process = self._random.choice(links).process
+        chosen: list[TcpLink] = [link for link in links if link.process is process]
+        chosen = self._random.sample(chosen, min(limit, len(chosen)))
+        for link in chosen:
+            link.break_()
+        return ", ".join(f"{link.process.name} from {link.server.process.name}" for link in chosen)
+
+    def _start_scheduler_again(self) -> str:
+        cluster, world = self._cluster, self._world
+        if not cluster.scheduler.is_alive or cluster.fault == "kill the scheduler":
+            return ""
+        cluster.scheduler.die()
+        away_s = self._random.choice((0.01, 0.3, 2.0)) * self._random.random()
+        world.after(away_s, None, "somebody starts the scheduler again", cluster.place.start_again)
+        # Who has died meanwhile is given time to come back.
+        world.expect_quiet(away_s + 5 * cluster.config.heartbeat_timeout_s)
+        return f"after {away_s:.2f} s"
+
+    def _cut_off_from_scheduler(self) -> str:
+        links = [link for link in self._cluster.place.links if link.can_break]
+        if not links:
+            return ""
+        link = self._random.choice(links)
+        link.break_()
+        return link.name

@@ -1,0 +1,409 @@
+"""Sessions: whatever happens to connections and schedulers, every message counts once, in order, and epochs rise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.control_plane import Member, Plane
+from support.scheduler_core import CPU, ballot, declare, server, spec, worker
+
+from byteps_py.cli.status import to_text
+from byteps_py.errors import JournalError, ProtocolError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.proto.journal_pb2 import JournalRecord
+from byteps_py.scheduler import core as states
+from byteps_py.scheduler import sessions
+from byteps_py.scheduler.restoring import replay
+from byteps_py.scheduler.sessions import Sessions
+
+SHAPE = {"num_workers": 2, "num_servers": 1, "servers_only": True}
+
+
+def complete() -> tuple[Plane, Member, Member, Member]:
+    plane = Plane(**SHAPE)
+    one, two = plane.add(worker(0)), plane.add(worker(1))
+    third = plane.add(server(0))
+    plane.settle()
+    assert all(member.bodies() == ["welcome", "membership"] for member in plane.members)
+    return plane, one, two, third
+
+
+def running(plane: Plane) -> Sessions:
+    assert plane.sessions is not None
+    return plane.sessions
+
+
+def test_a_member_that_comes_back_misses_nothing_and_repeats_nothing() -> None:
+    plane, one, two, _ = complete()
+    one.say(**declare(ballot([0, 1])))
+    two.say(**declare(ballot([2, 3])))
+    plane.carry_up(one)
+    plane.carry_up(two)
+    plane.cut(one)  # with the verdict on its way
+    one.say(arrive=pb.Arrive(sequence=1))
+    two.say(arrive=pb.Arrive(sequence=1))
+    plane.settle()
+    for member in (one, two):
+        assert member.bodies()[2:] == ["verdicts", "release"]
+        assert member.session.unheard == 0
+
+
+def test_a_heartbeat_is_answered_with_what_has_come_for_good() -> None:
+    plane, one, *_ = complete()
+    one.say(arrive=pb.Arrive(sequence=1))
+    plane.settle()
+    assert one.session.unheard == 1
+    one.say(heartbeat=pb.Heartbeat(bare=True))
+    plane.settle()
+    assert one.session.unheard == 0
+    one.say(heartbeat=pb.Heartbeat(bare=True))
+    plane.carry_up(one)
+    plane.flush()
+    assert not one.down
+
+
+def test_what_comes_twice_counts_once() -> None:
+    plane, one, two, _ = complete()
+    one.say(arrive=pb.Arrive(sequence=1))
+    plane.carry_up(one)
+    plane.flush()
+    plane.cut(one)  # it does not know that this has come: it says it again
+    two.say(arrive=pb.Arrive(sequence=1))
+    plane.settle()
+    assert one.bodies()[2:] == two.bodies()[2:] == ["release"]
+    assert running(plane).core.state == states.RUNNING
+
+
+def test_a_broken_connection_is_forgiven_for_half_a_second() -> None:
+    plane, one, two, _ = complete()
+    plane.cut(one)
+    plane.tick(0.4)
+    (doubt,) = {member.doubt for member in running(plane).status(plane.now).members} - {""}
+    assert doubt == "disconnected for 0.4 s"
+    assert f"  {doubt}  " in to_text(running(plane).status(plane.now))
+    plane.settle()
+    plane.tick(0.2)
+    assert running(plane).core.state == states.RUNNING
+    plane.cut(one)
+    plane.tick(0.5)
+    plane.settle()
+    assert running(plane).core.state == states.FAILED
+    assert "lost worker 0 (ranks 0-1, host gpu0, pid 100): its connection ended" in two.heard[-1].failure.message
+
+
+def test_a_new_connection_takes_the_place_of_one_whose_end_was_not_seen() -> None:
+    plane, one, two, _ = complete()
+    plane.forget(one)
+    for member in (one, two):
+        member.say(arrive=pb.Arrive(sequence=1))
+    plane.settle()
+    assert one.bodies()[-1] == "release"
+    assert running(plane).core.state == states.RUNNING
+
+
+def test_a_stranger_can_not_take_a_members_place() -> None:
+    plane, one, _, _ = complete()
+    plane.cut(one)
+    thief = plane.add(worker(0))
+    thief.session.hear(pb.SchedulerMessage(welcome=pb.Welcome(member_id=1)))
+    plane.settle()
+    assert "complete already" in thief.heard[-1].refused.message
+    assert one.is_welcome
+
+
+def test_who_comes_in_the_place_of_a_member_that_may_come_back_waits_for_that() -> None:
+    plane = Plane(num_workers=2, num_servers=2, servers_only=True)
+    for register in (worker(0, k=2), worker(1, k=2), server(0, k=2), server(1, k=2)):
+        plane.add(register)
+    plane.settle()
+    plane.cut(plane.members.pop())
+    heir = plane.add(server(1, k=2))
+    plane.connect(heir)
+    plane.carry_up(heir)
+    plane.flush()
+    plane.carry_down(heir)
+    assert heir.heard[-1].refused.later
+    plane.carry_down(heir)
+    plane.wait(0.6)
+    plane.settle()
+    assert heir.bodies()[1:3] == ["welcome", "membership"]
+
+
+def test_a_member_that_confirms_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_UNHEARD", 100)
+    plane, one, two, _ = complete()
+    for sequence in range(1, 102):
+        for member in (one, two):
+            member.say(arrive=pb.Arrive(sequence=sequence))
+            plane.carry_up(member)
+        plane.flush()
+        while two.down:
+            plane.carry_down(two)
+    plane.tick()
+    assert "lost worker 0 (ranks 0-1, host gpu0, pid 100): it has confirmed none of 101" in running(plane).core.reason
+
+
+def test_a_gap_is_no_way_to_go_on() -> None:
+    plane, one, two, _ = complete()
+    one.say(arrive=pb.Arrive(sequence=1))
+    one.up.clear()
+    one.say(arrive=pb.Arrive(sequence=2))
+    plane.settle()
+    assert "its message 2 came after message 0" in two.heard[-1].failure.message
+    session = one.session
+    with pytest.raises(ProtocolError, match="message 9 of the scheduler came after message 2"):
+        session.hear(pb.SchedulerMessage(number=9, release=pb.Release(sequence=1)))
+    with pytest.raises(ProtocolError, match="opens epoch 1 after epoch 1"):
+        session.hear(pb.SchedulerMessage(number=3, membership=pb.Membership(epoch=1)))
+
+
+def test_a_lost_member_learns_that_it_is_lost() -> None:
+    plane, one, _, _ = complete()
+    plane.cut(one)
+    plane.tick(0.5)
+    plane.settle()
+    assert one.heard[-1].refused.error == "PeerLostError"
+    assert "worker 0 (host gpu0, pid 100) can't come back: its connection ended" in one.heard[-1].refused.message
+
+
+def test_news_have_no_number_and_are_not_written_down() -> None:
+    plane, one, two, _ = complete()
+    written = len(plane.disk)
+    waiting = [pb.Waiting(name="w", ready_ranks=[0, 1], age_s=99)]
+    one.say(heartbeat=pb.Heartbeat(waiting=waiting))
+    two.say(sight=pb.Sight(rank=2, text="it sleeps"))
+    plane.settle()
+    assert one.bodies()[2:] == ["stalled", "sight"]
+    assert all(message.number == 0 for message in one.heard[2:])
+    assert len(plane.disk) == written
+
+
+def test_no_token_is_written_down() -> None:
+    plane, *_ = complete()
+    for record in plane.disk:
+        for number in range(1, 10_000):
+            assert record.register.token != number.to_bytes(8, "little")
+    assert len({record.register.token for record in plane.disk if record.HasField("register")}) == 3
+
+
+# ---- schedulers that are started again ---------------------------------------------------------------------------
+
+
+def test_a_restarted_scheduler_takes_its_members_back_and_waits_for_the_others() -> None:
+    plane, one, two, _ = complete()
+    one.say(arrive=pb.Arrive(sequence=1))
+    plane.settle()
+    plane.crash()
+    two.say(arrive=pb.Arrive(sequence=1))
+    plane.start()
+    plane.settle()
+    assert one.bodies()[2:] == two.bodies()[2:] == ["release"]
+    assert (running(plane).restarts, running(plane).core.epoch) == (1, 1)
+    assert "the scheduler was started again once" in to_text(running(plane).status(plane.now))
+    plane.crash()
+    plane.start()
+    plane.members.remove(two)
+    plane.settle()
+    plane.wait(4.9)
+    assert running(plane).core.state == states.RUNNING
+    plane.wait(0.2)
+    assert running(plane).core.reason.endswith("it did not come back within 5 s after the scheduler was started again")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_journal_whose_members_are_all_gone_is_given_up(asked: bool) -> None:
+    plane, *members = complete()
+    plane.crash()
+    plane.start()
+    plane.members.clear()
+    if asked:
+        newcomer = plane.add(worker(0))
+        plane.connect(newcomer)
+        plane.carry_up(newcomer)
+        plane.flush()
+        plane.carry_down(newcomer)
+        assert newcomer.heard[-1].refused.later
+        assert "waits for members of its job to come back: worker 0 (host gpu0" in newcomer.heard[-1].refused.message
+    plane.tick(1.9 if asked else 4.9)
+    assert not running(plane).is_abandoned
+    plane.tick(0.2)
+    assert running(plane).is_abandoned
+    assert running(plane).finished(plane.now) is None
+    assert members[0].session.epoch == 1
+
+
+@pytest.mark.parametrize("everybody_left", [False, True])
+def test_a_job_that_was_over_is_over(everybody_left: bool) -> None:
+    plane, one, two, third = complete()
+    for member in (one, two, third) if everybody_left else (one, two):
+        member.say(leave=pb.Leave())
+        plane.carry_up(member)
+        if everybody_left:
+            plane.cut(member)
+    plane.flush()
+    plane.crash()
+    plane.start()
+    plane.tick(0.1)
+    assert running(plane).finished(plane.now) is None
+    for _ in range(2):
+        plane.tick(5.0)
+    finish = running(plane).finished(plane.now)
+    assert finish is not None
+    assert finish.exit_status == 0
+    assert not running(plane).is_abandoned
+
+
+def test_an_unknown_member_is_refused_and_later_epochs_come_after_its() -> None:
+    plane, one, *_ = complete()
+    plane.crash()
+    plane.disk.clear()
+    plane.start()
+    plane.members = [one]
+    plane.connect(one)
+    plane.carry_up(one)
+    plane.flush()
+    plane.carry_down(one)
+    assert one.heard[-1].refused.unknown
+    assert "this scheduler does not know worker 0 (host gpu0, pid 100), which was member 1" in (
+        one.heard[-1].refused.message
+    )
+    plane.crash()  # it does not forget that either
+    plane.start()
+    plane.members = [plane.add(worker(0)), plane.add(worker(1)), plane.add(server(0))]
+    plane.settle()
+    assert plane.members[0].heard[-1].membership.epoch == 2
+
+
+def test_a_journal_older_than_its_members_is_refused() -> None:
+    plane, one, two, _ = complete()
+    old = len(plane.disk)
+    for member in (one, two):
+        member.say(arrive=pb.Arrive(sequence=1))
+    plane.settle()
+    plane.crash()
+    del plane.disk[old:]
+    plane.start()
+    plane.connect(one)
+    plane.carry_up(one)
+    plane.flush()
+    plane.carry_down(one)
+    assert one.heard[-1].refused.unknown
+    assert "has got 2 messages, the scheduler knows of 1" in one.heard[-1].refused.message
+
+
+def test_a_journal_that_leads_elsewhere_is_an_error() -> None:
+    plane, *_ = complete()
+    plane.disk[0].register.local_size = 7
+    plane.disk[0].register.partition_bytes = 1
+    with pytest.raises(JournalError, match="does not lead to what it led to"):
+        replay(plane.config, plane.disk)
+
+
+def scenario(plane: Plane, rng: random.Random, steps: int) -> None:
+    """Two workers declare, disagree, meet; a server more comes, and goes; at the end all leave."""
+    for member, place in zip(plane.members[:2], (0, 2), strict=True):
+        ranks = [place, place + 1]
+        for step in range(1, steps):
+            member.say(arrive=pb.Arrive(sequence=step))
+            what = spec((3 + (step % 3 == 0 and place),))
+            member.say(**declare(ballot(ranks, what, name=f"t{step}")))
+            if rng.random() < 0.3:
+                member.say(sight=pb.Sight(rank=place, text="here"))
+
+
+def check(plane: Plane, steps: int) -> None:
+    one, two, third = plane.members[:3]
+    for member in (one, two):
+        bodies = member.bodies()
+        assert bodies[:2] == ["welcome", "membership"]
+        assert [m.release.sequence for m in member.heard if m.HasField("release")] == list(range(1, steps))
+        verdicts = {v.name: bool(v.error) for m in member.heard for v in m.verdicts.verdicts}
+        assert verdicts == {f"t{step}": step % 3 == 0 for step in range(1, steps)}
+        epochs = [m.membership.epoch for m in member.heard if m.HasField("membership")]
+        assert epochs == sorted(set(epochs))
+        assert not any(m.HasField("failure") or m.HasField("refused") for m in member.heard)
+    numbered = [[m.SerializeToString() for m in member.heard if m.number] for member in (one, two)]
+    assert [pb.SchedulerMessage.FromString(m).WhichOneof("body") for m in numbered[0]] == [
+        pb.SchedulerMessage.FromString(m).WhichOneof("body") for m in numbered[1]
+    ]
+    assert third.bodies()[:2] == ["welcome", "membership"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_connections_and_schedulers_break_at_any_moment(seed: int) -> None:
+    rng = random.Random(seed)
+    plane, one, two, third = complete()
+    steps = 12
+    scenario(plane, rng, steps)
+    for _ in range(600):
+        plane.happen(rng)
+    if plane.sessions is None:
+        plane.start()
+    plane.settle()
+    check(plane, steps)
+    assert running(plane).core.state == states.RUNNING
+    for member in (one, two, third):
+        member.say(leave=pb.Leave())
+    plane.settle()
+    assert (running(plane).core.state, running(plane).core.reason) == (states.ENDED, "all workers have left")
+
+
+def test_every_prefix_of_a_journal_is_a_state_that_members_can_go_on_with() -> None:
+    """A crash after each write: whatever is not written is said again by those who had said it."""
+    plane, *_ = complete()
+    steps = 5
+    scenario(plane, random.Random(1), steps)
+    plane.settle()
+    check(plane, steps)
+    whole = list(plane.disk)
+    for length in range(len(whole) + 1):
+        other = Plane(**SHAPE)
+        others = [other.add(worker(0)), other.add(worker(1)), other.add(server(0, CPU))]
+        for member in others:
+            other.connect(member)
+        _feed_until(other, length)
+        other.crash()
+        other.start()
+        other.settle()
+        scenario_left(other, steps)
+        other.settle()
+        check(other, steps)
+        epochs = [m.membership.epoch for m in others[2].heard if m.HasField("membership")]
+        assert epochs == [1]
+
+
+def _feed_until(plane: Plane, records: int) -> None:
+    """The same job, one message at a time, until so much is written."""
+    said = False
+    for _ in range(500):
+        if len(plane.disk) >= records:
+            return
+        if not said and all(member.session.epoch for member in plane.members):
+            scenario(plane, random.Random(1), 5)
+            said = True
+        for member in plane.members:
+            if len(plane.disk) < records:
+                plane.carry_up(member)
+                plane.flush()
+            while member.down and len(plane.disk) < records:
+                plane.carry_down(member)
+
+
+def scenario_left(plane: Plane, steps: int) -> None:
+    """What members had not said yet, if they had said nothing."""
+    if plane.members[0].session.unheard == 0 and "release" not in plane.members[0].bodies():
+        scenario(plane, random.Random(1), steps)
+
+
+def test_times_of_records_are_those_of_the_schedulers_clock() -> None:
+    plane, *_ = complete()
+    plane.wait(7.0)
+    record = JournalRecord(at_s=plane.now, stop="enough")
+    running(plane).stop("enough", plane.now)
+    plane.flush()
+    assert plane.disk[-1].at_s == record.at_s
+    plane.crash()
+    plane.start()
+    assert plane.now == record.at_s
+    assert running(plane).core.reason == "stopped: enough"
