@@ -60,6 +60,7 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module.startswith(_PACKAGES):
             found = super().find_class(module, name)
-            if found is message or isinstance(found, type):
+            # Its own classes, none that it has imported: a module's namespace holds more than its own.
+            if found is message or (isinstance(found, type) and found.__module__ == module):
                 return found
         raise JournalError(f"the snapshot in the scheduler's journal wants {module}.{name}, which is no part of it")
