@@ -12,7 +12,7 @@ from zmq.utils import garbage
 
 from byteps_py.server.partition import Contribution
 from byteps_py.server.rounds import Answer, Reduce, Refuse, Rounds
-from byteps_py.wire import RESENT, Kind
+from byteps_py.wire import Kind
 
 MACHINES = 3
 REPLAYS = 1_000_000
@@ -82,26 +82,23 @@ def test_replayed_pushes_over_a_connection_change_no_sum() -> None:
 def test_replayed_bytes_can_not_be_opened() -> None:
     """What somebody in between has recorded: the same bytes again, or later, or those of another connection."""
     with Server(SETTINGS) as server:
-        zero, one, other = server.machine(0), server.machine(1), server.machine(0)
+        zero, one = server.machine(0), server.machine(1)
         zero.prove()
-        other.prove()
+        one.prove()
         assert zero.seals is not None
-        assert other.seals is not None
+        assert one.seals is not None
         recorded = zero.seals[0].seal(header_for(0, ONE, round=1).pack(), ONE)
         zero.socket.send_multipart(recorded)
         for _ in range(10):
             zero.socket.send_multipart(recorded)
             zero.seals[0].number += 1
-        other.socket.send_multipart(recorded)
-        other.seals[0].number += 1
+        one.socket.send_multipart(recorded)
+        one.seals[0].number += 1
         for _ in range(10):
             assert zero.receive()[0].kind is Kind.DAMAGED
-        assert other.receive()[0].kind is Kind.DAMAGED
-        one.push(TWO)
+        assert one.receive()[0].kind is Kind.DAMAGED
+        one.push(TWO)  # what it says itself is heard
         assert zero.result() == one.result() == THREE
-        other.push(ONE, round=1, flags=RESENT)  # what it says itself is heard
-        one.push(TWO, round=1, flags=RESENT)
-        assert other.result() == one.result() == THREE
 
 
 def test_a_connection_that_says_nothing_that_can_be_opened_is_none_of_ours() -> None:
