@@ -319,7 +319,6 @@ def test_a_rank_that_is_done_early_is_named(options: str, word: str, text: str) 
 GONE = r"the communication service of this machine is gone \(process PID\)"
 FROZEN = r"the communication service of this machine \(process PID\) has not answered for 10 s: it is frozen or starved"
 SILENT = r"nothing was heard of it for \S+ s \(PS_HEARTBEAT_TIMEOUT\)"
-SERVER = r"lost server tcp://\S+ \(host .*, pid PID\)"
 WORKER = r"lost worker 1 \(rank 1, host .*, pid PID\)"
 VICTIMS = [  # options, whom, how → what rank 0 and rank 1 say
     ("-np 2", "byteps_py.worker", {}, signal.SIGKILL, GONE, GONE),
@@ -339,18 +338,6 @@ def test_a_service_that_dies_or_freezes_is_named_on_every_rank(
         assert job.end() == ERROR
     for rank, text in enumerate((text_0, text_1)):
         assert re.search(f"^{rank}: PeerLostError: {text.replace('PID', str(pid))}", job.text, re.MULTILINE), job.text
-
-
-def test_the_last_summation_service_is_missed() -> None:
-    """Others would have taken over, see test_recovery.py."""
-    with launch(f"{CLUSTER} --grace-period 1", "stubborn", BYTEPS_PLACEMENT="servers-only") as job:
-        job.until("0: training", "1: training")
-        pid = job.pid("byteps_py.server", DMLC_ROLE="server")
-        os.kill(pid, signal.SIGKILL)
-        assert job.end() == ERROR
-    text = f"PeerLostError: {SERVER.replace('PID', str(pid))}: its connection ended; see its log for why; no summation"
-    for rank in range(2):
-        assert re.search(f"^{rank}: {text} service is left", job.text, re.MULTILINE), job.text
 
 
 def test_without_its_scheduler_a_job_goes_on_and_ends_well() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.scheduler_core import CPU, GPU, PARTITION, Cluster, ballot, declare, running, server, spec, worker
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
+from byteps_py.scheduler.core import REGISTER_TIMEOUT_S
 
 # ---- rendezvous --------------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ def test_a_connection_must_say_who_it_is_first_and_soon() -> None:
     for connection in (talker, mute):
         cluster.core.on_connected(connection, cluster.now)
     cluster.say(talker, heartbeat=pb.Heartbeat())
-    cluster.tick(states.REGISTER_TIMEOUT_S)
+    cluster.tick(REGISTER_TIMEOUT_S)
     assert "first message must be register, not heartbeat" in cluster.last(talker).refused.message
     assert "not registered" in cluster.last(mute).refused.message
 

@@ -6,7 +6,7 @@ import pytest
 from support.scheduler_core import ballot, declare, running, spec
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
 from byteps_py.tensors import DType, Op
 
 # ---- declarations ------------------------------------------------------------------------------------------

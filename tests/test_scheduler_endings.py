@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.scheduler_core import running, worker
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
 from byteps_py.scheduler.ending import END_LINGER_S, FAILED_LINGER_S
 
 

@@ -8,7 +8,8 @@ from support.scheduler_core import CPU, GPU, Cluster, running, server
 from byteps_py.errors import UsageError
 from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
+from byteps_py.scheduler.services import SUCCESSOR_S
 
 
 def weights(message: pb.SchedulerMessage) -> dict[str, int]:
@@ -46,16 +47,30 @@ def test_an_idle_server_is_not_missed() -> None:
     assert (cluster.core.state, len(cluster.told[workers[0]])) == (states.RUNNING, told)
 
 
-def test_the_last_server_is_missed() -> None:
+@pytest.mark.parametrize("comes", [True, False])
+def test_after_the_last_server_another_one_may_come(comes: bool) -> None:
     cluster, workers, servers = running(n=2, k=0)
     cluster.drop(servers[0])
     assert weights(cluster.last(workers[0])) == {"tcp://gpu1:1": 2}
     cluster.drop(servers[1])
-    assert cluster.core.state == states.FAILED
-    assert cluster.last(workers[0]).failure.message == (
+    text = (
         "lost the summation service of GPU machine 1 (host h1, pid 201, tcp://gpu1:1): its connection ended; see its "
         "log for why; no summation service is left"
     )
+    assert cluster.core.reason == f"{text}: waiting up to 30 s for one"
+    assert cluster.last(workers[0]).slow.message == cluster.core.reason
+    cluster.tick(SUCCESSOR_S - 1, tuple(workers))
+    told = cluster.bodies(workers[0])
+    assert (cluster.core.state, told.count("slow")) == (states.RUNNING, 1)
+    late = cluster.join(server(0, GPU, n=2, k=0))
+    cluster.tick(0.5, (*workers, late))
+    if comes:
+        cluster.say(late, ready=pb.Ready())
+        assert weights(cluster.last(workers[0])) == {"tcp://gpu0:1": 2}
+    cluster.tick(0.5, (*workers, late))
+    assert cluster.core.state == (states.RUNNING if comes else states.FAILED)
+    if not comes:
+        assert cluster.last(workers[0]).failure.message == f"{text}, and none came within 30 s"
 
 
 def test_a_server_that_comes_later_gets_its_share_and_the_membership() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.scheduler_core import Cluster, ballot, declare, running, spec
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
 from byteps_py.tensors import Op
 
 

@@ -6,7 +6,7 @@ from support.scheduler_core import running
 
 from byteps_py.cli.status import to_text
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
 
 
 def pace(rank: int, step_s: float, wait_s: float) -> pb.RankPace:

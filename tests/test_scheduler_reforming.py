@@ -8,7 +8,7 @@ import pytest
 from support.scheduler_core import Cluster, ballot, declare, running, server, worker
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
 from byteps_py.scheduler.reforming import PLANNED_S, Break, Candidate, GiveUp, Open, Reforming, Wait
 
 A, B, C = Candidate(1, 0), Candidate(2, 1), Candidate(3, 2)

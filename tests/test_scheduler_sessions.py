@@ -12,7 +12,7 @@ from byteps_py.cli.status import to_text
 from byteps_py.errors import JournalError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
 from byteps_py.scheduler import sessions
 from byteps_py.scheduler.restoring import replay
 from byteps_py.scheduler.sessions import Sessions

@@ -1,68 +1,48 @@
 """The scheduler as a state machine: events and the time go in, messages to connections come out.
 
-Owns what the cluster is, what its ranks agreed on and whether it can go on. Knows no sockets, clocks or threads:
-time is an argument, in seconds of any steady clock; one thread at a time may call.
-
-    FORMING ──all there──► RUNNING ──all workers left, or stop──► ENDED
-       │                      │
-       └── deadline, death ───┴── death, broken protocol, report of a rank ──► FAILED
-
-``reason`` is one sentence on why the state is what it is; status, logs and errors print the same one.
+Knows who is a member and lets the parts decide what it means: the roster, the group of ranks, the summation services,
+the watch over heartbeats. Knows no sockets, clocks or threads: time is an argument, in seconds of any steady clock; one
+thread at a time may call. The states are those of ``job.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from byteps_py.errors import BY_NAME, ProtocolError, UsageError
+from byteps_py.errors import BY_NAME, ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import stalls
-from byteps_py.scheduler.barrier import Barriers
 from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.declarations import Decided, Declarations, Reopened
 from byteps_py.scheduler.elastic import OF_A_GROUP, Elastic
 from byteps_py.scheduler.ending import Finish, finish
-from byteps_py.scheduler.farewell import Farewell
-from byteps_py.scheduler.joining import Joining
+from byteps_py.scheduler.forming import Forming
+from byteps_py.scheduler.group import Group
+from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Job, ranks_of
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
-from byteps_py.scheduler.pace import PaceWatch, Slow
-from byteps_py.scheduler.pace import sentences as slow_sentences
 from byteps_py.scheduler.reforming import Break, GiveUp, Open
-from byteps_py.scheduler.roster import Refusal, Roster
+from byteps_py.scheduler.roster import Refusal
+from byteps_py.scheduler.services import Services
 from byteps_py.scheduler.silence import Silence
-from byteps_py.scheduler.survey import Survey
-from byteps_py.scheduler.words import count_text, ranks_text
+from byteps_py.scheduler.watch import Watch
+from byteps_py.scheduler.words import count_text
 
 REGISTER_TIMEOUT_S = 4.0  # a connection that has not said by then who it is, is turned away
-
-FORMING = pb.StatusReply.STATE_FORMING
-RUNNING = pb.StatusReply.STATE_RUNNING
-FAILED = pb.StatusReply.STATE_FAILED
-ENDED = pb.StatusReply.STATE_ENDED
 
 
 class SchedulerCore:
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
-        self._roster = Roster(config)
-        self._declarations = Declarations(config.num_workers, 0)
-        self._stalls = stalls.StallWatch(config.stall_warn_s)
-        self._pace = PaceWatch(config.straggler, config.stall_warn_s)
-        self._barriers = Barriers(config.num_workers)
-        self._joining = Joining(config.num_workers)
-        self._farewell = Farewell()
+        self._job = Job(config)
+        self._roster = self._job.roster
+        self._group = Group(self._job, config.num_workers, 0)
+        self._watch = Watch(self._job, self._group)
+        self._elastic = Elastic(config, self._roster) if config.elastic else None
+        self._services = Services(self._job, self._elastic)
+        self._silence = Silence(config.heartbeat_timeout_s, config.heartbeat_interval_s)
+        self._forming = Forming(self._job)
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
         self._connections: set[int] = set()
-        self._first_registration_s: float | None = None
-        self._silence = Silence(config.heartbeat_timeout_s, config.heartbeat_interval_s)
-        self._survey: Survey | None = None  # all are there, and their links are being measured
-        self._over_s: float | None = None
         self._all_left = False  # the workers, in order: they may be on their way into their next job
-        self._membership = pb.Membership()
-        self._elastic = Elastic(config, self._roster) if config.elastic else None
-        self.state: pb.StatusReply.State = FORMING
-        self.reason = self._roster.missing()
 
     # ---- events ----------------------------------------------------------------------------------------------
 
@@ -103,31 +83,31 @@ class SchedulerCore:
                 case "reform":
                     return self._reform(member, message.reform, now_s)
                 case "heartbeat":
-                    return self._heartbeat(member, message.heartbeat, now_s)
+                    return self._watch.heartbeat(member, message.heartbeat, now_s)
                 case "declare":
-                    return self._declare(member, message.declare)
+                    return self._group.declare(member, message.declare)
                 case "arrive":
-                    return self._arrive(member, message.arrive.sequence)
+                    return self._group.arrive(member, message.arrive.sequence)
                 case "join":
-                    return self._join(member, message.join)
+                    return self._group.join(member, message.join)
                 case "idle":
-                    return self._idle(member, message.idle)
+                    return self._group.idle(member, message.idle)
                 case "leave":
                     return self._leave(member, message.leave.reason, now_s)
                 case "gone":
-                    return self._gone(member, message.gone)
+                    return self._group.gone(member, message.gone)
                 case "settled":
-                    return self._settled(member, message.settled)
+                    return self._group.settled(member, message.settled)
                 case "measured":
-                    return self._measured(member, message.measured, now_s)
+                    return self._form(self._forming.measured(member, message.measured, now_s))
                 case "sight":
-                    return self._sight(member, message.sight)
+                    return self._watch.sight(member, message.sight)
                 case "drain":
                     return self._drain(member, message.drain.reason, now_s)
                 case "ready":
-                    return self._ready(member, now_s)
+                    return self._services.ready(member, now_s)
                 case "applied":
-                    return self._applied(member, message.applied)
+                    return self._services.applied(member, message.applied)
                 case "unreachable":
                     return self._unreachable(member, message.unreachable, now_s)
                 case "report":
@@ -135,7 +115,7 @@ class SchedulerCore:
             raise ProtocolError(f"message {kind} makes no sense from a registered member")
         except ProtocolError as error:
             self._roster.remove(member, Presence.LOST)
-            failures = self._fail("ProtocolError", f"{member.describe()} broke the protocol: {error}", now_s)
+            failures = self._job.fail("ProtocolError", f"{member.describe()} broke the protocol: {error}", now_s)
             return [refused(connection, "ProtocolError", str(error)), *failures]
 
     def on_lost(self, connection: int, why: str, now_s: float) -> Outgoing:
@@ -161,26 +141,17 @@ class SchedulerCore:
             if now_s - since_s >= REGISTER_TIMEOUT_S:
                 del self._strangers[connection]
                 out.append(refused(connection, "ProtocolError", f"not registered after {REGISTER_TIMEOUT_S:g} s"))
-        if self.state == RUNNING:
-            out += self._regroup(now_s)
-        if self.state == FORMING and self._survey is not None:
-            out += self._go_on_measuring(self._survey, now_s)
-        elif self.state == FORMING and self._first_registration_s is not None:
-            limit_s = self._config.start_timeout_s
-            if now_s - self._first_registration_s >= limit_s:
-                text = f"the cluster is not complete after {limit_s:g} s (BYTEPS_START_TIMEOUT_S): {self.reason}"
-                out += self._fail("RendezvousError", text, now_s)
-        return out
+        if self._job.is_running:
+            out += self._services.on_deadlines(now_s) + self._regroup(now_s)
+        return out + self._form(self._forming.on_deadlines(now_s))
 
     def on_contradiction(self, why: str, now_s: float) -> Outgoing:
         """Ranks wait for each other in different operations, and will for ever."""
-        return self._fail("MismatchError", why, now_s)
+        return self._job.fail("MismatchError", why, now_s)
 
     def stop(self, reason: str, now_s: float) -> Outgoing:
         """End the job in order: every member is told to leave."""
-        if self._over_s is None:
-            self.state, self._over_s = ENDED, now_s
-            self.reason = f"stopped: {reason or 'no reason given'}"
+        self._job.end(f"stopped: {reason or 'no reason given'}", now_s)
         return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
 
     def skip_epochs(self, last: int) -> Outgoing:
@@ -188,7 +159,20 @@ class SchedulerCore:
         self._roster.first_epoch = max(self._roster.first_epoch, last + 1)
         return []
 
+    def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
+        """Let servers of CPU machines go, see ``Services.scale``. Raises UsageError."""
+        return self._services.scale(count, addresses, now_s)
+
     # ---- questions -------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> pb.StatusReply.State:
+        return self._job.state
+
+    @property
+    def reason(self) -> str:
+        """One sentence on why the state is what it is."""
+        return self._job.reason
 
     @property
     def epoch(self) -> int:
@@ -197,10 +181,7 @@ class SchedulerCore:
 
     def contradiction(self) -> str:
         """Why ranks wait in vain, as far as heartbeats show; empty if they don't."""
-        if self.state != RUNNING:
-            return ""
-        size = sum(len(m.ranks) for m in self._roster.everyone)
-        return self._stalls.contradiction(size, self._declarations.describe)
+        return self._watch.contradiction()
 
     def is_member(self, connection: int) -> bool:
         """True from its registration until it has left or is lost."""
@@ -228,12 +209,12 @@ class SchedulerCore:
 
     def finished(self, now_s: float) -> Finish | None:
         """Not None once the scheduler can go: its members have left, or had their time to do so."""
-        if self._over_s is None:
+        if self._job.over_s is None:
             return None
         # A member that froze may never close its connection.
         has_connections = bool(self._connections - self._roster.lost_connections())
         late = "; ".join(m.describe() for m in self._roster.present())
-        return finish(self.state != ENDED, now_s - self._over_s, has_connections, late, self.reason)
+        return finish(self.state != ENDED, now_s - self._job.over_s, has_connections, late, self.reason)
 
     @property
     def cpu_machines(self) -> int:
@@ -246,83 +227,50 @@ class SchedulerCore:
             reason=self.reason,
             epoch=self._roster.epoch,
             members=[m.to_status(now_s, self._silence.doubt(m, now_s)) for m in self._roster.everyone],
-            tensors=self._declarations.accepted_count,
-            tensor_bytes=self._declarations.accepted_bytes,
+            tensors=self._group.declarations.accepted_count,
+            tensor_bytes=self._group.declarations.accepted_bytes,
             partition_bytes=self._roster.partition_bytes,
             num_workers=self._config.num_workers,
             num_servers=self._config.num_servers,
-            stalled=stalls.sentences(self._current_stalls(), self._who) if self.state == RUNNING else [],
-            slow=self._slow_sentences(self._slow()),
+            stalled=self._watch.stalled(),
+            slow=self._watch.slow(),
         )
 
     # ---- one kind of message each ------------------------------------------------------------------------------
 
     def _register(self, connection: int, register: pb.Register, now_s: float) -> Outgoing:
-        if self._over_s is not None:
+        if self._job.over_s is not None:
             return [refused(connection, "RendezvousError", f"this job is over: {self.reason}", self._all_left)]
         admitted = self._roster.admit(connection, register, now_s)
         if isinstance(admitted, Refusal):
             return [refused(connection, admitted.error, admitted.message, admitted.later)]
-        if self._first_registration_s is None:
-            self._first_registration_s = now_s
         welcome = pb.SchedulerMessage(welcome=pb.Welcome(member_id=admitted.id))
         out = [(connection, welcome)]
         if self.state == FORMING:
-            self.reason = self._roster.missing()
-        if self.state == RUNNING and not admitted.is_worker:  # a summation service more
+            return out + self._form(self._forming.came(now_s))
+        if not admitted.is_worker:  # a summation service more
             admitted.is_late = True
-            out.append((connection, pb.SchedulerMessage(membership=self._membership)))
-        elif self.state == FORMING and not self.reason:
-            out += self._all_are_there(now_s)
+            out.append((connection, pb.SchedulerMessage(membership=self._services.membership)))
         return out
 
-    def _all_are_there(self, now_s: float) -> Outgoing:
-        rates = self._roster.link_rates()
-        if self._config.num_workers == 1 or all(rates):
-            return self._complete(rates)
-        n, k = self._config.num_workers, self._config.num_servers
-        self._survey = Survey(n, k, self._config.needs_gpu_machine_servers)
-        return self._go_on_measuring(self._survey, now_s)
-
-    def _go_on_measuring(self, survey: Survey, now_s: float) -> Outgoing:
-        """Begin the next turn once the one before is over; after the last one the job can start."""
-        out: Outgoing = []
-        workers, servers = self._roster.workers(), [*self._roster.cpu_servers(), *self._roster.gpu_servers()]
-        while survey.is_turn_over(now_s):
-            for worker, server in survey.next_turn(now_s):
-                message = pb.Measure(turn=survey.turn, address=servers[server].facts.address)
-                out.append((workers[worker].connection, pb.SchedulerMessage(measure=message)))
-            if survey.is_over:
-                self._survey = None
-                return [*out, *self._complete(survey.settle(self._roster.link_rates()))]
-        self.reason = survey.sentence
-        return out
-
-    def _measured(self, member: MemberRecord, measured: pb.Measured, now_s: float) -> Outgoing:
-        if self._survey is None:
-            return []
-        self._ranks_of(member)
-        self._survey.measured(member.facts.machine_index, measured.turn, measured.mbit)
-        return self._go_on_measuring(self._survey, now_s)
-
-    def _complete(self, link_mbit: list[float]) -> Outgoing:
-        membership = self._roster.complete(link_mbit)
+    def _form(self, out: Outgoing) -> Outgoing:
+        """Open the first epoch, if it is time to, after saying ``out``."""
+        if self.state != FORMING or self._forming.rates is None:
+            return out
+        membership = self._roster.complete(self._forming.rates)
         if self._elastic is not None:
             for member in self._roster.workers():
                 self._elastic.forget(member)
-        return self._begin(membership, "all are there")
+        return out + self._begin(membership, "all are there")
 
     def _begin(self, membership: pb.Membership, why: str) -> Outgoing:
         """A group starts with nothing declared."""
-        self._membership = membership
+        self._services.opened(membership)
         n, size = len(membership.workers), sum(worker.local_size for worker in membership.workers)
-        self._declarations = Declarations(n, size)
-        self._barriers, self._joining = Barriers(n), Joining(n)
-        self._stalls = stalls.StallWatch(self._config.stall_warn_s)
-        self._pace = PaceWatch(self._config.straggler, self._config.stall_warn_s)
-        self._farewell = Farewell()
-        self.state = RUNNING
-        self.reason = (
+        self._group = Group(self._job, n, size)
+        self._watch = Watch(self._job, self._group)
+        self._job.state = RUNNING
+        self._job.reason = (
             f"{why}: {count_text(n, 'worker')} with {count_text(size, 'rank')}, "
             f"{count_text(len(membership.servers), 'summation service')} with keys"
         )
@@ -342,7 +290,7 @@ class SchedulerCore:
 
     def _lose_group(self, why: str, now_s: float, planned: bool = False) -> Outgoing:
         """The group can't go on, or does not want to; the next one may."""
-        if self._elastic is None or self.state != RUNNING:
+        if self._elastic is None or not self._job.is_running:
             return []
         return self._elastic.begin(why, planned, now_s) + self._regroup(now_s)
 
@@ -355,10 +303,10 @@ class SchedulerCore:
             case Break(sentence):
                 return self._lose_group(sentence, now_s)
             case GiveUp(sentence):
-                return self._fail("RendezvousError", sentence, now_s)
+                return self._job.fail("RendezvousError", sentence, now_s)
             case Open(members):
                 return self._open(decision, members, now_s)
-        self.reason = decision.sentence
+        self._job.reason = decision.sentence
         return []
 
     def _open(self, decision: Open, members: Sequence[tuple[int, int]], now_s: float) -> Outgoing:
@@ -366,288 +314,79 @@ class SchedulerCore:
             return []
         out = self._elastic.leave_behind(decision.late)
         why = self._elastic.reason
-        try:
-            membership = self._roster.regroup(members, why, decision.is_continued)
-        except UsageError as error:
-            return out + self._fail("PeerLostError", f"{why}; {error}", now_s)
+        if not self._roster.has_services_for(members):
+            return out + self._services.await_one(why, now_s)
+        membership = self._roster.regroup(members, why, decision.is_continued)
         self._elastic.opened(members)
-        return out + self._begin(membership, why) + self._let_go()
-
-    def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
-        if heartbeat.bare:
-            return []
-        member.statistics = heartbeat.statistics
-        self._stalls.report(member.id, heartbeat.waiting)
-        if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
-            raise ProtocolError("it says how ranks keep up that are not its own")
-        self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
-        out: Outgoing = []
-        for sentence in self._slow_sentences(self._pace.due(self._slow(), now_s)):
-            slow = pb.SchedulerMessage(slow=pb.Slow(message=sentence))
-            out += to_each(self._roster.workers(), slow)
-        if not heartbeat.waiting or self.state != RUNNING:
-            return out
-        due = self._stalls.due(self._current_stalls(), now_s)
-        for sentence, missing in stalls.told(due, self._who):
-            stalled = pb.Stalled(message=sentence, missing=missing)
-            out += to_each(self._roster.present(), pb.SchedulerMessage(stalled=stalled))
-        return out
-
-    def _declare(self, member: MemberRecord, declare: pb.Declare) -> Outgoing:
-        if self.state != RUNNING:
-            return self._too_early(member, "declare")
-        verdicts: list[pb.Verdict] = []
-        out: Outgoing = []
-        others = [m for m in self._roster.workers() if m is not member]
-        for ballot in declare.ballots:
-            match self._declarations.cast(member.facts.machine_index, self._ranks_of(member), ballot):
-                case Decided(verdict):
-                    verdicts.append(verdict)
-                case Reopened(reopen):
-                    out += to_each(others, pb.SchedulerMessage(reopen=reopen))
-        if verdicts:
-            batch = pb.SchedulerMessage(verdicts=pb.Verdicts(verdicts=verdicts))
-            out += to_each(self._roster.workers(), batch)
-        return out
-
-    def _arrive(self, member: MemberRecord, sequence: int) -> Outgoing:
-        if self.state != RUNNING:
-            return self._too_early(member, "arrive")
-        self._ranks_of(member)
-        is_last = self._barriers.arrive(member.facts.machine_index, sequence)
-        return self._release([sequence] if is_last else [])
-
-    def _release(self, sequences: list[int]) -> Outgoing:
-        out: Outgoing = []
-        for sequence in sequences:
-            out += to_each(self._roster.workers(), pb.SchedulerMessage(release=pb.Release(sequence=sequence)))
-        return out
-
-    def _join(self, member: MemberRecord, join: pb.Join) -> Outgoing:
-        if self.state != RUNNING:
-            return self._too_early(member, "join")
-        ranks = self._ranks_of(member)
-        is_new = self._joining.join(ranks, join.rank)
-        out = to_each(self._roster.workers(), pb.SchedulerMessage(joined=join))
-        if is_new and (verdicts := self._declarations.join(join.rank)):
-            batch = pb.SchedulerMessage(verdicts=pb.Verdicts(verdicts=verdicts))
-            out += to_each(self._roster.workers(), batch)
-        if self._joining.ranks.issuperset(ranks):
-            out += self._release(self._barriers.excuse(member.facts.machine_index))
-        return out
-
-    def _idle(self, member: MemberRecord, idle: pb.Idle) -> Outgoing:
-        if self.state != RUNNING:
-            return self._too_early(member, "idle")
-        over = self._joining.idle(member.facts.machine_index, self._ranks_of(member), idle.direct_round)
-        if over is None:
-            return []
-        self._declarations.start_anew()
-        self._barriers.expect_all()
-        return to_each(self._roster.workers(), pb.SchedulerMessage(all_joined=over))
+        return out + self._begin(membership, why) + self._services.let_go()
 
     def _leave(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
         self._roster.remove(member, Presence.LEFT)
-        self._stalls.report(member.id, [])
+        self._watch.gone(member)
         if self.state == FORMING:
-            self._survey = None
-            self.reason = f"{self._roster.missing()} ({member.describe()} came and left: {reason or 'no reason given'})"
-            if not self._roster.present():
-                self._first_registration_s = None
+            self._forming.left(member, reason)
             return []
         text = f"{member.describe()} has shut down" + (f": {reason}" if reason else "")
         workers = self._roster.workers()
-        if self.state != RUNNING:
-            return self._dismiss_servers() if member.is_worker else []
+        if not self._job.is_running:
+            return self._job.dismiss_servers() if member.is_worker else []
         if self._elastic is not None and member.is_worker:
             self._elastic.forget(member)
             if workers and not member.ranks:
                 return self._regroup(now_s)  # it was in no group
         if not workers:
-            self.state, self.reason, self._over_s = ENDED, "all workers have left", now_s
+            self._job.end("all workers have left", now_s)
             self._all_left = True
-            return self._dismiss_servers()
+            return self._job.dismiss_servers()
         if not member.is_worker:
-            return self._reassign(text, now_s)
-        # Orderly: they raise it only if they still want something, so that at a normal end nobody sees it.
-        self.reason = text
-        self._farewell.gone(member.ranks)
-        return to_each(workers, failure("PeerLostError", text, member.ranks)) + self._dismiss_workers()
-
-    def _gone(self, member: MemberRecord, gone: pb.Gone) -> Outgoing:
-        """Its ranks have ended and won't come back. To others that is no different from a worker that left."""
-        if self.state != RUNNING:
-            return self._too_early(member, "gone")
-        if not gone.ranks or not set(gone.ranks) <= set(self._ranks_of(member)):
-            raise ProtocolError(f"it says that {ranks_text(gone.ranks)} have shut down, which are not all its own")
-        if set(gone.ranks) == set(member.ranks):
-            count = len(gone.ranks)
-            text = f"{member.describe()} has shut down: its {'rank has' if count == 1 else 'ranks have'} ended"
-        else:
-            text = f"{ranks_text(gone.ranks)} of {member.describe()} has shut down"
-        others = [m for m in self._roster.workers() if m is not member]
-        self._farewell.gone(gone.ranks)
-        return to_each(others, failure("PeerLostError", text, gone.ranks)) + self._dismiss_workers()
-
-    def _settled(self, member: MemberRecord, settled: pb.Gone) -> Outgoing:
-        self._ranks_of(member)
-        self._farewell.settled(member, settled.ranks)
-        return self._dismiss_workers()
-
-    def _dismiss_workers(self) -> Outgoing:
-        """Those whose ranks have shut down, once no other machine needs what they have kept."""
-        return to_each(self._farewell.free(self._roster.workers()), pb.SchedulerMessage(dismissed=pb.Dismissed()))
-
-    def _sight(self, member: MemberRecord, sight: pb.Sight) -> Outgoing:
-        if sight.rank not in self._ranks_of(member):
-            raise ProtocolError(f"it says what rank {sight.rank} is doing, which is not its own")
-        return to_each(self._roster.workers(), pb.SchedulerMessage(sight=sight))
+            return self._services.reassign(text, now_s)
+        self._job.reason = text
+        return self._group.left(member, text)
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
-        if self.state == RUNNING and not member.is_worker:
+        if self._job.is_running and not member.is_worker:
             return self._lose(member, report.message, now_s)  # a service that fails takes nobody with it
         error = report.error if report.error in BY_NAME else "CommunicationError"
         # A traceback may follow the sentence.
         first, *rest = report.message.split("\n", 1)
         text = "\n".join([f"{first} (reported by {member.describe()})", *rest])
-        return self._fail(error, text, now_s, silent_for=member)
+        return self._job.fail(error, text, now_s, silent_for=member)
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 
-    def _too_early(self, member: MemberRecord, what: str) -> Outgoing:
-        """Before the membership, ranks have no numbers to vote with; after the end, nobody needs the answer."""
-        if self.state == FORMING:
-            raise ProtocolError(f"sent {what} before the cluster was complete")
-        return []
-
-    def _ranks_of(self, member: MemberRecord) -> range:
-        if not member.is_worker:
-            raise ProtocolError("only communication services speak for ranks")
-        return member.ranks
-
     def _lose(self, member: MemberRecord, why: str, now_s: float, tell_it_too: bool = False) -> Outgoing:
         self._roster.remove(member, Presence.LOST)
-        self._stalls.report(member.id, [])
+        self._watch.gone(member)
         if self.state not in (FORMING, RUNNING):
-            return self._dismiss_servers() if member.is_worker else []
+            return self._job.dismiss_servers() if member.is_worker else []
         text = f"lost {member.describe()}: {why}"
-        if self.state == RUNNING and not member.is_worker:
-            out = self._reassign(text, now_s)
+        if self._job.is_running and not member.is_worker:
+            out = self._services.reassign(text, now_s)
             if tell_it_too:  # should it wake up
                 sentence = f"this summation service was given up, and others sum what it did: {why}"
                 out.append(refused(member.connection, "PeerLostError", sentence))
             return out
-        if self._elastic is not None and self.state == RUNNING and self._roster.workers():
+        if self._elastic is not None and self._job.is_running and self._roster.workers():
             self._elastic.forget(member)
             out = self._lose_group(text, now_s) if member.ranks else self._regroup(now_s)
         else:
-            out = self._fail("PeerLostError", text, now_s)
+            out = self._job.fail("PeerLostError", text, now_s)
         if tell_it_too:
             out.append((member.connection, failure("PeerLostError", text)))
         return out
-
-    def _reassign(self, why: str, now_s: float) -> Outgoing:
-        """The summation services are others: let these have the keys."""
-        if self._elastic is not None and self._elastic.is_broken:
-            return []  # the next group will have those that are there then
-        try:
-            membership = self._roster.reassign(why)
-        except UsageError as error:
-            return self._fail("PeerLostError", f"{why}; {error}", now_s)
-        if membership is None:
-            return []
-        self._membership = membership
-        self.reason = f"epoch {membership.epoch}, {count_text(len(membership.servers), 'summation service')}: {why}"
-        return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
 
     def _drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
         if member.is_worker:
             if self._elastic is None:
                 raise ProtocolError("only a summation service can be drained, unless the job is elastic")
             member.is_draining = True
-            return self._elastic.drain(member) if self.state == RUNNING else []
-        if self.state != RUNNING:
-            return to_each([member], pb.SchedulerMessage(stop=pb.Stop(reason="it holds no keys")))
-        if not any(m is not member for m in (*self._roster.cpu_servers(), *self._roster.gpu_servers())):
-            return []  # the last one: better late than never
-        member.is_draining = True
-        out = self._reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
-        return out + self._let_go()
-
-    def _ready(self, member: MemberRecord, now_s: float) -> Outgoing:
-        if not member.is_late:
-            return []
-        member.is_late = False
-        return self._reassign(f"{member.describe()} has come", now_s)
-
-    def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
-        """Drain these servers, and the last of all CPU machines' until at most ``count`` are left (-1: any number).
-
-        Raises UsageError, and drains none, if an address is no server's, or the job does not run.
-        """
-        if self.state != RUNNING:
-            raise UsageError(f"the job does not run: {self.reason}")
-        servers = self._roster.cpu_servers()
-        by_address = {member.facts.address.removeprefix("tcp://"): member for member in servers}
-        if unknown := [address for address in addresses if address.removeprefix("tcp://") not in by_address]:
-            known = ", ".join(by_address) or "there are none"
-            raise UsageError(f"no CPU machine's server is at {', '.join(unknown)}; servers: {known}")
-        chosen = [by_address[address.removeprefix("tcp://")] for address in addresses]
-        rest = sorted((m for m in servers if m not in chosen), key=lambda m: m.id)
-        chosen += rest[count:] if count >= 0 else []
-        if len(chosen) == len(servers) and not self._roster.gpu_servers():
-            raise UsageError("one summation service has to stay: GPU machines run none (BYTEPS_PLACEMENT=servers-only)")
-        return [message for member in chosen for message in self._drain(member, "bps scale", now_s)]
-
-    def _applied(self, member: MemberRecord, applied: pb.Applied) -> Outgoing:
-        self._ranks_of(member)
-        member.epoch = max(member.epoch, applied.epoch)
-        return self._let_go() if self.state == RUNNING else []
-
-    def _let_go(self) -> Outgoing:
-        """Drained services may end once no machine needs them: all have gone over to an epoch without them."""
-        if any(worker.epoch < self._roster.epoch for worker in self._roster.workers()):
-            return []
-        servers = (member for member in self._roster.present() if not member.is_worker)
-        drained = [server for server in servers if server.is_draining and not server.holds_keys]
-        return to_each(drained, pb.SchedulerMessage(stop=pb.Stop(reason="its keys have moved")))
+            return self._elastic.drain(member) if self._job.is_running else []
+        return self._services.drain(member, reason, now_s)
 
     def _unreachable(self, member: MemberRecord, unreachable: pb.Unreachable, now_s: float) -> Outgoing:
-        self._ranks_of(member)
-        servers = (m for m in self._roster.present() if not m.is_worker and m.id == unreachable.member_id)
-        server = next(servers, None)
-        if self.state != RUNNING or server is None:
+        ranks_of(member)
+        server = self._services.find(unreachable.member_id)
+        if not self._job.is_running or server is None:
             return []
         why = f"{member.describe()} can't reach it: {unreachable.reason}"
         return self._lose(server, why, now_s, tell_it_too=True)
-
-    def _fail(self, error: str, text: str, now_s: float, silent_for: MemberRecord | None = None) -> Outgoing:
-        if self._over_s is not None:
-            return []  # the first failure explains the later ones
-        self.state, self.reason, self._over_s = FAILED, text, now_s
-        told = [m for m in self._roster.present() if m is not silent_for]
-        return to_each(told, failure(error, text)) + self._dismiss_servers()
-
-    def _dismiss_servers(self) -> Outgoing:
-        """Servers of a job that is over stay as long as a worker does, and no longer."""
-        if self._roster.workers():
-            return []
-        return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
-
-    def _current_stalls(self) -> list[stalls.Stall]:
-        size = sum(len(m.ranks) for m in self._roster.workers())
-        return self._stalls.stalls(size, self._declarations.undecided_voters, self._joining.ranks)
-
-    def _slow(self) -> list[Slow]:
-        return self._pace.slow([m.id for m in self._roster.present()]) if self.state == RUNNING else []
-
-    def _slow_sentences(self, slow: list[Slow]) -> list[str]:
-        if not slow:
-            return []
-        everyone = self._roster.everyone
-        size = sum(len(m.ranks) for m in everyone)
-        return slow_sentences(slow, self._who, {m.id: m.describe() for m in everyone if not m.is_worker}, size)
-
-    def _who(self, ranks: Iterable[int]) -> str:
-        wanted = set(ranks)
-        return "; ".join(m.describe() for m in self._roster.everyone if wanted.intersection(m.ranks))

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from byteps_py import tuning
-from byteps_py.errors import UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.scheduler.member import MemberRecord, Presence
@@ -73,6 +72,23 @@ class Roster:
         """A summation service's, if its machine is in the group already; a worker waits for the next group."""
         workers = [] if newcomer.is_worker else self.workers()
         return next((m.facts.machine_index for m in workers if m.home == newcomer.home), OUTSIDE)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job, also of workers that have left."""
+        return sum(len(m.ranks) for m in self.everyone)
+
+    def has_services(self, without: MemberRecord | None = None) -> bool:
+        """Whether there is one for the workers; one machine alone needs none."""
+        return len(self._workers) == 1 or any(member is not without for member in self._services())
+
+    def has_services_for(self, members: Sequence[tuple[int, int]]) -> bool:
+        """The same for the workers of an epoch that is yet to be opened, see ``regroup``."""
+        homes = {member.home for member in self.everyone if member.id in dict(members)}
+        return len(members) == 1 or any(m.is_cpu_server or m.home in homes for m in self._services())
+
+    def _services(self) -> list[MemberRecord]:
+        return [*self.cpu_servers(), *([] if self._config.servers_only else self.gpu_servers())]
 
     def remove(self, record: MemberRecord, presence: Presence) -> None:
         """The member is gone. A cluster that is still forming forgets it, and its place is free again."""
@@ -230,10 +246,7 @@ class Roster:
         return self._open_epoch("")
 
     def regroup(self, members: Sequence[tuple[int, int]], reason: str, is_continued: bool) -> pb.Membership:
-        """Open the next epoch with these machines, (member id, number of ranks) in order, and the servers there are.
-
-        Raises UsageError if they need a server and there is none.
-        """
+        """Open the next epoch with these machines, (member id, number of ranks) in order, and the servers there are."""
         by_id = {member.id: member for member in self.everyone}
         for member in self.everyone:
             if member.facts.kind == pb.MACHINE_KIND_GPU:
@@ -255,10 +268,7 @@ class Roster:
         return membership
 
     def reassign(self, reason: str) -> pb.Membership | None:
-        """Open the next epoch: the servers that are there now share the keys anew. None if that changes nothing.
-
-        Raises UsageError if none is left.
-        """
+        """Open the next epoch: the servers that are there now share the keys anew. None if that changes nothing."""
         before = {member.id: member.weight for member in self.everyone if member.weight}
         membership = self._open_epoch(reason)
         if before == {server.member_id: server.weight for server in membership.servers}:
@@ -268,8 +278,6 @@ class Roster:
 
     def _open_epoch(self, reason: str) -> pb.Membership:
         workers, cpu, gpu = self._workers, self.cpu_servers(), self.gpu_servers()
-        if len(workers) > 1 and not cpu and (self._config.servers_only or not gpu):
-            raise UsageError("no summation service is left")
         by_machine = {member.facts.machine_index: member for member in gpu}
         usual_mbit = max((member.link_mbit for member in (*cpu, *workers)), default=0.0)
         for member in (*cpu, *workers):  # one that came later is taken for one like the others, unless it says more

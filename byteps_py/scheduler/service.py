@@ -23,7 +23,7 @@ from byteps_py.log import logger
 from byteps_py.machine import require_secret
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
 from byteps_py.scheduler import restoring, rpc
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.ending import Finish

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from byteps_py.errors import JournalError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.ending import Finish

@@ -10,7 +10,7 @@ from support.scheduler_core import Cluster, ballot, running, server, spec, worke
 from byteps_py.errors import JournalError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
 from byteps_py.scheduler import journal
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.restoring import replay

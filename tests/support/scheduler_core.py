@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import core as states
+from byteps_py.scheduler import job as states
 from byteps_py.scheduler.cluster import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.outgoing import Outgoing

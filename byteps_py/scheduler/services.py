@@ -1,0 +1,119 @@
+"""The summation services of a running job: they come, go and die, and the keys go over to those that are there. Pure.
+
+comes (late) ──ready──► has a part of the keys ──drain──► has none ──all machines are in a later epoch──► may end
+                                    └──dies──► the others have its part; if there are none, a new one is awaited
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from byteps_py.errors import UsageError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.elastic import Elastic
+from byteps_py.scheduler.job import Job, ranks_of
+from byteps_py.scheduler.member import MemberRecord
+from byteps_py.scheduler.outgoing import Outgoing, to_each
+from byteps_py.scheduler.words import count_text
+
+#: A service that is started again is there after some seconds, on a busy machine after many.
+SUCCESSOR_S = 30.0
+
+
+class Services:
+    """``membership``: the latest epoch's."""
+
+    def __init__(self, job: Job, elastic: Elastic | None) -> None:
+        self._job, self._elastic = job, elastic
+        self._roster = job.roster
+        self._none_since_s: float | None = None
+        self._why_none = ""
+        self.membership = pb.Membership()
+
+    def opened(self, membership: pb.Membership) -> None:
+        """A group has begun, with these."""
+        self.membership, self._none_since_s = membership, None
+
+    def reassign(self, why: str, now_s: float) -> Outgoing:
+        """The services are others: let these have the keys."""
+        if self._elastic is not None and self._elastic.is_broken:
+            return []  # the next group will have those that are there then
+        if not self._roster.has_services():
+            return self.await_one(why, now_s)
+        membership = self._roster.reassign(why)
+        if membership is None:
+            return []
+        self.opened(membership)
+        count = count_text(len(membership.servers), "summation service")
+        self._job.reason = f"epoch {membership.epoch}, {count}: {why}"
+        return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
+
+    def await_one(self, why: str, now_s: float) -> Outgoing:
+        """The ranks need a service, and there is none: one that is started again may take over."""
+        is_new = self._none_since_s is None
+        if self._none_since_s is None:
+            self._none_since_s, self._why_none = now_s, why
+        text = f"{self._why_none}; no summation service is left"
+        if now_s - self._none_since_s >= SUCCESSOR_S:
+            return self._job.fail("PeerLostError", f"{text}, and none came within {SUCCESSOR_S:g} s", now_s)
+        self._job.reason = f"{text}: waiting up to {SUCCESSOR_S:g} s for one"
+        slow = pb.SchedulerMessage(slow=pb.Slow(message=self._job.reason))
+        return to_each(self._roster.workers(), slow) if is_new else []
+
+    def on_deadlines(self, now_s: float) -> Outgoing:
+        return [] if self._none_since_s is None else self.await_one(self._why_none, now_s)
+
+    def ready(self, member: MemberRecord, now_s: float) -> Outgoing:
+        """One that came while the job runs can sum now."""
+        if not member.is_late:
+            return []
+        member.is_late = False
+        return self.reassign(f"{member.describe()} has come", now_s)
+
+    def drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
+        """One is to go, once its keys have moved. The last one stays: better late than never."""
+        if not self._job.is_running:
+            return to_each([member], pb.SchedulerMessage(stop=pb.Stop(reason="it holds no keys")))
+        if not self._roster.has_services(without=member):
+            return []
+        member.is_draining = True
+        out = self.reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
+        return out + self.let_go()
+
+    def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
+        """Drain these servers, and the last of all CPU machines' until at most ``count`` are left (-1: any number).
+
+        Raises UsageError, and drains none, if an address is no server's, or the job does not run.
+        """
+        if not self._job.is_running:
+            raise UsageError(f"the job does not run: {self._job.reason}")
+        servers = self._roster.cpu_servers()
+        by_address = {member.facts.address.removeprefix("tcp://"): member for member in servers}
+        if unknown := [address for address in addresses if address.removeprefix("tcp://") not in by_address]:
+            known = ", ".join(by_address) or "there are none"
+            raise UsageError(f"no CPU machine's server is at {', '.join(unknown)}; servers: {known}")
+        chosen = [by_address[address.removeprefix("tcp://")] for address in addresses]
+        rest = sorted((m for m in servers if m not in chosen), key=lambda m: m.id)
+        chosen += rest[count:] if count >= 0 else []
+        if len(chosen) == len(servers) and not self._roster.gpu_servers():
+            raise UsageError("one summation service has to stay: GPU machines run none (BYTEPS_PLACEMENT=servers-only)")
+        return [message for member in chosen for message in self.drain(member, "bps scale", now_s)]
+
+    def applied(self, member: MemberRecord, applied: pb.Applied) -> Outgoing:
+        """A machine has gone over to an epoch."""
+        ranks_of(member)
+        member.epoch = max(member.epoch, applied.epoch)
+        return self.let_go() if self._job.is_running else []
+
+    def let_go(self) -> Outgoing:
+        """Drained services may end once no machine needs them: all have gone over to an epoch without them."""
+        if any(worker.epoch < self._roster.epoch for worker in self._roster.workers()):
+            return []
+        servers = (member for member in self._roster.present() if not member.is_worker)
+        drained = [server for server in servers if server.is_draining and not server.holds_keys]
+        return to_each(drained, pb.SchedulerMessage(stop=pb.Stop(reason="its keys have moved")))
+
+    def find(self, member_id: int) -> MemberRecord | None:
+        """The service with this id, if it is there."""
+        servers = (m for m in self._roster.present() if not m.is_worker and m.id == member_id)
+        return next(servers, None)
