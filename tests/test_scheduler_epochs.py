@@ -57,7 +57,7 @@ def test_after_the_last_server_another_one_may_come(comes: bool) -> None:
         "lost the summation service of GPU machine 1 (host h1, pid 201, tcp://gpu1:1): its connection ended; see its "
         "log for why; no summation service is left"
     )
-    assert cluster.core.reason == f"{text}: waiting up to 30 s for one"
+    assert cluster.core.reason == f"{text}: waiting up to 20 s for one"
     assert cluster.last(workers[0]).slow.message == cluster.core.reason
     cluster.tick(SUCCESSOR_S - 1, tuple(workers))
     told = cluster.bodies(workers[0])
@@ -70,7 +70,7 @@ def test_after_the_last_server_another_one_may_come(comes: bool) -> None:
     cluster.tick(0.5, (*workers, late))
     assert cluster.core.state == (states.RUNNING if comes else states.FAILED)
     if not comes:
-        assert cluster.last(workers[0]).failure.message == f"{text}, and none came within 30 s"
+        assert cluster.last(workers[0]).failure.message == f"{text}, and none came within 20 s"
 
 
 def test_a_server_that_comes_later_gets_its_share_and_the_membership() -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-from byteps_py import tuning
 from byteps_py.channel import Listener
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
 from byteps_py.kernels.engine import Engine, default_threads
@@ -22,33 +21,19 @@ from byteps_py.loop import EventLoop
 from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import ControlLink, connect
-from byteps_py.scheduler.declarations import to_spec
 from byteps_py.settings import Settings
-from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.worker.actions import AskSum
-from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.credit import PATIENCE_S, PushQueue
+from byteps_py.tensors import DType, Op
+from byteps_py.worker.credit import PATIENCE_S
 from byteps_py.worker.desk import Desk
-from byteps_py.worker.direct import Direct
 from byteps_py.worker.elastic_desk import ElasticDesk
-from byteps_py.worker.epochs import Epochs
-from byteps_py.worker.executor import Executor
 from byteps_py.worker.farewell import Farewell
-from byteps_py.worker.joining import Joining
-from byteps_py.worker.memory import Memory
-from byteps_py.worker.network import Network
+from byteps_py.worker.group import Group, Surroundings
 from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import Request, Transfer, due
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
+from byteps_py.worker.pieces import Request
 from byteps_py.worker.probe import Probe
 from byteps_py.worker.rejoining import Rejoining
-from byteps_py.worker.requests import Requests, describe_waiting
-from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.sights import Sights
-from byteps_py.worker.tensor import Part, SumRequest, Tensor
-from byteps_py.worker.topology import Topology
-from byteps_py.worker.waits import Waits
+from byteps_py.worker.requests import describe_waiting
+from byteps_py.worker.tensor import SumRequest
 
 _TICK_S = 0.25
 _STALLS_KEPT = 20
@@ -73,23 +58,11 @@ class Service:
         self._ready = Readiness(self._engine, self._loop, self._kernel_failed)
         self._rejoining: Rejoining | None = None
         self._desk = self._open_desk(settings)
-        self._queue: PushQueue[Part] = PushQueue()
-        self._fetches: PushQueue[Transfer | AskSum] = PushQueue()
-        self._agreement = Agreement(settings.local_size)
-        self._placing: Placing | None = None
-        self._requests: Requests | None = None
-        self._sights: Sights | None = None
-        self._executor: Executor | None = None
-        self._network: Network | None = None
-        self._epochs: Epochs | None = None
+        self._group: Group | None = None
         self._peers: PeerMachines | None = None
         if settings.num_workers > 1 or settings.elastic:
             self._peers = PeerMachines(self._loop, settings, self._requested, self._machine_gone)
         self._probe: Probe | None = None
-        self._pipeline: Pipeline | None = None
-        self._direct: Direct | None = None
-        self._scatter: Scatter | None = None
-        self._waits: Waits | None = None
         self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
         self._member_id = 0
         self._past = pb.Statistics()  # of groups that are over
@@ -136,8 +109,8 @@ class Service:
         staying = self._desk.settle()
         if self._rejoining is not None and self._rejoining.leave():
             return
-        if staying and self._requests is not None:
-            ranks = self._requests.topology.describe_ranks(staying)
+        if staying and self._group is not None:
+            ranks = self._group.topology.describe_ranks(staying)
             self._group_lost(
                 PeerLostError(f"the communication service of {ranks} was told to end while they needed it")
             )
@@ -145,8 +118,13 @@ class Service:
 
     def _go(self) -> None:
         """End, once no other machine lacks a result that takes what this one gave."""
-        at_once = self._network is None or self._is_headless or self._desk.failure is not None
-        if at_once or len(self._desk.left) < self._settings.local_size:
+        is_alone = self._group is None or self._group.network is None
+        if (
+            is_alone
+            or self._is_headless
+            or self._desk.failure is not None
+            or len(self._desk.left) < self._settings.local_size
+        ):
             self._loop.stop()
         else:
             self._farewell.go()
@@ -158,8 +136,8 @@ class Service:
         self._prefaulter.close()
         if self._probe is not None:
             self._probe.close()
-        if self._network is not None:
-            self._network.close()
+        if self._group is not None and self._group.network is not None:
+            self._group.network.close()
         if self._peers is not None:
             self._peers.close()
         self._loop.close()
@@ -183,30 +161,20 @@ class Service:
         elif body == "membership":
             if self._rejoining is not None and self._rejoining.is_new(message.membership):
                 self._end_group()
-            if self._epochs is None:
+            if self._group is None:
                 self._begin(message.membership)
             else:
-                self._epochs.change(message.membership)
+                self._group.change(message.membership)
         elif body == "hosts" and self._rejoining is not None:
             self._rejoining.tell_hosts(message.hosts)
-        elif body == "verdicts":
-            self._decide(message.verdicts)
         elif body == "measure":
             # Not while kernels keep the processor busy.
             self._ready.when_done(functools.partial(self._measure, message.measure))
-        elif body == "reopen" and self._executor is not None:
-            reopen = message.reopen
-            self._executor.run(self._agreement.reopened(reopen.name, reopen.generation, reopen.rounds))
-        elif body == "release" and self._requests is not None:
-            self._requests.release_barrier(message.release.sequence)
-        elif body == "joined" and self._requests is not None:
-            self._requests.joining.told(message.joined)
-        elif body == "all_joined" and self._requests is not None:
-            self._requests.joining.all_joined(message.all_joined.last, message.all_joined.direct_round)
         elif body == "stalled":
             self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
             logger.warning("%s", message.stalled.message)
-            self._look_at(message.stalled.missing)
+            if self._group is not None:
+                self._group.look_at(message.stalled.missing)
         elif body == "slow":
             logger.warning("%s", message.slow.message)
         elif body == "sight":
@@ -217,8 +185,8 @@ class Service:
             if body == "failure" and message.failure.again and self._rejoining is not None:
                 self._rejoining.dissolve(error)
                 self._end_group()
-            elif body == "failure" and message.failure.orderly and self._waits is not None:
-                self._waits.departed(time.monotonic(), answer.message, set(message.failure.ranks))
+            elif body == "failure" and message.failure.orderly and self._group is not None:
+                self._group.waits.departed(time.monotonic(), answer.message, set(message.failure.ranks))
                 self._farewell.departed(message.failure.ranks)
             else:
                 self._fail(error, report=False)
@@ -227,15 +195,22 @@ class Service:
         elif body == "stop":
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._loop.stop()
+        elif self._group is not None:
+            self._agreed(self._group, message)
 
-    def _look_at(self, ranks: Iterable[int]) -> None:
-        """Others wait for these ranks: what are those of this machine doing?"""
-        if self._requests is not None and self._sights is not None:
-            found = (self._requests.topology.local_rank_of(rank) for rank in ranks)
-            self._sights.look(local_rank for local_rank in found if local_rank is not None)
-
-    def _saw(self, topology: Topology, local_rank: int, text: str) -> None:
-        self._link.send(pb.MemberMessage(sight=pb.Sight(rank=topology.first_rank + local_rank, text=text)))
+    def _agreed(self, group: Group, message: pb.SchedulerMessage) -> None:
+        """What the ranks of the group have agreed on."""
+        match message.WhichOneof("body"):
+            case "verdicts":
+                group.decide(message.verdicts)
+            case "reopen":
+                group.reopen(message.reopen)
+            case "release":
+                group.requests.release_barrier(message.release.sequence)
+            case "joined":
+                group.joining.told(message.joined)
+            case "all_joined":
+                group.joining.all_joined(message.all_joined.last, message.all_joined.direct_round)
 
     def _measure(self, measure: pb.Measure) -> None:
         """Find out about a link, as the scheduler asked."""
@@ -250,124 +225,37 @@ class Service:
         ids = [worker.member_id for worker in membership.workers]
         if self._member_id not in ids:
             return  # an elastic job goes on without this machine
-        topology = Topology.of(membership, ids.index(self._member_id))
-        ranks = (topology.first_rank, topology.size)
-        memory = Memory(topology.machines, topology.local_size, self._prefault, ranks)
-        machine_of = [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)]
-        scatter = self._scatter = Scatter(topology.machine_index, machine_of, self._fetches)
-        pipeline = Pipeline(topology.size, self._queue, scatter)
-        self._agreement = Agreement(topology.local_size, topology.first_rank)
-        self._placing = Placing(topology)
-        self._pipeline = pipeline
-        credit = self._settings.credit_bytes
-        usual = tuning.credit_bytes(topology.partition_bytes, topology.machines)
-        self._queue.credit_bytes = usual if credit is None else credit
-        slowest_mbit = min(member.link_mbit for member in (*topology.servers, *topology.workers))
-        self._queue.patience_s = max(PATIENCE_S, tuning.answer_s(self._queue.credit_bytes, slowest_mbit))
-        self._queue.set_weights({server.member_id: server.weight for server in topology.servers})
-        self._fetches.credit_bytes, self._fetches.patience_s = self._queue.credit_bytes, self._queue.patience_s
-        direct = self._direct = Direct(
-            topology.machine_index,
-            machine_of,
-            topology.partition_bytes,
-            LOCAL_PIECE_BYTES,
-            self._fetches,
-        )
-        executor = self._executor = Executor(
-            self._loop, self._ready, memory, pipeline, direct, scatter, topology.first_rank, self._link.send, self._fail
-        )
-        executor.on_end = self._end_tensor
-        self._farewell.lacks = executor.lacks
-        if self._peers is not None:
-            self._peers.open(topology, self._machine_lost)
-            executor.courier.peers = self._peers
-        if topology.machines > 1:
-            self._network = executor.network = Network(
-                self._loop, self._settings, topology, memory, executor.answered, executor.again, self._server_lost
-            )
-        self._epochs = Epochs(topology, self._placing, self._network, executor, self._queue, self._link.send)
-        joining = Joining(topology, self._agreement, pipeline, direct, executor, self._link.send, self._fail)
-        self._requests = Requests(
-            topology, memory, self._agreement, pipeline, direct, executor, joining, self._link.send
-        )
-        self._waits = Waits(
-            self._requests, self._agreement, direct, self._desk, self._stay, self._settings.heartbeat_timeout_s
-        )
-        self._sights = Sights(
-            self._loop, executor.ranks, self._requests.describe, memory.name_of, functools.partial(self._saw, topology)
-        )
-        self._desk.open(self._requests)
-        logger.info(
-            "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
-            topology.epoch, topology.machines, topology.size, topology.partition_bytes, self._queue.credit_bytes,
-            ", ".join(f"{member.link_mbit:.0f}" for member in (*topology.servers, *topology.workers)),
+        around = Surroundings(
+            self._loop, self._settings, self._stay, self._ready, self._desk, self._peers, self._send, self._fail,
+            self._prefault, self._server_lost, self._machine_lost,
         )  # fmt: skip
+        self._group = Group(around, membership, ids.index(self._member_id))
+        self._farewell.lacks = self._group.executor.lacks
+        self._group.open()
 
     def _end_group(self) -> None:
         """The ranks are a group no more. Another may follow, with nothing of this one."""
-        if self._executor is None or self._requests is None:
+        if self._group is None:
             return
-        self._count(self._past)
-        self._executor.abandon()
-        self._requests.memory.let_go()
-        if self._network is not None:
-            self._network.close()
-        if self._peers is not None:
-            self._peers.leave()
-        self._queue, self._fetches = PushQueue(), PushQueue()
-        self._placing = self._pipeline = self._executor = self._network = self._epochs = self._waits = None
-        self._requests = self._sights = self._direct = self._scatter = None
+        self._group.count(self._past)
+        self._group.end()
+        self._group = None
         self._told_left.clear()
         self._farewell = Farewell(self._loop, self._link.send, self._loop.stop)
 
-    def _decide(self, verdicts: pb.Verdicts) -> None:
-        """Names become tensors, all together, or void."""
-        executor, placing, requests = self._executor, self._placing, self._requests
-        if executor is None or placing is None or requests is None:
-            return
-        accepted: dict[str, TensorSpec] = {
-            verdict.name: to_spec(verdict.name, verdict.spec) for verdict in verdicts.verdicts if not verdict.error
-        }
-        placing.add(accepted.values())
-        for verdict in verdicts.verdicts:
-            if verdict.error:
-                error = from_name("JoinedError" if verdict.unsupported else "MismatchError", verdict.error)
-                actions, old = self._agreement.rejected(
-                    verdict.name, verdict.generation, error, verdict.late, verdict.rounds
-                )
-                executor.run(actions)
-            else:
-                spec = accepted[verdict.name]
-                tensor, old, actions = self._agreement.accepted(verdict.name, verdict.generation, spec, verdict.rounds)
-                executor.run(actions)
-                if tensor is not None:
-                    requests.memory.equip(tensor, requests.topology)
-                    executor.start(tensor, placing.pieces(spec))
-                    requests.joining.agreed(tensor)
-            if old is not None:
-                executor.retire(old)
-            executor.run(self._agreement.decided(verdict.name))
-
-    def _end_tensor(self, tensor: Tensor) -> None:
-        """Its name is void, or other ranks', since a while, and now nothing of it is under way."""
-        if self._executor is not None:
-            self._executor.run(self._agreement.ended(tensor))
-            self._executor.retire(tensor)
-
     def _scheduler_lost(self, error: BytePSError) -> None:
-        if self._requests is None:
+        if self._group is None:
             self._fail(error, report=False)
         elif self._desk.failure is None:
-            self._requests.joining.scheduler_lost(error)
+            self._group.joining.scheduler_lost(error)
             self._scheduler_away(error)
 
     def _scheduler_away(self, error: BytePSError) -> None:
         if not self._is_headless:
             self._headless_since = time.monotonic()
         self._is_headless = True
-        self._headless_since = time.monotonic()
         # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
-        if self._requests is not None and self._desk.failure is None:
+        if self._group is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
 
     def _scheduler_back(self) -> None:
@@ -378,41 +266,35 @@ class Service:
         statistics = pb.Statistics(
             cpu_s=usage.ru_utime + usage.ru_stime,
             resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
-            bytes_in_flight=self._queue.in_flight_bytes,
+            bytes_in_flight=self._group.queue.in_flight_bytes if self._group is not None else 0,
         )
         statistics.MergeFrom(self._past)
-        self._count(statistics)
+        if self._group is not None:
+            self._group.count(statistics)
         if self._peers is not None:
             statistics.bytes_sent += self._peers.bytes_sent
             statistics.bytes_received += self._peers.bytes_received
         waiting = self._waiting(min(1.0, self._settings.stall_warn_s / 2))
-        ranks = self._executor.pace.report(self._executor.ranks) if self._executor is not None else ()
-        servers = self._network.pace.report() if self._network is not None else ()
+        group = self._group
+        ranks = group.executor.pace.report(group.executor.ranks) if group is not None else ()
+        servers = group.network.pace.report() if group is not None and group.network is not None else ()
         return pb.Heartbeat(statistics=statistics, waiting=waiting, ranks=ranks, servers=servers)
-
-    def _count(self, statistics: pb.Statistics) -> None:
-        """Add what the present group has done."""
-        statistics.rounds += self._executor.rounds if self._executor is not None else 0
-        if self._network is not None:
-            statistics.bytes_sent += self._network.bytes_sent
-            statistics.bytes_received += self._network.bytes_received
-            statistics.bytes_local += self._network.bytes_local
 
     # ---- waiting too long ------------------------------------------------------------------------------
 
     def _waiting(self, age_s: float) -> list[pb.Waiting]:
-        return self._waits.longer_than(age_s, time.monotonic()) if self._waits is not None else []
+        return self._group.waits.longer_than(age_s, time.monotonic()) if self._group is not None else []
 
     def _tick(self) -> None:
         self._loop.call_later(_TICK_S, self._tick)
         self._farewell.settle()
         now = time.monotonic()
-        why, is_news = self._waits.vain(now) if self._waits is not None else ("", False)
+        why, is_news = self._group.waits.vain(now) if self._group is not None else ("", False)
         if why:
             self._group_lost(PeerLostError(why), report=is_news)
         limit = self._settings.stall_limit_s
-        if limit and self._is_headless and now - self._headless_since > limit and self._requests is not None:
-            self._requests.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
+        if limit and self._is_headless and now - self._headless_since > limit and self._group is not None:
+            self._group.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
         if limit and (waiting := self._waiting(limit)):
             # The scheduler knows whom they wait for: the last that it said about it.
             name = repr(waiting[0].name) if waiting[0].name else "a barrier"
@@ -433,15 +315,10 @@ class Service:
     @property
     def _joined_here(self) -> bool:
         """Local ranks wait for all to join."""
-        return self._requests is not None and bool(self._requests.joining.here)
+        return self._group is not None and bool(self._group.joining.here)
 
     def _pump(self) -> None:
-        now = time.monotonic()
-        if len(self._queue) and self._executor is not None and self._pipeline is not None:
-            self._executor.run(self._pipeline.pump(now))
-        if len(self._fetches) and self._executor is not None:
-            self._executor.run(due(self._fetches, now))
-        waits = len(self._queue) or len(self._fetches)
+        waits = self._group is not None and self._group.pump()
         self._loop.call_later(PATIENCE_S / 5 if waits else PATIENCE_S, self._pump)
 
     # ---- failing and ending ----------------------------------------------------------------------------
@@ -479,16 +356,12 @@ class Service:
         self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._group_lost(error))
 
     def _requested(self, request: Request | SumRequest) -> None:
-        if self._executor is None or self._direct is None or self._scatter is None:
-            return  # not before ``open``
-        if isinstance(request, SumRequest):
-            self._executor.run(self._scatter.requested(request))
-        else:
-            self._executor.run(self._direct.requested(request))
+        if self._group is not None:  # not before its machine knows of the group
+            self._group.requested(request)
 
     def _machine_gone(self, machine: int) -> None:
-        if self._direct is not None:
-            self._direct.gone(machine)
+        if self._group is not None:
+            self._group.machine_gone(machine)
 
     def _prefault(self, work: Callable[[], None]) -> None:
         # Not on the loop's thread, which has heartbeats to send, nor before kernels, for which answers wait in memory.
@@ -518,11 +391,11 @@ class Service:
         here = self._desk.ranks_here
         self._had_ranks = self._had_ranks or here > 0
         left = self._desk.gone if self._stay else self._desk.left
-        if self._requests is not None and self._desk.failure is None and (news := sorted(set(left) - self._told_left)):
+        if self._group is not None and self._desk.failure is None and (news := sorted(set(left) - self._told_left)):
             self._told_left.update(news)
-            first_rank = self._requests.topology.first_rank
+            first_rank = self._group.topology.first_rank
             self._link.send(pb.MemberMessage(gone=pb.Gone(ranks=[first_rank + rank for rank in news])))
-        all_have_come = self._requests is None or len(self._desk.left) >= self._settings.local_size
+        all_have_come = self._group is None or len(self._desk.left) >= self._settings.local_size
         if here or self._stay:
             return
         if self._desk.failure is not None or (self._had_ranks and all_have_come):

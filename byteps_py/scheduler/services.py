@@ -17,7 +17,7 @@ from byteps_py.scheduler.outgoing import Outgoing, to_each
 from byteps_py.scheduler.words import count_text
 
 #: A service that is started again is there after some seconds, on a busy machine after many.
-SUCCESSOR_S = 30.0
+SUCCESSOR_S = 20.0
 
 
 class Services:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from byteps_py.errors import PeerLostError, RendezvousError, StallError
 from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.scheduler.services import SUCCESSOR_S
 from byteps_py.settings import Settings
 
 from .control import Place, Scheduler
@@ -180,6 +181,7 @@ class Cluster:
         elif self.fault == "kill all servers":
             for process in candidates:
                 process.die()
+            self.world.expect_quiet(SUCCESSOR_S)
         else:
             victim.die()
 

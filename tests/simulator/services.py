@@ -97,13 +97,13 @@ class Worker(Process):
     @property
     def has_begun(self) -> bool:
         """It knows that the cluster is complete."""
-        return self._service._executor is not None
+        return self._service._group is not None
 
     @property
     def parts(self) -> dict[tuple[int, int, int], Part]:
         """By key, generation, index."""
-        executor = self._service._executor
-        return executor._parts if executor is not None else {}
+        group = self._service._group
+        return group.executor._parts if group is not None else {}
 
     def broke(self, error: Exception) -> None:
         """As ``Service.run`` does; but only a server that is gone from the start excuses it."""
@@ -118,8 +118,9 @@ class Worker(Process):
         if self._service._loop.stopped:  # type: ignore[attr-defined]
             self._finish()
             return
-        executor = self._service._executor
-        if executor is not None:
+        group = self._service._group
+        if group is not None:
+            executor = group.executor
             if "_carry_out" not in vars(executor):
                 self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
                 pipeline = executor._pipeline
@@ -127,7 +128,7 @@ class Worker(Process):
             in_flight = sum(
                 part.length for part in executor._parts.values() if part.stage is Stage.IN_FLIGHT and part.tensor.slots
             )
-            queue: Queue = self._service._queue  # type: ignore[assignment]
+            queue: Queue = group.queue  # type: ignore[assignment]
             counted, limited = queue.pushed_bytes, queue.in_flight_bytes
             if in_flight != counted or limited > in_flight:
                 raise InvariantError(f"{in_flight} bytes are in flight, {counted} not answered, {limited} take credit")
@@ -163,12 +164,13 @@ class Worker(Process):
 
     def _check_end(self) -> None:
         """All ranks have got all they wanted: nothing is under way, and only live tensors have memory."""
-        requests, executor = self._service._requests, self._service._executor
-        if requests is None or executor is None:
+        group = self._service._group
+        if group is None:
             raise InvariantError("it ends before it began")
-        tensors = self._service._agreement.tensors()
+        requests, executor = group.requests, group.executor
+        tensors = group.agreement.tensors()
         slots = {slot.id for tensor in tensors for slot in tensor.slots}
-        names = self._service._agreement._names.values()
+        names = group.agreement._names.values()
         slots |= {slot.id for name in names for failed in name.failed.values() for slot in failed}
         # A void tensor's last kernel may still run.
         slots |= {s.id for s in requests.memory.slots.values() if s.tensor and s.tensor.retired and s.tensor.running}
@@ -179,7 +181,7 @@ class Worker(Process):
             raise InvariantError("partitions are under way, or of no tensor")
         if set(executor._frames) & set(parts) or any(tensor.running for tensor in tensors):
             raise InvariantError("answers are kept, or kernels run")
-        if self._service._queue.in_flight_bytes or len(self._service._queue):
+        if group.queue.in_flight_bytes or len(group.queue):
             raise InvariantError("credit is taken, or partitions wait for it")
 
 

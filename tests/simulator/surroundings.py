@@ -13,7 +13,7 @@ from byteps_py.server import local as server_local
 from byteps_py.server import reducer
 from byteps_py.server import service as server_service
 from byteps_py.session import remote, slots
-from byteps_py.worker import desk, executor, joining, links, memory, network, placing, ranks, requests, service
+from byteps_py.worker import desk, executor, group, joining, links, memory, network, placing, ranks, requests, service
 
 from .control import ControlLink, Place
 from .ledger import Ledger, LedgerNetwork
@@ -68,10 +68,12 @@ class Surroundings:
         return {
             service: {
                 "EventLoop": new_loop, "Listener": new_listener, "Engine": new_engine, "connect": self.connect,
+                "time": clock, "PeerMachines": lambda *given: Peers(),
+                "Probe": lambda loop, *given: Probe(world, loop, given[-1]),
+            },
+            group: {
                 "time": clock, "PushQueue": lambda: Queue(world),
                 "Network": type("SimulatedNetwork", (LedgerNetwork,), {"ledger": self.ledger}),
-                "PeerMachines": lambda *given: Peers(),
-                "Probe": lambda loop, *given: Probe(world, loop, given[-1]),
             },
             executor: {
                 "time": clock, "kernels": kernels, "INLINE_BYTES": small, "LAST_INLINE_BYTES": small,

@@ -1,0 +1,216 @@
+"""All that a communication service has for one group of ranks: from the membership that made it one to its end.
+
+An elastic job's service has one group after another; any other has one. Owned by the loop's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from byteps_py import tuning
+from byteps_py.errors import BytePSError, from_name
+from byteps_py.kernels.readiness import Readiness
+from byteps_py.log import logger
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.declarations import to_spec
+from byteps_py.settings import Settings
+from byteps_py.tensors import TensorSpec
+from byteps_py.worker.actions import AskSum
+from byteps_py.worker.agreement import Agreement
+from byteps_py.worker.credit import PATIENCE_S, PushQueue
+from byteps_py.worker.desk import Desk
+from byteps_py.worker.direct import Direct
+from byteps_py.worker.epochs import Epochs
+from byteps_py.worker.executor import Executor
+from byteps_py.worker.joining import Joining
+from byteps_py.worker.memory import Memory
+from byteps_py.worker.network import Network
+from byteps_py.worker.peers import PeerMachines
+from byteps_py.worker.pieces import Request, Transfer, due
+from byteps_py.worker.pipeline import Pipeline
+from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
+from byteps_py.worker.requests import Requests
+from byteps_py.worker.scatter import Scatter
+from byteps_py.worker.sights import Sights
+from byteps_py.worker.tensor import Part, SumRequest, Tensor
+from byteps_py.worker.topology import Topology
+from byteps_py.worker.waits import Waits
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a group finds in its communication service, and whom it calls there.
+
+    ``stay``: the service waits for ranks that come back. ``prefault``: does its argument on another thread.
+    ``server_lost(sentence, member id)``, ``machine_lost(sentence)``: it can't be reached.
+    """
+
+    loop: EventLoop
+    settings: Settings
+    stay: bool
+    ready: Readiness
+    desk: Desk
+    peers: PeerMachines | None
+    send: Callable[[pb.MemberMessage], None]
+    fail: Callable[[BytePSError], None]
+    prefault: Callable[[Callable[[], None]], None]
+    server_lost: Callable[[str, int], None]
+    machine_lost: Callable[[str], None]
+
+
+class Group:
+    """``membership``: of the group's first epoch; ``place``: of this machine among its workers."""
+
+    def __init__(self, around: Surroundings, membership: pb.Membership, place: int) -> None:
+        settings, send, fail = around.settings, around.send, around.fail
+        self._around = around
+        topology = self.topology = Topology.of(membership, place)
+        memory = Memory(topology.machines, topology.local_size, around.prefault, (topology.first_rank, topology.size))
+        machine_of = [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)]
+        self.queue: PushQueue[Part] = PushQueue()
+        self._fetches: PushQueue[Transfer | AskSum] = PushQueue()
+        self._limit(topology)
+        self._scatter = scatter = Scatter(topology.machine_index, machine_of, self._fetches)
+        self._pipeline = pipeline = Pipeline(topology.size, self.queue, scatter)
+        self.agreement = Agreement(topology.local_size, topology.first_rank)
+        self._placing = Placing(topology)
+        self._direct = direct = Direct(
+            topology.machine_index, machine_of, topology.partition_bytes, LOCAL_PIECE_BYTES, self._fetches
+        )
+        executor = self.executor = Executor(
+            around.loop, around.ready, memory, pipeline, direct, scatter, topology.first_rank, send, fail
+        )
+        executor.on_end = self._end_tensor
+        if around.peers is not None:
+            around.peers.open(topology, around.machine_lost)
+            executor.courier.peers = around.peers
+        self.network: Network | None = None
+        if topology.machines > 1:
+            self.network = executor.network = Network(
+                around.loop, settings, topology, memory, executor.answered, executor.again, around.server_lost
+            )
+        self._epochs = Epochs(topology, self._placing, self.network, executor, self.queue, send)
+        self.joining = Joining(topology, self.agreement, pipeline, direct, executor, send, fail)
+        self.requests = Requests(topology, memory, self.agreement, pipeline, direct, executor, self.joining, send)
+        self.waits = Waits(
+            self.requests, self.agreement, direct, around.desk, around.stay, settings.heartbeat_timeout_s
+        )
+        self._sights = Sights(around.loop, executor.ranks, self.requests.describe, memory.name_of, self._saw)
+
+    def open(self) -> None:
+        """Let its ranks in."""
+        topology = self.topology
+        self._around.desk.open(self.requests)
+        logger.info(
+            "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
+            topology.epoch, topology.machines, topology.size, topology.partition_bytes, self.queue.credit_bytes,
+            ", ".join(f"{member.link_mbit:.0f}" for member in (*topology.servers, *topology.workers)),
+        )  # fmt: skip
+
+    def _limit(self, topology: Topology) -> None:
+        """How much may be on the wire at once."""
+        credit = self._around.settings.credit_bytes
+        usual = tuning.credit_bytes(topology.partition_bytes, topology.machines)
+        self.queue.credit_bytes = usual if credit is None else credit
+        slowest_mbit = min(member.link_mbit for member in (*topology.servers, *topology.workers))
+        self.queue.patience_s = max(PATIENCE_S, tuning.answer_s(self.queue.credit_bytes, slowest_mbit))
+        self.queue.set_weights({server.member_id: server.weight for server in topology.servers})
+        self._fetches.credit_bytes, self._fetches.patience_s = self.queue.credit_bytes, self.queue.patience_s
+
+    def end(self) -> None:
+        """The ranks are a group no more. Another may follow, with nothing of this one."""
+        self.executor.abandon()
+        self.requests.memory.let_go()
+        if self.network is not None:
+            self.network.close()
+        if self._around.peers is not None:
+            self._around.peers.leave()
+
+    def change(self, membership: pb.Membership) -> None:
+        """Other servers, the same ranks."""
+        self._epochs.change(membership)
+
+    # ---- what the scheduler has decided ------------------------------------------------------------------
+
+    def decide(self, verdicts: pb.Verdicts) -> None:
+        """Names become tensors, all together, or void."""
+        accepted: dict[str, TensorSpec] = {
+            verdict.name: to_spec(verdict.name, verdict.spec) for verdict in verdicts.verdicts if not verdict.error
+        }
+        self._placing.add(accepted.values())
+        for verdict in verdicts.verdicts:
+            if verdict.error:
+                old = self._reject(verdict)
+            else:
+                old = self._accept(verdict, accepted[verdict.name])
+            if old is not None:
+                self.executor.retire(old)
+            self.executor.run(self.agreement.decided(verdict.name))
+
+    def _accept(self, verdict: pb.Verdict, spec: TensorSpec) -> Tensor | None:
+        """The tensor of this name before it, if any."""
+        tensor, old, actions = self.agreement.accepted(verdict.name, verdict.generation, spec, verdict.rounds)
+        self.executor.run(actions)
+        if tensor is not None:
+            self.requests.memory.equip(tensor, self.topology)
+            self.executor.start(tensor, self._placing.pieces(spec))
+            self.joining.agreed(tensor)
+        return old
+
+    def _reject(self, verdict: pb.Verdict) -> Tensor | None:
+        error = from_name("JoinedError" if verdict.unsupported else "MismatchError", verdict.error)
+        actions, old = self.agreement.rejected(verdict.name, verdict.generation, error, verdict.late, verdict.rounds)
+        self.executor.run(actions)
+        return old
+
+    def reopen(self, reopen: pb.Reopen) -> None:
+        """A name is voted on again."""
+        self.executor.run(self.agreement.reopened(reopen.name, reopen.generation, reopen.rounds))
+
+    def _end_tensor(self, tensor: Tensor) -> None:
+        """Its name is void, or other ranks', since a while, and now nothing of it is under way."""
+        self.executor.run(self.agreement.ended(tensor))
+        self.executor.retire(tensor)
+
+    # ---- other machines ----------------------------------------------------------------------------------
+
+    def requested(self, request: Request | SumRequest) -> None:
+        """Another machine asks for what a rank here gives."""
+        if isinstance(request, SumRequest):
+            self.executor.run(self._scatter.requested(request))
+        else:
+            self.executor.run(self._direct.requested(request))
+
+    def machine_gone(self, machine: int) -> None:
+        self._direct.gone(machine)
+
+    def pump(self) -> bool:
+        """Send what may be sent by now. True if something waits for its turn."""
+        now = time.monotonic()
+        if len(self.queue):
+            self.executor.run(self._pipeline.pump(now))
+        if len(self._fetches):
+            self.executor.run(due(self._fetches, now))
+        return bool(len(self.queue) or len(self._fetches))
+
+    # ---- what is to be seen ------------------------------------------------------------------------------
+
+    def count(self, statistics: pb.Statistics) -> None:
+        """Add what it has done."""
+        statistics.rounds += self.executor.rounds
+        if self.network is not None:
+            statistics.bytes_sent += self.network.bytes_sent
+            statistics.bytes_received += self.network.bytes_received
+            statistics.bytes_local += self.network.bytes_local
+
+    def look_at(self, ranks: Iterable[int]) -> None:
+        """Others wait for these ranks: what are those of this machine doing?"""
+        found = (self.topology.local_rank_of(rank) for rank in ranks)
+        self._sights.look(local_rank for local_rank in found if local_rank is not None)
+
+    def _saw(self, local_rank: int, text: str) -> None:
+        rank = self.topology.first_rank + local_rank
+        self._around.send(pb.MemberMessage(sight=pb.Sight(rank=rank, text=text)))
