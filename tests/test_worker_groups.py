@@ -180,7 +180,7 @@ def test_one_member_of_a_machine_of_several_ranks_gives_a_copy() -> None:
 def test_the_root_of_a_broadcast_is_found_among_the_members() -> None:
     what = among(4, 6, op=Op.BROADCAST, root=6)
     made = tensor([slot(0, what), slot(2, what)])
-    made.local_root = 1
+    made.root_slot = made.slots[1]
     _, actions = begin(made, machines=1)
     assert actions == [Compute(made.parts[0], Op.BROADCAST, (30_000,), (10_000,), 1)]
 

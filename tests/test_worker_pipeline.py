@@ -7,7 +7,7 @@ from support.worker_core import slot, spec, tensor
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
-from byteps_py.worker.actions import Action, Compute, Done, Push, Release
+from byteps_py.worker.actions import Action, Compute, Done, Push, Release, Supply
 from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.tensor import RankSlot, Stage, Tensor
@@ -76,7 +76,7 @@ def test_alone_a_broadcast_leaves_the_root_its_memory() -> None:
     what = spec(2, op=Op.BROADCAST, root=1)
     slots = [slot(0, what), slot(1, what), slot(2, what)]
     made = tensor(slots)
-    made.local_root = 1
+    made.root_slot = made.slots[1]
     pipeline = started(made, 1, 3, pieces=[(0, 8, -1)])
     assert computes(ready(pipeline, *slots)) == [(0, Op.BROADCAST, (20_000,), (10_000, 30_000), 1)]
 
@@ -128,7 +128,7 @@ def test_the_root_of_a_broadcast_delivers_what_it_has() -> None:
     what = spec(4, op=Op.BROADCAST, root=1)
     slots = [slot(0, what), slot(1, what)]
     made = tensor(slots, contributions=True)
-    made.local_root = 1
+    made.root_slot = made.slots[1]
     pipeline = started(made, machines=2, size=4)
     assert computes(ready(pipeline, *slots))[0] == (0, Op.BROADCAST, (20_000,), (200_000,), 1)
     pipeline.computed(made.parts[0], 0.0)
@@ -138,7 +138,7 @@ def test_the_root_of_a_broadcast_delivers_what_it_has() -> None:
 def test_a_root_that_is_alone_on_its_machine_has_its_result_copied() -> None:
     only = slot(0, spec(4, op=Op.BROADCAST, root=0), inputs=2)
     made = tensor([only])
-    made.local_root = 0
+    made.root_slot = made.slots[0]
     pipeline = started(made, machines=2, size=2)
     ready(pipeline, only)
     assert computes(pipeline.answered(made.parts[1], 1, 0, 0.0)) == [(1, Op.BROADCAST, (10_008,), (15_008,), 1)]
@@ -288,6 +288,21 @@ def test_memory_stays_while_kernels_run_on_it() -> None:
     assert pipeline.retire(made, 0.0) == []
     assert pipeline.computed(made.parts[1], 0.0) == []
     assert pipeline.computed(made.parts[0], 0.0) == [Release(tuple(slots), made)]
+
+
+def test_what_may_be_wanted_outlives_its_tensor() -> None:
+    only = slot(0, inputs=2)
+    made = tensor([only])
+    pipeline = started(made, 2, 2)
+    ready(pipeline, only)
+    for part in made.parts:
+        pipeline.answered(part, 1, ANSWER, 0.0)
+        pipeline.computed(part, 0.0)
+    assert pipeline.retire(made, 0.0, keep=True) == []
+    assert pipeline.wanted(made.parts[1], 1, 9) == [Supply(made.parts[1], 1, 9)]
+    assert pipeline.wanted(made.parts[1], 2, 9) == []
+    assert pipeline.forget(made) == [Release((only,), made)]
+    assert pipeline.wanted(made.parts[1], 1, 9) == []
 
 
 def test_slots_that_live_on_are_not_released() -> None:

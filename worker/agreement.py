@@ -277,7 +277,7 @@ class Agreement:
         slots = name.failed.pop(local_rank, [])
         for slot in slots:
             slot.is_kept = False
-        idle = tuple(slot for slot in slots if slot.tensor is None or not slot.tensor.running)
+        idle = tuple(slot for slot in slots if slot.tensor is None or not (slot.tensor.running or slot.tensor.is_kept))
         return [Release(idle)] if idle else []
 
     def decided(self, name_: str) -> list[Action]:

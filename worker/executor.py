@@ -75,6 +75,7 @@ class Executor:
         self.pace = RankPace(first_rank)
         self._send = send
         self._fail = fail
+        self._kept: dict[str, Tensor] = {}  # by name: retired, but what was given may be wanted
         self._at_work = 0  # kernels
         self._moved_at = 0.0
         self._due: deque[Action | DirectAction] = deque()
@@ -109,13 +110,30 @@ class Executor:
             self._parts[tensor.key, tensor.generation, part.index] = part
         self.run(actions)
 
-    def retire(self, tensor: Tensor) -> None:
-        """End it."""
+    def retire(self, tensor: Tensor, may_be_wanted: bool = False) -> None:
+        """End it. ``may_be_wanted``: another machine may lack its last result, and what was given here is kept for it
+        until ``forget``."""
         for part in tensor.parts:
-            self._parts.pop((tensor.key, tensor.generation, part.index), None)
             if self.network is not None:
                 self.network.pace.forget(part)
-        self.run(self._pipeline.retire(tensor, time.monotonic()))
+        keep = may_be_wanted and not tensor.is_alone and tensor.given(tensor.round - 1) is not None
+        if keep:
+            self.forget(tensor.name)
+            self._kept[tensor.name] = tensor
+        else:
+            self._drop_parts(tensor)
+        self.run(self._pipeline.retire(tensor, time.monotonic(), keep))
+
+    def forget(self, name: str | None = None) -> None:
+        """No machine lacks a result of a tensor that had this name, or any, before."""
+        for each in [name] if name is not None else list(self._kept):
+            if tensor := self._kept.pop(each, None):
+                self._drop_parts(tensor)
+                self.run(self._pipeline.forget(tensor))
+
+    def _drop_parts(self, tensor: Tensor) -> None:
+        for part in tensor.parts:
+            self._parts.pop((tensor.key, tensor.generation, part.index), None)
 
     def run(self, actions: Iterable[Action | DirectAction]) -> None:
         """Carry out ``actions`` and what follows from them."""
@@ -244,7 +262,7 @@ class Executor:
             if server != part.server:
                 return  # of a place that was given up
             source = part.answer.address if part.answer is not None else 0
-        elif part.tensor.local_root is None and part.tensor.slots:
+        elif part.tensor.root_slot is None and part.tensor.slots:
             if len(frame) != part.length:
                 raise ProtocolError(
                     f"tensor {part.tensor.name!r}: an answer of {len(frame)} bytes, {part.length} were due"
@@ -280,7 +298,7 @@ class Executor:
     @property
     def _sent(self) -> list[Part]:
         """Partitions that servers add."""
-        return [part for part in self._parts.values() if part.server >= 0]
+        return [part for part in self._parts.values() if part.server >= 0 and not part.tensor.retired]
 
     # ---- ranks, scheduler, memory ----------------------------------------------------------------------
 

@@ -143,28 +143,28 @@ class Group:
         self._placing.add(accepted.values())
         for verdict in verdicts.verdicts:
             if verdict.error:
-                old = self._reject(verdict)
+                self._reject(verdict)
             else:
-                old = self._accept(verdict, accepted[verdict.name])
-            if old is not None:
-                self.executor.retire(old)
+                self._accept(verdict, accepted[verdict.name])
             self.executor.run(self.agreement.decided(verdict.name))
 
-    def _accept(self, verdict: pb.Verdict, spec: TensorSpec) -> Tensor | None:
-        """The tensor of this name before it, if any."""
+    def _accept(self, verdict: pb.Verdict, spec: TensorSpec) -> None:
         tensor, old, actions = self.agreement.accepted(verdict.name, verdict.generation, spec, verdict.rounds)
         self.executor.run(actions)
         if tensor is not None:
             self.requests.memory.equip(tensor, self.topology)
             self.executor.start(tensor, self._placing.pieces(spec))
             self.joining.agreed(tensor)
-        return old
+        self.executor.forget(verdict.name)
+        if old is not None:  # all of this group have voted, and so have all results; others may not
+            self.executor.retire(old, may_be_wanted=old.spec.group != spec.group)
 
-    def _reject(self, verdict: pb.Verdict) -> Tensor | None:
+    def _reject(self, verdict: pb.Verdict) -> None:
         error = from_name("JoinedError" if verdict.unsupported else "MismatchError", verdict.error)
         actions, old = self.agreement.rejected(verdict.name, verdict.generation, error, verdict.late, verdict.rounds)
         self.executor.run(actions)
-        return old
+        if old is not None:
+            self.executor.retire(old, may_be_wanted=True)
 
     def reopen(self, reopen: pb.Reopen) -> None:
         """A name is voted on again."""
@@ -173,7 +173,7 @@ class Group:
     def _end_tensor(self, tensor: Tensor) -> None:
         """Its name is void, or other ranks', since a while, and now nothing of it is under way."""
         self.executor.run(self.agreement.ended(tensor))
-        self.executor.retire(tensor)
+        self.executor.retire(tensor, may_be_wanted=True)
 
     # ---- other machines ----------------------------------------------------------------------------------
 

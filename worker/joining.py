@@ -145,6 +145,7 @@ class Joining:
         void, self._void = self._void, self._direct.start_anew(direct_round)
         actions, tensors = self._agreement.start_anew(UsageError(error))
         self._executor.run([*actions, Release(tuple(void)), *fail_all(self._void, UsageError(error))])
+        self._executor.forget()
         for tensor in tensors:
             self._executor.retire(tensor)
         for rank in self._executor.ranks.values():

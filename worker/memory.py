@@ -65,7 +65,7 @@ class Memory:
         tensor.first_rank = topology.first_rank
         if tensor.spec.op is Op.BROADCAST:
             root = topology.local_rank_of(tensor.spec.root)
-            tensor.local_root = next((i for i, slot in enumerate(tensor.slots) if slot.local_rank == root), None)
+            tensor.root_slot = next((slot for slot in tensor.slots if slot.local_rank == root), None)
             tensor.root_machine = topology.machine_of(tensor.spec.root)
         if not tensor.is_alone and not self._inputs_are_contributions and tensor.contributes:
             tensor.contributions = (

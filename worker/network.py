@@ -110,7 +110,7 @@ class Network:
         header = self._header(part, round_, tensor.contributes)
         header.flags = RESENT if part.is_resent else 0
         answer = None
-        if isinstance(link, LocalLink) and tensor.local_root is None and tensor.slots:
+        if isinstance(link, LocalLink) and tensor.root_slot is None and tensor.slots:
             answer = self._memory.give_answer_block(part)
         self.pace.pushed(part, time.monotonic())
         link.push(header, tensor.contribution if tensor.contributes else None, part.offset, answer)

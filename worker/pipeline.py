@@ -123,7 +123,7 @@ class Pipeline:
             return None
         if not tensor.is_alone and not tensor.contributions:
             return None
-        sources = tensor.slots if tensor.local_root is None else (tensor.slots[tensor.local_root],)
+        sources = tensor.slots if tensor.root_slot is None else (tensor.root_slot,)
         inputs = tuple(slot.input.address + offset for slot in sources)
         if tensor.is_alone:  # each rank's input and result stay where they are: the addresses never change
             part.local_sum = Compute(part, spec.op, inputs, part.outputs, spec.divisor(self.size))
@@ -183,7 +183,7 @@ class Pipeline:
         if part.stage is Stage.QUEUED:  # the server before has answered after all
             self._queue.drop({part})
         self._queue.give_back(part)
-        if tensor.local_root is not None:
+        if tensor.root_slot is not None:
             source = tensor.contribution.address + part.offset
         outputs = tensor.results(part.offset)
         if not outputs:
@@ -223,7 +223,8 @@ class Pipeline:
     def wanted(self, part: Part, round_: int, server: int) -> list[Action]:
         """Another machine lacks a round's result. If this one has it, it won't send its part by itself."""
         tensor = part.tensor
-        return [Supply(part, round_, server)] if tensor.has_result(part, round_) and not tensor.retired else []
+        is_there = not tensor.retired or tensor.is_kept
+        return [Supply(part, round_, server)] if is_there and tensor.has_result(part, round_) else []
 
     def lent(self, part: ScatterPart, round_: int) -> list[Action]:
         """This machine's sum of a part was taken by the machine that it is for."""
@@ -259,9 +260,10 @@ class Pipeline:
             self._drop_joined(tensor)
         return done
 
-    def retire(self, tensor: Tensor, now: float) -> list[Action]:
-        """The tensor is void: forget its rounds, give its credit back, and its memory once no kernel runs."""
-        tensor.retired = True
+    def retire(self, tensor: Tensor, now: float, keep: bool = False) -> list[Action]:
+        """The tensor is void: forget its rounds, give its credit back, and its memory once no kernel runs; if it is
+        to ``keep`` what it gave to the last one, only after ``forget``."""
+        tensor.retired, tensor.is_kept = True, keep
         self._queue.drop(set(tensor.parts))
         for part in tensor.parts:
             if part.stage is Stage.IN_FLIGHT:
@@ -270,8 +272,13 @@ class Pipeline:
             self._scatterer.retire(tensor)
         return self._release(tensor) + self.pump(now)
 
+    def forget(self, tensor: Tensor) -> list[Action]:
+        """No other machine can lack a result of a tensor that was retired and kept."""
+        tensor.is_kept = False
+        return self._release(tensor)
+
     def _release(self, tensor: Tensor) -> list[Action]:
-        if tensor.running:
+        if tensor.running or tensor.is_kept:
             return []
         # A slot that lives on in the tensor's next generation stays.
         return [

@@ -142,8 +142,9 @@ class RankSlot:
 class Tensor:
     """``slots``: of the local ranks that take part, in order. ``contributions``: where the machine's sums lie, by
     parity of the round (a contribution outlives its round, until the next one is complete); empty if a rank's own
-    input serves. ``local_root``: which of the slots a broadcast reads, None if it is on another machine.
+    input serves. ``root_slot``: what a broadcast reads, None if it is on another machine.
     ``machines``: how many take part; 0: all of several. ``first_rank``: the global rank of this machine's first.
+    ``is_kept``: it is retired, but another machine may lack its last result, which takes what was given here.
     ``ending``: why it is void once ``last_round`` is delivered; None if it is not. ``joined``: slots of local ranks
     that have joined, and take no more part; ``is_leaving``: others do so after the current round. Without any slot
     the machine contributes nothing."""
@@ -153,7 +154,7 @@ class Tensor:
     spec: TensorSpec
     slots: tuple[RankSlot, ...]
     contributions: tuple[Block, ...] = ()
-    local_root: int | None = None
+    root_slot: RankSlot | None = None
     root_machine: int = 0xFFFF
     machines: int = 0
     first_rank: int = 0
@@ -164,6 +165,7 @@ class Tensor:
     finished: int = 0  # partitions of the current round that are DONE
     running: int = 0  # kernels at work on this tensor's memory
     retired: bool = False
+    is_kept: bool = False
     ending: BytePSError | None = None
     last_round: int = 0
     joined: tuple[RankSlot, ...] = ()
@@ -198,18 +200,18 @@ class Tensor:
         """Where this machine's contribution to the current round lies."""
         if self.contributions:
             return self.contributions[self.round % 2]
-        return self.slots[self.local_root or 0].input
+        return (self.root_slot or self.slots[0]).input
 
     def given(self, round_: int) -> Block | None:
         """Where its contribution to the current round, if all is handed over, or to the one before lies; None if it
         gave none."""
-        if self.spec.op is Op.BROADCAST and self.local_root is None:
+        if self.spec.op is Op.BROADCAST and self.root_slot is None:
             return None
         if not self.slots and round_ >= self.passes_from:
             return None
         if self.contributions:
             return self.contributions[round_ % 2]
-        slot = self.slots[self.local_root or 0] if self.slots else self.joined[0]
+        slot = self.root_slot or (self.slots[0] if self.slots else self.joined[0])
         latest = self.round if slot.ready_bytes >= 0 else self.round - 1 if self.slots else self.passes_from - 1
         return slot.inputs[(slot.round - 1 - (latest - round_)) % len(slot.inputs)]
 
@@ -221,13 +223,13 @@ class Tensor:
     @property
     def contributes(self) -> bool:
         """False if the tensor is broadcast from another machine, or all local ranks of its group have joined."""
-        return bool(self.slots) and (self.spec.op is not Op.BROADCAST or self.local_root is not None)
+        return bool(self.slots) and (self.spec.op is not Op.BROADCAST or self.root_slot is not None)
 
     def results(self, offset: int) -> tuple[int, ...]:
         """Addresses, at ``offset``, of the local ranks' results that a delivery has to write."""
         return tuple(
             slot.result.address + offset
-            for i, slot in enumerate(self.slots)
+            for slot in self.slots
             # the root of a broadcast may already have its result: its own input
-            if not (i == self.local_root and slot.result.address == slot.input.address)
+            if not (slot is self.root_slot and slot.result.address == slot.input.address)
         )

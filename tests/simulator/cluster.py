@@ -70,8 +70,7 @@ class Cluster:
         self.place = Place(world, self.config)
         self.surroundings = Surroundings(world, self.memory, self.local, self.network, self.place)
         self.trials = Trials(self)
-        # When ranks disagree a name is void at once, and a machine that lacks its last result then can't be helped.
-        self.program = Program.make(rng, sum(self.local_sizes), may_disagree=not self.trials.are_due)
+        self.program = Program.make(rng, sum(self.local_sizes))
         self.results = {
             use.id: use.result(self.local_sizes)
             for step in self.program.steps

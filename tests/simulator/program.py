@@ -82,12 +82,10 @@ class Program:
     steps: list[list[Use]] = field(default_factory=list)
     barriers: set[int] = field(default_factory=set)
     joins: list[list[int]] = field(default_factory=list)
-    may_disagree: bool = True
 
     @classmethod
-    def make(cls, rng: random.Random, size: int, may_disagree: bool) -> Program:
-        """``may_disagree``: now and then ranks say different things of a name."""
-        program = cls(may_disagree=may_disagree)
+    def make(cls, rng: random.Random, size: int) -> Program:
+        program = cls()
         names = [f"t{i}" for i in range(rng.randint(1, 5))]
         # A name is one group's for good, or until all have joined: ranks outside don't know what they interfere with.
         groups = {name: _make_group(rng, size) for name in names}
@@ -139,7 +137,7 @@ class Program:
             chosen = rng.sample(names, rng.randint(1, len(names)))
             self.steps.append([])
             for name in chosen:
-                use = _make_use(rng, uses, name, known.pop(name, None), size, groups[name], self.may_disagree)
+                use = _make_use(rng, uses, name, known.pop(name, None), size, groups[name])
                 if not use.is_mismatch:
                     known[name] = use.spec((groups[name] or (0,))[0])
                 self.steps[-1].append(use)
@@ -170,7 +168,6 @@ def _make_use(
     known: TensorSpec | None,
     size: int,
     group: tuple[int, ...],
-    may_disagree: bool,
 ) -> Use:
     members = group or range(size)
     spec = known if known is not None and rng.random() < 0.75 else _make_spec(rng, name, size, group)
@@ -178,7 +175,7 @@ def _make_use(
     first = None
     specs = dict.fromkeys(members, spec)
     # An empty tensor's round is over where it is handed over: nobody waits there for those who disagree.
-    if kind < 0.12 and may_disagree and len(members) > 1 and (known is None or known.nbytes):
+    if kind < 0.12 and len(members) > 1 and (known is None or known.nbytes):
         if kind < 0.04 and len(members) > 2:
             # About the group: one rank leaves others out, but not all that say something else; so neither group is
             # complete, and nobody can go on.

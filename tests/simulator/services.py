@@ -125,9 +125,8 @@ class Worker(Process):
                 self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
                 pipeline = executor._pipeline
                 self._answered, pipeline.answered = pipeline.answered, self._check_answer  # type: ignore[method-assign]
-            in_flight = sum(
-                part.length for part in executor._parts.values() if part.stage is Stage.IN_FLIGHT and part.tensor.slots
-            )
+            live = [part for part in executor._parts.values() if part.tensor.slots and not part.tensor.retired]
+            in_flight = sum(part.length for part in live if part.stage is Stage.IN_FLIGHT)
             queue: Queue = group.queue  # type: ignore[assignment]
             counted, limited = queue.pushed_bytes, queue.in_flight_bytes
             if in_flight != counted or limited > in_flight:
@@ -172,12 +171,14 @@ class Worker(Process):
         slots = {slot.id for tensor in tensors for slot in tensor.slots}
         names = group.agreement._names.values()
         slots |= {slot.id for name in names for failed in name.failed.values() for slot in failed}
+        slots |= {slot.id for tensor in executor._kept.values() for slot in (*tensor.slots, *tensor.joined)}
         # A void tensor's last kernel may still run.
         slots |= {s.id for s in requests.memory.slots.values() if s.tensor and s.tensor.retired and s.tensor.running}
         if set(requests.memory.slots) != slots:
             raise InvariantError(f"slots {set(requests.memory.slots) ^ slots} leak, or are gone too soon")
         parts = [part for tensor in tensors for part in tensor.parts]
-        if set(executor._parts.values()) != set(parts) or any(part.stage is not Stage.WAITING for part in parts):
+        kept = {part for tensor in executor._kept.values() for part in tensor.parts}
+        if set(executor._parts.values()) != {*parts, *kept} or any(part.stage is not Stage.WAITING for part in parts):
             raise InvariantError("partitions are under way, or of no tensor")
         if set(executor._frames) & set(parts) or any(tensor.running for tensor in tensors):
             raise InvariantError("answers are kept, or kernels run")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 TRIALS = (
     "kill a server", "freeze a server", "drain a server", "start a server", "cut a connection", "cut a machine off",
-    "start the scheduler again", "cut off from the scheduler",
+    "start the scheduler again", "cut off from the scheduler", "kill every server",
 )  # fmt: skip
 _MAX_TRIALS = 8
 
@@ -62,6 +62,8 @@ class Trials:
             whom = self._cut(1)
         elif kind == "cut a machine off":
             whom = self._cut(99)
+        elif kind == "kill every server":
+            whom = self._kill_every_server()
         elif kind == "start the scheduler again":
             whom = self._start_scheduler_again()
         elif kind == "cut off from the scheduler":
@@ -108,6 +110,18 @@ class Trials:
             machine = self._random.choice(free)
             return cluster.start_server(f"server {len(cluster.servers)} on machine {machine}", machine)
         return cluster.start_server(f"server {len(cluster.servers)}", -1)
+
+    def _kill_every_server(self) -> str:
+        """One comes after a while: started again, as a launcher does."""
+        world, alive = self._world, [server for server in self._cluster.servers if server.is_alive]
+        if not self._able():
+            return ""
+        for server in alive:
+            server.die()
+        away_s = self._random.choice((0.3, 2.0, 6.0)) * self._random.random()
+        world.expect_quiet(away_s)
+        world.after(away_s, None, "somebody starts a server again", self._start)
+        return f"after {away_s:.2f} s another one comes"
 
     def _cut(self, limit: int) -> str:
         network = self._cluster.network
