@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests at a time: most wait for processes most of the time.
+JOBS ?= 2
 TORCH_RANGE ?= 2.8.0 2.15.0
 
 .PHONY: demo test torch-range check lint types proto format clean install fuzz chaos
@@ -24,7 +26,7 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 torch-range: $(addprefix torch-,$(TORCH_RANGE))
 

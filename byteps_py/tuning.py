@@ -40,6 +40,16 @@ def credit_bytes(partition: int, machines: int) -> int:
     return round(_IN_FLIGHT_OVER_LEAST * 2 * machines * partition)
 
 
+def fetch_credit_bytes(credit: int) -> int:
+    """How much a machine has asked other machines for, where ``credit`` is what it has in flight to servers.
+
+    Twice as much: a request waits behind what this machine itself sends, then its answer behind what the other one
+    sends. Measured with 4 machines at 400 Mbit/s, 1, 2 and 4 MB: a reduce-scatter takes 1.098, 1.094 and 1.105 of its
+    optimum, an all-gather 1.127, 1.099 and 1.147.
+    """
+    return 2 * credit
+
+
 def answer_s(credit: int, link_mbit: float) -> float:
     """By when what was pushed has its answer, with so many bytes in flight over links of this rate."""
     return _ANSWER_OVER_LEAST * credit * 8 / (link_mbit * 1e6) if link_mbit else 0.0

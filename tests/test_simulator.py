@@ -20,16 +20,13 @@ from simulator.cluster import FAULTS
 from simulator.mutations import MUTATIONS, order_by_arrival
 from simulator.trials import TRIALS
 
-#: 938 is an open bug: after seven connections cut and servers drained, a rank waits for a name that another does not
-#: declare. It ends with a StallError that names both, not with wrong bits.
-RANGES = ("0:938", "939:1001")
+SEEDS = "0:1001"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", RANGES)
-def test_the_invariants_hold(seeds: str) -> None:
+def test_the_invariants_hold() -> None:
     """By the command, and on all cores: about 40 ms a seed."""
-    arguments = [sys.executable, "-m", "simulator", "--seeds", seeds, "--jobs", "0"]
+    arguments = [sys.executable, "-m", "simulator", "--seeds", SEEDS, "--jobs", "0"]
     done = subprocess.run(arguments, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("0 failed") >= 1
@@ -74,9 +71,12 @@ def test_every_fault_is_tried_and_fires() -> None:
 @pytest.mark.timeout(600)  # the rarest fault shows in one seed of a thousand
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__.strip("_"))
 def test_a_broken_core_is_found(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the seed that is known to show it. After a change of the simulator that may be another one."""
     mutate(monkeypatch)
-    found = next((violation for seed in range(4000) if (violation := run(seed).violation)), "")
+    seeds = [MUTATIONS[mutate], *range(4000)]
+    seed, found = next(((seed, violation) for seed in seeds if (violation := run(seed).violation)), (-1, ""))
     assert found, "no seed shows it"
+    assert seed == MUTATIONS[mutate], f"seed {seed} shows it now: enter that in MUTATIONS"
     assert not found.startswith(("TypeError", "AttributeError")), f"the mutation itself is broken: {found}"
 
 

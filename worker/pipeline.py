@@ -29,8 +29,8 @@ class Pipeline:
         self._undelivered_bytes = 0  # of answers that kernels have yet to read, or are reading
 
     def start(self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]], now: float) -> list[Action]:
-        """A tensor is agreed. ``pieces``: (offset, length, server) of its partitions, in order of offset; with the
-        owner for the server if it scatters."""
+        """A tensor is agreed. ``pieces``: (offset, length, server) of its partitions, in the order in which
+        they are handed over; with the owner for the server if it scatters."""
         if tensor.spec.scatters:
             tensor.parts = [ScatterPart(tensor, i, o, n, -1, owner=owner) for i, (o, n, owner) in enumerate(pieces)]
             self._scatterer.start(tensor)
@@ -94,7 +94,7 @@ class Pipeline:
             return []
         actions: list[Action] = []
         queued = False
-        while tensor.begun < len(tensor.parts) and tensor.parts[tensor.begun].end <= ready:
+        while tensor.begun < len(tensor.parts) and tensor.parts[tensor.begun].written_bytes <= ready:
             part = tensor.parts[tensor.begun]
             tensor.begun += 1
             compute = self._local_sum(part)

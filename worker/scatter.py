@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from byteps_py.errors import ProtocolError
+from byteps_py.strips import Strips
 from byteps_py.tensors import TensorSpec, split
 from byteps_py.worker.actions import Action, AskSum, Compute, Lend
 from byteps_py.worker.credit import PushQueue
@@ -24,7 +25,8 @@ MAX_EARLY = 1 << 16
 
 
 def pieces(spec: TensorSpec, size: int, limit: int) -> list[tuple[int, int, int]]:
-    """(offset, length, owner's global rank) of the parts of a tensor, none longer than ``limit`` bytes.
+    """(offset, length, owner's global rank) of the parts of a tensor, none longer than ``limit`` bytes, in the order in
+    which ranks write them.
 
     >>> from byteps_py.tensors import DType
     >>> pieces(TensorSpec("g", DType.FLOAT32, (5, 2), scatters=True), size=2, limit=16)
@@ -32,12 +34,13 @@ def pieces(spec: TensorSpec, size: int, limit: int) -> list[tuple[int, int, int]
     """
     members = spec.members(size)
     itemsize = spec.dtype.itemsize
+    strips = Strips(spec, size)
     found = []
     for position, rank in enumerate(members):
         first, count = spec.piece(position, len(members))
-        cuts = split(count * itemsize, limit, itemsize)
-        found += [(first * itemsize + offset, length, rank) for offset, length in cuts]
-    return found
+        for offset, length in split(count * itemsize, limit, itemsize):
+            found.append((strips.written(position, offset + length), (first * itemsize + offset, length, rank)))
+    return [piece for _, piece in sorted(found)]
 
 
 class Scatter:
@@ -58,10 +61,12 @@ class Scatter:
         self._latest[tensor.key] = tensor.generation
         first = tensor.spec.members(len(self._machine_of))
         itemsize = tensor.spec.dtype.itemsize
+        strips = Strips(tensor.spec, len(self._machine_of))
         for part in tensor.parts:
             if isinstance(part, ScatterPart):
                 position = first.index(part.owner)
                 part.piece_offset = tensor.spec.piece(position, len(first))[0] * itemsize
+                part.written_bytes = strips.written(position, part.offset + part.length - part.piece_offset)
         for request in self._early.pop(name, []):
             self._keep(tensor, request)
 

@@ -52,7 +52,8 @@ class Part:
     blames: list[int] = field(default_factory=lambda: [0, 0])
 
     @property
-    def end(self) -> int:
+    def written_bytes(self) -> int:
+        """It is there once so many bytes of the tensor are, see Strips."""
         return self.offset + self.length
 
     @property
@@ -90,6 +91,7 @@ class ScatterPart(Part):
 
     owner: int = -1
     piece_offset: int = 0
+    written_bytes: int = 0
     request: SumRequest | None = None
     lent_round: int = 0
     sums: dict[int, int] = field(default_factory=dict)

@@ -98,7 +98,8 @@ class Session(ABC):
 
     @abstractmethod
     def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
-        """The next round's contribution lies in ``slot.input``: all of it, or its first ``nbytes``.
+        """The next round's contribution lies in ``slot.input``: all of it, or the first ``nbytes``, in the order of
+        ``Strips``.
 
         With ``nbytes`` below the tensor's size, the round goes on with further calls until all is there
         (the service already works on what it has). A GATHER or an EXCHANGE is handed over whole, with its ``layout``;

@@ -19,6 +19,7 @@ import torch
 
 from byteps_py.errors import StallError
 from byteps_py.session import Session, Slot
+from byteps_py.strips import STRIP_BYTES, Strips
 from byteps_py.tensors import Layout
 
 #: A device-to-host copy that takes longer than this has failed.
@@ -64,14 +65,40 @@ class HostMover:
         tensors: Tensors,
         layout: Layout | None = None,
     ) -> None:
-        copy_in(views, tensors)
-        session.hand_over(slot, layout=layout)
+        if _may_go_in_strips(session, slot, views, tensors):
+            self._send_strips(session, slot, views[0], tensors[0])
+        else:
+            copy_in(views, tensors)
+            session.hand_over(slot, layout=layout)
+
+    @staticmethod
+    def _send_strips(session: Session, slot: Slot, view: torch.Tensor, tensor: torch.Tensor | None) -> None:
+        """What is copied travels while the rest is being copied."""
+        target, source = view.view(-1), tensor.reshape(-1) if tensor is not None else None
+        itemsize, written = slot.spec.dtype.itemsize, 0
+        for offset, length in Strips(slot.spec, session.size):
+            elements = slice(offset // itemsize, (offset + length) // itemsize)
+            if source is None:
+                target[elements].zero_()
+            else:
+                target[elements].copy_(source[elements])
+            written += length
+            session.hand_over(slot, written)
 
     def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_(list(outputs), list(views))
 
     def close(self) -> None:
         pass
+
+
+def _may_go_in_strips(session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors) -> bool:
+    """It is worth it where other machines wait for the front, and all is to be copied as it lies."""
+    if session.num_machines == 1 or slot.spec.nbytes < 2 * STRIP_BYTES or len(views) != 1:
+        return False
+    tensor = tensors[0]
+    is_there = tensor is not None and tensor.data_ptr() == views[0].data_ptr()
+    return slot.spec.op.is_reduction and not is_there and (tensor is None or tensor.is_contiguous())
 
 
 def copy_in(views: Sequence[torch.Tensor], tensors: Tensors) -> None:

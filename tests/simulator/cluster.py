@@ -180,7 +180,7 @@ class Cluster:
         elif self.fault == "kill all servers":
             for process in candidates:
                 process.die()
-            self.world.expect_quiet(SUCCESSOR_S)
+            self.world.expect_quiet(SUCCESSOR_S + 5 * self.config.heartbeat_timeout_s)
         else:
             victim.die()
 

@@ -100,6 +100,11 @@ class Trials:
             server.pause(self._random.choice((0.05, 0.5, 4.0, 8.0)) * self._random.random())
         return server.name
 
+    def _start_at_last(self) -> None:
+        """Once there is a scheduler that it can come to."""
+        if not self._start() and any(worker.is_alive for worker in self._cluster.workers):
+            self._world.after(0.1, None, None, self._start_at_last)
+
     def _start(self) -> str:
         cluster = self._cluster
         if not cluster.scheduler.is_alive:
@@ -120,7 +125,7 @@ class Trials:
             server.die()
         away_s = self._random.choice((0.3, 2.0, 6.0)) * self._random.random()
         world.expect_quiet(away_s)
-        world.after(away_s, None, "somebody starts a server again", self._start)
+        world.after(away_s, None, None, self._start_at_last)
         return f"after {away_s:.2f} s another one comes"
 
     def _cut(self, limit: int) -> str:

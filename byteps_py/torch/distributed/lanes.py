@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,17 +32,6 @@ Place = tuple[int, torch.Tensor]
 _COPY_LIMIT_S = 600.0
 #: Below this, one thread copies as fast as several.
 _LITTLE_BYTES = 1 << 20
-
-
-class _Handing:
-    """What a mover calls when the copies are there: hands a slot over, with the round's layout."""
-
-    def __init__(self, session: Session, layout: Layout | None) -> None:
-        self._session = session
-        self._layout = layout
-
-    def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
-        self._session.hand_over(slot, nbytes, layout or self._layout)
 
 
 class Lane:
@@ -95,9 +84,9 @@ class Lane:
             for memory in {id(memory): memory for memory in (*slot.inputs, slot.result)}.values():
                 mover.adopt(memory)
         views = [self._piece(room, offset, tensor) for offset, tensor in places]
-        handing = cast(Session, _Handing(self._session, layout))
         with torch.no_grad():
-            self._departure = mover.send(handing, slot, views, [tensor.detach() for _, tensor in places])
+            tensors = [tensor.detach() for _, tensor in places]
+            self._departure = mover.send(self._session, slot, views, tensors, layout)
 
     def departed(self, timeout_s: float) -> None:
         """Return when the round has been handed over. Raises StallError."""
