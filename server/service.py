@@ -162,10 +162,12 @@ class Service:
     def _close(self) -> None:
         if self._link is not None:
             self._link.close(self._reason)
+        # Before the loop: its threads post there. Before connections: who sees these end relies on it that nothing is
+        # written into its memory any more.
+        self._reducer.close()
         self._network.close()
         if self._local is not None:
             self._local.close()
-        self._reducer.close()  # before the loop: its threads post there
         self._loop.close()
 
     # ---- data plane --------------------------------------------------------------------------------------

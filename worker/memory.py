@@ -91,6 +91,11 @@ class Memory:
             self.machine.free(block)
         return block is not None
 
+    def free_abandoned(self, server: int) -> None:
+        """This server has ended, and writes no answers any more."""
+        for key in [key for key in self._abandoned if key[0] == server]:
+            self.machine.free(self._abandoned.pop(key))
+
     def let_go(self) -> None:
         """Nothing is allocated any more. The memory itself goes with whoever still uses it: a kernel, a message."""
         for arena in dict.fromkeys((*self._ranks, self.machine)):

@@ -57,6 +57,7 @@ class Network:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[int, ServerLink] = {}
         self._closed = _Bytes()
+        self._gone: set[int] = set()  # services of this machine that have ended: they write no answers any more
         self.change(topology)
 
     def change(self, topology: Topology) -> None:
@@ -86,9 +87,14 @@ class Network:
         def on_lost(sentence: str) -> None:
             self._on_lost(sentence, number)
 
+        def on_gone(sentence: str) -> None:
+            self._gone.add(number)
+            self._memory.free_abandoned(number)
+            on_lost(sentence)
+
         if _is_here(server, topology):
             name, arena = server.local_address, self._memory.machine
-            return LocalLink(self._loop, name, self._me, self._settings, arena, on_answer, on_lost)
+            return LocalLink(self._loop, name, self._me, self._settings, arena, on_answer, on_gone)
         return TcpLink(
             self._context,
             self._loop,
@@ -125,6 +131,9 @@ class Network:
 
     def withdraw(self, part: Part, round_: int, server: int) -> None:
         """What was given to a round goes elsewhere. To a server that is gone nothing needs to be said."""
+        if server in self._gone:
+            self._memory.take_answer_block(part)
+            return
         if link := self._links.get(server):
             header = self._header(part, round_, False)
             header.kind = Kind.WITHDRAW

@@ -1,0 +1,29 @@
+"""Shared memory for answers of a summation service of this machine that has lost a partition."""
+
+from __future__ import annotations
+
+from support.worker_core import slot, tensor
+
+from byteps_py.wire import Header, Kind
+from byteps_py.worker.memory import Memory
+from byteps_py.worker.tensor import Part
+
+HERE, THERE = 3, 4
+
+
+def answer(part: Part, round_: int) -> Header:
+    return Header(Kind.ANSWER, 0, key=part.tensor.key, generation=1, index=part.index, round=round_)
+
+
+def test_what_an_ended_server_may_have_written_is_free() -> None:
+    memory = Memory(2, 2)
+    made = tensor([slot(0), slot(1)])
+    parts = [Part(made, index, 0, 4096, HERE) for index in range(2)]
+    blocks = [memory.give_answer_block(part) for part in parts]
+    memory.abandon_answer_block(parts[0], HERE)
+    memory.abandon_answer_block(parts[1], THERE)
+    memory.free_abandoned(HERE)
+    assert not memory.take_abandoned(answer(parts[0], made.round), HERE)
+    assert memory.give_answer_block(parts[0]) == blocks[0]
+    assert memory.take_abandoned(answer(parts[1], made.round), THERE)
+    memory.let_go()
