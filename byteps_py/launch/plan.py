@@ -50,7 +50,7 @@ def role_plan(
         return [ProcessSpec("the scheduler", Kind.MAIN, "scheduler", argv, env, restarts=scheduler_restarts(environ))]
     if role == "server":
         require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
-        return [ProcessSpec("the summation service", Kind.MAIN, "ss", service_argv("server"), {"DMLC_ROLE": role})]
+        return [server_spec("the summation service", "ss", {"DMLC_ROLE": role}, kind=Kind.MAIN)]
     return _worker_plan(environ, command, role, visible_gpus or 1, cores, token, port)
 
 
@@ -106,15 +106,17 @@ def scheduler_restarts(environ: Mapping[str, str]) -> int:
     return 0 if environ.get("BYTEPS_JOURNAL_DIR") == "none" else _SCHEDULER_RESTARTS
 
 
-def server_spec(name: str, label: str, env: Mapping[str, str], *arguments: str) -> ProcessSpec:
-    """A summation service beside ranks: others do its work when it dies, and it is started again to take its part."""
+def server_spec(
+    name: str, label: str, env: Mapping[str, str], *arguments: str, kind: Kind = Kind.SERVICE
+) -> ProcessSpec:
+    """A summation service: others do its work when it dies, and it is started again to take its part."""
     return ProcessSpec(
         name,
-        Kind.SERVICE,
+        kind,
         label,
         service_argv("server", *arguments),
         env,
-        is_replaceable=True,
+        is_replaceable=kind is Kind.SERVICE,  # a launcher of its own has nothing else to go on with
         restarts=_SERVER_RESTARTS,
         again_status=GIVEN_UP_STATUS,
     )

@@ -1,11 +1,11 @@
-"""A rank that trains for some steps, and prints which operators of torch touched a whole gradient, and how often."""
+"""A rank that trains for some steps, and prints which operators of torch touched gradients, and how often whole ones."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,18 @@ STEPS = int(sys.argv[1])
 
 
 class Watch(TorchDispatchMode):
-    """Counts operators that have made, or may have written to, a tensor of a gradient's size."""
+    """Sums up, by operator that has made or may have written to a tensor, what part of a gradient it had."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.seen: dict[str, float] = defaultdict(float)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        whole = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor) and t.numel() == COUNT]
-        if whole and not is_view:
-            self.seen[func._schema.name] += 1
+        largest = max((t.numel() for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)), default=0)
+        if largest > 1 and not is_view:
+            self.seen[func._schema.name] += largest / COUNT
         return result
 
 
