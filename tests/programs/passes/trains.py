@@ -1,4 +1,4 @@
-"""A rank that trains for some steps, and prints which operators of torch touched gradients, and how often whole ones."""
+"""A rank that trains for some steps, and prints which operators of torch touched gradients, in units of whole ones."""
 
 from __future__ import annotations
 
