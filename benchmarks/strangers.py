@@ -112,9 +112,7 @@ def main() -> None:
             f"{kind:10} {benchmark.spread(rates, 2)} Gbit/s each way per worker {benchmark.spread(costs, 2)} CPU s/GB"
         )
     ratios = [theirs[0] / ours[0] for theirs, ours in zip(found["strangers"], found["peace"], strict=True)]
-    print(
-        f"goodput beside {options.rate:g} strangers a second over that in peace, run by run: {benchmark.spread(ratios, 2)}"
-    )
+    print(f"goodput beside {options.rate:g} strangers a second over that in peace: {benchmark.spread(ratios, 2)}")
     came, longest, median, more = zip(*lives, strict=True)
     each = max(more) / max(came)
     print(
