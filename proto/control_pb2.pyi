@@ -536,10 +536,12 @@ class Hosts(_message.Message):
     def __init__(self, added: bool = ..., removed: bool = ...) -> None: ...
 
 class Slow(_message.Message):
-    __slots__ = ("message",)
+    __slots__ = ("message", "unserved")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    UNSERVED_FIELD_NUMBER: _ClassVar[int]
     message: str
-    def __init__(self, message: _Optional[str] = ...) -> None: ...
+    unserved: bool
+    def __init__(self, message: _Optional[str] = ..., unserved: bool = ...) -> None: ...
 
 class Dismissed(_message.Message):
     __slots__ = ()

@@ -152,6 +152,8 @@ class Rounds(Generic[C]):
             return [] if header.is_supply else self._refuse([new], ProtocolError, text)
         if header.round <= partition.broken_round:
             return self._refuse([new], ProtocolError, partition.reason)
+        if not header.is_supply and self._is_overtaken(partition, new):
+            return []
         round_ = partition.rounds.get(header.round)
         if round_ is None:
             if header.is_supply:
@@ -288,6 +290,23 @@ class Rounds(Generic[C]):
 
     def _missing(self, round_: Round[C]) -> tuple[int, ...]:
         return tuple(m for m in range(self.num_machines) if m not in round_.contributions)
+
+    def _is_overtaken(self, partition: Partition[C], new: C) -> bool:
+        """A machine that gives to a round has the results of those before it. What it gave to these on an earlier
+        connection is left from the time when another server took the partition over: it was taken back, but that got
+        lost with the connection, or comes only now."""
+        header = new.header
+        for other in list(partition.rounds.values()):
+            given = other.contributions.get(header.sender)
+            if other.state is not State.COLLECTING or given is None or given.header.is_supply:
+                continue
+            if given.origin is new.origin:
+                continue
+            if other.number > header.round:
+                return True
+            if other.number < header.round:
+                self._take_back(other, header.sender)
+        return False
 
     def _out_of_step(self, partition: Partition[C], new: C) -> str:
         """Why a round can't begin beside those in flight. Machines may be one apart only where one lacks a result."""

@@ -95,6 +95,20 @@ def test_what_goes_to_another_server_is_taken_back() -> None:
     assert len(answered(rounds.reduced(round_))) == 2
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_what_is_left_of_an_earlier_connection_does_not_count(first: int) -> None:
+    """The partition went to another server, which completed round 1, and came back; word of it was lost."""
+    rounds = started(2)
+    old, new = given(0, round=1), given(0, round=2, origin="a new connection", flags=RESENT)
+    for contribution in (old, new) if first == 1 else (new, old):
+        assert rounds.contribution(contribution, 0.0) == []
+    assert rounds.counters.bytes_in_flight == new.nbytes
+    round_ = reduction(rounds.contribution(given(1, round=2), 0.1))
+    assert [c.header.round for c in round_.in_order()] == [2, 2]
+    rounds.reduced(round_)
+    assert rounds.counters.bytes_in_flight == 0
+
+
 def test_of_a_round_before_the_last_nothing_is_known() -> None:
     rounds = after_round_1(2)
     rounds.contribution(given(0, round=2), 0.0)

@@ -288,7 +288,8 @@ class Executor:
     def move(self, server_of: Callable[[Part], int]) -> int:
         """A new epoch: what its placement gives to other servers goes there. Returns how many partitions moved."""
         moves = [(part, server) for part in self._sent if (server := server_of(part)) != part.server]
-        self.run(self._pipeline.move(moves, time.monotonic()))
+        self._moved_at = time.monotonic()
+        self.run(self._pipeline.move(moves, self._moved_at))
         return len(moves)
 
     def again(self, server: int) -> None:

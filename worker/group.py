@@ -132,6 +132,7 @@ class Group:
 
     def change(self, membership: pb.Membership) -> None:
         """Other servers, the same ranks."""
+        self.waits.is_unserved = False
         self._epochs.change(membership)
 
     # ---- what the scheduler has decided ------------------------------------------------------------------

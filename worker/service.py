@@ -177,6 +177,8 @@ class Service:
                 self._group.look_at(message.stalled.missing)
         elif body == "slow":
             logger.warning("%s", message.slow.message)
+            if self._group is not None and message.slow.unserved:
+                self._group.waits.is_unserved = True
         elif body == "sight":
             logger.warning("rank %d, which is waited for: %s", message.sight.rank, message.sight.text)
         elif body in ("refused", "failure"):

@@ -27,6 +27,7 @@ class Waits:
         self._stay = stay
         self._silence_s = silence_s
         self._departed: list[tuple[float, str, set[int]]] = []
+        self.is_unserved = False  # there is no summation service, and one may yet come
 
     def departed(self, now: float, sentence: str, ranks: set[int]) -> None:
         """These ranks of other machines have shut down."""
@@ -76,7 +77,7 @@ class Waits:
             who = f"{topology.describe_ranks(sorted(left))} shut down" if left else departed[0][1]
             return f"join(): {joined} wait for all others to join, but {who}", True
         idle_s = here.executor.idle_s(now)
-        if not (left or departed) or idle_s < DEPARTURE_GRACE_S:
+        if not (left or departed) or idle_s < DEPARTURE_GRACE_S or self.is_unserved:
             return "", False
         if idle_s < DEPARTURE_GRACE_S + self._silence_s and here.executor.lacks(set(range(topology.size))):
             return "", False  # its server may be lost, and what these ranks gave is asked for once more

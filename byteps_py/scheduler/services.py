@@ -57,7 +57,7 @@ class Services:
         if now_s - self._none_since_s >= SUCCESSOR_S:
             return self._job.fail("PeerLostError", f"{text}, and none came within {SUCCESSOR_S:g} s", now_s)
         self._job.reason = f"{text}: waiting up to {SUCCESSOR_S:g} s for one"
-        slow = pb.SchedulerMessage(slow=pb.Slow(message=self._job.reason))
+        slow = pb.SchedulerMessage(slow=pb.Slow(message=self._job.reason, unserved=True))
         return to_each(self._roster.workers(), slow) if is_new else []
 
     def on_deadlines(self, now_s: float) -> Outgoing:
