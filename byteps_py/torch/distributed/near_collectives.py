@@ -40,14 +40,20 @@ def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
-class NearBarrier(Pending):
-    """``otherwise``: begins it through the service, where a rank that has joined counts as being there. If one has, all
+class Detour(Pending):
+    """``otherwise``: begins the same through the service, which goes on without ranks that have joined. If one has, all
     others find that out, as each needs a word of it."""
 
     def __init__(
-        self, around: Surroundings, passage: Passage, otherwise: Callable[[], Pending], timeout_s: float
+        self,
+        around: Surroundings,
+        what: str,
+        passage: Passage,
+        outputs: list[torch.Tensor],
+        otherwise: Callable[[], Pending],
+        timeout_s: float,
     ) -> None:
-        super().__init__(around, "barrier", [], timeout_s)
+        super().__init__(around, what, outputs, timeout_s)
         self.number = passage.number
         self._work: Pending = passage
         self._otherwise: Callable[[], Pending] | None = otherwise
@@ -123,11 +129,11 @@ class NearCollectives:
             target, finish = landing.memory, landing.land
         return near.to_all(stream, "broadcast", None, {root: (span(target),)}, [tensor], timeout_s, finish)
 
-    def barrier(self, otherwise: Callable[[], Pending], timeout_s: float) -> NearBarrier:
+    def barrier(self, otherwise: Callable[[], Pending], timeout_s: float) -> Detour:
         """Done when every member has called it, or joined."""
         receives = dict.fromkeys(self._near.others, _NOTHING)
         passage = self._near.to_all("barrier", "barrier", _NOTHING, receives, [], timeout_s)
-        return NearBarrier(self._near.around, passage, otherwise, timeout_s)
+        return Detour(self._near.around, "barrier", passage, [], otherwise, timeout_s)
 
     def move(
         self,

@@ -20,6 +20,7 @@ from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
 from byteps_py.torch.distributed.near_collectives import NearCollectives
+from byteps_py.torch.distributed.near_reductions import NearReductions
 from byteps_py.torch.distributed.operation import Together
 from byteps_py.torch.distributed.point_to_point import PointToPoint
 from byteps_py.torch.distributed.reductions import Reductions
@@ -71,7 +72,8 @@ class Parts(Identity):
                     self._around.journal = Journal(members, self._store)
                     near = self._near
                     collectives = NearCollectives(members, near) if near is not None else None
-                    reductions = Reductions(members, self._around, self._completer, collectives)
+                    sums = NearReductions(members, near) if near is not None else None
+                    reductions = Reductions(members, self._around, self._completer, collectives, sums)
                     direct = Direct(members, self._around, self._completer, collectives)
                     channels = PointToPoint(members, self._around, near)
                     members.context.until_join.update((reductions, direct))

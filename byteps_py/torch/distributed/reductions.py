@@ -13,12 +13,13 @@ from collections.abc import Sequence
 
 import torch
 
-from byteps_py.tensors import Op, TensorSpec
+from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.distributed.arguments import Reduction, device_of
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near_collectives import NearCollectives
+from byteps_py.torch.distributed.near_reductions import NearReductions
 from byteps_py.torch.distributed.operation import Operation
 from byteps_py.torch.distributed.places import Kind, Place, Places, lanes_for
 from byteps_py.torch.distributed.work import Pending, Surroundings
@@ -32,9 +33,14 @@ class Reductions:
     """Any thread; operations go in the order of the calls."""
 
     def __init__(
-        self, members: Members, around: Surroundings, completer: Completer, near: NearCollectives | None = None
+        self,
+        members: Members,
+        around: Surroundings,
+        completer: Completer,
+        near: NearCollectives | None = None,
+        near_sums: NearReductions | None = None,
     ) -> None:
-        self._near = near
+        self._near, self._near_sums = near, near_sums
         self._has_met_at_barrier = False
         self._members = members
         self._around = around
@@ -50,13 +56,20 @@ class Reductions:
         outputs: Sequence[torch.Tensor],
         how: Reduction,
         timeout_s: float,
-    ) -> Operation:
+    ) -> Pending:
         """Reduce ``tensors``, of one dtype, end to end; ``outputs`` are as many of the same sizes, or none."""
         contributions = [how.prepare(tensor) for tensor in tensors]
         targets = [how.seen(output) for output in outputs]
         count = sum(tensor.numel() for tensor in contributions)
         kind = Kind(how.op, wire_dtype(contributions[0].dtype, None), (count,), how.average)
-        return self._start(what, kind, contributions, targets, list(outputs), timeout_s)
+
+        def through_the_service() -> Operation:
+            return self._start(what, kind, contributions, targets, list(outputs), timeout_s)
+
+        near = self._near_sums
+        if near is not None and near.suits(kind, contributions) and (place := self._known(kind)) is not None:
+            return near.reduce(place, kind, what, contributions, targets, list(outputs), through_the_service, timeout_s)
+        return through_the_service()
 
     def reduce_scatter(
         self,
@@ -65,7 +78,7 @@ class Reductions:
         output: torch.Tensor,
         how: Reduction,
         timeout_s: float,
-    ) -> Operation:
+    ) -> Pending:
         """Reduce ``tensors`` end to end, of which ``output`` is this member's even share."""
         contributions = [how.prepare(tensor) for tensor in tensors]
         target = how.seen(output)
@@ -78,12 +91,22 @@ class Reductions:
             how.average,
             scatters=True,
         )
-        return self._start(what, kind, contributions, [target], [output], timeout_s)
+
+        def through_the_service() -> Operation:
+            return self._start(what, kind, contributions, [target], [output], timeout_s)
+
+        near = self._near_sums
+        if near is not None and near.suits(kind, contributions) and (place := self._known(kind)) is not None:
+            return near.reduce_scatter(
+                place, kind, what, contributions, target, [output], through_the_service, timeout_s
+            )
+        return through_the_service()
 
     def broadcast(self, what: str, tensor: torch.Tensor, root: int, timeout_s: float) -> Pending:
         """Copy the tensor of the member at ``root`` to all. Any dtype.
 
-        On one machine only the first of a kind goes through the service, where members find out if they disagree.
+        On one machine only the first of a kind goes through the service, where members find out if they disagree; so do
+        small sums.
         """
         view = bits_of(tensor)
         kind = Kind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
@@ -98,9 +121,9 @@ class Reductions:
     def barrier(self, timeout_s: float) -> Pending:
         """Done when every member has called it."""
 
-        def through_the_service() -> Operation:
+        def through_the_service() -> Pending:
             token = torch.zeros(1, dtype=torch.uint8)
-            return self.reduce("barrier", [token], [], Reduction(), timeout_s)
+            return self._start("barrier", Kind(Op.SUM, DType.UINT8, (1,)), [token], [], [], timeout_s)
 
         if self._near is not None and self._has_met_at_barrier:
             return self._near.barrier(through_the_service, timeout_s)
