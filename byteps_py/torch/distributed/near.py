@@ -18,6 +18,7 @@ from byteps_py.session.nearby import Neighbours, Receipt, Span, Stream
 from byteps_py.tensors import differing
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.places import Kind
 from byteps_py.torch.distributed.work import Pending, Surroundings
 
 #: Operations of a stream that may be under way at once; a further one waits for the first of them to end.
@@ -113,17 +114,18 @@ class Near:
         own: Own | None = None,
         is_led: bool = False,
         together: bool = False,
+        kind: Kind | None = None,
     ) -> Passage:
         """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send.
         ``own``: what this member has for itself, and where it goes. ``together``: all send to all, and who sends is
-        told, too, if sizes differ."""
+        told, too, if sizes differ. ``kind``: what else must agree, for the journal."""
         with self._lock:
             line = self._begin(name)
             for position, spans in sends.items():
                 dues = (total(receives[position]),) if together else ()
                 self.neighbours.send(line.stream, (self.others[position],), spans, is_led, dues)
             sent = {position: total(spans) for position, spans in sends.items()} if together else {}
-            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent)
+            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent, kind)
 
     def to_all(
         self,
@@ -137,6 +139,7 @@ class Near:
         own: Own | None = None,
         is_led: bool = False,
         together: bool = False,
+        kind: Kind | None = None,
     ) -> Passage:
         """The same, where a member sends all others the same, or (None) nothing."""
         with self._lock:
@@ -147,7 +150,7 @@ class Near:
                 self.neighbours.send(line.stream, self._all, sends, is_led, dues)
                 if together:
                     sent = dict.fromkeys(self.others, total(sends))
-            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent)
+            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent, kind)
 
     def finish(self) -> None:
         """Complete what is under way. Raises StallError."""
@@ -194,6 +197,7 @@ class Near:
         finish: Callable[[], None] | None,
         own: Own | None,
         sent: Mapping[int, int],
+        kind: Kind | None,
     ) -> Passage:
         receipt = Receipt(line.stream)
         if own is not None:  # while the others' are on their way; before another call may deliver this one
@@ -206,7 +210,7 @@ class Near:
         for position, spans in receives.items():
             receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
         work = Passage(self.around, self._completer, what, self.neighbours, receipt, outputs, finish, timeout_s)
-        work.number = self.around.journal.record((what,), line.stream.name)
+        work.number = self.around.journal.record((what,) if kind is None else (what, kind), line.stream.name)
         if receipt.left:
             work.line = line.under_way
             line.under_way.append(work)

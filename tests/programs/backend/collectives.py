@@ -359,7 +359,11 @@ def after_uneven_data() -> None:
         for step in range(rank() + turn):  # the others have less data
             tensor = torch.ones(80 + step)
             dist.all_reduce(tensor)
-            same(tensor, torch.full((80 + step,), float(size() - max(0, step + 1 - turn))))
+            there = float(size() - max(0, step + 1 - turn))
+            same(tensor, torch.full((80 + step,), there))
+            again = torch.ones(79)  # of a kind that is known: from rank to rank, where that is possible
+            dist.all_reduce(again)
+            same(again, torch.full((79,), there))
             dist.barrier()
         bps.join()
         assert work is not None

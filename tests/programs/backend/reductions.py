@@ -71,6 +71,25 @@ def all_reduce_of_other_dtypes_and_operations() -> None:
 
 
 @feature
+def small_sums_are_the_same_in_any_way() -> None:
+    """The first of a kind takes another way than the next ones, if all ranks are on one machine."""
+    for dtype in DTYPES:
+        for op in (dist.ReduceOp.SUM, *((dist.ReduceOp.AVG,) if dtype.is_floating_point else ())):
+            for count in (1, 7, 1000):
+                generator = torch.Generator().manual_seed(1000 * rank() + count)
+                given_ = (torch.randn(count * size(), generator=generator, dtype=torch.float64) * 100).to(dtype)
+                found: list[list[torch.Tensor]] = []
+                for _ in range(3):
+                    summed, piece, at_root = given_.clone(), torch.empty(count, dtype=dtype), given_.clone()
+                    dist.all_reduce(summed, op)
+                    dist.reduce_scatter_tensor(piece, given_, op)
+                    dist.reduce(at_root, size() - 1, op)
+                    found.append([summed, piece, at_root if rank() == size() - 1 else summed])
+                for later in found[1:]:
+                    same(later, found[0])
+
+
+@feature
 def shapes_and_memory() -> None:
     _, ranks, me = next(groups())
     for shape in ((), (0,), (1,), (2, 0, 3), (70_001,)):
