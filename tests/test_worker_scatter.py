@@ -1,4 +1,4 @@
-"""Scattered reductions under a seeded simulation: machines of several ranks, messages delayed, reordered, said twice.
+"""Scattered reductions under a seeded simulation: machines of several ranks, messages late, reordered, lost, repeated.
 
 Memory is a list of numbers by address; a sum is a sum of numbers, so each contribution's part in it can be told.
 """
@@ -55,7 +55,9 @@ class Machine:
         for local_rank in range(machine_of.count(index)):
             base = (index * 8 + local_rank) * 100_000
             made = make_slot(local_rank, spec)
-            made.inputs, made.result = (block(base + 1000),), block(base + 50_000)
+            lends_input = machine_of.count(index) == 1 and len(set(machine_of)) > 1
+            made.inputs = tuple(block(base + 1000 * (i + 1)) for i in range(1 + lends_input))
+            made.result = block(base + 50_000)
             self.slots.append(made)
         self.tensor = Tensor(spec.name, 1, spec, tuple(self.slots), first_rank=self.first_rank)
         self.tensor.machines = len(set(machine_of))
@@ -78,8 +80,9 @@ class Machine:
 
     def _give(self, slot: RankSlot, round_: int) -> None:
         rank = self.first_rank + slot.local_rank
+        place = slot.inputs[(round_ - 1) % len(slot.inputs)].address
         for element in range(self.spec.count):
-            self.world.memory[slot.inputs[0].address + element * ITEM] = self.value(rank, round_, element)
+            self.world.memory[place + element * ITEM] = self.value(rank, round_, element)
         self.run(self.pipeline.ready(slot, round_, self.spec.nbytes, self.world.now))
 
     def run(self, actions: list[Action]) -> None:
@@ -111,7 +114,9 @@ class Machine:
 
     def _lend(self, lend: Lend) -> None:
         asker, ask = lend.request.origin  # type: ignore[misc]
-        start = lend.part.tensor.contribution.address + lend.part.offset
+        given = lend.part.tensor.given(lend.request.round)
+        assert given is not None
+        start = given.address + lend.part.offset
         data = [self.world.memory[start + at] for at in range(0, lend.part.length, ITEM)]
 
         def arrive() -> None:
@@ -123,7 +128,10 @@ class Machine:
                 self.world.memory[self.world.scratch + i * ITEM] = value
             asker.run(asker.scatter.arrived(ask, self.world.scratch, self.world.now))
 
-        self.world.due.append(arrive)
+        if self.world.rng.random() < 0.2:  # lost with the connection; on a new one it is asked for again
+            self.world.due.append(lambda: asker._ask(ask))
+        else:
+            self.world.due.append(arrive)
         self.run(self.pipeline.lent(lend.part, lend.request.round))
 
     def _check(self, done: Done) -> None:

@@ -154,5 +154,8 @@ class Courier:
 
     def _lend(self, peers: Peers, lend: Lend) -> None:
         part = lend.part
-        view = self._memory.view(part.tensor.contribution, part.offset, part.length)
+        block = part.tensor.given(lend.request.round)
+        if block is None:
+            raise ProtocolError(f"tensor {part.tensor.name!r}: this machine gave nothing to round {lend.request.round}")
+        view = self._memory.view(block, part.offset, part.length)
         peers.serve(lend.request.origin, view, lambda: self._run(self._pipeline.lent(part, lend.request.round)))

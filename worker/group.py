@@ -136,7 +136,21 @@ class Group:
 
     # ---- what the scheduler has decided ------------------------------------------------------------------
 
-    def decide(self, verdicts: pb.Verdicts) -> None:
+    def heard(self, message: pb.SchedulerMessage) -> None:
+        match message.WhichOneof("body"):
+            case "verdicts":
+                self._decide(message.verdicts)
+            case "reopen":  # a name is voted on again
+                reopen = message.reopen
+                self.executor.run(self.agreement.reopened(reopen.name, reopen.generation, reopen.rounds))
+            case "release":
+                self.requests.release_barrier(message.release.sequence)
+            case "joined":
+                self.joining.told(message.joined)
+            case "all_joined":
+                self.joining.all_joined(message.all_joined.last, message.all_joined.direct_round)
+
+    def _decide(self, verdicts: pb.Verdicts) -> None:
         """Names become tensors, all together, or void."""
         accepted: dict[str, TensorSpec] = {
             verdict.name: to_spec(verdict.name, verdict.spec) for verdict in verdicts.verdicts if not verdict.error
@@ -166,10 +180,6 @@ class Group:
         self.executor.run(actions)
         if old is not None:
             self.executor.retire(old, may_be_wanted=True)
-
-    def reopen(self, reopen: pb.Reopen) -> None:
-        """A name is voted on again."""
-        self.executor.run(self.agreement.reopened(reopen.name, reopen.generation, reopen.rounds))
 
     def _end_tensor(self, tensor: Tensor) -> None:
         """Its name is void, or other ranks', since a while, and now nothing of it is under way."""

@@ -48,7 +48,8 @@ class Memory:
             inputs: tuple[Block, ...] = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
             result = rank.allocate(spec.shape[1])
         elif spec.scatters:
-            inputs = (rank.allocate(spec.nbytes),)
+            lends_input = self._inputs_are_contributions and len(spec.group) != 1
+            inputs = tuple(rank.allocate(spec.nbytes) for _ in range(1 + lends_input))
             result = rank.allocate(spec.result_nbytes(self._first_rank + rank.local_rank, self._size))
         elif self._inputs_are_contributions and len(spec.group) != 1:
             inputs = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))

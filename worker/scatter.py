@@ -68,7 +68,7 @@ class Scatter:
                 part.piece_offset = tensor.spec.piece(position, len(first))[0] * itemsize
                 part.written_bytes = strips.written(position, part.offset + part.length - part.piece_offset)
         for request in self._early.pop(name, []):
-            self._keep(tensor, request)
+            self._keep(self._part(tensor, request), request)
 
     def retire(self, tensor: Tensor) -> None:
         """It is void."""
@@ -83,7 +83,11 @@ class Scatter:
         tensor = part.tensor
         if self._machine_of[part.owner] != self._machine:
             part.stage = Stage.IN_FLIGHT
-            return self._lend(part)
+            request = part.request
+            if request is None or request.round != tensor.round:
+                return []
+            part.request = None
+            return [Lend(part, request)]
         part.stage = Stage.IN_FLIGHT
         part.sums = {self._machine: tensor.contribution.address + part.offset}
         ranks = tensor.spec.members(len(self._machine_of))
@@ -108,26 +112,25 @@ class Scatter:
                 raise ProtocolError(f"machine {request.machine} asks for too much that is not agreed here")
             self._early.setdefault((request.key, request.generation), []).append(request)
             return []
-        part = self._keep(tensor, request)
-        ready = part.stage is Stage.IN_FLIGHT and request.round == tensor.round
-        return self._lend(part) if ready else []
+        part = self._part(tensor, request)
+        is_there = request.round == tensor.round and part.stage in (Stage.IN_FLIGHT, Stage.DONE)
+        # What was lent may have been lost with a connection, and lies there until the next round is over.
+        if is_there or request.round == tensor.round - 1:
+            return [Lend(part, request)]
+        self._keep(part, request)
+        return []
 
-    def _keep(self, tensor: Tensor, request: SumRequest) -> ScatterPart:
+    def _part(self, tensor: Tensor, request: SumRequest) -> ScatterPart:
         part = tensor.parts[request.index] if request.index < len(tensor.parts) else None
         if not isinstance(part, ScatterPart) or self._machine_of[part.owner] != request.machine:
             raise ProtocolError(f"tensor {tensor.name!r}: machine {request.machine} asks for part {request.index}")
-        part.request = request
         return part
 
-    def _lend(self, part: ScatterPart) -> list[Action]:
-        request = part.request
-        if request is None or request.round != part.tensor.round:
-            return []
-        part.request = None
-        if part.lent_round == request.round:
-            return []  # asked for twice
-        part.lent_round = request.round
-        return [Lend(part, request)]
+    @staticmethod
+    def _keep(part: ScatterPart, request: SumRequest) -> None:
+        """Until the sum is there. On a connection that is gone may have been an older request."""
+        if part.request is None or request.round >= part.request.round:
+            part.request = request
 
     def arrived(self, ask: AskSum, address: int, now: float) -> list[Action]:
         """Another machine's sum lies at ``address``, until ``Pipeline.computed``."""

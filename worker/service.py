@@ -196,21 +196,7 @@ class Service:
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._loop.stop()
         elif self._group is not None:
-            self._agreed(self._group, message)
-
-    def _agreed(self, group: Group, message: pb.SchedulerMessage) -> None:
-        """What the ranks of the group have agreed on."""
-        match message.WhichOneof("body"):
-            case "verdicts":
-                group.decide(message.verdicts)
-            case "reopen":
-                group.reopen(message.reopen)
-            case "release":
-                group.requests.release_barrier(message.release.sequence)
-            case "joined":
-                group.joining.told(message.joined)
-            case "all_joined":
-                group.joining.all_joined(message.all_joined.last, message.all_joined.direct_round)
+            self._group.heard(message)
 
     def _measure(self, measure: pb.Measure) -> None:
         """Find out about a link, as the scheduler asked."""

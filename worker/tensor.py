@@ -82,8 +82,7 @@ class SumRequest:
 @dataclass(slots=True, eq=False)
 class ScatterPart(Part):
     """A partition whose result is for one rank. ``owner``: its global rank; ``piece_offset``: where the owner's piece
-    begins in the tensor. ``request``: the owner's machine has asked for this machine's sum; ``lent_round``: the last
-    round that it was given.
+    begins in the tensor. ``request``: the owner's machine has asked for this machine's sum.
 
     At the owner's machine, in the current round: ``sums``, addresses of the machines' sums; ``missing``, machines that
     have not sent theirs; ``asks``, under way; ``frames``, what keeps received memory.
@@ -93,7 +92,6 @@ class ScatterPart(Part):
     piece_offset: int = 0
     written_bytes: int = 0
     request: SumRequest | None = None
-    lent_round: int = 0
     sums: dict[int, int] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
     asks: list[AskSum] = field(default_factory=list)

@@ -1,33 +1,25 @@
-"""The session of a rank beside a communication service: a channel for words, shared memory for tensors.
-
-No thread of its own: whoever waits reads the channel, for all. The GIL is free while it waits.
-"""
+"""The session of a rank beside a communication service: a channel for words, shared memory for tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from byteps_py.channel import Channel
 from byteps_py.errors import (
     BytePSError,
-    NotInitializedError,
-    PeerLostError,
     ProtocolError,
-    StallError,
     UsageError,
     from_name,
 )
 from byteps_py.session import protocol, words
-from byteps_py.session.base import Session, Slot
-from byteps_py.session.nearby import Neighbours
+from byteps_py.session.base import Slot
+from byteps_py.session.line import Line
 from byteps_py.session.protocol import Kind
 from byteps_py.session.slots import Slots
 from byteps_py.session.stack import StackDump, open_stack_dump
@@ -36,19 +28,10 @@ from byteps_py.tensors import Layout, TensorSpec
 #: The service itself reports what stalls; this much later the session no longer believes in the service.
 _PATIENCE_S = 30.0
 
-_forks = 0  # in this process's ancestry since this module was loaded; asking the kernel for the pid costs more
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 _DONE = int(Kind.DONE)  # a plain integer: by far the most frequent
 
 
-class RemoteSession(Session):
+class RemoteSession(Line):
     """See Session. ``channel`` is connected to the machine's communication service.
 
     Blocks until the cluster is complete; raises RendezvousError or PeerLostError if it does not become so
@@ -64,13 +47,10 @@ class RemoteSession(Session):
         stall_limit_s: float,
         silence_s: float = 10.0,
     ) -> None:
-        self._channel = channel
+        super().__init__(channel, silence_s)
         self._pid = os.getpid()
-        self._forks = _forks
         self._stall_limit_s = stall_limit_s
-        self._silence_s = silence_s
         self._stack: StackDump | None = None
-        self._is_asked = False  # whether the service is alive
         self._slots = Slots()
         self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the last one
         self._asked: dict[int, Sequence[TensorSpec]] = {}  # by request: what is being declared
@@ -78,29 +58,23 @@ class RemoteSession(Session):
         self._requests = 0
         self._barriers = self._released = 0
         self._last_joined: int | None = None
-        self._welcome: dict[str, Any] | None = None
+        self._welcome: dict[str, Any] = {}
         self._hosts = (False, False)
-        self._fatal: BytePSError | None = None
-        self._closed = False
         self._has_left = False  # the service knows, and does not answer any more
-        self._reading = False
-        self.state = threading.Condition()  # guards all of the above; one waiter at a time reads the channel
-        self._nearby: Neighbours | None = None
-        self._readable: select.poll | None = None  # the channel and the neighbours' messages, once they are needed
         self._declaring = threading.Lock()
         hello = protocol.pack(
             Kind.HELLO, version=protocol.VERSION, local_rank=local_rank, local_size=local_size, pid=self._pid
         )
         channel.send(hello)
         self.wait_until(
-            lambda: self._welcome is not None,
+            lambda: self._is_welcome,
             start_timeout_s + _PATIENCE_S,
             lambda: "the communication service of this machine did not answer",
         )
         self._stack = open_stack_dump()
         if self._stack is not None:
             channel.send(protocol.pack(Kind.STACK), (self._stack.fd,))
-        facts: dict[str, Any] = self._welcome or {}
+        facts = self._welcome
         self.rank, self.size = facts["rank"], facts["size"]
         self.local_rank, self.local_size = facts["local_rank"], facts["local_size"]
         self.is_continued = facts["is_continued"]
@@ -186,23 +160,8 @@ class RemoteSession(Session):
             self.tell(protocol.layout_to_message(slot.id, layout))
             self._layouts[slot] = layout
 
-    @property
-    def nearby(self) -> Neighbours | None:
-        with self.state:
-            if self._nearby is None and self.local_size > 1:
-                first_rank = self.rank - self.local_rank
-                self._nearby = Neighbours(self, self.local_rank, self.local_size, first_rank)
-                self._readable = select.poll()
-                for fd in (self._channel.fileno(), self._nearby.fileno()):
-                    self._readable.register(fd, select.POLLIN)
-            return self._nearby
-
-    @property
-    def is_being_read(self) -> bool:
-        return self._reading
-
     def is_done(self, slot: Slot) -> bool:
-        if self._closed or self._forks != _forks:
+        if self._closed or self.is_forked:
             return True  # ``wait`` raises
         if slot.pending and self._fatal is None:
             with self.state:
@@ -290,94 +249,7 @@ class RemoteSession(Session):
             with contextlib.suppress(BytePSError):
                 self._channel.try_send(protocol.pack(Kind.NOTE, text=text))
 
-    # ---- the channel -----------------------------------------------------------------------------------
-
-    def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send to the service."""
-        self.check_open()
-        try:
-            self._channel.send(message, fds)
-        except PeerLostError as lost:
-            with self.state:
-                while not self._reading and self._read(0):
-                    pass  # its last words say why
-                self._fail(lost)
-            self.check_open()
-
-    def check_open(self) -> None:
-        if self._fatal is not None:
-            raise type(self._fatal)(*self._fatal.args)
-        if self._closed:
-            raise NotInitializedError("the session is closed; call byteps_py.init() first")
-        if self._forks != _forks:
-            raise words.forked(getattr(self, "rank", "?"))
-
-    def wait_until(
-        self, condition: Callable[[], bool], timeout_s: float | None, waiting_for: Callable[[], str]
-    ) -> None:
-        """Read the channel, or let another thread do so, until ``condition``."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self.state:
-            while not condition():
-                self.check_open()
-                left = 3600.0 if deadline is None else deadline - time.monotonic()
-                if left <= 0:
-                    raise StallError(f"{waiting_for()} within {timeout_s:g} s")
-                if self._reading:
-                    self.state.wait(left)
-                elif self._welcome is None:
-                    self._read(left)  # before that, the service hears nobody
-                else:
-                    self._read_or_ask(left)
-
-    def _read_or_ask(self, timeout_s: float) -> None:
-        """Like ``_read``; and when the service has been silent for long, ask whether it is alive. A service that
-        is gone closes the channel, but one that is frozen does nothing."""
-        patience_s = self._silence_s / 2
-        if self._read(min(timeout_s, patience_s)):
-            self._is_asked = False
-        elif timeout_s > patience_s and self._fatal is None and not self._closed:
-            if self._is_asked:
-                self._fail(words.frozen(self._channel.peer_pid, self._silence_s))
-            self._is_asked = True
-            with contextlib.suppress(PeerLostError):  # the next read finds that out
-                self._channel.try_send(protocol.pack(Kind.PING))
-
-    def _read(self, timeout_s: float) -> bool:
-        """Take one message. Called with the lock held, which is free while the channel is waited for."""
-        self._reading = True
-        try:
-            message, came = None, False
-            nearby, readable = self._nearby, self._readable
-            ready: Iterable[int] = ()
-            if timeout_s:
-                self.state.release()
-            try:
-                if nearby is None or readable is None:
-                    message = self._channel.receive(timeout_s)
-                else:
-                    ready = [fd for fd, _ in readable.poll(timeout_s * 1000)]
-            finally:
-                if timeout_s:
-                    self.state.acquire()
-            if nearby is not None and ready and not self._closed:
-                if nearby.fileno() in ready:
-                    came = nearby.take_message()
-                if self._channel.fileno() in ready:
-                    message = self._channel.receive(0)
-            if message is not None:
-                self._handle(*message)
-            return came or message is not None
-        except PeerLostError:
-            if not self._closed:
-                self._fail(words.gone(self._channel.peer_pid))
-            return False
-        except ProtocolError as error:
-            self._fail(error)
-            return False
-        finally:
-            self._reading = False
-            self.state.notify_all()
+    # ---- what the service says ---------------------------------------------------------------------------
 
     def _handle(self, message: bytes, fds: list[int]) -> None:
         if message[0] == _DONE:
@@ -392,7 +264,7 @@ class RemoteSession(Session):
             pairs = zip(self._asked.pop(fields["request"]), fields["slots"], strict=True)
             self._declared[fields["request"]] = [self._slots.add(spec, place) for spec, place in pairs]
         elif kind is Kind.WELCOME:
-            self._welcome = fields
+            self._welcome, self._is_welcome = fields, True
         elif kind is Kind.RELEASED:
             self._released = fields["sequence"]
         elif kind is Kind.JOINED:
@@ -411,7 +283,3 @@ class RemoteSession(Session):
             self._fail(from_name(fields["error"], fields["message"]))
         elif kind is not Kind.PONG:
             raise ProtocolError(f"the communication service sent a {kind.name} message, which only ranks send")
-
-    def _fail(self, error: BytePSError) -> None:
-        if self._fatal is None:
-            self._fatal = error

@@ -101,7 +101,7 @@ class Cluster:
             job_id="sim",
             link_mbit=self.world.random.choice(self.link_rates),
             credit_bytes=self.world.random.choice(_CREDITS),
-            start_timeout_s=10.0,
+            start_timeout_s=25.0,  # longer than a scheduler that was started again waits for its members
             stall_warn_s=4.0,
             stall_limit_s=_STALL_LIMIT_S,
             heartbeat_interval_s=0.5,
