@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -156,3 +159,20 @@ def test_the_module_that_horovods_scripts_import_from() -> None:
     assert {"synchronize", "allreduce_async_", "rank", "HorovodInternalError"} <= set(mpi_ops.__all__)
     assert {"allreduce", "join", "poll", "nccl_built", "grouped_reducescatter_async"} <= here
     assert all(getattr(mpi_ops, name) is getattr(hvd, name) for name in mpi_ops.__all__)
+
+
+def test_modules_are_found_under_the_package_too() -> None:
+    """As after ``horovod.torch`` was replaced everywhere in a script, whatever comes first; and each is there once."""
+    code = """
+from byteps_py.elastic.sampler import ElasticSampler
+from byteps_py.mpi_ops import synchronize
+import byteps_py.compression, byteps_py.functions, byteps_py.optimizer, byteps_py.sync_batch_norm
+import byteps_py as hvd, byteps_py.torch as there
+assert hvd.elastic is there.elastic and hvd.elastic.ElasticSampler is ElasticSampler
+assert hvd.mpi_ops is there.mpi_ops and hvd.synchronize is synchronize
+assert hvd.elastic.__spec__.name == "byteps_py.torch.elastic"
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ModuleNotFoundError, match="nothing"):
+        importlib.import_module("byteps_py.elastic.nothing")

@@ -111,12 +111,12 @@ class Executor:
         self.run(actions)
 
     def retire(self, tensor: Tensor, may_be_wanted: bool = False) -> None:
-        """End it. ``may_be_wanted``: another machine may lack its last result, and what was given here is kept for it
-        until ``forget``."""
+        """End it. ``may_be_wanted``: another machine may lack its last result, and what was given here, be it
+        nothing, is kept for it until ``forget``."""
         for part in tensor.parts:
             if self.network is not None:
                 self.network.pace.forget(part)
-        keep = may_be_wanted and not tensor.is_alone and tensor.given(tensor.round - 1) is not None
+        keep = may_be_wanted and not tensor.is_alone
         if keep:
             self.forget(tensor.name)
             self._kept[tensor.name] = tensor

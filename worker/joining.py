@@ -2,8 +2,10 @@
 
 A local rank that joins is left out from the next round on: of local sums, of votes, of barriers. Where it was the
 last one of this machine in a tensor's group, the machine tells the servers round by round that it contributes
-nothing (see Pipeline), so that who takes part in a round is never in doubt, whoever hears of what first. What can't do
-without a rank (a broadcast) ends after the last round that the rank takes part in, which its machine tells all.
+nothing (see Pipeline), so that who takes part in a round is never in doubt, whoever hears of what first. Rounds do
+without it only once the scheduler knows: else a rank that such a round lets go on and join, too, might be heard first
+by the scheduler, and who came last be told wrongly. What can't do without a rank (a broadcast) ends after the last
+round that the rank takes part in, which its machine tells all.
 
 Once all ranks have joined, every machine drops all names: rounds have not been the same everywhere. Owned by the
 loop's thread.
@@ -32,7 +34,7 @@ from byteps_py.worker.topology import Topology
 
 
 class Joining:
-    """``here``: the local ranks that have joined."""
+    """``here``: the local ranks that have joined; ``_out``: those of them of which the scheduler has heard."""
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class Joining:
         fail: Callable[[BytePSError], None],
     ) -> None:
         self.here: set[int] = set()
+        self._out: set[int] = set()
         self._topology = topology
         self._agreement = agreement
         self._pipeline = pipeline
@@ -66,7 +69,6 @@ class Joining:
             return
         slots = [s for t in self._agreement.tensors() for s in t.slots if s.local_rank == rank.local_rank]
         self._tell(rank.local_rank, slots)  # before any ballot that lacks its vote
-        self._leave_out(slots)
         self._executor.run(self._agreement.join(rank.local_rank))
         if len(self.here) == self._topology.local_size:
             self._executor.after_run = self._check_idle
@@ -82,12 +84,14 @@ class Joining:
         """A tensor has begun its life, perhaps with ranks that have joined since they declared it."""
         if not self.here:
             return
-        slots = [slot for slot in tensor.slots if slot.local_rank in self.here]
-        for slot in slots if tensor.spec.needs_all else ():
-            self._tell(slot.local_rank, [slot])
-        self._leave_out(slots)
+        if tensor.spec.needs_all:
+            for slot in [slot for slot in tensor.slots if slot.local_rank in self.here]:
+                self._tell(slot.local_rank, [slot])
+        else:
+            self._leave_out(self._out, [tensor])
 
-    def _leave_out(self, slots: Iterable[RankSlot]) -> None:
+    def _leave_out(self, local_ranks: set[int], tensors: Iterable[Tensor]) -> None:
+        slots = [slot for tensor in tensors for slot in tensor.slots if slot.local_rank in local_ranks]
         for slot in slots:
             if not slot.spec.needs_all:
                 self._executor.run(self._pipeline.leave_out(slot, time.monotonic()))
@@ -122,6 +126,9 @@ class Joining:
                 error = JoinedError(unsupported(tensor.spec, [join.rank]))
                 if self._agreement.end_after(tensor, round_, error):
                     self._executor.on_end(tensor)
+        new = self.here.intersection([join.rank - self._topology.first_rank]) - self._out
+        self._out |= new
+        self._leave_out(new, self._agreement.tensors())
 
     def objection(self, spec: TensorSpec, round_: int) -> JoinedError | None:
         """Why a round of a gather or an exchange can't be; None if it can."""
@@ -140,6 +147,7 @@ class Joining:
     def all_joined(self, last: int, direct_round: int) -> None:
         """Every rank has joined, rank ``last`` as the last one: all goes on, with nothing declared."""
         self.here.clear()
+        self._out.clear()
         error = "tensor declared before all ranks joined (join()): declare it again"
         self._last_direct.clear()
         void, self._void = self._void, self._direct.start_anew(direct_round)

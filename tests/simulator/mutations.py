@@ -16,6 +16,7 @@ from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.executor import Executor
+from byteps_py.worker.joining import Joining
 from byteps_py.worker.network import Network
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import Placing
@@ -331,6 +332,18 @@ def lose_patience_without_a_service(core: pytest.MonkeyPatch) -> None:
 
 
 #: With the seed that shows it first, as `tests/test_simulator.py` found it last.
+def go_on_before_the_scheduler_knows(core: pytest.MonkeyPatch) -> None:
+    """A machine that does without a rank as soon as it has joined, so that others may overtake it and join as well."""
+    real = Joining.join
+
+    def join(self: Joining, rank: Any) -> None:
+        real(self, rank)
+        self._out.add(rank.local_rank)
+        self._leave_out({rank.local_rank}, self._agreement.tensors())
+
+    core.setattr(Joining, "join", join)
+
+
 MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     count_a_duplicate: 3,
     ignore_credit: 3,
@@ -360,7 +373,8 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     stay_in_an_epoch: 3,
     go_back_an_epoch: 3,
     forget_workers_that_left: 614,
-    leave_without_farewell: 55,
+    go_on_before_the_scheduler_knows: 838,
+    leave_without_farewell: 267,
     lose_what_was_on_the_wire: 17,
     keep_rounds_that_were_answered_elsewhere: 154,
     forget_the_void: 938,

@@ -238,6 +238,14 @@ class Rank(Process):
         last = self._session.join(1.0)
         if self._results.setdefault(-number, b"%d" % last) != b"%d" % last:
             raise InvariantError(f"{self.name} hears that rank {last} joined last, others hear otherwise")
+        if self._goes_on_without(last, self._program.joins[-number]):
+            raise InvariantError(f"{self.name} hears that rank {last} joined last, which it went on without")
+
+    def _goes_on_without(self, other: int, counts: list[int]) -> bool:
+        """It got results that there can only be because ``other`` had joined before."""
+        uses = [use for step in self._program.steps[counts[other] : counts[self._rank]] for use in step]
+        specs = [use.specs[self._rank] for use in uses if not use.is_unsupported]
+        return any(spec is not None and spec.nbytes and other in spec.members(len(counts)) for spec in specs)
 
     def _barrier(self) -> Life:
         session = self._session
