@@ -321,11 +321,6 @@ def forget_the_void(core: pytest.MonkeyPatch) -> None:
     core.setattr(Executor, "retire", lambda self, tensor, may_be_wanted=False: real(self, tensor))
 
 
-def believe_what_is_left(core: pytest.MonkeyPatch) -> None:
-    """What a machine gave on an earlier connection stands, though it has gone on."""
-    core.setattr(Rounds, "_is_overtaken", lambda self, partition, new: False)
-
-
 def lose_patience_without_a_service(core: pytest.MonkeyPatch) -> None:
     """Ranks give up what others gave before they left, while the next summation service is awaited."""
     core.setattr(Waits, "is_unserved", property(lambda self: False, lambda self, value: None), raising=False)
@@ -378,6 +373,5 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     lose_what_was_on_the_wire: 17,
     keep_rounds_that_were_answered_elsewhere: 154,
     forget_the_void: 938,
-    believe_what_is_left: 6634,
     lose_patience_without_a_service: 6381,
 }
