@@ -32,7 +32,10 @@ class Reducing(Parts):
         if given.layout is torch.sparse_coo:
             return self._add_sparse(given, opts, op)
         tensor = alone(listed(tensors), "allreduce")
-        return self._reduce("all_reduce", [tensor], [tensor], opts, op)
+        work = self._reduce("all_reduce", [tensor], [tensor], opts, op)
+        if tensor.numel() == 1:
+            self._tokens.append(work)
+        return work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Pending:
         """Reduce several tensors, in place: those of one dtype as one."""

@@ -66,6 +66,21 @@ def sparse_embedding_under_ddp() -> None:
 
 
 @feature
+def join_that_divides_by_those_who_are_left() -> None:
+    for is_view in (False, True):
+        linear = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.constant_(linear.weight, 1.0)
+        model = DistributedDataParallel(linear, gradient_as_bucket_view=is_view)
+        with model.join(divide_by_initial_world_size=False):
+            for step in range(2 + rank()):
+                model.zero_grad()
+                model(torch.full((1, 2), float(4 * rank()))).sum().backward()
+                left = [r for r in range(size()) if step < 2 + r]
+                assert linear.weight.grad is not None
+                same(linear.weight.grad, torch.full((1, 2), sum(4.0 * r for r in left) / len(left)))
+
+
+@feature
 def coalesced_gather_of_as_many_tensors_as_members() -> None:
     for group, ranks, me in groups():
         for count in (len(ranks), len(ranks) + 1):
