@@ -89,6 +89,15 @@ def _impossible(kind: Any, dtype: torch.dtype) -> UsageError:
     return UsageError(f"tensors of dtype {dtype} can't be reduced with {kind.name}; convert them first")
 
 
+def limit_of(timeout: timedelta | float | None) -> float | None:
+    """A timeout in seconds; None for none. torch's own backends take numbers of seconds, too, and say "unset" with a
+    negative time."""
+    if timeout is None:
+        return None
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    return None if limit_s < 0 else limit_s
+
+
 def seconds(options: Any, default_s: float) -> float:
     """The timeout of an option object, if it has one of its own."""
     timeout: timedelta | None = getattr(options, "timeout", None)
@@ -102,6 +111,16 @@ def listed(tensors: Tensors) -> list[torch.Tensor]:
     for tensor in found:
         check_dense(tensor, None)
     return found
+
+
+def check_writable(tensor: torch.Tensor) -> None:
+    """Raises UsageError for one of whose elements several lie at one address: a result can't be written to it. Said
+    before the operation begins, as the other members would wait for the rest of it."""
+    if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+        raise UsageError(
+            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has several elements at one "
+            "address, so that no result can be written to it; call .contiguous() or .clone() before the operation"
+        )
 
 
 def alone(tensors: Any, what: str) -> Any:
@@ -134,6 +153,7 @@ class Landing:
     """Where bytes of a result go: the tensor's own memory, or, if that has gaps, first beside it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        check_writable(tensor)
         self._tensor = tensor.detach()
         is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         self._beside = self._tensor if is_plain else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch.distributed import monitoring
+from byteps_py.torch.distributed.arguments import limit_of
 from byteps_py.torch.distributed.compilation import not_traced
 from byteps_py.torch.distributed.identity import Options
 from byteps_py.torch.distributed.moving import Moving
@@ -58,7 +59,9 @@ class BytePSProcessGroup(Reducing, Moving):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Like barrier, and the error names the members that have not come."""
-        limit_s = timeout.total_seconds() if timeout else self._around.timeout_s
+        limit_s = limit_of(timeout)
+        if limit_s is None:
+            limit_s = self._around.timeout_s
         monitoring.barrier(self._store, self._members, limit_s, wait_all_ranks)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from byteps_py.errors import UnsupportedError
+from byteps_py.errors import UnsupportedError, UsageError
 from byteps_py.session import Session
 from byteps_py.session.nearby import Neighbours
 from byteps_py.session.solo import SoloSession
@@ -58,8 +58,17 @@ class Members:
         return None
 
     def root(self, position: int) -> int:
-        """The rank of a member, as the session knows it."""
+        """The rank of a member, as the session knows it. Raises UsageError if there is none at ``position``."""
+        self.check_root(position)
         return self.ranks[position] if self.session.size > 1 else 0
+
+    def check_root(self, position: int) -> None:
+        """Raises UsageError if no member is at ``position``."""
+        if not 0 <= position < self.count:
+            raise UsageError(
+                f"invalid root rank: {position} in a process group of {self.count} (ranks "
+                f"{', '.join(map(str, self.ranks))})"
+            )
 
     def split(self, positions: Sequence[int], number: int) -> Members:
         """A group of some of them, this process among them; ``number``: of the splits of this group so far."""

@@ -17,7 +17,7 @@ _lock = threading.Lock()
 
 def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool) -> None:
     """Return when every member has called it. Raises StallError, on the first member with the names of the missing:
-    the first one, or all if ``is_thorough``."""
+    the first one, or all if ``is_thorough``. The errors begin as those of gloo's, which scripts look for."""
     with _lock:
         call = _counts[members.prefix] = _counts.get(members.prefix, 0) + 1
     deadline = time.monotonic() + timeout_s
@@ -26,8 +26,9 @@ def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool)
         store.set(f"{key}/{members.position}", "here")
         if not _comes(store, f"{key}/go", deadline):
             raise StallError(
-                f"monitored_barrier: rank {members.ranks[0]} has not let rank {members.ranks[members.position]} go "
-                f"within {timeout_s:g} s; it may be missing itself, or others are: see its error"
+                f"Rank {members.ranks[members.position]} successfully reached monitoredBarrier, but received errors "
+                f"while waiting for send/recv from rank {members.ranks[0]}: no word from it within {timeout_s:g} s. It "
+                "may be missing itself, or others are: see its error"
             )
         return
     missing = []
@@ -38,8 +39,8 @@ def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool)
                 break
     if missing:
         raise StallError(
-            f"monitored_barrier: rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not come "
-            f"within {timeout_s:g} s; look at what {'they are' if len(missing) > 1 else 'it is'} doing"
+            f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} failed to pass monitoredBarrier in "
+            f"{timeout_s * 1000:g} ms; look at what {'they are' if len(missing) > 1 else 'it is'} doing"
         )
     store.set(f"{key}/go", "go")
 

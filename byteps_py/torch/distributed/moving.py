@@ -35,13 +35,9 @@ class Moving(Parts):
         return self._record(self._direct.gather("all_gather", [tensor], pieces, self._limit(opts)))
 
     def allgather_coalesced(self, output_lists: Any, input_list: Tensors, opts: Any = None) -> Pending:
-        """Several tensors of everybody, at once."""
+        """Several tensors of everybody, at once: for each member a list of as many outputs."""
         inputs = listed(input_list)
-        pieces = [listed(outputs) for outputs in output_lists]
-        if len(pieces) == self.size() and len(inputs) != self.size():
-            by_member = pieces
-        else:  # a list of all members' for each input, as with ``allgather``
-            by_member = [list(member) for member in zip(*pieces, strict=True)]
+        by_member = [listed(outputs) for outputs in output_lists]
         self._check_count("all_gather_coalesced", by_member)
         return self._record(self._direct.gather("all_gather_coalesced", inputs, by_member, self._limit(opts)))
 
@@ -82,7 +78,7 @@ class Moving(Parts):
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
         """Everybody's tensor to the root, which alone gives outputs."""
         tensor = alone(listed(input_tensors), "gather")
-        root = opts.rootRank if opts is not None else 0
+        root = self._root(opts)
         outputs = listed(alone(output_tensors, "gather")) if self._members.position == root else []
         if self._members.position == root:
             self._check_count("gather", outputs)
@@ -91,7 +87,7 @@ class Moving(Parts):
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
         """From the root, which alone gives inputs, a tensor to each member."""
         output = alone(listed(output_tensors), "scatter")
-        root = opts.rootRank if opts is not None else 0
+        root = self._root(opts)
         inputs = listed(alone(input_tensors, "scatter")) if self._members.position == root else []
         if self._members.position == root:
             self._check_count("scatter", inputs)
@@ -126,6 +122,11 @@ class Moving(Parts):
         receives = self._rows("all_to_all_single", plain, output_split_sizes)
         after = After([output], _nothing if plain is output else lambda: assign(output, plain))
         return self._record(self._direct.exchange("all_to_all_single", sends, receives, self._limit(opts), after))
+
+    def _root(self, opts: Any) -> int:
+        root: int = opts.rootRank if opts is not None else 0
+        self._members.check_root(root)
+        return root
 
     def _rows(self, what: str, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[list[torch.Tensor]]:
         rows = tensor.shape[0] if tensor.dim() else 0

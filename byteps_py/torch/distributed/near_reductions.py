@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from byteps_py.tensors import Op
+from byteps_py.torch.distributed.arguments import check_writable
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
 from byteps_py.torch.distributed.near_collectives import Detour, is_plain, span, spans
@@ -56,6 +57,8 @@ class NearReductions:
         timeout_s: float,
     ) -> Detour:
         """``contributions`` of all, summed to ``targets``, which are as many or none."""
+        for target in targets:
+            check_writable(target)
         mine = _plain(contributions)
         rooms = self._rooms(sum(tensor.numel() for tensor in mine), mine[0].dtype)
 
@@ -84,6 +87,7 @@ class NearReductions:
         timeout_s: float,
     ) -> Detour:
         """Of ``contributions``, end to end, each member gets an even share of the sum."""
+        check_writable(target)
         whole = _end_to_end(_plain(contributions))
         shares = whole.chunk(self._count)
         rooms = self._rooms(target.numel(), whole.dtype)

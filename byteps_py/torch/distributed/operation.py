@@ -38,6 +38,7 @@ class Operation(Pending):
         if lane is None or deliver is None:
             return
         self._slices(deadline, lane.wait)
+        self._failed = None  # whatever happens here now, the members have agreed on this kind and go on using it
         deliver()
         if self._device.type == "cuda":
             self._event = torch.cuda.current_stream(self._device).record_event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ from byteps_py.torch.distributed.work import Pending, Surroundings
 
 #: In units of the time after which a silent service counts as lost.
 _LOOKS = 1.2
+#: Reductions of one number that stay alive when their caller lets go of them. DistributedDataParallel in join() hands
+#: such a one to C++, which asks it for its future in the next backward; of a work whose Python half has gone by then,
+#: C++ finds no methods.
+_TOKENS = 64
 
 
 class Parts(Identity):
@@ -54,6 +59,7 @@ class Parts(Identity):
             self._near = Near(members, neighbours, self._around, self._completer)
             members.context.until_join.add(self._near)
         self._coalesced: list[Pending] | None = None
+        self._tokens: deque[Pending] = deque(maxlen=_TOKENS)
         self._splits = itertools.count()
         self._building = threading.Lock()
         self._joins = -1

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.distributed.arguments import Reduction, Tensors, alone, listed, reduction_of
+from byteps_py.tensors import Op
+from byteps_py.torch.distributed import sparse
+from byteps_py.torch.distributed.arguments import Reduction, Tensors, alone, limit_of, listed, reduction_of
 from byteps_py.torch.distributed.direct import After
 from byteps_py.torch.distributed.operation import Together
 from byteps_py.torch.distributed.parts import Parts, assign
@@ -24,9 +26,16 @@ class Reducing(Parts):
     """See torch.distributed.ProcessGroup for the methods."""
 
     def allreduce(self, tensors: Tensors, opts: Any = None, op: Any = None) -> Pending:
-        """Reduce a tensor over all members, in place."""
+        """Reduce a tensor over all members, in place. Of a sparse one (COO), SUM and AVG; the call then waits until
+        all members have made it."""
+        given = tensors if isinstance(tensors, torch.Tensor) else alone(tensors, "allreduce")
+        if given.layout is torch.sparse_coo:
+            return self._add_sparse(given, opts, op)
         tensor = alone(listed(tensors), "allreduce")
-        return self._reduce("all_reduce", [tensor], [tensor], opts, op)
+        work = self._reduce("all_reduce", [tensor], [tensor], opts, op)
+        if tensor.numel() == 1:
+            self._tokens.append(work)
+        return work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Pending:
         """Reduce several tensors, in place: those of one dtype as one."""
@@ -39,7 +48,9 @@ class Reducing(Parts):
     def reduce(self, tensors: Tensors, opts: Any = None) -> Pending:
         """Reduce a tensor to the root. It costs an all-reduce, of which only the root takes the result."""
         tensor = alone(listed(tensors), "reduce")
-        outputs = [tensor] if opts is None or opts.rootRank == self.rank() else []
+        root = opts.rootRank if opts is not None else 0
+        self._members.check_root(root)
+        outputs = [tensor] if root == self.rank() else []
         return self._reduce("reduce", [tensor], outputs, opts)
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
@@ -78,8 +89,18 @@ class Reducing(Parts):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Pending:
         """Done when every member has called it."""
-        limit_s = timeout.total_seconds() if timeout else self._limit(opts)
+        limit_s = limit_of(timeout) or self._limit(opts)
         return self._record(self._reductions.barrier(limit_s))
+
+    def _add_sparse(self, tensor: torch.Tensor, opts: Any, op: Any) -> Pending:
+        how = self._how(opts, op, tensor.dtype)
+        if how.op is not Op.SUM or how.fold or how.factor is not None or tensor.dtype not in sparse.DTYPES:
+            raise UsageError(
+                f"all_reduce of a sparse tensor of dtype {tensor.dtype}: only SUM and AVG of numbers; use to_dense()"
+            )
+        limit_s = self._limit(opts)
+        work = sparse.sum_up(self._direct, self._members, "all_reduce of a sparse tensor", tensor, how.average, limit_s)
+        return self._record(work)
 
     def _reduce(
         self, what: str, tensors: list[torch.Tensor], outputs: list[torch.Tensor], opts: Any, op: Any = None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.distributed.arguments import Reduction, device_of
+from byteps_py.torch.distributed.arguments import Reduction, check_writable, device_of
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.members import Members
@@ -159,6 +159,8 @@ class Reductions:
         device: torch.device | None = None,
     ) -> Operation:
         where = device_of(sends) if device is None else device
+        for target in targets:
+            check_writable(target)
         with self._lock:
             self._around.check()
             self._forget_failed()

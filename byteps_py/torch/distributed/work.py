@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from byteps_py.errors import MismatchError, StallError
+from byteps_py.torch.distributed.arguments import limit_of
 from byteps_py.torch.distributed.compilation import not_traced
 from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.lanes import Lane
@@ -124,7 +125,7 @@ class Pending(dist.Work):
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         if not self._lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
-            raise StallError(f"{self.what}: not complete within {limit_s:g} s")
+            raise StallError(f"{self.what}: not complete within its timeout of {limit_s:g} s")
         try:
             if not self._over:
                 self._try(deadline, limit_s)
@@ -135,7 +136,7 @@ class Pending(dist.Work):
         try:
             self._complete(deadline)
         except _NotYet as error:
-            said = f"{self.what}: not complete within {limit_s:g} s"
+            said = f"{self.what}: not complete within its timeout of {limit_s:g} s"
             if others := self._others():
                 said = f"{said}; {others}"
             raise StallError(said) from error
@@ -183,7 +184,7 @@ class Pending(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs are there. Raises MismatchError, StallError (the group's timeout, or this one,
         passed) or PeerLostError. CUDA: work queued later on the current stream will see them."""
-        self.settle(timeout.total_seconds() if timeout else None)
+        self.settle(limit_of(timeout) or None)
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self._event is not None:

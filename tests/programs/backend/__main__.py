@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import byteps_py.torch as bps
 from backend.common import FEATURES
 
-MODULES = ("reductions", "collectives", "training", "parallel", "pipelines")
+MODULES = ("reductions", "collectives", "as_gloo", "training", "parallel", "pipelines")
 STUCK_S = 50  # before the group's timeout ends the job
 
 

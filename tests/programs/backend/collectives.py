@@ -250,7 +250,11 @@ def barriers() -> None:
     if rank() != size() - 1:
         world = dist.group.WORLD
         assert world is not None
-        text = f"rank {size() - 1} did not come" if rank() == 0 else "has not let rank"
+        text = (
+            f"Rank {size() - 1} failed to pass monitoredBarrier"
+            if rank() == 0
+            else f"Rank {rank()} successfully reached"
+        )
         raises(bps.StallError, text, lambda: world.monitored_barrier(timedelta(seconds=0.5)))
     dist.barrier()
 
@@ -307,11 +311,15 @@ def errors() -> None:
     raises(bps.MismatchError, text, lambda: dist.all_reduce(torch.ones(3), group=group))
     group = dist.new_group(timeout=timedelta(seconds=0.3))
     if me == 0:
-        raises(bps.StallError, "not complete within 0.3 s", lambda: dist.all_reduce(torch.ones(5), group=group))
+        raises(
+            bps.StallError,
+            "not complete within its timeout of 0.3 s",
+            lambda: dist.all_reduce(torch.ones(5), group=group),
+        )
     dist.barrier()
     if me:
         dist.all_reduce(torch.ones(5), group=group)
-    sparse = torch.eye(3).to_sparse()
+    sparse = torch.eye(3).to_sparse_csr()
     raises(bps.UsageError, "sparse", lambda: dist.group.WORLD.allreduce([sparse]))  # type: ignore[union-attr]
     raises(bps.UsageError, "times as large", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(5)))
 

@@ -1,0 +1,61 @@
+"""The sum of sparse tensors (COO): everybody gets everybody's elements, and each member adds them up by itself.
+
+How many elements there are is known only once all have said so, and must be known before the elements can go: the call
+waits for that, the elements themselves travel as any gather. Must not know services. Any thread.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from byteps_py.errors import MismatchError
+from byteps_py.torch.distributed.direct import After, Direct
+from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.work import Pending
+from byteps_py.torch.dtypes import WIRE
+
+_DTYPES = tuple(WIRE)
+DTYPES = frozenset(_DTYPES)
+
+
+def sum_up(
+    direct: Direct, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
+) -> Pending:
+    """Replace ``tensor``, sparse, by the sum (or the average) of all members': coalesced, the same bits on each.
+
+    Returns when all have called it. Raises MismatchError if members give different shapes, numbers of sparse
+    dimensions or dtypes, and StallError.
+    """
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices(), mine.values()
+    own = [indices.shape[1], _DTYPES.index(values.dtype), indices.shape[0], *tensor.shape]
+    headers = [torch.empty(len(own), dtype=torch.int64) for _ in range(members.count)]
+    direct.gather(what, [torch.tensor(own)], [[header] for header in headers], timeout_s).wait()
+    found = [header.tolist() for header in headers]
+    _check(members, what, found)
+    pieces = [
+        [indices.new_empty(indices.shape[0], count), values.new_empty(count, *values.shape[1:])] for count, *_ in found
+    ]
+
+    def add() -> None:
+        at = torch.cat([piece[0] for piece in pieces], 1)
+        total = torch.sparse_coo_tensor(at, torch.cat([piece[1] for piece in pieces]), tensor.shape).coalesce()
+        with torch.no_grad():
+            tensor.copy_(total / members.count if is_average else total)
+
+    return direct.gather(what, [indices, values], pieces, timeout_s, After([tensor], add))
+
+
+def _check(members: Members, what: str, found: list[list[int]]) -> None:
+    first = found[0]
+    for rank, other in zip(members.ranks, found, strict=True):
+        if other[1:] != first[1:]:
+            raise MismatchError(
+                f"{what}: rank {members.ranks[0]} gives {_described(first)}, rank {rank} {_described(other)}; give the "
+                "same shape, sparse dimensions and dtype on every rank"
+            )
+
+
+def _described(header: list[int]) -> str:
+    _, dtype, dimensions, *shape = header
+    return f"{_DTYPES[dtype]}{shape} with {dimensions} sparse dimension{'' if dimensions == 1 else 's'}"
