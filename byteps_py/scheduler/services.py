@@ -50,15 +50,14 @@ class Services:
 
     def await_one(self, why: str, now_s: float) -> Outgoing:
         """The ranks need a service, and there is none: one that is started again may take over."""
-        is_new = self._none_since_s is None
         if self._none_since_s is None:
-            self._none_since_s, self._why_none = now_s, why
-        text = f"{self._why_none}; no summation service is left"
-        if now_s - self._none_since_s >= SUCCESSOR_S:
-            return self._job.fail("PeerLostError", f"{text}, and none came within {SUCCESSOR_S:g} s", now_s)
-        self._job.reason = f"{text}: waiting up to {SUCCESSOR_S:g} s for one"
-        slow = pb.SchedulerMessage(slow=pb.Slow(message=self._job.reason, unserved=True))
-        return to_each(self._roster.workers(), slow) if is_new else []
+            self._none_since_s, self._why_none = now_s, f"{why}; no summation service is left"
+            self._job.reason = f"{self._why_none}: waiting up to {SUCCESSOR_S:g} s for one"
+            slow = pb.SchedulerMessage(slow=pb.Slow(message=self._job.reason, unserved=True))
+            return to_each(self._roster.workers(), slow)
+        if now_s - self._none_since_s < SUCCESSOR_S:
+            return []
+        return self._job.fail("PeerLostError", f"{self._why_none}, and none came within {SUCCESSOR_S:g} s", now_s)
 
     def on_deadlines(self, now_s: float) -> Outgoing:
         return [] if self._none_since_s is None else self.await_one(self._why_none, now_s)
