@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.words import count_text
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.network import Network
@@ -53,6 +54,7 @@ class Epochs:
         moved = self._executor.move(self._placing.server_of)
         self._send(pb.MemberMessage(applied=pb.Applied(epoch=membership.epoch, moved=moved)))
         logger.warning(
-            "epoch %d: %d partitions have moved, %d summation services: %s",
-            membership.epoch, moved, len(topology.servers), membership.reason,
+            "epoch %d: moved %s to %s: %s",
+            membership.epoch, count_text(moved, "partition"), count_text(len(topology.servers), "summation service"),
+            membership.reason,
         )  # fmt: skip
