@@ -31,15 +31,15 @@ RATE_MBIT = 1000.0
 def has_namespaces() -> bool:
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         return False
-    added = subprocess.run(["ip", "netns", "add", "bpstry"], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "del", "bpstry"], capture_output=True, check=False)
+    name = f"bps{os.getpid()}try"
+    added = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return added
 
 
 pytestmark = [
     pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2 (network namespaces)"),
     pytest.mark.timeout(400),
-    pytest.mark.xdist_group("namespaces"),  # there is one bridge of that name
 ]
 
 

@@ -6,13 +6,16 @@ Needs root, iproute2 and the tbf queue (netem is missing on many kernels). Loopb
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-_BRIDGE = "bpsbench"
 _PREFIX = "10.89.0"
+#: What all that is made begins with, and the process that made it: two runs on one machine don't meet.
+_OWNED = re.compile(r"\bbps(\d+)[bhnl]\d*")
 #: Small enough that a burst does not flatter a short transfer, large enough for the rate to be reached.
 _BURST = "128kb"
 
@@ -23,10 +26,11 @@ class Host:
 
     index: int
     rate_mbit: float
+    _owner: int = field(default_factory=os.getpid)
 
     @property
     def name(self) -> str:
-        return f"bpsh{self.index}"
+        return f"bps{self._owner}h{self.index}"
 
     @property
     def address(self) -> str:
@@ -34,7 +38,12 @@ class Host:
 
     @property
     def interface(self) -> str:
-        return f"bpsn{self.index}"
+        return f"bps{self._owner}n{self.index}"
+
+    @property
+    def outside(self) -> str:
+        """The other end of its link, on the bridge."""
+        return f"bps{self._owner}l{self.index}"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """``arguments``, to be run on this host."""
@@ -59,20 +68,21 @@ def _shape(interface: str, rate_mbit: float, host: Host | None = None) -> None:
 def cluster(rates_mbit: Sequence[float]) -> Iterator[list[Host]]:
     """One host per rate, gone at the end of the block. Raises CalledProcessError without root or iproute2."""
     hosts = [Host(index, rate) for index, rate in enumerate(rates_mbit)]
-    _down(hosts)  # what a killed run has left
+    bridge = f"bps{os.getpid()}b"
+    _remove_orphans()
     try:
-        _run("ip", "link", "add", _BRIDGE, "type", "bridge")
-        _run("ip", "link", "set", _BRIDGE, "up")
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "link", "set", bridge, "up")
         # A Docker engine makes the kernel filter bridged traffic and drop what it does not know.
         bridged = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
         if bridged.exists():
             bridged.write_text("0")
         for host in hosts:
-            inside, outside = host.interface, f"bpsl{host.index}"
+            inside, outside = host.interface, host.outside
             _run("ip", "netns", "add", host.name)
             _run("ip", "link", "add", inside, "type", "veth", "peer", "name", outside)
             _run("ip", "link", "set", inside, "netns", host.name)
-            _run("ip", "link", "set", outside, "master", _BRIDGE)
+            _run("ip", "link", "set", outside, "master", bridge)
             _run("ip", "link", "set", outside, "up")
             _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", inside)
             _run("ip", "-n", host.name, "link", "set", inside, "up")
@@ -81,10 +91,21 @@ def cluster(rates_mbit: Sequence[float]) -> Iterator[list[Host]]:
             _shape(outside, host.rate_mbit)
         yield hosts
     finally:
-        _down(hosts)
+        for host in hosts:
+            # The kernel takes the links of a namespace down some time after it is gone: by then they are.
+            _try("ip", "link", "del", host.outside)
+            _try("ip", "netns", "del", host.name)
+        _try("ip", "link", "del", bridge)
 
 
-def _down(hosts: Sequence[Host]) -> None:
-    for host in hosts:
-        _try("ip", "netns", "del", host.name)
-    _try("ip", "link", "del", _BRIDGE)
+def _remove_orphans() -> None:
+    """What runs that were killed have left."""
+
+    def orphans(*listing: str) -> list[str]:
+        said = subprocess.run(["ip", "-o", *listing], capture_output=True, text=True, check=False).stdout
+        return [match[0] for match in _OWNED.finditer(said) if not Path("/proc", match[1]).exists()]
+
+    for name in orphans("netns", "list"):
+        _try("ip", "netns", "del", name)
+    for name in orphans("link", "show"):
+        _try("ip", "link", "del", name)
