@@ -12,6 +12,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from programs.elastic import digest_of
 from support.breaking import Job, launch
@@ -21,10 +22,14 @@ from torch_training import Net, gradients, loss_of, sgd
 
 from byteps_py.launch.cluster import free_port
 
+pytestmark = pytest.mark.timeout(300)  # seconds
+
 PROGRAM = ROOT / "tests" / "programs" / "elastic.py"
 
 
-def machine(index: int, port: int, file: Path, local_size: int = 1, **variables: str):
+def machine(
+    index: int, port: int, file: Path, local_size: int = 1, **variables: str
+) -> contextlib.AbstractContextManager[Job]:
     """What a user starts on GPU machine ``index`` of a job that began with three."""
     return launch(
         "--elastic",
@@ -34,6 +39,7 @@ def machine(index: int, port: int, file: Path, local_size: int = 1, **variables:
         DMLC_WORKER_ID=str(index),
         BYTEPS_MACHINE_ID=f"m{index}",
         BYTEPS_LOCAL_SIZE=str(local_size),
+        limit_s=200,  # it begins early, and some two dozen processes after it
         **addressed(port),
         **variables,
     )
@@ -121,6 +127,7 @@ def test_one_group_after_another(tmp_path, record_property) -> None:
         began_s = time.monotonic()
         os.kill(victim, signal.SIGKILL)
         assert training.group(jobs[0], "a rank was killed", began_s) == [1, 1, 1]
+        jobs[1].until("going back to the last commit")
         training.train(jobs[0], 50)
 
         # A machine more.

@@ -108,6 +108,8 @@ class Job:
         self._limit.join()
         for pid in self.pids():
             kill(pid)
+        if self.process.stdout is not None and not self.process.stdout.closed:
+            self.said += [line.rstrip("\n") for line in self.process.stdout]
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -120,6 +122,10 @@ def _job(command: Sequence[str], environ: dict[str, str], limit_s: float = _LIMI
     job = Job(command, uuid.uuid4().hex, environ, limit_s)
     try:
         yield job
+    except BaseException:
+        job.close()
+        print(f"---- {' '.join(command)}\n{job.text}")  # pytest shows it with the failure
+        raise
     finally:
         job.close()
 
