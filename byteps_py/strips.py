@@ -1,7 +1,10 @@
-"""In which order a rank writes a large tensor into its slot, so that others can begin before all is there. Pure.
+"""A large tensor is written, and its result taken, piece by piece: nobody waits until all of it is there. Pure.
 
-A reduction begins at the front, and goes on as the front moves. One that scatters has a front for each owner, and
-strips of all owners take turns: no machine has to wait until the pieces of those before it are written.
+Strips say in which order a rank writes. A reduction begins at the front, and goes on as the front moves. One that
+scatters has a front for each owner, and strips of all owners take turns: no machine has to wait until the pieces of
+those before it are written.
+
+Arriving says which strips of a result, now simply one after the other, are there: in whatever order they come.
 """
 
 from __future__ import annotations
@@ -45,3 +48,40 @@ class Strips:
         rows_before = sum(min(length, begin) for _, length in self._pieces)
         in_this_row = sum(min(max(0, length - begin), STRIP_BYTES) for _, length in self._pieces[:position])
         return rows_before + in_this_row + nbytes - begin
+
+
+class Arriving:
+    """A result of ``nbytes`` bytes, as its ranges come.
+
+    >>> result = Arriving(5 << 20)
+    >>> result.add(1 << 20, 2 << 20), result.add(0, 1 << 20), result.add(4 << 20, 1 << 20)
+    ([], [0], [2])
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._left: list[int] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Another round: nothing is there."""
+        self._left = [strip_at(strip, self._nbytes)[1] for strip in range(-(-self._nbytes // STRIP_BYTES))]
+
+    def add(self, offset: int, nbytes: int) -> list[int]:
+        """A range is there, for the first time in this round. Returns the strips that it completes."""
+        complete: list[int] = []
+        if not nbytes:
+            return complete
+        end = offset + nbytes
+        for strip in range(offset // STRIP_BYTES, -(-end // STRIP_BYTES)):
+            first, length = strip_at(strip, self._nbytes)
+            self._left[strip] -= min(end, first + length) - max(offset, first)
+            if not self._left[strip]:
+                complete.append(strip)
+        return complete
+
+
+def strip_at(strip: int, nbytes: int) -> tuple[int, int]:
+    """(offset, length) in bytes of a strip of a result of ``nbytes`` bytes."""
+    offset = strip * STRIP_BYTES
+    return offset, min(STRIP_BYTES, nbytes - offset)

@@ -1,10 +1,13 @@
-"""In which order a rank writes a large tensor: each byte once, and owners in turn."""
+"""A large tensor is written piece by piece, each byte once and owners in turn; and so its result is taken."""
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
-from byteps_py.strips import STRIP_BYTES, Strips
+from byteps_py.strips import STRIP_BYTES, Arriving, Strips, strip_at
 from byteps_py.tensors import DType, TensorSpec
 from byteps_py.worker.scatter import pieces
 
@@ -48,3 +51,23 @@ def test_a_part_is_there_when_it_is_said_to_be(rows: int, limit: int) -> None:
             if position == owner and from_ < offset + length - firsts[owner] <= from_ + strip
         )
         assert said == actual
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_strip_of_a_result_is_there_with_its_last_byte(seed: int) -> None:
+    rng = random.Random(seed)
+    nbytes = rng.randint(1, 5 * STRIP_BYTES)
+    arriving = Arriving(nbytes)
+    for _ in range(2):
+        cuts = sorted({0, nbytes, *(rng.randint(0, nbytes) for _ in range(rng.randint(0, 12)))})
+        ranges = list(itertools.pairwise(cuts))
+        rng.shuffle(ranges)
+        there: set[int] = set()
+        for number, (begin, end) in enumerate(ranges):
+            there.update(arriving.add(begin, end - begin))
+            come = ranges[: number + 1]
+            for strip in range(-(-nbytes // STRIP_BYTES)):
+                first, length = strip_at(strip, nbytes)
+                covered = sum(max(0, min(e, first + length) - max(b, first)) for b, e in come)
+                assert (strip in there) == (covered == length)
+        arriving.begin()

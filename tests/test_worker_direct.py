@@ -12,8 +12,9 @@ from support.worker_core import slot as make_slot
 
 from byteps_py.errors import ProtocolError
 from byteps_py.shm import Block
+from byteps_py.strips import Arriving, strip_at
 from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
-from byteps_py.worker.actions import AskSum, Fail, Fetch
+from byteps_py.worker.actions import AskSum, Fail, Fetch, Show
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.pieces import (
@@ -69,6 +70,7 @@ class Machine:
         self.direct = Direct(index, machine_of, piece, local_piece, queue, small)
         self.on_delivered: dict[int, Callable[[int], None]] = {}  # by slot id
         self.on_failed: dict[int, Callable[[str], None]] = {}
+        self.on_shown: dict[int, Callable[[list[int]], None]] = {}
         self.outgrown: list[RankSlot] = []
         self.arrived: set[Transfer] = set()
         self.served: set[Transfer] = set()
@@ -90,6 +92,8 @@ class Machine:
                 world.due.append(lambda a=action: self._send(a))  # type: ignore[misc]
             elif isinstance(action, Delivered):
                 self.on_delivered[action.slot.id](action.round)
+            elif isinstance(action, Show):
+                self.on_shown[action.slot.id](action.strips)
             elif isinstance(action, Fail):
                 self.on_failed[action.slots[0].id](str(action.error))
             elif isinstance(action, Refuse):
@@ -153,13 +157,17 @@ class Machine:
 
 @pytest.mark.parametrize("sizes", list(Sizes))
 @pytest.mark.parametrize("seed", range(60))
-def test_every_byte_arrives_in_every_order_of_events(seed: int, sizes: Sizes) -> None:
+def test_every_byte_arrives_in_every_order_of_events(seed: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("byteps_py.strips.STRIP_BYTES", 3)
     simulate(random.Random(seed), sizes, wrong=0.0)
 
 
 @pytest.mark.parametrize("sizes", [Sizes.CHECKED, Sizes.TOGETHER])
 @pytest.mark.parametrize("seed", range(200))
-def test_sizes_that_differ_end_a_round_only_for_those_who_disagree(seed: int, sizes: Sizes) -> None:
+def test_sizes_that_differ_end_a_round_only_for_those_who_disagree(
+    seed: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("byteps_py.strips.STRIP_BYTES", 3)
     simulate(random.Random(seed), sizes, wrong=random.Random(seed).choice((0.02, 0.1, 0.5)))
 
 
@@ -207,6 +215,8 @@ def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
     def live(rank: int) -> None:
         machine = machines[machine_of[rank]]
         me = group.index(rank)
+        in_strips = rng.random() < 0.5
+        seen: set[int] = set()  # strips of this round
         slot = make_slot(rank - machine_of.index(machine_of[rank]), spec, inputs=2)
 
         def declare(round_: int) -> None:
@@ -214,11 +224,29 @@ def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
             slot = make_slot(slot.local_rank, spec, inputs=2)
             slot.inputs, slot.result = (world.block(ROOM), world.block(ROOM)), world.block(ROOM * 8)
             machine.on_delivered[slot.id], machine.on_failed[slot.id] = delivered, failed
+            machine.on_shown[slot.id] = shown
+            if in_strips:
+                slot.arriving = Arriving(ROOM * 8)
             machine.run(machine.direct.declare(rank, slot))
             assert slot.round == round_ - 1
             world.due.append(lambda: begin(round_))
 
+        def due_now(round_: int) -> bytes:
+            column = 0 if op is Op.GATHER else me
+            return b"".join(bytes([byte(s, column, round_)]) * expected(round_, s, me) for s in range(len(group)))
+
+        def shown(strips: list[int]) -> None:
+            """Each once, and as it stays."""
+            assert in_strips
+            assert not seen.intersection(strips)
+            seen.update(strips)
+            data = due_now(slot.round)
+            for offset, length in (strip_at(strip, ROOM * 8) for strip in strips):
+                start = slot.result.address + offset
+                assert bytes(world.memory[start : start + length]) == data[offset : offset + length]
+
         def begin(round_: int) -> None:
+            seen.clear()
             matrix = matrices[round_ - 1]
             sends, receives, at = [], [], 0
             place = slot.inputs[(round_ - 1) % 2]
@@ -236,8 +264,7 @@ def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
             machine.run(machine.direct.ready(slot, round_, Layout(tuple(sends), tuple(receives), how), world.now))
 
         def delivered(round_: int) -> None:
-            column = 0 if op is Op.GATHER else me
-            data = b"".join(bytes([byte(s, column, round_)]) * expected(round_, s, me) for s in range(len(group)))
+            data = due_now(round_)
             start = slot.result.address
             assert bytes(world.memory[start : start + len(data)]) == data
             wrong_pairs = differing(round_)

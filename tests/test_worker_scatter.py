@@ -13,8 +13,9 @@ from support.worker_core import block
 from support.worker_core import slot as make_slot
 
 from byteps_py.errors import ProtocolError
+from byteps_py.strips import Arriving, strip_at
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.worker.actions import Action, AskSum, Compute, Done, Fetch, Lend
+from byteps_py.worker.actions import Action, AskSum, Compute, Done, Fetch, Lend, Show
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.pieces import Transfer, due
 from byteps_py.worker.pipeline import Pipeline
@@ -58,6 +59,8 @@ class Machine:
             lends_input = machine_of.count(index) == 1 and len(set(machine_of)) > 1
             made.inputs = tuple(block(base + 1000 * (i + 1)) for i in range(1 + lends_input))
             made.result = block(base + 50_000)
+            if world.rng.random() < 0.5:
+                made.arriving = Arriving(ITEM * spec.piece(self.first_rank + local_rank, self.size)[1])
             self.slots.append(made)
         self.tensor = Tensor(spec.name, 1, spec, tuple(self.slots), first_rank=self.first_rank)
         self.tensor.machines = len(set(machine_of))
@@ -65,6 +68,7 @@ class Machine:
             self.tensor.contributions = (block(index * 10**7 + 7_000_000), block(index * 10**7 + 8_000_000))
         self.parts = pieces(spec, self.size, limit=8)
         self.delivered = 0
+        self.shown: set[tuple[int, int, int]] = set()  # slot, round, strip
         # Machines hear at different times that the tensor is agreed; ranks may have come before.
         world.due.append(self._agree)
         for made in self.slots:
@@ -94,9 +98,26 @@ class Machine:
                     self.world.due.append(lambda a=action: self._ask(a.item))  # type: ignore[misc, arg-type]
             elif isinstance(action, Lend):
                 self.world.due.append(lambda a=action: self._lend(a))  # type: ignore[misc]
+            elif isinstance(action, Show):
+                self._check_strips(action)
             else:
                 assert isinstance(action, Done)
                 self._check(action)
+
+    def _check_strips(self, show: Show) -> None:
+        """Each once, and only when it is there."""
+        slot = show.slot
+        _, count = self.spec.piece(self.first_rank + slot.local_rank, self.size)
+        for strip in show.strips:
+            assert (slot.id, slot.round, strip) not in self.shown
+            self.shown.add((slot.id, slot.round, strip))
+            offset, length = strip_at(strip, count * ITEM)
+            found = [self.world.memory[slot.result.address + at] for at in range(offset, offset + length, ITEM)]
+            assert found == self.expected(slot, slot.round)[offset // ITEM : (offset + length) // ITEM]
+
+    def expected(self, slot: RankSlot, round_: int) -> list[int]:
+        first, count = self.spec.piece(self.first_rank + slot.local_rank, self.size)
+        return [sum(self.value(r, round_, first + i) for r in range(self.size)) for i in range(count)]
 
     def _compute(self, compute: Compute) -> None:
         memory = self.world.memory
@@ -138,16 +159,15 @@ class Machine:
         self.delivered += 1
         round_ = self.delivered
         for slot in self.slots:
-            rank = self.first_rank + slot.local_rank
-            first, count = self.spec.piece(rank, self.size)
-            expected = [sum(self.value(r, round_, first + i) for r in range(self.size)) for i in range(count)]
-            assert [self.world.memory[slot.result.address + i * ITEM] for i in range(count)] == expected
+            expected = self.expected(slot, round_)
+            assert [self.world.memory[slot.result.address + i * ITEM] for i in range(len(expected))] == expected
             if round_ < ROUNDS:
                 self.world.due.append(lambda slot=slot: self._give(slot, round_ + 1))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_every_contribution_counts_once_in_its_piece(seed: int) -> None:
+def test_every_contribution_counts_once_in_its_piece(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("byteps_py.strips.STRIP_BYTES", 2 * ITEM)
     world = World(seed)
     rng = world.rng
     sizes = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]

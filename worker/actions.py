@@ -84,6 +84,14 @@ class Lend:
 
 
 @dataclass(slots=True)
+class Show:
+    """Tell the rank of ``slot`` that these strips of its current result are there."""
+
+    slot: RankSlot
+    strips: list[int]
+
+
+@dataclass(slots=True)
 class Done:
     """A round is delivered. ``slots``: (local rank, slot id, the rank's own round number)."""
 
@@ -118,4 +126,4 @@ class Release:
     tensor: Tensor | None = None  # also its contributions
 
 
-Action = Compute | Push | Withdraw | Supply | Lend | Fetch | Done | Fail | SendBallot | Release
+Action = Compute | Push | Withdraw | Supply | Lend | Fetch | Show | Done | Fail | SendBallot | Release

@@ -19,7 +19,7 @@ from byteps_py.errors import BytePSError, MismatchError, ProtocolError
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.loop import EventLoop
 from byteps_py.tensors import DType, Op
-from byteps_py.worker.actions import Action, AskSum, Fail, Fetch, Lend
+from byteps_py.worker.actions import Action, AskSum, Fetch, Lend
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.pieces import Copy, CopyHere, Delivered, DirectAction, Outgrown, Refuse, Serve, Transfer
@@ -98,7 +98,7 @@ class Courier:
             self._lend(self.peers, action)
         elif isinstance(action, Refuse):
             self.peers.refuse(action.request.origin, action.error)
-        elif not isinstance(action, Fail):
+        elif isinstance(action, Serve):
             self._serve(self.peers, action)
 
     def _copy(self, copy: Copy, frame: zmq.Frame | None) -> None:

@@ -215,6 +215,8 @@ class Desk:
                     here.executor.run(here.declare(rank, protocol.fields_of(message)))
                 elif kind is Kind.LAYOUT:
                     here.lay_out(rank, protocol.fields_of(message))
+                elif kind is Kind.STRIPS:
+                    here.take_in_strips(rank, protocol.fields_of(message))
                 elif kind is Kind.STACK:
                     continue  # its descriptor has been kept
                 elif kind is Kind.BARRIER:

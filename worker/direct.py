@@ -20,7 +20,18 @@ from byteps_py.errors import MismatchError, ProtocolError
 from byteps_py.tensors import Layout, Sizes, differing, key_of
 from byteps_py.worker.actions import AskSum
 from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.endings import agreeing, compare, drop_if_taken, end, finish, let_go, seen, taken, untaken
+from byteps_py.worker.endings import (
+    agreeing,
+    arrived,
+    compare,
+    drop_if_taken,
+    end,
+    finish,
+    let_go,
+    seen,
+    taken,
+    untaken,
+)
 from byteps_py.worker.pieces import (
     ALL,
     Channel,
@@ -119,6 +130,8 @@ class Direct:
         elif member.layout is None:
             raise ProtocolError(f"tensor {slot.spec.name!r}: local rank {slot.local_rank} gave no layout")
         slot.round, slot.ready_since, slot.ready_bytes = round_, now, slot.spec.nbytes
+        if slot.arriving is not None:
+            slot.arriving.begin()
         member.due = member.expects.copy()
         left = {taker: nbytes for taker, nbytes in member.takers.items() if nbytes}
         offer = member.offers[round_] = Offer(slot.input, member.layout, left)
@@ -188,7 +201,7 @@ class Direct:
             member.due[transfer.source] -= transfer.length
             if not member.due[transfer.source]:
                 del member.due[transfer.source]
-            actions += finish(member)
+            actions += [*arrived(member, transfer), *finish(member)]
         source = transfer.channel.members.get(transfer.source)
         if source is not None:
             for member in transfer.targets:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from byteps_py.errors import MismatchError
 from byteps_py.tensors import Sizes, differing
-from byteps_py.worker.actions import Fail
-from byteps_py.worker.pieces import Channel, Delivered, DirectAction, Member, Outgrown
+from byteps_py.worker.actions import Fail, Show
+from byteps_py.worker.pieces import Channel, Delivered, DirectAction, Member, Outgrown, Transfer
 
 
 def finish(member: Member) -> list[DirectAction]:
@@ -30,6 +30,15 @@ def finish(member: Member) -> list[DirectAction]:
     if member.sizes is Sizes.TENTATIVE:
         member.slot.round -= 1
     return [Fail((member.slot,), error)]
+
+
+def arrived(member: Member, transfer: Transfer) -> list[DirectAction]:
+    """A transfer lies in the member's result: its rank may take what of that is complete."""
+    arriving, layout = member.slot.arriving, member.layout
+    if arriving is None or layout is None or not member.due:
+        return []
+    strips = arriving.add(layout.receives[transfer.source][0] + transfer.offset, transfer.length)
+    return [Show(member.slot, strips)] if strips else []
 
 
 def let_go(member: Member) -> list[DirectAction]:

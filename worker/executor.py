@@ -23,7 +23,7 @@ from byteps_py.scheduler.declarations import to_message
 from byteps_py.session import protocol
 from byteps_py.tensors import Checks, TensorSpec
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot, Supply, Withdraw
+from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot, Show, Supply, Withdraw
 from byteps_py.worker.courier import Courier
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.guard import Guard
@@ -175,6 +175,10 @@ class Executor:
                 self._owe(local_rank, slot_id, round_, blame)
             if action.tensor.ending is not None and action.tensor.round > action.tensor.last_round:
                 self.on_end(action.tensor)
+        elif isinstance(action, Show):
+            if rank := self.ranks.get(action.slot.local_rank):
+                rank.add_strips(action.slot.id, action.slot.round, action.strips)
+                self._owed[rank.local_rank] = rank
         elif isinstance(action, Fail):
             self._tell_failed(action)
         elif isinstance(action, SendBallot):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.shm import Block
 from byteps_py.tensors import Layout, Op, Sizes, TensorSpec
-from byteps_py.worker.actions import AskSum, Fail, Fetch
+from byteps_py.worker.actions import AskSum, Fail, Fetch, Show
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.tensor import RankSlot
 
@@ -202,7 +202,7 @@ class Outgrown:
     slot: RankSlot
 
 
-DirectAction = Copy | CopyHere | Fetch | Serve | Refuse | Delivered | Fail | Outgrown
+DirectAction = Copy | CopyHere | Fetch | Show | Serve | Refuse | Delivered | Fail | Outgrown
 
 
 def due(queue: PushQueue[Transfer | AskSum], now: float) -> list[Fetch]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
-from byteps_py.worker.actions import Action, Compute, Done, Push, Release, Supply, Withdraw
+from byteps_py.worker.actions import Action, Compute, Done, Push, Release, Show, Supply, Withdraw
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.scatter import Scatter
 from byteps_py.worker.tensor import Part, RankSlot, ScatterPart, Stage, Tensor
@@ -36,6 +36,9 @@ class Pipeline:
             self._scatterer.start(tensor)
         else:
             tensor.parts = [Part(tensor, i, *piece) for i, piece in enumerate(pieces)]
+        for slot in tensor.slots:
+            if slot.arriving is not None:
+                slot.arriving.begin()
         return self._advance(tensor, now)
 
     def ready(self, slot: RankSlot, round_: int, nbytes: int, now: float) -> list[Action]:
@@ -54,6 +57,8 @@ class Pipeline:
             )
         if begins:
             slot.round, slot.ready_since = round_, now
+            if slot.arriving is not None:
+                slot.arriving.begin()
         slot.ready_bytes = nbytes
         return self._advance(slot.tensor, now) if slot.tensor is not None else []
 
@@ -243,7 +248,11 @@ class Pipeline:
         part.stage = Stage.DONE
         tensor.finished += 1
         if tensor.finished < len(tensor.parts):
-            return []
+            return [
+                Show(slot, strips)
+                for slot in part.takers
+                if slot.arriving is not None and (strips := slot.arriving.add(part.result_offset, part.length))
+            ]
         done = self._complete(tensor)
         return [done] if tensor.slots else [done, *self._pass(tensor)]
 

@@ -54,6 +54,7 @@ class RankConnection:
         self._channel = channel
         self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._done: list[tuple[int, int, int]] = []
+        self._strips: list[tuple[int, int, int]] = []
         self._fd = channel.fileno()
         # The socket of a dead rank may live on in a process it forked; its pid tells the truth.
         self._pidfd = os.pidfd_open(self.pid)
@@ -108,14 +109,22 @@ class RankConnection:
         self.rounds += 1
         self.last_slot = slot_id
 
+    def add_strips(self, slot_id: int, round_: int, strips: Iterable[int]) -> None:
+        """Note parts of a result that are there; ``send_done`` tells the rank."""
+        self._strips += ((slot_id, round_, strip) for strip in strips)
+
     def send_done(self, in_order: bool = False) -> None:
-        """Tell the rank of all rounds noted, unless its socket is full: then with the next chance; ``in_order``:
-        before whatever is sent next. Raises PeerLostError."""
-        self.last_done_s = time.monotonic()
-        if len(self._done) == 1 and not self._backlog:
+        """Tell the rank of all strips and rounds noted, unless its socket is full: then with the next chance;
+        ``in_order``: before whatever is sent next. Raises PeerLostError."""
+        if self._done:
+            self.last_done_s = time.monotonic()
+        if len(self._done) == 1 and not (self._backlog or self._strips):
             (record,) = self._done
             self._done.clear()
             self.send(protocol.pack_record(Kind.DONE, *record))
+        while self._strips and (in_order or not self._backlog):
+            records, self._strips = self._strips[: protocol.MAX_RECORDS], self._strips[protocol.MAX_RECORDS :]
+            self.send(protocol.pack_records(Kind.STRIP, records))
         while self._done and (in_order or not self._backlog):
             records, self._done = self._done[: protocol.MAX_RECORDS], self._done[protocol.MAX_RECORDS :]
             self.send(protocol.pack_records(Kind.DONE, records))

@@ -12,6 +12,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.words import ranks_text
 from byteps_py.session import protocol
 from byteps_py.session.protocol import Kind
+from byteps_py.strips import Arriving
 from byteps_py.tensors import Layout
 from byteps_py.worker.actions import Action, Fail
 from byteps_py.worker.agreement import Agreement
@@ -91,6 +92,13 @@ class Requests:
         except UsageError as error:
             raise ProtocolError(str(error)) from None
         self._layouts[slot.id] = layout
+
+    def take_in_strips(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+        """A rank wants to hear of each strip of a slot's results."""
+        slot = self.memory.slots.get(int(fields["slot"]))
+        if slot is not None and slot.local_rank == rank.local_rank:  # else its declaration has failed meanwhile
+            nbytes = slot.spec.result_nbytes(self.topology.first_rank + slot.local_rank, self.topology.size)
+            slot.arriving = Arriving(nbytes)
 
     def ready(self, message: bytes) -> list[Action | DirectAction]:
         now = time.monotonic()

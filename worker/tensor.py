@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from byteps_py.errors import BytePSError
 from byteps_py.shm import Block
+from byteps_py.strips import Arriving
 from byteps_py.tensors import Op, TensorSpec, key_of
 
 if TYPE_CHECKING:
@@ -66,6 +67,16 @@ class Part:
         """Addresses of the local results that a delivery has to write."""
         return self.tensor.results(self.offset)
 
+    @property
+    def result_offset(self) -> int:
+        """Where it lies in a result."""
+        return self.offset
+
+    @property
+    def takers(self) -> tuple[RankSlot, ...]:
+        """The local ranks that get its result."""
+        return self.tensor.slots
+
 
 @dataclass(slots=True, eq=False)
 class SumRequest:
@@ -99,12 +110,16 @@ class ScatterPart(Part):
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        slots = self.tensor.slots
-        return tuple(
-            slot.result.address + self.offset - self.piece_offset
-            for slot in slots
-            if slot.local_rank == self.owner - self.tensor.first_rank
-        )
+        return tuple(slot.result.address + self.result_offset for slot in self.takers)
+
+    @property
+    def result_offset(self) -> int:
+        return self.offset - self.piece_offset
+
+    @property
+    def takers(self) -> tuple[RankSlot, ...]:
+        own = self.owner - self.tensor.first_rank
+        return tuple(slot for slot in self.tensor.slots if slot.local_rank == own)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +141,7 @@ class RankSlot:
     is_kept: bool = False
     has_left: bool = False
     has_joined: bool = False
+    arriving: Arriving | None = None  # if the rank takes results in strips
 
     @property
     def waits(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from byteps_py.session.nearby import Neighbours
@@ -27,6 +27,7 @@ class Slot:
     round: int = 0  # rounds handed over so far
     done_round: int = 0  # rounds delivered so far
     begun_bytes: int = 0  # of the next round, handed over while it is not all there
+    strips: list[int] = field(default_factory=list)  # of the current result, those there and not yet taken
     blame: int = 0  # who has made the latest result NaN or infinite, if the spec asks: see blame.py
     error: Exception | None = None
 
@@ -118,6 +119,16 @@ class Session(ABC):
         Raises MismatchError (ranks disagree about the tensor; declare it again to go on with the name),
         StallError (``timeout_s``, or the job's stall limit, passed) or PeerLostError.
         """
+
+    def take_in_strips(self, slot: Slot) -> bool:
+        """From the next round on, ``wait_for_strips`` tells what of a result is there before all is. False: it never
+        does, as nothing would be gained. To be called before that round."""
+        return False
+
+    def wait_for_strips(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
+        """Return as soon as more of the round's result lies in ``slot.result``: which strips, see strips.py; none once
+        the round is over, and ``wait`` would return, or raise, at once. Raises StallError. One thread at a time."""
+        return []
 
     @abstractmethod
     def barrier(self, timeout_s: float | None = None) -> None:

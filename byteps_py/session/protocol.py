@@ -3,9 +3,10 @@
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
 a message; the rest is JSON.
 
-    rank → service: HELLO, DECLARE, LAYOUT, READY, BARRIER, JOIN, NOTE, LEAVE, PING, STACK, MEET, WAITS, WAITED
-    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, DONE, FAILED, RELEASED, JOINED, HOSTS, FATAL,
-                    PONG, NEIGHBOUR, MET
+    rank → service: HELLO, DECLARE, LAYOUT, READY, STRIPS, BARRIER, JOIN, NOTE, LEAVE, PING, STACK, MEET, WAITS,
+                    WAITED
+    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, STRIP, DONE, FAILED, RELEASED, JOINED, HOSTS,
+                    FATAL, PONG, NEIGHBOUR, MET
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Kind(enum.IntEnum):
     MET = 23  # {key}: all members have asked, and each knows the way to the others by now
     WAITS = 24  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
     WAITED = 25  # {id}: it has come
+    STRIPS = 26  # {slot}: the rank wants to hear of each strip of the slot's results, from the next round on
+    STRIP = 27  # records (slot, round, strip): this strip of a result lies in the slot
 
 
 _KINDS = {int(k): k for k in Kind}

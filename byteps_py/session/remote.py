@@ -23,12 +23,14 @@ from byteps_py.session.line import Line
 from byteps_py.session.protocol import Kind
 from byteps_py.session.slots import Slots
 from byteps_py.session.stack import StackDump, open_stack_dump
+from byteps_py.strips import STRIP_BYTES
 from byteps_py.tensors import Layout, TensorSpec
 
 #: The service itself reports what stalls; this much later the session no longer believes in the service.
 _PATIENCE_S = 30.0
 
 _DONE = int(Kind.DONE)  # a plain integer: by far the most frequent
+_STRIP = int(Kind.STRIP)
 
 
 class RemoteSession(Line):
@@ -143,6 +145,8 @@ class RemoteSession(Line):
         if slot.spec.op.is_direct:
             self._lay_out(slot, layout)
         message = protocol.pack_record(Kind.READY, slot.id, slot.round + 1, nbytes)
+        if not slot.begun_bytes:
+            slot.strips.clear()
         slot.begun_bytes = nbytes % whole if whole else 0
         if nbytes == whole:
             slot.round += 1  # before the message: its answer must find it
@@ -179,6 +183,22 @@ class RemoteSession(Line):
         self.check_open()
         if slot.error is not None and slot.done_round < slot.round:  # else it became void after its last round
             raise slot.error.with_traceback(None)
+
+    def take_in_strips(self, slot: Slot) -> bool:
+        if self.num_machines == 1 or len(slot.result) < 2 * STRIP_BYTES:
+            return False
+        self.tell(protocol.pack(Kind.STRIPS, slot=slot.id))
+        return True
+
+    def wait_for_strips(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
+        self.wait_until(
+            lambda: bool(slot.strips) or not slot.pending,
+            self._limit(timeout_s),
+            lambda: f"tensor {slot.spec.name!r}, round {slot.round}: no result",
+        )
+        with self.state:
+            strips, slot.strips = slot.strips, []
+        return strips if slot.pending else []
 
     def barrier(self, timeout_s: float | None = None) -> None:
         self._barriers += 1
@@ -254,6 +274,9 @@ class RemoteSession(Line):
     def _handle(self, message: bytes, fds: list[int]) -> None:
         if message[0] == _DONE:
             self._slots.done(protocol.records_of(message), self.observer)
+            return
+        if message[0] == _STRIP:
+            self._slots.arrived(protocol.records_of(message))
             return
         kind = protocol.kind_of(message)
         fields = protocol.fields_of(message)

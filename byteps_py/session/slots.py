@@ -51,6 +51,12 @@ class Slots:
                 if observer is not None:
                     observer.delivered(slot)
 
+    def arrived(self, records: Iterable[tuple[int, int, int]]) -> None:
+        """Strips of results are there."""
+        for slot_id, round_, strip in records:
+            if (slot := self._by_id.get(slot_id)) is not None and round_ > slot.done_round:
+                slot.strips.append(strip)
+
     def fail(self, slot_ids: Iterable[int], error: BytePSError) -> None:
         """Their declarations are void."""
         for slot_id in slot_ids:

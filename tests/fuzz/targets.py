@@ -216,13 +216,14 @@ class LocalProtocol(Target):
         protocol.pack(protocol.Kind.DECLARE, request=1, specs=[protocol.spec_to_json(_spec)]),
         protocol.pack_records(protocol.Kind.READY, [(1, 2, 3), (4, 5, 6)]),
         protocol.layout_to_message(3, Layout(((0, 8),), ((0, 8), (8, 8)))),
+        protocol.pack(protocol.Kind.STRIPS, slot=3),
         protocol.pack(protocol.Kind.BARRIER, sequence=3),
     )
 
     def feed(self, data: bytes) -> None:
         try:
             kind = protocol.kind_of(data)
-            if kind in (protocol.Kind.READY, protocol.Kind.DONE):
+            if kind in (protocol.Kind.READY, protocol.Kind.DONE, protocol.Kind.STRIP):
                 list(protocol.records_of(data))
                 return
             fields = protocol.fields_of(data)

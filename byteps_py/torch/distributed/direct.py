@@ -194,7 +194,7 @@ class Direct:
             work = Operation(self._around, self._completer, what, lane, device, outputs, deliver, timeout_s)
             # The service compares sizes, not what they are for: to the journal, that is part of the name.
             work.number = self._around.journal.record((what,), f"{lane.name} {what}")
-            lane.begin(device, moved.outgoing, moved.layout)
+            lane.begin(device, moved.outgoing, moved.layout, moved.incoming)
             lane.occupant = work
             with torch.no_grad():  # while the others' are on their way; before another call may deliver this one
                 for target, source in moved.kept:

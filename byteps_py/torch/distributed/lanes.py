@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ import torch
 
 from byteps_py.errors import StallError, UsageError
 from byteps_py.session import Session, Slot
+from byteps_py.strips import STRIP_BYTES, strip_at
 from byteps_py.tensors import Layout, TensorSpec
 from byteps_py.torch.dtypes import WIRE
 from byteps_py.torch.exchange import Mover
@@ -43,6 +45,9 @@ class Lane:
         self._departure: Future[None] | None = None
         self._adopted: set[int] = set()
         self._fetched_on: torch.device | None = None  # a device that is not the host
+        self._due: Sequence[Place] = ()  # where the result goes, if it is taken in strips
+        self._taken: list[tuple[int, int]] = []  # (offset, length) in bytes, of the result: copied there already
+        self._comes_in_strips: bool | None = None  # None: not asked for
         self.slot: Slot | None = None
         self.occupant: Pending | None = None
         self.inputs: list[torch.Tensor] = []
@@ -60,13 +65,23 @@ class Lane:
         if slot is not self.slot:
             self.slot = slot
             self._adopted.clear()
+            self._comes_in_strips = None
             dtype = TORCH[slot.spec.dtype]
             self.inputs = [_view(memory, dtype) for memory in slot.inputs]
             self.result = _view(slot.result, dtype)
 
-    def begin(self, device: torch.device, places: Sequence[Place], layout: Layout | None = None) -> None:
-        """Copy tensors in and hand the round over. CUDA: both follow when the device has come so far."""
+    def begin(
+        self,
+        device: torch.device,
+        places: Sequence[Place],
+        layout: Layout | None = None,
+        due: Sequence[Place] = (),
+    ) -> None:
+        """Copy tensors in and hand the round over. CUDA: both follow when the device has come so far. ``due``: where
+        ``fetch`` will copy the result to; what of it is there early, ``wait`` copies."""
         slot = self._declared
+        self._taken.clear()
+        self._due = due if self._may_come_in_strips(device, due) else ()
         room = self.inputs[slot.round % len(self.inputs)]
         if self._is_plain(device, places, room):
             for offset, tensor in places:
@@ -106,11 +121,44 @@ class Lane:
     def wait(self, timeout_s: float) -> None:
         """Return when the round's result lies in ``result``. Raises what Session.wait raises."""
         self.departed(timeout_s)
-        self._session.wait(self._declared, timeout_s)
+        slot = self._declared
+        if self._due:
+            deadline = time.monotonic() + timeout_s
+            while strips := self._session.wait_for_strips(slot, max(0.0, deadline - time.monotonic())):
+                for strip in strips:
+                    self._take(*strip_at(strip, len(slot.result)))
+            timeout_s = max(0.0, deadline - time.monotonic())
+        self._session.wait(slot, timeout_s)
+
+    def _may_come_in_strips(self, device: torch.device, due: Sequence[Place]) -> bool:
+        """It is worth it, and all is to be copied as it lies."""
+        if device.type != "cpu" or len(self._declared.result) < 2 * STRIP_BYTES or not due:
+            return False
+        if not all(tensor.dtype is self.result.dtype and tensor.is_contiguous() for _, tensor in due):
+            return False
+        if self._comes_in_strips is None:
+            self._comes_in_strips = self._session.take_in_strips(self._declared)
+        return self._comes_in_strips
+
+    def _take(self, offset: int, nbytes: int) -> None:
+        """Copy a range of the result, in bytes, to where it is due."""
+        itemsize = self.result.itemsize
+        for place, tensor in self._due:
+            first, length = place * itemsize, tensor.numel() * itemsize
+            begin, end = max(offset, first), min(offset + nbytes, first + length)
+            if begin < end:
+                ctypes.memmove(tensor.data_ptr() + begin - first, self.result.data_ptr() + begin, end - begin)
+        self._taken.append((offset, nbytes))
 
     def fetch(self, device: torch.device, places: Sequence[Place]) -> None:
         """Copy the result to tensors."""
         room = self.result
+        if self._taken:
+            end = 0
+            for offset, nbytes in sorted([*self._taken, (len(self._declared.result), 0)]):
+                self._take(end, offset - end)
+                end = offset + nbytes
+            return
         if self._is_plain(device, places, room):
             for offset, tensor in places:
                 nbytes = tensor.numel() * room.itemsize

@@ -161,6 +161,7 @@ class Reductions:
         where = device_of(sends) if device is None else device
         for target in targets:
             check_writable(target)
+        due = _end_to_end(targets)
         with self._lock:
             self._around.check()
             self._forget_failed()
@@ -173,12 +174,12 @@ class Reductions:
                 lane,
                 where,
                 outputs,
-                lambda: lane.fetch(where, _end_to_end(targets)),
+                lambda: lane.fetch(where, due),
                 timeout_s,
                 lambda: self._failed.append((kind, place)),
             )
             work.number = self._around.journal.record((what, kind), lane.name)
-            lane.begin(where, _end_to_end(sends))
+            lane.begin(where, _end_to_end(sends), due=due)
             lane.occupant = work
             return work
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import byteps_py.torch as bps
 from backend.common import feature, raises, rank, same, size, values
 from backend.groups import DTYPES, OTHER_DTYPES, given, groups
+from byteps_py.strips import STRIP_BYTES
 
 
 @feature
@@ -132,6 +133,41 @@ def many_sizes_and_many_in_flight() -> None:
         work.wait()
     for i, outputs in enumerate(gathered):
         same(outputs, [torch.full((5,), r + i * 1.0) for r in ranks])
+
+
+@feature
+def large_tensors() -> None:
+    """Of other machines, their results are taken in strips, twice; what lies otherwise is taken as a whole."""
+    _, ranks, me = next(groups())
+    n = len(ranks)
+    count = 3 * STRIP_BYTES // 4 + 5
+    base = torch.arange(count, dtype=torch.int32)
+    bases = [(base * (r + 1)) % 1013 for r in ranks]
+    for _ in range(2):
+        works, expected, found = [], [], []
+        total = torch.stack(bases).sum(0, dtype=torch.int32)
+        found.append(bases[me].clone())
+        works.append(dist.all_reduce(found[-1], async_op=True))
+        expected.append(total)
+        found.append(bases[me].clone().view(1, count).expand(2, count).t().contiguous().t())  # not as it lies
+        works.append(dist.all_reduce(found[-1], async_op=True))
+        expected.append(total.expand(2, count))
+        found.append(torch.empty(n * count, dtype=torch.int32))
+        works.append(dist.all_gather_into_tensor(found[-1], bases[me], async_op=True))
+        expected.append(torch.cat(bases))
+        found.append(torch.empty(count, dtype=torch.int32))
+        rows = torch.cat([bases[me] + r for r in ranks])
+        works.append(dist.reduce_scatter_tensor(found[-1], rows, async_op=True))
+        expected.append(total + n * me)
+        found.append(torch.empty(n * count, dtype=torch.int32))
+        works.append(dist.all_to_all_single(found[-1], rows, async_op=True))
+        expected.append(torch.cat([each + me for each in bases]))
+        found.append(bases[me].clone())
+        works.append(dist.broadcast(found[-1], ranks[-1], async_op=True))
+        expected.append(bases[-1])
+        for work in works:
+            work.wait()
+        same(found, expected)
 
 
 @feature
