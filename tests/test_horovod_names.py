@@ -165,10 +165,12 @@ def test_modules_are_found_under_the_package_too() -> None:
     """As after ``horovod.torch`` was replaced everywhere in a script, whatever comes first; and each is there once."""
     code = """
 from byteps_py.elastic.sampler import ElasticSampler
+from byteps_py.elastic.state import TorchState
 from byteps_py.mpi_ops import synchronize
 import byteps_py.compression, byteps_py.functions, byteps_py.optimizer, byteps_py.sync_batch_norm
 import byteps_py as hvd, byteps_py.torch as there
 assert hvd.elastic is there.elastic and hvd.elastic.ElasticSampler is ElasticSampler
+assert hvd.elastic.TorchState is TorchState
 assert hvd.mpi_ops is there.mpi_ops and hvd.synchronize is synchronize
 assert hvd.elastic.__spec__.name == "byteps_py.torch.elastic"
 """

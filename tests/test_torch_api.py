@@ -291,7 +291,7 @@ def test_importing_shared_ground_does_not_import_torch() -> None:
     "module",
     [
         *("api", "layout", "names", "optimizer", "parallel", "stream", "cross_barrier", "adasum", "sync_batch_norm"),
-        *("elastic.running", "elastic.sampler", "elastic.state", "elastic.torch_state"),
+        *("elastic.running", "elastic.sampler", "elastic.object_state", "elastic.state"),
         *("allreduce", "gathers", "scatter", "scaling", "collectives.alltoall", "collectives.rooms"),
     ],
 )

@@ -1,162 +1,154 @@
-"""What a training process commits and goes back to. Knows no torch module or optimizer: torch_state.py does.
-
-The training thread calls; ``on_hosts_updated`` may be called by any thread.
-"""
+"""TorchState: what of a torch training is committed, restored and made equal. The training thread calls."""
 
 from __future__ import annotations
 
 import copy
-import queue
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
 from typing import Any
 
-from byteps_py.errors import HostsUpdatedInterrupt
-from byteps_py.torch import context as contexts
-from byteps_py.torch.api import rank
-from byteps_py.torch.functions import broadcast_object
+import torch
+
+from byteps_py.torch.api import push_pull
+from byteps_py.torch.elastic.object_state import ObjectState
+from byteps_py.torch.elastic.sampler import ElasticSampler
+from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from byteps_py.torch.ops import Max
 
 
-class HostUpdateResult:
-    """What happened to the hosts; values can be or-ed together."""
+class StateHandler(ABC):
+    """How one attribute of a TorchState is saved. Keeps a copy of its ``state_dict``."""
 
-    no_update = 0
-    removed = 1
-    added = 2
-    mixed = removed | added
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        # A copy: optimizers take tensors of a state over as they are, and would change what was saved.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make all ranks' values equal to rank 0's."""
+
+    def set_value(self, value: Any) -> None:
+        self.value = value
+        self.save()
 
 
-class State:
-    """Base class: subclasses say how to ``save``, ``restore`` and ``sync``.
+class ModelStateHandler(StateHandler):
+    """A torch.nn.Module."""
 
-    bcast_object: gives rank 0's object on every rank. get_rank: this rank's number.
+    def sync(self) -> None:
+        state = self.value.state_dict()
+        broadcast_parameters({name: t for name, t in state.items() if isinstance(t, torch.Tensor)}, 0)
+
+
+class OptimizerStateHandler(StateHandler):
+    """A torch.optim.Optimizer, distributed or not. Gradients are not saved: restored, there are none."""
+
+    def restore(self) -> None:
+        super().restore()
+        for group in self.value.param_groups:
+            for param in group["params"]:
+                param.grad = None  # of the step that failed; a script may zero them only after a step
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, 0)
+
+
+class ObjectStateHandler(StateHandler):
+    """Whatever has a small state_dict: learning-rate schedulers, gradient scalers, samplers."""
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
+
+
+Registry = list[tuple[type, type[StateHandler]]]
+
+_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, ObjectStateHandler),
+    (torch.optim.lr_scheduler.ReduceLROnPlateau, ObjectStateHandler),
+    (torch.amp.GradScaler, ObjectStateHandler),
+    (ElasticSampler, ObjectStateHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Which types have which handler; the first that fits is taken."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Replace what ``get_handler_registry`` gives; for states made from now on."""
+    _registry[:] = registry
+
+
+class TorchState(ObjectState):
+    """The state of a training: modules, optimizers, schedulers, ElasticSamplers, and any picklable objects.
+
+    Everything given is an attribute. Modules and the like are saved by their ``state_dict``, everything else is
+    copied. An attribute that is assigned anew (another model) is saved at once.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> model = torch.nn.Linear(1, 1)
+    >>> state = bps.elastic.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), epoch=0)
+    >>> state.epoch += 1
+    >>> state.commit()
+    >>> _ = torch.nn.init.zeros_(model.weight); state.epoch += 1
+    >>> state.restore()
+    >>> bool(model.weight != 0), state.epoch
+    (True, 1)
+    >>> bps.shutdown()
     """
 
-    def __init__(
-        self, bcast_object: Callable[[Any], Any] = broadcast_object, get_rank: Callable[[], int] = rank
-    ) -> None:
-        self._bcast_object = bcast_object
-        self._rank = get_rank
-        self._notices: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._last_update = 0  # timestamp of the last notice that all ranks have acted on
-        self._reset_callbacks: list[Callable[[], object]] = []
-        self._commits = 0
+    _handlers: dict[str, StateHandler]
 
-    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Call these, in order, each time the job was joined again: to adapt a learning rate to size(), say."""
-        self._reset_callbacks.extend(callbacks)
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        everything = {**kwargs, "model": model, "optimizer": optimizer}
+        handlers = {name: _handler(value) for name, value in everything.items()}
+        self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
+        for name, handler in self._handlers.items():
+            super().__setattr__(name, handler.value)
+        super().__init__(**{name: value for name, value in everything.items() if name not in self._handlers})
 
-    def on_reset(self) -> None:
-        """The job was joined again. Forgets notices of hosts, then calls ``reset`` and the callbacks."""
-        self._notices = queue.SimpleQueue()
-        self._last_update = 0  # newcomers, with whom to agree, have heard of none
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
-
-    def on_hosts_updated(self, timestamp: int, update_res: int = HostUpdateResult.added) -> None:
-        """Note that hosts came or are about to go; the next ``check_host_updates`` of all ranks raises."""
-        self._notices.put((timestamp, update_res))
-
-    def commit(self) -> None:
-        """Save the state in memory, then ``check_host_updates``. A failure later on goes back to here.
-
-        Copies everything: once every few batches is often enough.
-        """
-        self.save()
-        self._commits += 1
-        self.check_host_updates()
-
-    @property
-    def commits(self) -> int:
-        """How often ``commit`` has saved."""
-        return self._commits
-
-    def check_host_updates(self) -> None:
-        """Raises HostsUpdatedInterrupt, on all ranks or none, if a notice came since the last time.
-
-        All ranks must call it equally often.
-        """
-        latest, changes = self._last_update, HostUpdateResult.no_update
-        if news := _news():
-            latest, changes = latest + 1, news
-        while not self._notices.empty():
-            timestamp, change = self._notices.get()
-            if timestamp > self._last_update:
-                latest = max(latest, timestamp)
-                changes |= change
-        before = self._last_update
-        self._last_update, changes = self._agree(latest, changes)
-        if self._last_update > before:
-            raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
-
-    def _agree(self, timestamp: int, changes: int) -> tuple[int, int]:
-        """The newest notice of any rank; here: of rank 0."""
-        agreed: tuple[int, int] = self._bcast_object((timestamp, changes))
-        return agreed
+    def __setattr__(self, name: str, value: Any) -> None:
+        handler = self.__dict__.get("_handlers", {}).get(name)
+        if handler is not None:
+            handler.set_value(value)
+        super().__setattr__(name, value)
 
     def save(self) -> None:
         """Keep the present state in memory."""
-        raise NotImplementedError(f"{type(self).__name__} must define save()")
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
 
     def restore(self) -> None:
         """Go back to the state that was saved last."""
-        raise NotImplementedError(f"{type(self).__name__} must define restore()")
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
 
     def sync(self) -> None:
-        """Make all ranks' states equal to rank 0's."""
-        raise NotImplementedError(f"{type(self).__name__} must define sync()")
+        """Make all ranks' states equal to rank 0's present one, and save it."""
+        for handler in self._handlers.values():
+            handler.sync()
+            handler.save()
+        super().sync()
 
-    def reset(self) -> None:
-        """The job was joined again, perhaps with another size; for subclasses."""
-
-
-def _news() -> int:
-    """What the job knows about hosts: of an elastic one. A group that has heard of any is soon another."""
-    context = contexts.current()
-    if not context.is_open:
-        return HostUpdateResult.no_update
-    added, removed = context.session.hosts_changed()
-    return (HostUpdateResult.added if added else 0) | (HostUpdateResult.removed if removed else 0)
+    def _agree(self, timestamp: int, changes: int) -> tuple[int, int]:
+        notice = push_pull(torch.tensor([timestamp, changes]), name="elastic.hosts_updated", op=Max)
+        return int(notice[0]), int(notice[1])
 
 
-class ObjectState(State):
-    """Any picklable Python objects, each an attribute of the state.
-
-    >>> state = ObjectState(lambda value: value, lambda: 0, epoch=1, seen=[])
-    >>> state.epoch, _ = 2, state.seen.append(7)
-    >>> state.restore()
-    >>> state.epoch, state.seen
-    (1, [])
-    """
-
-    def __init__(
-        self,
-        bcast_object: Callable[[Any], Any] = broadcast_object,
-        get_rank: Callable[[], int] = rank,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(bcast_object, get_rank)
-        self._names = tuple(kwargs)
-        for name, value in kwargs.items():
-            setattr(self, name, value)
-        self._saved: dict[str, Any] = copy.deepcopy(kwargs)
-
-    def __getattr__(self, name: str) -> Any:  # for type checkers: attributes are what the constructor was given
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-    def _values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._names}
-
-    def save(self) -> None:
-        self._saved = copy.deepcopy(self._values())  # an object changed in place must not change what was saved
-
-    def restore(self) -> None:
-        for name, value in copy.deepcopy(self._saved).items():
-            setattr(self, name, value)
-
-    def sync(self) -> None:
-        """Make all ranks' objects equal to rank 0's present ones, and save them."""
-        if self._names:
-            for name, value in self._bcast_object(self._values()).items():
-                setattr(self, name, value)
-        ObjectState.save(self)
+def _handler(value: Any) -> StateHandler | None:
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None
