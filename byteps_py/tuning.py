@@ -16,7 +16,9 @@ MAX_PARTITION_BYTES = 4 << 20  # larger messages are slower per byte in ZeroMQ
 MIN_PARTITION_BYTES = 32 << 10
 
 _PIPELINE_S = 0.02  # what the pipeline may take
-_MESSAGE_S = 0.0002  # what a message may take on the wire at least: so many can be handled in time
+#: What a message takes on the wire at least: the services need 0.2 ms of processor time for it at either end, and what
+#: else there is to do, beside them, should have most of it.
+_MESSAGE_S = 0.003
 _IN_FLIGHT_OVER_LEAST = 2.0
 _ANSWER_OVER_LEAST = 3.0
 #: Freed memory that a process keeps for messages, before it knows what it will have in flight.
@@ -27,7 +29,7 @@ def partition_bytes(link_mbit: float, machines: int) -> int:
     """The largest partition for links of this rate each way between so many GPU machines: a power of two.
 
     >>> [partition_bytes(rate, 4) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
-    [32, 64, 256, 2048, 4096]
+    [32, 128, 256, 2048, 4096]
     """
     rate = link_mbit * 1e6 / 8
     wire_bytes = int(rate * max(_PIPELINE_S / (2 * machines), _MESSAGE_S))
@@ -38,16 +40,6 @@ def partition_bytes(link_mbit: float, machines: int) -> int:
 def credit_bytes(partition: int, machines: int) -> int:
     """How much a machine has in flight, for partitions of this size."""
     return round(_IN_FLIGHT_OVER_LEAST * 2 * machines * partition)
-
-
-def fetch_credit_bytes(credit: int) -> int:
-    """How much a machine has asked other machines for, where ``credit`` is what it has in flight to servers.
-
-    Twice as much: a request waits behind what this machine itself sends, then its answer behind what the other one
-    sends. Measured with 4 machines at 400 Mbit/s, 1, 2 and 4 MB: a reduce-scatter takes 1.098, 1.094 and 1.105 of its
-    optimum, an all-gather 1.127, 1.099 and 1.147.
-    """
-    return 2 * credit
 
 
 def answer_s(credit: int, link_mbit: float) -> float:

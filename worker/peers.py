@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import zmq
 
 from byteps_py import machine
+from byteps_py.dataplane.dialer import COPY_BYTES
 from byteps_py.dataplane.listener import DataListener, RemotePeer
 from byteps_py.dataplane.peer import Peer
 from byteps_py.dataplane.strangers import SWEEP_S
@@ -195,8 +196,8 @@ class PeerMachines:
 
     def serve(self, origin: object, view: memoryview, then: Callable[[], None]) -> None:
         peer, header = _origin(origin)
-        if len(view) < zmq.COPY_THRESHOLD:
-            peer.answer(header, zmq.Frame(bytes(view)))
+        if len(view) < COPY_BYTES:
+            peer.answer(header, zmq.Frame(view, copy=True))
             then()
             return
         tracker = peer.lend(header, view)
