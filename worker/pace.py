@@ -146,7 +146,10 @@ class ServerPace:
         answer_s = max(0.0, now - since - waited_s)
         mbit = self._link_mbit[part.server]
         due_s = _BASE_S + (ahead * 8 / (mbit * 1e6) if mbit else 0.0)
-        self._typical.setdefault(part.server, Typical()).add(since, now, answer_s, answer_s / due_s)
+        typical = self._typical.get(part.server)
+        if typical is None:
+            typical = self._typical[part.server] = Typical()
+        typical.add(since, now, answer_s, answer_s / due_s)
 
     def forget(self, part: Part) -> None:
         """No answer is waited for any more."""
