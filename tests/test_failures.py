@@ -341,14 +341,14 @@ def test_a_service_that_dies_or_freezes_is_named_on_every_rank(
 
 
 def test_without_its_scheduler_a_job_goes_on_and_ends_well() -> None:
-    with launch(CLUSTER, "told", BYTEPS_JOURNAL_DIR="none") as job:
+    with launch(f"--grace-period 30 {CLUSTER}", "told", BYTEPS_JOURNAL_DIR="none") as job:
         job.until("0: training", "1: training")
         os.kill(job.pid("byteps_py.scheduler"), signal.SIGKILL)
         job.until("bpslaunch: the scheduler was killed", "worker 0 WARNING: lost the", "worker 1 WARNING: lost the")
         assert job.end() == 0  # which tells rank 0 to stop
-    assert {"0: closed", "1: closed"} <= set(job.said)
-    assert "did not end" not in job.text
-    assert "agreed tensors are still reduced" in job.text
+        assert {"0: closed", "1: closed"} <= set(job.said)
+        assert "did not end" not in job.text
+        assert "agreed tensors are still reduced" in job.text
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
