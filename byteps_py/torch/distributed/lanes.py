@@ -103,6 +103,10 @@ class Lane:
             tensors = [tensor.detach() for _, tensor in places]
             self._departure = mover.send(self._session, slot, views, tensors, layout)
 
+    def vacate(self) -> None:
+        """Its operation is over: nothing of the caller's is kept alive here."""
+        self.occupant, self._due = None, ()
+
     def departed(self, timeout_s: float) -> None:
         """Return when the round has been handed over. Raises StallError."""
         departure = self._departure

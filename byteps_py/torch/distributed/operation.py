@@ -52,7 +52,7 @@ class Operation(Pending):
     def _release(self) -> None:
         lane, self._lane, self._deliver = self._lane, None, None
         if lane is not None and lane.occupant is self:
-            lane.occupant = None
+            lane.vacate()
         if self._error is not None and self._failed is not None:
             self._failed()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import byteps_py.torch as bps
-from backend.common import feature, raises, rank, same, size, values
+from backend.common import feature, machines, raises, rank, same, size, values
 from backend.groups import DTYPES, OTHER_DTYPES, given, groups
 from byteps_py.strips import STRIP_BYTES
 
@@ -152,7 +154,9 @@ def large_tensors() -> None:
         found.append(bases[me].clone().view(1, count).expand(2, count).t().contiguous().t())  # not as it lies
         works.append(dist.all_reduce(found[-1], async_op=True))
         expected.append(total.expand(2, count))
-        found.append(torch.empty(n * count, dtype=torch.int32))
+        memory = np.empty(n * count, np.int32)
+        is_kept = weakref.ref(memory)
+        found.append(torch.from_numpy(memory))
         works.append(dist.all_gather_into_tensor(found[-1], bases[me], async_op=True))
         expected.append(torch.cat(bases))
         found.append(torch.empty(count, dtype=torch.int32))
@@ -168,6 +172,8 @@ def large_tensors() -> None:
         for work in works:
             work.wait()
         same(found, expected)
+        del work, works, found, memory
+        assert len(machines()) == 1 or is_kept() is None, "an output's memory is kept alive"
 
 
 @feature
