@@ -8,6 +8,7 @@
     │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
     │   └── GradientOrderError (AssertionError)  backward, synchronize, step, zero_grad out of order
     ├── NonFiniteError (FloatingPointError)   a gradient is NaN or infinite; on every rank
+    │   └── NonFiniteInputError               what a rank gives to torch.distributed is; on that rank
     └── CommunicationError (RuntimeError)     the job, not this call, is at fault; Horovod's HorovodInternalError
         ├── MismatchError                     ranks disagree about a tensor
         ├── StallError (TimeoutError)         a deadline passed while waiting for ranks
@@ -58,6 +59,11 @@ class GradientOrderError(UsageError, AssertionError):
 
 class NonFiniteError(BytePSError, FloatingPointError):
     """A gradient is NaN or infinite on some rank, and BYTEPS_NONFINITE=raise. Every rank raises it in the same step."""
+
+
+class NonFiniteInputError(NonFiniteError):
+    """A rank gives NaN or infinity to a sum of torch.distributed, and BYTEPS_NONFINITE=raise. Only that rank raises it;
+    the others raise its words when it ends."""
 
 
 class CommunicationError(BytePSError, RuntimeError):

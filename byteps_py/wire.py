@@ -39,6 +39,7 @@ class Kind(enum.IntEnum):
     PASS = 10  # CS → SS: my ranks have joined, and I contribute nothing; tell me, without the result, when it is there
     WANT = 11  # SS → CS: another machine lacks the result of this round; if you have it, give me your part once more
     WITHDRAW = 12  # CS → SS: what I gave to this round goes to another server; no answer
+    TAKEN = 13  # CS → CS: I have all of what a Fetch names, of its round ``taken``; no answer
     CHALLENGE = 20  # back, at a HELLO: prove that you know the secret, as I do
     PROOF = 21  # CS → SS or CS, at a CHALLENGE; from now on every message is sealed
     DAMAGED = 22  # back: message number ``round`` of this connection could not be opened; send it again
@@ -143,27 +144,29 @@ _DTYPES = {int(d): d for d in DType}
 _OPS = {int(o): o for o in Op}
 
 
-_FETCH = struct.Struct("<IIQB")
+_FETCH = struct.Struct("<IIQBQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """The payload of a FETCH: of the piece, of ``total`` bytes, that rank ``source`` has for rank ``target``, the
     header's ``length`` bytes at its ``offset`` are wanted. The header's ``index`` numbers the requests, of FETCH_SUM
-    as well. ``is_tentative``: if it has another size it stays there, for a later request."""
+    as well. ``is_tentative``: if it has another size it stays there, for a later request. ``taken``: a round of which
+    all that ``source`` had for ``target`` has come; 0: none. Until then it is kept, as it may be lost on the way."""
 
     source: int
     target: int
     total: int
     is_tentative: bool = False
+    taken: int = 0
 
     def pack(self) -> bytes:
-        return _FETCH.pack(self.source, self.target, self.total, self.is_tentative)
+        return _FETCH.pack(self.source, self.target, self.total, self.is_tentative, self.taken)
 
     @classmethod
     def unpack(cls, data: bytes) -> Fetch:
         """Raises ProtocolError."""
         if len(data) != _FETCH.size:
             raise ProtocolError(f"a FETCH has a payload of {_FETCH.size} bytes, got {len(data)}")
-        source, target, total, is_tentative = _FETCH.unpack(data)
-        return cls(source, target, total, bool(is_tentative))
+        source, target, total, is_tentative, taken = _FETCH.unpack(data)
+        return cls(source, target, total, bool(is_tentative), taken)

@@ -26,7 +26,14 @@ from byteps_py import machine
 from byteps_py.dataplane.peer import Peer
 from byteps_py.dataplane.strangers import SWEEP_S
 from byteps_py.dataplane.traffic import Traffic
-from byteps_py.errors import BytePSError, CommunicationError, ConfigurationError, ProtocolError, from_name
+from byteps_py.errors import (
+    BytePSError,
+    CommunicationError,
+    ConfigurationError,
+    ProtocolError,
+    StallError,
+    from_name,
+)
 from byteps_py.launch.spec import GIVEN_UP_STATUS
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
@@ -164,7 +171,15 @@ class Service:
             self._link.close(self._reason)
         # Before the loop: its threads post there. Before connections: who sees these end relies on it that nothing is
         # written into its memory any more.
-        self._reducer.close()
+        try:
+            self._reducer.close()
+        except StallError as error:
+            # Taken for dead because it had no time, to load kernels for example, and still has none. The process ends,
+            # its threads before its connections, and its status says that it may be started again.
+            if self._status != GIVEN_UP_STATUS:
+                raise
+            logger.warning("%s", error)
+            return
         self._network.close()
         if self._local is not None:
             self._local.close()

@@ -16,8 +16,9 @@ from support.data_plane import WAIT_S, HandLink, LocalMachine, Machine, Server, 
 from support.summation import SETTINGS, assert_works
 from zmq.utils import garbage
 
-from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError
+from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError, StallError
 from byteps_py.launch.cluster import free_port
+from byteps_py.launch.spec import GIVEN_UP_STATUS
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import connect
@@ -56,6 +57,22 @@ def test_it_says_why_it_was_not_let_in() -> None:
         server.link.say(refused=pb.Refused(error="RendezvousError", message="the job is full"))
         server.join()
     assert isinstance(server.error, RendezvousError)
+
+
+def test_given_up_while_its_threads_are_busy_it_may_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it was taken for dead because loading its kernels takes long."""
+    with Server(SETTINGS) as server:
+        reducer = server.service._reducer
+        close = reducer.close
+
+        def stall() -> None:
+            raise StallError("engine 'sum': sum-0 still busy 10 s after close()")
+
+        monkeypatch.setattr(reducer, "close", stall)
+        server.link.say(refused=pb.Refused(error="RendezvousError", message="this summation service was given up"))
+        assert server.join() == GIVEN_UP_STATUS
+        monkeypatch.setattr(reducer, "close", close)
+        server.service._close()  # what the end of its process does otherwise
 
 
 def test_partitions_larger_than_it_was_told_end_it() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,6 +17,7 @@ from support.proxy import Proxy
 from support.worker_core import slot, tensor
 from zmq.utils import garbage
 
+from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import MismatchError
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
@@ -22,7 +25,7 @@ from byteps_py.settings import Settings
 from byteps_py.wire import Fetch, Header, Kind
 from byteps_py.worker.actions import AskSum
 from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import Request
+from byteps_py.worker.pieces import Receipt, Request
 from byteps_py.worker.tensor import ScatterPart, SumRequest
 from byteps_py.worker.topology import Topology
 
@@ -45,7 +48,7 @@ class Service:
     def __init__(self) -> None:
         self.loop = EventLoop()
         self.peers = PeerMachines(self.loop, SETTINGS, self._requested, lambda machine: None)
-        self.requests: list[Request | SumRequest] = []
+        self.requests: list[Request | SumRequest | Receipt] = []
         self.served = threading.Semaphore(0)
         self._thread = threading.Thread(target=self.loop.run)
         self._thread.start()
@@ -54,8 +57,10 @@ class Service:
         workers = tuple(pb.Member(machine_index=i) for i in range(2))
         self.loop.post(lambda: self.peers.open(Topology(1, 0, workers, (), 1 << 20), lambda *lost: None))
 
-    def _requested(self, request: Request | SumRequest) -> None:
+    def _requested(self, request: Request | SumRequest | Receipt) -> None:
         self.requests.append(request)
+        if isinstance(request, Receipt):
+            return
         if request.key not in (1, 2, SCATTERED.key):
             raise MismatchError("sizes differ")
         data = memoryview(b"few" if request.key == 2 else LARGE)
@@ -124,6 +129,26 @@ def test_large_answers_leave_from_where_they_lie_and_then_it_is_told(service: Se
     assert service.peers.bytes_sent == len(LARGE)
 
 
+@pytest.mark.parametrize("nbytes", [3, len(LARGE)])
+def test_what_is_for_a_machine_that_is_gone_is_not_taken(service: Service, nbytes: int) -> None:
+    """It asks again on its next connection, and then must find it."""
+    nobody = SimpleNamespace(send_result=lambda *given: False, send_tracked=lambda *given: None)
+    peer = RemotePeer(cast(Any, nobody), b"", 1, cast(Any, (None, None)))
+    service.peers.serve((peer, Header(Kind.FETCH, 1)), memoryview(LARGE)[:nbytes], service.served.release)
+    assert not service.served.acquire(blocking=False)
+
+
+@pytest.mark.parametrize(("newer", "gone"), [(None, [1]), (object(), [])])
+def test_a_machine_that_has_connected_again_is_not_gone(newer: object, gone: list[int]) -> None:
+    """The end of its older connection shows late, and what it has asked for since must stay."""
+    told: list[int] = []
+    peers = object.__new__(PeerMachines)
+    peers._listener = cast(Any, SimpleNamespace(peer_of=lambda machine: newer))
+    peers._on_gone = told.append
+    peers._gone(cast(Any, SimpleNamespace(machine=1)))
+    assert told == gone
+
+
 def test_strangers_and_nonsense_are_refused_and_nothing_else_happens(service: Service, connect: Connect) -> None:
     service.open()
     stranger = connect(b"guessed")
@@ -133,7 +158,7 @@ def test_strangers_and_nonsense_are_refused_and_nothing_else_happens(service: Se
     assert service.requests == []
     machine = connect()
     for kind, body, text in (
-        (Kind.FETCH, b"short", "a FETCH has a payload of 17 bytes, got 5"),
+        (Kind.FETCH, b"short", "a FETCH has a payload of 25 bytes, got 5"),
         (Kind.FETCH, None, "MismatchError\nsizes differ"),
         (Kind.PUSH, b"", "PUSH in the name of machine 1 is not for machine 1 to send"),
     ):
@@ -180,3 +205,15 @@ def test_what_is_damaged_between_communication_services_is_said_again(service: S
         asking.close()
         loop.close()
         proxy.close()
+
+
+def test_who_has_got_a_piece_says_so_with_a_request_or_by_itself(service: Service, connect: Connect) -> None:
+    service.open()
+    machine = connect()
+    machine.send(Header(Kind.TAKEN, 1, epoch=1, key=2, index=5, round=2), Fetch(0, 1, 0, taken=2).pack())
+    assert fetch(machine, 2, Fetch(0, 1, 9, taken=3).pack())[1] == b"few"
+    first, second, request = service.requests
+    for receipt, round_ in ((first, 2), (second, 3)):
+        assert isinstance(receipt, Receipt)
+        assert (receipt.machine, receipt.key, receipt.round, receipt.source, receipt.target) == (1, 2, round_, 0, 1)
+    assert isinstance(request, Request)

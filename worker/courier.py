@@ -42,8 +42,8 @@ class Peers(Protocol):
     def refuse(self, origin: object, error: BytePSError) -> None:
         """Say why a request is not answered."""
 
-    def serve(self, origin: object, view: memoryview, then: Callable[[], None]) -> None:
-        """Answer a request; ``then`` is called once ``view`` may change."""
+    def serve(self, origin: object, view: memoryview, then: Callable[[], None] | None = None) -> None:
+        """Answer a request; ``then`` is called once ``view`` may change. Not if who asked is gone: it asks again."""
 
 
 class Courier:
@@ -150,7 +150,7 @@ class Courier:
     def _serve(self, peers: Peers, serve: Serve) -> None:
         rank, length = serve.member.slot.local_rank, serve.request.length
         view = self._memory.view_of(rank, serve.block, serve.offset, length)
-        peers.serve(serve.request.origin, view, lambda: self._run(self._direct.served(serve)))
+        peers.serve(serve.request.origin, view)
 
     def _lend(self, peers: Peers, lend: Lend) -> None:
         part = lend.part

@@ -5,11 +5,12 @@
       └─ from each rank of another machine:  Fetch ─► there, once the rank has come:  Serve ─► here:  Copy
     all its pieces are copied, and nobody still needs what it offered a round ago: Delivered
 
-Who receives asks, so nothing comes for which there is no place, and what is asked for twice is the same. Ranks go
-through the rounds of a name at their own pace, each at most one ahead of whoever still needs a piece of the round
-before: a rank's two inputs are used in turn. Nothing is voted on: a key is a name, a name says who takes part (its
-ranks disagree about that only by a fault of the front end), and sizes are compared where they meet. A piece whose
-sizes differ counts as taken, so that rounds stay in step; who expects it gets an error for it.
+Who receives asks, so nothing comes for which there is no place, and what is asked for twice is the same; and says when
+it has come, so that what is lost with a connection is there to be sent again. Ranks go through the rounds of a name at
+their own pace, each at most one ahead of whoever still needs a piece of the round before: a rank's two inputs are used
+in turn. Nothing is voted on: a key is a name, a name says who takes part (its ranks disagree about that only by a fault
+of the front end), and sizes are compared where they meet. A piece whose sizes differ counts as taken, so that rounds
+stay in step; who expects it gets an error for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import MismatchError, ProtocolError
-from byteps_py.tensors import Layout, Sizes, differing, key_of
+from byteps_py.tensors import Layout, Sizes, key_of
 from byteps_py.worker.actions import AskSum
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.endings import (
@@ -28,12 +29,9 @@ from byteps_py.worker.endings import (
     end,
     finish,
     let_go,
-    seen,
     taken,
-    untaken,
 )
 from byteps_py.worker.pieces import (
-    ALL,
     Channel,
     Copy,
     CopyHere,
@@ -41,18 +39,17 @@ from byteps_py.worker.pieces import (
     Member,
     Offer,
     Pair,
+    Receipt,
     Refuse,
     Request,
-    Serve,
     Transfer,
     due,
 )
+from byteps_py.worker.serving import MAX_EARLY, owed, parties, serve
 from byteps_py.worker.tensor import RankSlot
 
 #: A copy of so many bytes takes less time than the way to another thread and back.
 SMALL_BYTES = 256 << 10
-#: Requests for names that no local rank has declared yet; more can't come from correct machines.
-MAX_EARLY = 1 << 16
 
 
 class Direct:
@@ -142,7 +139,10 @@ class Direct:
             actions += self._ask(channel, member, now)
             requests, channel.requests = channel.requests, []
             for request in requests:
-                actions += self._serve(channel, request)
+                try:
+                    actions += serve(channel, request)
+                except ProtocolError as error:  # the fault of the one who asked, not of the rank that has come
+                    actions.append(Refuse(request, error))
         drop_if_taken(member, round_)
         return actions + finish(member)
 
@@ -150,7 +150,8 @@ class Direct:
         """Another machine wants a piece. Raises ProtocolError for what no correct machine asks."""
         channel = self._channels.get(request.key)
         if channel is not None:
-            return self._serve(channel, request)
+            # Of a round that was abandoned before all joined its name was perhaps other ranks'.
+            return serve(channel, request) if request.round > self._before else []
         if sum(map(len, self._early.values())) >= MAX_EARLY:
             raise ProtocolError(f"machine {request.machine} asks for too much that nobody here has declared")
         self._early.setdefault(request.key, []).append(request)
@@ -164,7 +165,7 @@ class Direct:
         if not transfer.length:
             actions += self.copied(transfer)
         elif outputs:
-            actions.append(Copy(transfer, source, outputs))
+            actions.append(_begin_copy(transfer, source, outputs))
         return [*actions, *due(self._queue, now)]
 
     def refused(self, transfer: Transfer, error: MismatchError, now: float) -> list[DirectAction]:
@@ -195,7 +196,11 @@ class Direct:
     def copied(self, transfer: Transfer) -> list[DirectAction]:
         """A Copy has ended."""
         actions: list[DirectAction] = []
+        for slot in transfer.places:
+            slot.copies -= 1
         for member in transfer.targets:
+            if member.outgrown:
+                actions += let_go(member)
             if not member.awaits(transfer.source, transfer.round):
                 continue  # it was abandoned
             member.due[transfer.source] -= transfer.length
@@ -205,13 +210,16 @@ class Direct:
         source = transfer.channel.members.get(transfer.source)
         if source is not None:
             for member in transfer.targets:
-                actions += taken(source, transfer.round, member.position, transfer.offset, transfer.length)
+                actions += taken(source, transfer.round, member.position, transfer.length)
         return actions
 
-    def served(self, serve: Serve) -> list[DirectAction]:
-        """The bytes of a Serve have left."""
-        request, channel = serve.request, serve.channel
-        return taken(serve.member, request.round, _taker(channel, request)[0], request.offset, request.length)
+    def received(self, receipt: Receipt) -> list[DirectAction]:
+        """Another machine has all of a piece. Raises ProtocolError for what no correct machine says."""
+        channel = self._channels.get(receipt.key)
+        if channel is None or receipt.round <= self._before:
+            return []  # of names that were given up
+        member, taker, _ = parties(channel, receipt)
+        return taken(member, receipt.round, taker) if member is not None else []
 
     def gone(self, machine: int) -> None:
         """What a machine has asked for can't be sent to it any more."""
@@ -229,7 +237,10 @@ class Direct:
         the round after ``round_``: a machine that hears of this earlier may ask for it already."""
         self._before = round_
         early = [*self._early.values(), *(channel.requests for channel in self._channels.values())]
-        slots = [slot for _, m in self.members() for slot in (m.slot, *(old for _, old in m.outgrown))]
+        slots = []
+        for _, member in self.members():
+            slots += [member.slot, *(old for _, old in member.outgrown)]
+            member.outgrown.clear()  # what still leaves, or is copied, lets go of nothing
         self._channels.clear()
         self._by_slot.clear()
         self._early.clear()
@@ -245,6 +256,17 @@ class Direct:
             for member in channel.members.values():
                 if local_rank is None or member.slot.local_rank == local_rank:
                     yield channel, member
+
+    def lacks(self, ranks: set[int]) -> bool:
+        """A local rank waits for a piece that one of these has for it."""
+        return any(
+            member.is_waited_for and any(channel.ranks[source] in ranks for source in member.due)
+            for channel, member in self.members()
+        )
+
+    def owes(self, gone: set[int]) -> bool:
+        """A rank of another machine has yet to take what one of this machine has for it, and is not ``gone``."""
+        return any(owed(channel, member, self._machine, gone) for channel, member in self.members())
 
     # ---- pieces ----------------------------------------------------------------------------------------
 
@@ -305,7 +327,7 @@ class Direct:
             transfer = Transfer(
                 channel, target.round, source.position, (target,), offset, length, nbytes, self._machine
             )
-            actions.append(Copy(transfer, address + offset, self._outputs(transfer)))
+            actions.append(_begin_copy(transfer, address + offset, self._outputs(transfer)))
 
     def _outputs(self, transfer: Transfer) -> tuple[int, ...]:
         waiting = (m for m in transfer.targets if m.awaits(transfer.source, transfer.round))
@@ -338,47 +360,13 @@ class Direct:
                 self._queue.add(transfer, channel.spec.priority)
         return [*actions, *due(self._queue, now)] if remote else []
 
-    def _serve(self, channel: Channel, request: Request) -> list[DirectAction]:
-        if request.source not in channel.ranks or (request.target != ALL and request.target not in channel.ranks):
-            raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} or {request.target} has no part")
-        if request.round <= self._before:
-            return []  # of a round that was abandoned before all ranks joined
-        position = channel.ranks.index(request.source)
-        if position not in channel.here:
-            raise ProtocolError(f"tensor {channel.spec.name!r}: rank {request.source} is not a rank of this machine")
-        member = channel.members.get(position)
-        if member is None or member.round < request.round:
-            channel.requests.append(request)
-            return []
-        taker, target = _taker(channel, request)
-        offer = member.offers.get(request.round)
-        start, nbytes, block = 0, 0, member.slot.input
-        if offer is not None:
-            (start, nbytes), block = offer.layout.sends[0 if request.target == ALL else target], offer.block
-        elif member.served.get(taker) == request.round:
-            raise ProtocolError(f"tensor {channel.spec.name!r}: round {request.round} was taken by all already")
-        refused, before = member.refused.get(taker, (0, None))
-        if refused == request.round and before is not None:
-            return [Refuse(request, before)]  # a further part, or said again
-        if nbytes != request.total:
-            name, rank = channel.spec.name, channel.ranks[target]
-            error = MismatchError(differing(name, request.source, nbytes, rank, request.total))
-            actions = [] if request.is_tentative else untaken(member, request.round, taker, error)
-            return [Refuse(request, error), *actions]
-        if request.offset + request.length > nbytes:
-            raise ProtocolError(f"tensor {channel.spec.name!r}: bytes were asked for that a piece does not have")
-        serve = Serve(request, channel, member, block, start + request.offset)
-        return [serve, *seen(member, request.round, taker)]
 
-
-def _taker(channel: Channel, request: Request) -> tuple[int, int]:
-    """Who asks, as in ``Offer.left``, and the position of the rank, or of the first of them, for whom."""
-    if request.target != ALL:
-        position = channel.ranks.index(request.target)
-        return position, position
-    if request.machine not in channel.machines:
-        raise ProtocolError(f"tensor {channel.spec.name!r}: machine {request.machine} has no part")
-    return -1 - request.machine, channel.machines.index(request.machine)
+def _begin_copy(transfer: Transfer, source: int, outputs: tuple[int, ...]) -> Copy:
+    """To those that await it."""
+    transfer.places = tuple(m.slot for m in transfer.targets if m.awaits(transfer.source, transfer.round))
+    for slot in transfer.places:
+        slot.copies += 1
+    return Copy(transfer, source, outputs)
 
 
 def _pieces(nbytes: int, limit: int) -> Iterable[tuple[int, int]]:

@@ -42,8 +42,11 @@ def arrived(member: Member, transfer: Transfer) -> list[DirectAction]:
 
 
 def let_go(member: Member) -> list[DirectAction]:
-    """Slots it has outgrown, whose rounds are all over."""
-    over = [(last, slot) for last, slot in member.outgrown if not any(r <= last for r in member.offers)]
+    """Slots it has outgrown, whose rounds are all over, and to which nothing is copied any more: a round may have been
+    abandoned in the middle."""
+    over = [
+        (last, slot) for last, slot in member.outgrown if not slot.copies and not any(r <= last for r in member.offers)
+    ]
     member.outgrown = [entry for entry in member.outgrown if entry not in over]
     return [Outgrown(slot) for _, slot in over]
 
@@ -57,13 +60,12 @@ def drop_if_taken(member: Member, round_: int) -> bool:
     return True
 
 
-def taken(member: Member, round_: int, taker: int, offset: int, nbytes: int) -> list[DirectAction]:
-    """``taker`` has got a part of what the member offers. Said twice, it counts once."""
+def taken(member: Member, round_: int, taker: int, nbytes: int | None = None) -> list[DirectAction]:
+    """``taker`` has got ``nbytes`` more of what the member offers; None: all of it, which may be said again."""
     offer = member.offers.get(round_)
-    if offer is None or (taker, offset) in offer.taken or taker not in offer.left:
+    if offer is None or taker not in offer.left:
         return []
-    offer.taken.add((taker, offset))
-    offer.left[taker] -= nbytes
+    offer.left[taker] -= offer.left[taker] if nbytes is None else nbytes
     if not offer.left[taker]:
         del offer.left[taker]
         member.served[taker] = round_

@@ -34,7 +34,7 @@ from byteps_py.worker.pieces import DirectAction
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.tensor import Part, Stage, Tensor
+from byteps_py.worker.tensor import Part, ScatterPart, Stage, Tensor
 
 #: A kernel that reads and writes fewer bytes than this runs on the loop's thread: the way to the engine and back
 #: costs 50 to 100 µs. Measured: 256 KB summed over 2 ranks takes 90 µs so, through the engine 150 to 190.
@@ -70,6 +70,7 @@ class Executor:
         self._ready = ready
         self._memory = memory
         self._pipeline = pipeline
+        self._direct = direct
         self._first_rank = first_rank
         self._guard = Guard(first_rank, pipeline.size)
         self.pace = RankPace(first_rank)
@@ -283,11 +284,21 @@ class Executor:
 
     def lacks(self, ranks: set[int]) -> bool:
         """Something was given to a round in which these ranks take part, and the result is not there."""
-        return any(
-            part.stage is Stage.IN_FLIGHT or (part.stage is Stage.QUEUED and part.is_resent)
-            for part in self._sent
-            if part.tensor.slots and (not part.tensor.spec.group or ranks.intersection(part.tensor.spec.group))
+        return self._direct.lacks(ranks) or any(
+            self._is_due(part)
+            for part in self._parts.values()
+            if part.tensor.slots
+            and not part.tensor.retired
+            and (not part.tensor.spec.group or ranks.intersection(part.tensor.spec.group))
         )
+
+    @staticmethod
+    def _is_due(part: Part) -> bool:
+        """Its result, or what other machines have for it."""
+        if isinstance(part, ScatterPart):
+            return part.stage is Stage.IN_FLIGHT and bool(part.missing)
+        is_given = part.stage is Stage.IN_FLIGHT or (part.stage is Stage.QUEUED and part.is_resent)
+        return part.server >= 0 and is_given
 
     def move(self, server_of: Callable[[Part], int]) -> int:
         """A new epoch: what its placement gives to other servers goes there. Returns how many partitions moved."""

@@ -1,6 +1,8 @@
 """When a machine whose ranks are done may end: not while another lacks a result that takes what this one gave.
 
 Owned by the loop's thread. The scheduler collects who lacks what (scheduler/farewell.py) and says when it is over.
+What others have not asked for yet, only this machine knows: pieces of gathers and exchanges that lie here for ranks
+that have not come to the round.
 """
 
 from __future__ import annotations
@@ -12,37 +14,67 @@ from byteps_py.proto import control_pb2 as pb
 
 #: At most: others may be slow to notice that a server is gone.
 LIMIT_S = 10.0
+#: Time for what was asked for last to leave.
+_LEAVING_S = 0.5
 
 
 class Farewell:
-    """``lacks``: something is given and not answered of what these ranks take part in; ``stop`` ends the service."""
+    """``lacks``: something is given and not answered of what these ranks take part in; ``owes``: other ranks than these
+    have yet to ask for what they are given; ``stop`` ends the service. ``owed_s``: so long at most what nobody asks for
+    is kept; 0: without limit."""
 
-    def __init__(self, loop: EventLoop, send: Callable[[pb.MemberMessage], None], stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        send: Callable[[pb.MemberMessage], None],
+        stop: Callable[[], None],
+        owed_s: float,
+    ) -> None:
         self.lacks: Callable[[set[int]], bool] = lambda ranks: False
+        self.owes: Callable[[set[int]], bool] = lambda ranks: False
         self._loop = loop
         self._send = send
         self._stop = stop
+        self._owed_s = owed_s
+        self._gone: set[int] = set()
         self._departed: list[set[int]] = []  # ranks of other machines, which have given to what lacks here
         self._is_dismissed = False
         self._is_going = False
+        self._has_owed = False
 
     def go(self) -> None:
         """All ranks of this machine are gone: end as soon as nobody needs what they gave."""
-        if self._is_dismissed:
-            self._stop()
-        elif not self._is_going:
+        if not self._is_going:
             self._is_going = True
-            self._loop.call_later(LIMIT_S, self._stop)
+            self._loop.call_later(LIMIT_S, self.dismissed)
+            if self._owed_s:
+                self._loop.call_later(max(LIMIT_S, self._owed_s), self._stop)
+        self._end()
 
     def dismissed(self) -> None:
-        """Nobody does."""
+        """Nobody lacks anything that was asked for."""
         self._is_dismissed = True
-        if self._is_going:
+        self._end()
+
+    def _end(self) -> None:
+        if not (self._is_going and self._is_dismissed):
+            return
+        if self.owes(self._gone):
+            self._has_owed = True
+        elif self._has_owed:
+            self._has_owed = False  # from now on only this timer asks
+            self._loop.call_later(_LEAVING_S, self._end)
+        else:
             self._stop()
+
+    def are_gone(self, ranks: Iterable[int]) -> bool:
+        """They have all shut down."""
+        return self._gone.issuperset(ranks)
 
     def departed(self, ranks: Iterable[int]) -> None:
         """These ranks of another machine are gone, which waits to hear that this one lacks nothing of theirs."""
         self._departed.append(set(ranks))
+        self._gone.update(ranks)
         self.settle()
 
     def settle(self) -> None:
@@ -54,3 +86,5 @@ class Farewell:
             else:
                 self._send(pb.MemberMessage(settled=pb.Gone(ranks=sorted(ranks))))
         self._departed = lacking
+        if self._has_owed:
+            self._end()

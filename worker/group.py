@@ -29,7 +29,7 @@ from byteps_py.worker.joining import Joining
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
 from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import Request, Transfer, due
+from byteps_py.worker.pieces import Receipt, Request, Transfer, due
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
 from byteps_py.worker.requests import Requests
@@ -45,7 +45,7 @@ class Surroundings:
     """What a group finds in its communication service, and whom it calls there.
 
     ``stay``: the service waits for ranks that come back. ``prefault``: does its argument on another thread.
-    ``server_lost(sentence, member id)``, ``machine_lost(sentence)``: it can't be reached.
+    ``server_lost(sentence, member id)``, ``machine_lost(sentence, index)``: it can't be reached.
     """
 
     loop: EventLoop
@@ -58,7 +58,7 @@ class Surroundings:
     fail: Callable[[BytePSError], None]
     prefault: Callable[[Callable[[], None]], None]
     server_lost: Callable[[str, int], None]
-    machine_lost: Callable[[str], None]
+    machine_lost: Callable[[str, int], None]
 
 
 class Group:
@@ -84,9 +84,7 @@ class Group:
             around.loop, around.ready, memory, pipeline, direct, scatter, topology.first_rank, send, fail
         )
         executor.on_end = self._end_tensor
-        if around.peers is not None:
-            around.peers.open(topology, around.machine_lost)
-            executor.courier.peers = around.peers
+        executor.courier.peers = around.peers
         self.network: Network | None = None
         if topology.machines > 1:
             self.network = executor.network = Network(
@@ -101,8 +99,10 @@ class Group:
         self._sights = Sights(around.loop, executor.ranks, self.requests.describe, memory.name_of, self._saw)
 
     def open(self) -> None:
-        """Let its ranks in."""
-        topology = self.topology
+        """Let its ranks in, and other machines ask. Whoever calls it knows this group by now."""
+        topology, peers = self.topology, self._around.peers
+        if peers is not None:  # now that they can be answered: other machines may have asked already
+            peers.open(topology, self._around.machine_lost)
         self._around.desk.open(self.requests)
         logger.info(
             "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
@@ -189,15 +189,21 @@ class Group:
 
     # ---- other machines ----------------------------------------------------------------------------------
 
-    def requested(self, request: Request | SumRequest) -> None:
-        """Another machine asks for what a rank here gives."""
+    def requested(self, request: Request | SumRequest | Receipt) -> None:
+        """Another machine asks for what a rank here gives, or has got it."""
         if isinstance(request, SumRequest):
             self.executor.run(self._scatter.requested(request))
+        elif isinstance(request, Receipt):
+            self.executor.run(self._direct.received(request))
         else:
             self.executor.run(self._direct.requested(request))
 
     def machine_gone(self, machine: int) -> None:
         self._direct.gone(machine)
+
+    def owes(self, gone: set[int]) -> bool:
+        """See Direct."""
+        return self._direct.owes(gone)
 
     def pump(self) -> bool:
         """Send what may be sent by now. True if something waits for its turn."""

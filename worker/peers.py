@@ -23,13 +23,18 @@ from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.wire import Fetch, Header, Kind
 from byteps_py.worker.actions import AskSum
-from byteps_py.worker.links import OnLost, TcpLink
-from byteps_py.worker.pieces import Request, Transfer
+from byteps_py.worker.links import TcpLink
+from byteps_py.worker.pieces import Receipt, Request, Transfer
+from byteps_py.worker.receipts import Receipts, Way
 from byteps_py.worker.tensor import SumRequest
 from byteps_py.worker.topology import Topology
 
 #: A frame that can't be sent from where it lies is sent in time so short that nothing sooner is worth asking.
 _SENT_CHECK_S = 0.001
+#: What came whole is said so late by itself: most ranks ask for the next round's piece before.
+_SAY_S = 0.005
+#: Requests that may come before it is known here that the group is complete.
+_MAX_EARLY = 1 << 16
 
 Then = Callable[[zmq.Frame], None]
 Refused = Callable[[BytePSError], None]
@@ -44,44 +49,49 @@ class _Asked:
     body: bytes
     then: Then
     refused: Refused
+    way: Way | None = None  # of a piece, not of a sum
+    total: int = 0
 
 
 class PeerMachines:
     """Listens from the start on; ``open`` once it is known who the others are.
 
-    ``on_request``: another machine wants a piece; ``on_gone``: it is gone.
+    ``on_request``: another machine wants a piece, or has got it; ``on_gone``: it is gone.
     """
 
     def __init__(
         self,
         loop: EventLoop,
         settings: Settings,
-        on_request: Callable[[Request | SumRequest], None],
+        on_request: Callable[[Request | SumRequest | Receipt], None],
         on_gone: Callable[[int], None],
     ) -> None:
         self._loop = loop
         self._settings = settings
         self._on_request = on_request
+        self._on_gone = on_gone
         self._traffic = Traffic()
         self._listener = DataListener(
             machine.offered_host(settings),
             settings,
             self._traffic,
-            frozenset((Kind.FETCH, Kind.FETCH_SUM)),
+            frozenset((Kind.FETCH, Kind.FETCH_SUM, Kind.TAKEN)),
             self._requested,
-            lambda peer: on_gone(peer.machine),
+            self._gone,
         )
         loop.add_reader(self._listener.socket, self._listener.on_readable)
         loop.add_reader(self._listener.monitor, self._listener.on_monitor)
         loop.call_later(SWEEP_S, self._sweep)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._topology: Topology | None = None
-        self._on_lost: OnLost | None = None
+        self._on_lost: Callable[[str, int], None] | None = None
         self._links: dict[int, TcpLink] = {}
         self._epoch = 0  # since which the group is the same
         self._received = 0  # by links that are gone
         self._numbers = itertools.count()
         self._fetched: dict[int, _Asked] = {}  # by number of the request
+        self._receipts = Receipts()
+        self._is_saying = False  # a timer runs
         self._early: list[tuple[Header, Peer, zmq.Frame]] = []
         self._leaving: list[tuple[zmq.MessageTracker, Callable[[], None]]] = []
 
@@ -102,8 +112,8 @@ class PeerMachines:
     def bytes_received(self) -> int:
         return self._received + sum(link.bytes_received for link in self._links.values())
 
-    def open(self, topology: Topology, on_lost: OnLost) -> None:
-        """Ask and answer from now on. ``on_lost``: a connection is found broken."""
+    def open(self, topology: Topology, on_lost: Callable[[str, int], None]) -> None:
+        """Ask and answer from now on. ``on_lost(sentence, machine)``: its machine can't be reached."""
         self._topology, self._on_lost = topology, on_lost
         self._epoch = topology.epoch
         early, self._early = self._early, []
@@ -118,6 +128,7 @@ class PeerMachines:
             link.close()
         self._links.clear()
         self._fetched.clear()
+        self._receipts.clear()
 
     @property
     def _me(self) -> int:
@@ -126,28 +137,46 @@ class PeerMachines:
     # ---- asking ----------------------------------------------------------------------------------------
 
     def fetch(self, item: Transfer | AskSum, then: Then, refused: Refused) -> None:
-        number = next(self._numbers) & 0xFFFFFFFF
-        header = Header(Kind.FETCH, self._me, self._epoch, index=number, round=item.round, length=item.length)
+        header = self._header(Kind.FETCH, item.round)
+        header.length = item.length
         if isinstance(item, AskSum):
             tensor = item.part.tensor
             header.kind, header.key, header.generation = Kind.FETCH_SUM, tensor.key, tensor.generation
             header.offset = item.part.index
-            body = b""
+            asked = _Asked(item.server, header, b"", then, refused)
         else:
             header.key, header.offset = item.channel.key, item.offset
-            body = Fetch(item.channel.ranks[item.source], item.target, item.total, item.is_tentative).pack()
-        self._fetched[number] = _Asked(item.server, header, body, then, refused)
-        self._link(item.server).ask(header, body)
+            way = Way(item.server, header.key, item.channel.ranks[item.source], item.target)
+            fetch = Fetch(way.source, way.target, item.total, item.is_tentative, self._receipts.say(way))
+            asked = _Asked(item.server, header, fetch.pack(), then, refused, way, item.total)
+        self._fetched[header.index] = asked
+        self._link(item.server).ask(header, asked.body)
+
+    def _header(self, kind: Kind, round_: int) -> Header:
+        return Header(kind, self._me, self._epoch, index=next(self._numbers) & 0xFFFFFFFF, round=round_)
 
     def _again(self, machine_index: int) -> None:
         """The connection was made anew: what was asked may be lost, or its answer. Asking twice does no harm."""
         for asked in [each for each in self._fetched.values() if each.machine == machine_index]:
             self._link(machine_index).ask(asked.header, asked.body)
+        for way, round_ in self._receipts.said(machine_index):
+            self._say(way, round_)
+
+    def _say(self, way: Way, round_: int) -> None:
+        """A piece has come."""
+        header = self._header(Kind.TAKEN, round_)
+        header.key = way.key
+        self._link(way.machine).ask(header, Fetch(way.source, way.target, 0, taken=round_).pack())
+
+    def _say_due(self) -> None:
+        self._is_saying = False
+        for way, round_ in self._receipts.take_due():
+            self._say(way, round_)
 
     def _link(self, machine_index: int) -> TcpLink:
-        link = self._links.get(machine_index)
+        link, on_lost = self._links.get(machine_index), self._on_lost
         if link is None:
-            if self._topology is None or self._on_lost is None:
+            if self._topology is None or on_lost is None:
                 raise ProtocolError("a piece is to be fetched before it is known from whom")
             link = self._links[machine_index] = TcpLink(
                 self._context,
@@ -158,7 +187,7 @@ class PeerMachines:
                 _no_payload,
                 self._answered,
                 functools.partial(self._again, machine_index),
-                self._on_lost,
+                lambda sentence: on_lost(sentence, machine_index),
                 f"communication service of machine {machine_index}",
             )
         return link
@@ -172,8 +201,13 @@ class PeerMachines:
         if header.kind is Kind.REFUSED:
             error, _, text = frame.bytes.decode(errors="replace").partition("\n")
             asked.refused(from_name(error, text))
-        else:
-            asked.then(frame)
+            return
+        if asked.way is not None:
+            self._receipts.came(asked.way, asked.header.round, len(frame), asked.total)
+            if self._receipts.are_due and not self._is_saying:
+                self._is_saying = True
+                self._loop.call_later(_SAY_S, self._say_due)
+        asked.then(frame)
 
     # ---- answering -------------------------------------------------------------------------------------
 
@@ -181,28 +215,35 @@ class PeerMachines:
         if header.epoch < self._epoch:
             return  # of a group that is no more, and so is who asked
         if self._topology is None or header.epoch > self._epoch:  # who asks heard sooner that the group is complete
-            self._early.append((header, peer, frame))
+            if len(self._early) < _MAX_EARLY:  # more no correct machine sends
+                self._early.append((header, peer, frame))
             return
         try:
-            self._on_request(_request(header, peer, frame))
+            for event in events_of(header, peer, frame.bytes):
+                self._on_request(event)
         except BytePSError as error:
-            # The one who asked ends the job: it has the ranks that can't go on.
             self._traffic.note("refused a request of", f"machine {peer.machine}", error)
-            peer.refuse(header, f"{type(error).__name__}\n{error}")
+            if header.kind is not Kind.TAKEN:  # the one who asked ends the job: it has the ranks that can't go on
+                peer.refuse(header, f"{type(error).__name__}\n{error}")
+
+    def _gone(self, peer: Peer) -> None:
+        """A connection has ended. What its machine asks for on a newer one, perhaps already, is wanted."""
+        if self._listener.peer_of(peer.machine) is None:
+            self._on_gone(peer.machine)
 
     def refuse(self, origin: object, error: BytePSError) -> None:
         peer, header = _origin(origin)
         peer.refuse(header, f"{type(error).__name__}\n{error}")
 
-    def serve(self, origin: object, view: memoryview, then: Callable[[], None]) -> None:
+    def serve(self, origin: object, view: memoryview, then: Callable[[], None] | None = None) -> None:
+        """Whoever is gone has to ask again: what is for it has not left, and ``then`` is not called."""
         peer, header = _origin(origin)
         if len(view) < COPY_BYTES:
-            peer.answer(header, zmq.Frame(view, copy=True))
-            then()
+            if peer.give(header, zmq.Frame(view, copy=True)) and then is not None:
+                then()
             return
         tracker = peer.lend(header, view)
-        if tracker is None:
-            then()  # it is gone; it asks again if it comes back
+        if tracker is None or then is None:
             return
         if not self._leaving:
             self._loop.call_later(_SENT_CHECK_S, self._check_sent)
@@ -233,16 +274,22 @@ def _origin(origin: object) -> tuple[RemotePeer, Header]:
     return origin
 
 
-def _request(header: Header, peer: Peer, frame: zmq.Frame) -> Request | SumRequest:
-    """Raises ProtocolError."""
-    origin = (peer, header)
+def events_of(header: Header, peer: Peer, payload: bytes) -> list[Request | SumRequest | Receipt]:
+    """What a FETCH, a FETCH_SUM or a TAKEN says, in order. Raises ProtocolError."""
     if header.kind is Kind.FETCH_SUM:
-        return SumRequest(origin, peer.machine, header.key, header.generation, header.offset, header.round)
-    fetch = Fetch.unpack(frame.bytes)
-    return Request(
-        origin, peer.machine, header.key, header.round, fetch.source, fetch.target, header.offset, header.length,
-        fetch.total, fetch.is_tentative,
-    )  # fmt: skip
+        number = header.generation
+        return [SumRequest((peer, header), peer.machine, header.key, number, header.offset, header.round)]
+    fetch = Fetch.unpack(payload)
+    events: list[Request | SumRequest | Receipt] = []
+    if fetch.taken:
+        events.append(Receipt(peer.machine, header.key, fetch.taken, fetch.source, fetch.target))
+    if header.kind is Kind.FETCH:
+        request = Request(
+            (peer, header), peer.machine, header.key, header.round, fetch.source, fetch.target, header.offset,
+            header.length, fetch.total, fetch.is_tentative,
+        )  # fmt: skip
+        events.append(request)
+    return events
 
 
 def _no_payload(*_: object) -> memoryview:

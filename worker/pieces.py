@@ -19,14 +19,12 @@ ALL = 0xFFFFFFFF
 @dataclass(slots=True, eq=False)
 class Offer:
     """What a member has handed over in one round. ``left``: bytes that takers still need, by position in the group;
-    a machine, which takes a GATHER for all its ranks, counts as -1 - its index.
-    ``taken``: by whom, from which offset; asked for twice, it still counts once. ``unseen``: takers who have yet to say
+    a machine, which takes a GATHER for all its ranks, counts as -1 - its index. ``unseen``: takers who have yet to say
     what they expect, if the round is not over before."""
 
     block: Block
     layout: Layout
     left: dict[int, int]
-    taken: set[tuple[int, int]] = field(default_factory=set)
     unseen: set[int] = field(default_factory=set)
 
 
@@ -96,6 +94,10 @@ class Channel:
     def is_gather(self) -> bool:
         return self.spec.op is Op.GATHER
 
+    def ranks_of(self, machine: int) -> list[int]:
+        """Those that take part."""
+        return [rank for rank, other in zip(self.ranks, self.machines, strict=True) if other == machine]
+
     def takers(self, member: Member, layout: Layout, machine: int) -> dict[int, int]:
         """Who needs how many bytes of an offer, perhaps 0, as in ``Offer.left``. Of a GATHER, one may have its own."""
         if not self.is_gather:
@@ -105,6 +107,17 @@ class Channel:
         if not layout.receives[member.position][1]:
             del takers[member.position]
         return takers
+
+
+@dataclass(slots=True, eq=False)
+class Receipt:
+    """Another machine has all of the piece that ``source`` had for ``target`` (global ranks) in ``round``."""
+
+    machine: int
+    key: int
+    round: int
+    source: int
+    target: int
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +150,7 @@ class Transfer:
     length: int
     total: int
     server: int
+    places: tuple[RankSlot, ...] = ()  # where it is being copied to
 
     @property
     def target(self) -> int:
@@ -170,7 +184,7 @@ class CopyHere:
 
 @dataclass(slots=True)
 class Serve:
-    """Send these bytes of ``member``'s memory; once they can be overwritten call ``Direct.served``."""
+    """Send these bytes of ``member``'s memory, which stay as they are until ``Direct.received``."""
 
     request: Request
     channel: Channel

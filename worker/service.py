@@ -29,7 +29,7 @@ from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.farewell import Farewell
 from byteps_py.worker.group import Group, Surroundings
 from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import Request
+from byteps_py.worker.pieces import Receipt, Request
 from byteps_py.worker.probe import Probe
 from byteps_py.worker.rejoining import Rejoining
 from byteps_py.worker.requests import describe_waiting
@@ -74,7 +74,7 @@ class Service:
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
             self._scheduler_away, self._scheduler_back,
         )  # fmt: skip
-        self._farewell = Farewell(self._loop, self._link.send, self._loop.stop)
+        self._farewell = Farewell(self._loop, self._link.send, self._loop.stop, self._settings.stall_limit_s)
 
     def _open_desk(self, settings: Settings) -> Desk:
         if not settings.elastic:
@@ -218,7 +218,7 @@ class Service:
             self._prefault, self._server_lost, self._machine_lost,
         )  # fmt: skip
         self._group = Group(around, membership, ids.index(self._member_id))
-        self._farewell.lacks = self._group.executor.lacks
+        self._farewell.lacks, self._farewell.owes = self._group.executor.lacks, self._group.owes
         self._group.open()
 
     def _end_group(self) -> None:
@@ -229,7 +229,7 @@ class Service:
         self._group.end()
         self._group = None
         self._told_left.clear()
-        self._farewell = Farewell(self._loop, self._link.send, self._loop.stop)
+        self._farewell = Farewell(self._loop, self._link.send, self._loop.stop, self._settings.stall_limit_s)
 
     def _scheduler_lost(self, error: BytePSError) -> None:
         if self._group is None:
@@ -338,12 +338,14 @@ class Service:
 
             self._loop.call_later(_HEADLESS_S, give_up)
 
-    def _machine_lost(self, sentence: str) -> None:
+    def _machine_lost(self, sentence: str, machine: int) -> None:
+        if self._group is not None and self._farewell.are_gone(self._group.topology.ranks_of(machine)):
+            return  # its ranks were done
         error = PeerLostError(sentence)
         # It may have died, or ended because the job has failed: then the scheduler will say so.
         self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._group_lost(error))
 
-    def _requested(self, request: Request | SumRequest) -> None:
+    def _requested(self, request: Request | SumRequest | Receipt) -> None:
         if self._group is not None:  # not before its machine knows of the group
             self._group.requested(request)
 

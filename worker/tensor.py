@@ -142,6 +142,7 @@ class RankSlot:
     has_left: bool = False
     has_joined: bool = False
     arriving: Arriving | None = None  # if the rank takes results in strips
+    copies: int = 0  # of pieces, under way to its result
 
     @property
     def waits(self) -> bool:

@@ -66,6 +66,11 @@ class Topology:
         """Index of the machine of global ``rank``."""
         return bisect.bisect(self.workers, rank, key=lambda worker: worker.first_rank) - 1
 
+    def ranks_of(self, machine: int) -> range:
+        """Global ranks of a machine, by its index."""
+        worker = self.workers[machine]
+        return range(worker.first_rank, worker.first_rank + worker.local_size)
+
     def machines_in(self, spec: TensorSpec) -> int:
         """How many machines take part in a tensor; 0: all of several."""
         if not spec.group:

@@ -52,7 +52,11 @@ class RemotePeer(Peer):
         return self._network.send_tracked(self, reply(header, Kind.ANSWER), view)
 
     def answer(self, header: Header, result: zmq.Frame | None) -> None:
-        self._network.send_result(self, reply(header, Kind.ANSWER), result)
+        self.give(header, result)
+
+    def give(self, header: Header, result: zmq.Frame | None) -> bool:
+        """Like ``answer``. False: the peer is gone."""
+        return self._network.send_result(self, reply(header, Kind.ANSWER), result)
 
     def want(self, header: Header) -> None:
         self._network.send(self, header.pack(), zmq.Frame())
@@ -262,12 +266,14 @@ class DataListener:
             self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
             self.socket.send(text, zmq.NOBLOCK)
 
-    def send(self, peer: RemotePeer, header: bytes, payload: zmq.Frame) -> None:
-        """Send without waiting. A peer that is gone is forgotten, and ``on_gone`` is told."""
-        if self._address_to(peer.identity):
-            sealed, shown = peer.sealing.seal(header, payload.buffer)
-            self.socket.send(sealed, _NOW_MORE)
-            self.socket.send(payload if shown is payload.buffer else shown, _NOW, copy=False)
+    def send(self, peer: RemotePeer, header: bytes, payload: zmq.Frame) -> bool:
+        """Send without waiting. False: the peer is gone; it is forgotten, and ``on_gone`` is told."""
+        if not self._address_to(peer.identity):
+            return False
+        sealed, shown = peer.sealing.seal(header, payload.buffer)
+        self.socket.send(sealed, _NOW_MORE)
+        self.socket.send(payload if shown is payload.buffer else shown, _NOW, copy=False)
+        return True
 
     def _address_to(self, identity: bytes) -> bool:
         """Begin a message to a peer. False if it is gone."""
@@ -291,10 +297,10 @@ class DataListener:
         self._traffic.bytes_sent += len(payload)
         return self.socket.send(shown, zmq.NOBLOCK, copy=False, track=True)
 
-    def send_result(self, peer: RemotePeer, header: bytes, result: zmq.Frame | None) -> None:
-        """Send an answer, and count it."""
+    def send_result(self, peer: RemotePeer, header: bytes, result: zmq.Frame | None) -> bool:
+        """Send an answer, and count it. False: the peer is gone."""
         self._traffic.bytes_sent += len(result) if result is not None else 0
-        self.send(peer, header, result if result is not None else zmq.Frame())
+        return self.send(peer, header, result if result is not None else zmq.Frame())
 
     def close(self) -> None:
         self.socket.disable_monitor()

@@ -95,10 +95,13 @@ class Line(Session):
     def wait_until(
         self, condition: Callable[[], bool], timeout_s: float | None, waiting_for: Callable[[], str]
     ) -> None:
-        """Read, or let another thread do so, until ``condition``. Raises StallError after ``timeout_s``."""
+        """Read, or let another thread do so, until ``condition``. Raises StallError after ``timeout_s``, and what ends
+        the session; either says what was waited for."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self.state:
             while not condition():
+                if self._fatal is not None and self._is_welcome:
+                    raise words.while_waiting(self._fatal, waiting_for())
                 self.check_open()
                 left = 3600.0 if deadline is None else deadline - time.monotonic()
                 if left <= 0:

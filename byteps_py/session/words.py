@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 
-from byteps_py.errors import NonFiniteError, PeerLostError, UsageError
+from byteps_py.errors import BytePSError, NonFiniteError, NonFiniteInputError, PeerLostError, UsageError
 from byteps_py.tensors import TensorSpec
 
 _MAX_CHARS = 500
@@ -57,6 +57,17 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
 
 
+def while_waiting(error: BytePSError, what: str) -> BytePSError:
+    """What ended the session, and what did not come because of that.
+
+    >>> while_waiting(PeerLostError("rank 3 died"), "tensor 'w', round 5: no result")
+    PeerLostError("rank 3 died; tensor 'w', round 5: no result")
+    """
+    first, newline, others = str(error).partition("\n")  # a traceback may follow
+    is_said = first.startswith(("tensor ", "a barrier"))
+    return type(error)(str(error) if is_said else f"{first}; {what}{newline}{others}")
+
+
 def summary(error: BaseException) -> str:
     """``ValueError: the data is bad``"""
     return f"{type(error).__name__}: {error}".removesuffix(": ")[:_MAX_CHARS]
@@ -71,7 +82,7 @@ def traceback_of(error: BaseException) -> str:
 
 def last_words(error: BaseException | None) -> dict[str, str]:
     """The fields of a LEAVE message."""
-    # What is not finite all ranks raise by themselves, and better.
-    if error is None or isinstance(error, NonFiniteError):
+    # Gradients that are not finite all ranks report by themselves, and better.
+    if error is None or (isinstance(error, NonFiniteError) and not isinstance(error, NonFiniteInputError)):
         return {}
     return {"error": summary(error), "traceback": traceback_of(error)}

@@ -4,17 +4,25 @@
 
 So momentum and the like are applied before ranks are combined, as Horovod does. Owns the deltas; what Adasum is says
 adasum.py. The training thread calls; hooks (distributed.py) only count passes.
+
+With BYTEPS_NONFINITE, ranks first tell each other whether their gradients are finite: once an optimizer has stepped
+with NaN, its state has it, too. A guarded sum of one number for each parameter, NaN where its gradient is not finite.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from byteps_py.errors import GradientOrderError
+from byteps_py import blame as blames
+from byteps_py.errors import GradientOrderError, NonFiniteError
+from byteps_py.tensors import DType, NonFinite, TensorSpec
+from byteps_py.torch import nonfinite
 from byteps_py.torch.adasum import start
 from byteps_py.torch.compression import Compressor
 from byteps_py.torch.context import Context
@@ -35,6 +43,39 @@ class Deltas:
         """There is nobody to combine with: this rank steps by itself."""
         session = self._context.session
         return (len(self._group) or session.size) == 1 or session.rank not in (self._group or (session.rank,))
+
+    @property
+    def nonfinite(self) -> NonFinite:
+        """What BYTEPS_NONFINITE says."""
+        return nonfinite.wanted(self._context)
+
+    def poison(
+        self, names: Mapping[torch.nn.Parameter, str], params: Sequence[torch.nn.Parameter]
+    ) -> NonFiniteError | None:
+        """A NonFiniteError if gradients of ``params`` are NaN or infinite on any rank, else None: on all ranks alike.
+
+        Nobody looks if BYTEPS_NONFINITE is allow.
+        """
+        mode, session = self.nonfinite, self._context.session
+        if not mode or not params:
+            return None
+        found = np.array([0.0 if p.grad is None or nonfinite.is_finite(p.grad) else math.nan for p in params], "f4")
+        blame, step = 0, 0
+        if self.alone:
+            blame = blames.of_rank(session.rank, session.size) if np.isnan(found).any() else 0
+        else:
+            spec = TensorSpec(f"{self._name}.nonfinite", DType.FLOAT32, found.shape, nonfinite=mode, group=self._group)
+            (slot,) = session.declare([spec])
+            np.frombuffer(slot.input, np.float32)[:] = found
+            session.hand_over(slot)
+            session.wait(slot)
+            found, blame, step = np.frombuffer(slot.result, np.float32), slot.blame, slot.round
+        bad = [repr(names[param]) for param, value in zip(params, found, strict=True) if math.isnan(value)]
+        return nonfinite.explain(blame, session.size, step, bad) if bad else None
+
+    def tell(self, poison: NonFiniteError) -> None:
+        """The step is left out."""
+        nonfinite.tell(poison, self._context.session)
 
     def combine(self, deltas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The Adasum of each, in its own dtype; those that travel as one dtype travel together."""
@@ -79,11 +120,17 @@ class AdasumDistributed(Distributed):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let the wrapped optimizer step, and combine what it changed. Parameters without a gradient count as having
-        zeros. If combining fails, the weights are those before the step."""
+        zeros. If combining fails, the weights are those before the step. Raises NonFiniteError."""
         loss = None if closure is None else closure()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._passes.hook(params)  # unfrozen meanwhile
         self._passes.over()
+        poison = self._deltas.poison(self._parameter_names, params)
+        if poison is not None and self._deltas.nonfinite is NonFinite.RAISE:
+            raise poison
+        if poison is not None:
+            self._deltas.tell(poison)
+            return loss
         if self._deltas.alone:
             super(Distributed, self).step()  # type: ignore[misc]
             return loss

@@ -26,7 +26,7 @@ class Scheme:
 
     predivide: an average's factor f: gradients are divided by f before the sum and multiplied by f/size after it.
     group: the ranks among which they are combined; empty for all. prefix: of their names.
-    nonfinite: what to do about NaN and infinity in dense gradients.
+    nonfinite: what to do about NaN and infinity in gradients.
     """
 
     compression: type[Compressor] = Compression.none
@@ -135,6 +135,16 @@ class Bucket:
     def wanted(self) -> bool:
         """False if all its parameters are frozen: it takes no part in the round."""
         return any(self.seen) or any(param.requires_grad for param in self.params)
+
+    @property
+    def round(self) -> int:
+        """The number of its round, from 1; 0 if it does not travel."""
+        return self.exchange.slot.round if self.exchange is not None else 0
+
+    @property
+    def blame(self) -> int:
+        """Who has made its result NaN or infinite, see blame.py; 0: nobody, or nobody asks."""
+        return self.exchange.slot.blame if self.exchange is not None else 0
 
     def travel(self) -> None:
         """Take what other ranks must say before the gradients can leave: nothing, if these are dense."""

@@ -32,14 +32,14 @@ def found(session: Session, buckets: Sequence[Bucket], scheme: Scheme) -> NonFin
     if not scheme.nonfinite:
         return None
     alone = scheme.members(session.size) == 1
-    bad = [(bucket, _blame(bucket, session, alone)) for bucket in buckets]
+    bad = [(bucket, _blame(bucket, session) if alone else bucket.blame) for bucket in buckets]
     bad = [(bucket, blame) for bucket, blame in bad if blame]
     if not bad:
         return None
     blame, step, places = 0, 0, []
     for bucket, its_blame in bad:
         blame |= its_blame
-        step = max(step, bucket.exchange.slot.round if bucket.exchange is not None else 0)
+        step = max(step, bucket.round)
         places += list(_places(bucket))
     return explain(blame, session.size, step, places)
 
@@ -55,14 +55,30 @@ def explain(blame: int, size: int, step: int, places: Sequence[str]) -> NonFinit
     )
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """No value of a tensor is NaN or infinite. One fast pass over its memory where that is so."""
+    if tensor.layout is not torch.strided:
+        tensor = (tensor if tensor.layout is torch.sparse_coo else tensor.to_sparse()).coalesce().values()
+    tensor = tensor.detach()
+    # A sum is far faster than looking at each value, and finite only if all of them are.
+    total = tensor.sum(dtype=torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
+
+
 def where(name: str, tensor: torch.Tensor, full: torch.dtype | None = None) -> str | None:
     """How many values of the gradient of ``name`` are NaN or infinite, the first at which index; None if none is.
     ``full``: its dtype, if ``tensor`` is compressed."""
-    bad = ~torch.isfinite(tensor.detach())
+    values, indices = tensor.detach(), None
+    if values.layout is not torch.strided:
+        rows = (values if values.layout is torch.sparse_coo else values.to_sparse()).coalesce()
+        values, indices = rows.values(), rows.indices()
+    bad = ~torch.isfinite(values)
     count = int(bad.sum())
     if not count:
         return None
     first = [int(i) for i in bad.nonzero()[0]]
+    if indices is not None:
+        first = indices[:, first[0]].tolist() + first[1:]
     narrow = f" as {str(tensor.dtype).removeprefix('torch.')}" if full not in (None, tensor.dtype) else ""
     return f"{name!r} ({count} of {bad.numel()} values{narrow}, the first at {first})"
 
@@ -73,19 +89,18 @@ def tell(poison: NonFiniteError, session: Session) -> None:
         logger.warning("a step is left out on every rank. %s", poison)
 
 
-def _blame(bucket: Bucket, session: Session, alone: bool) -> int:
+def _blame(bucket: Bucket, session: Session) -> int:
+    """Of a rank that is alone: its gradients may not travel at all."""
     if bucket.exchange is not None:
-        return bucket.exchange.slot.blame
-    if alone and any(True for _ in _places(bucket)):
-        return blames.of_rank(session.rank, session.size)
-    return 0
+        return bucket.blame
+    return blames.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
 
 
 def _places(bucket: Bucket) -> Iterator[str]:
     for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
         if bucket.exchange is not None:
             found = where(name, bucket.exchange.results[position], param.dtype)
-        elif param.grad is not None and bucket.takes_part[position] and param.grad.layout is torch.strided:
+        elif param.grad is not None and bucket.takes_part[position]:
             found = where(name, param.grad)
         else:
             found = None

@@ -13,11 +13,13 @@ import math
 import numpy as np
 import torch
 
+from byteps_py import blame as blames
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.session import Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.bucket import Bucket, Scheme
 from byteps_py.torch.context import Context, Request
+from byteps_py.torch.nonfinite import is_finite
 from byteps_py.torch.ops import Average, Sum
 
 _HEADER_BYTES = 16  # rows and sparse dimensions, int64 each
@@ -51,6 +53,15 @@ class SparseBucket(Bucket):
         self._rows: torch.Tensor | None = None
         self._headers: Slot | None = None
         self._payload: Slot | None = None
+        self._blame = 0
+
+    @property
+    def round(self) -> int:
+        return self._headers.round if self._headers is not None else 0
+
+    @property
+    def blame(self) -> int:
+        return self._blame
 
     def start(self) -> None:
         """Tell the others how many rows there are."""
@@ -114,9 +125,19 @@ class SparseBucket(Bucket):
                 if self.scheme.divides
                 else values * self.scheme.after(self._context.session.size)
             )
+        values = values.to(param.dtype)
+        if self.scheme.nonfinite and not is_finite(values):
+            self._blame = self._blame_of([part[1] for part in parts])
         param.grad = torch.sparse_coo_tensor(
-            gathered.indices(), values.to(param.dtype), param.shape, is_coalesced=True, check_invariants=False
+            gathered.indices(), values, param.shape, is_coalesced=True, check_invariants=False
         ).to(param.device)
+
+    def _blame_of(self, given: list[torch.Tensor]) -> int:
+        """Who it was, of the ranks that have given these values."""
+        size = self._context.session.size
+        ranks = self.scheme.group or range(size)
+        guilty = [rank for rank, values in zip(ranks, given, strict=True) if not is_finite(values)]
+        return sum(blames.of_rank(rank, size) for rank in guilty) or blames.OVERFLOW
 
     # ---- memory ----------------------------------------------------------------------------------------
 

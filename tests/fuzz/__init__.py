@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`, also where n
 from .base import Target
 from .control import Control, JournalFile, Streams
 from .mutator import Mutator
+from .requests import Nearby, Requests
 from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, WireHeader
 
 TARGETS: dict[str, type[Target]] = {
@@ -25,7 +26,9 @@ TARGETS: dict[str, type[Target]] = {
         Handshake,
         Listener,
         ServerRounds,
+        Requests,
         LocalProtocol,
+        Nearby,
         Environment,
         Control,
         Streams,

@@ -178,6 +178,68 @@ def cross_barrier_raises() -> None:
         assert finite(net)
 
 
+def adasum(net: torch.nn.Module) -> Any:
+    return bps.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), net.named_parameters(), op=bps.Adasum
+    )
+
+
+def adasum_raises_and_skips() -> None:
+    """Nothing of the bad step stays in the weights, nor in the momentum, of any rank."""
+    for mode in ("raise", "skip"):
+        with job(mode) as rank:
+            net, reference = model(), model()
+            opt, at, other = adasum(net), poison(net, rank, float("nan")), adasum(reference)
+            said = ""
+            for step in range(1, STEPS + 1):
+                at(step)
+                backward(net, rank)
+                if step == BAD and mode == "raise":
+                    said = error_of(opt.step, bps.NonFiniteError)
+                else:
+                    opt.step()
+                opt.zero_grad()
+                if step != BAD:
+                    backward(reference, rank)
+                    other.step()
+                    other.zero_grad()
+            assert digest(net) == digest(reference)
+            if mode == "raise":
+                expected = f"NaN or infinity from rank {POISONED}, step {BAD}: in the gradients of '0.weight'; look at"
+                assert said.startswith(expected), said
+            same_everywhere((said, digest(net)))
+
+
+def sparse_raises_and_skips() -> None:
+    for mode in ("raise", "skip"):
+        with job(mode) as rank:
+            torch.manual_seed(1)
+            table = torch.nn.Embedding(9, 3, sparse=True)
+            opt = bps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters())
+            said, before = "", b""
+            for step in range(1, STEPS + 1):
+                opt.zero_grad()
+                rows = table(torch.tensor([rank, 5, 5]))
+                factor = torch.tensor([[1.0], [float("inf") if step == BAD and rank == POISONED else 1.0], [1.0]])
+                (rows * factor).sum().backward()
+                if step == BAD and mode == "raise":
+                    said = error_of(opt.step, bps.NonFiniteError)
+                    before = digest(table)
+                elif step == BAD:
+                    before = digest(table)
+                    opt.step()
+                    assert digest(table) == before
+                else:
+                    opt.step()
+            assert finite(table)
+            assert digest(table) != before  # the step after the bad one was taken
+            if mode == "raise":
+                expected = f"NaN or infinity from rank {POISONED}, step {BAD}: in the gradients of 'weight' ("
+                assert said.startswith(expected), said
+                assert "the first at [5, 0]" in said, said
+            same_everywhere((said, digest(table)))
+
+
 def ddp_skips() -> None:
     with job("skip") as rank:
         net = model()
@@ -234,6 +296,8 @@ for closure, synchronized in ((False, False), (True, False), (False, True)):
     skips(closure, synchronized)
 cross_barrier_skips()
 cross_barrier_raises()
+adasum_raises_and_skips()
+sparse_raises_and_skips()
 ddp_skips()
 scaler_works("allow")
 scaler_works("skip")

@@ -71,11 +71,11 @@ class Cluster:
         self.surroundings = Surroundings(world, self.memory, self.local, self.network, self.place)
         self.trials = Trials(self)
         self.program = Program.make(rng, sum(self.local_sizes))
-        self.results = {
-            use.id: use.result(self.local_sizes)
+        self.results: dict[int, bytes] = {
+            use.id: use.combined(self.local_sizes)
             for step in self.program.steps
             for use in step
-            if not (use.is_mismatch or use.is_unsupported)
+            if not (use.is_mismatch or use.is_unsupported or use.pieces)
         }
         self.ranks: list[Rank] = []
         self.workers: list[Worker] = []
@@ -212,10 +212,13 @@ class Cluster:
 
     def _may_fail(self, process: Process, left: set[str]) -> bool:
         """A server that was lost, or refused because its predecessor was not known to be gone; or a scheduler that was
-        killed, or is the next one and does not know that a worker has left, and those that it then waits with."""
+        killed, or is the next one and does not know that a worker has left, and those that it then waits with; or a
+        server that came to a job which needed none."""
         if any(trial.startswith("start the scheduler again") for trial in self.world.trials):
             return isinstance(process, (Server, Scheduler))
-        return bool(self.world.trials) and isinstance(process, Server) and process.address not in left
+        if not isinstance(process, Server):
+            return False
+        return not process.was_member or (bool(self.world.trials) and process.address not in left)
 
 
 def run(seed: int) -> Report:

@@ -272,7 +272,8 @@ class ControlLink:
             self.is_over = True
         elif not self.is_over:
             if self._place.scheduler.exit_code is not None:
-                self._world.expect_quiet(_ORPHAN_S + 2.0)  # a server that has slept finds that all is over
+                # A server that has slept finds that all is over; one that knew of nobody yet waits for a scheduler.
+                self._world.expect_quiet(_ORPHAN_S + 2.0 if self._session.epoch else self._patience_s)
             if self._away_since_s < 0:
                 since_s = self._away_since_s = self._world.now_s
                 self._world.after(_SHORT_S, self.process, None, lambda: self._tell(since_s))

@@ -177,6 +177,10 @@ class Memory:
                 return data[address - start : address - start + nbytes]
         raise InvariantError(f"{nbytes} bytes are used of a message that was given back, or never was")
 
+    def move(self, target: int, source: int, nbytes: int) -> None:
+        """Stands for ctypes.memmove."""
+        self.at(target, nbytes)[:] = self.at(source, nbytes)
+
     def hold(self, ranges: list[tuple[int, int]]) -> None:
         """A kernel begins to use these."""
         self._busy += ranges

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,17 +28,21 @@ from .local import Loop
 from .memory import Frame, Memory
 from .world import InvariantError, Process, Wire, World
 
+if TYPE_CHECKING:
+    from .peers import PeerDialer, PeerListener
+
 DUPLICATES = 0.15  # of all messages
 
 
 class Network:
-    """All of it. ``servers``: by address. ``links``: that are open."""
+    """All of it. ``servers``, ``listeners``: by address. ``links``: that are open."""
 
     def __init__(self, world: World, memory: Memory, duplicates: bool) -> None:
         self.world = world
         self.memory = memory
         self.servers: dict[str, ServerNetwork] = {}
-        self.links: dict[TcpLink, None] = {}
+        self.listeners: dict[str, PeerListener] = {}
+        self.links: dict[TcpLink | PeerDialer, None] = {}
         self._duplicates = duplicates
 
     def carry(self, wire: Wire, process: Process, label: str, act: Callable[[], None]) -> None:

@@ -9,9 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
-
-from byteps_py.errors import BytePSError, MismatchError, UsageError
+from byteps_py.errors import BytePSError
 from byteps_py.machine import local_socket
 from byteps_py.session import Slot, protocol
 from byteps_py.session.protocol import Kind
@@ -20,12 +18,11 @@ from byteps_py.settings import Settings
 from byteps_py.tensors import TensorSpec
 
 from .local import Channel, Local
-from .memory import Bytes, Memory, address_of
-from .program import Program, Use
+from .memory import Memory
+from .program import Program
+from .turn import Life, Turn
+from .uses import Use
 from .world import InvariantError, Process, World
-
-#: What it yields: a time to spend, or what to wait for.
-Life = Generator[float | Callable[[], bool], None, None]
 
 
 class Rank(Process):
@@ -46,17 +43,18 @@ class Rank(Process):
         self.machine = settings.worker_id
         self.doing = "to start"
         self.error: BytePSError | None = None
-        self._memory = memory
+        self.memory = memory
         self._local = local
         self._settings = settings
-        self._rank = rank
+        self.number = rank
         self._program = program
-        self._results = results
-        self._random = world.random
+        self.results = results
+        self.random = world.random
         self._life = self._live()
         self._waiting: Callable[[], bool] | None = None
         self._back_at = 0  # the step with which it goes on after a join
-        self._session: RemoteSession
+        self.session: RemoteSession
+        self.in_strips: set[int] = set()
         world.after(world.delay(), self, "starts", self._resume)
 
     # ---- in time -----------------------------------------------------------------------------------------
@@ -95,7 +93,7 @@ class Rank(Process):
 
     def _leave(self) -> None:
         if self.has_joined:
-            self._session.close()
+            self.session.close()
         elif self.has_connected:
             self._channel.close()
         self.exit_code = 0
@@ -110,18 +108,18 @@ class Rank(Process):
         local_rank, local_size = self._settings.local_rank, self._settings.local_size
         hello = {"version": protocol.VERSION, "local_rank": local_rank, "local_size": local_size, "pid": self.pid}
         yield from self._ask(protocol.pack(Kind.HELLO, **hello), Kind.WELCOME)
-        self._session = RemoteSession(cast(Any, channel), local_rank, local_size, 10.0, 60.0)
+        self.session = RemoteSession(cast(Any, channel), local_rank, local_size, 10.0, 60.0)
         self.has_joined = True
-        if self._session.rank != self._rank:
-            raise InvariantError(f"rank {self._rank} is told that it is {self._session.rank}")
-        joins = [(counts[self._rank], max(counts)) for counts in self._program.joins]
+        if self.session.rank != self.number:
+            raise InvariantError(f"rank {self.number} is told that it is {self.session.rank}")
+        joins = [(counts[self.number], max(counts)) for counts in self._program.joins]
         for number, step in enumerate([*self._program.steps, []]):
             while joins and joins[0][0] == number and not self._is_away(number):
                 yield from self._join(len(joins))
                 self._back_at = joins.pop(0)[1]
             if self._is_away(number):
                 continue
-            yield from self._go([use for use in step if use.specs[self._rank] is not None])
+            yield from self._go([use for use in step if use.specs[self.number] is not None])
             if number in self._program.barriers:
                 yield from self._barrier()
 
@@ -138,7 +136,7 @@ class Rank(Process):
         yield lambda: any(m[0][0] in (answer, Kind.FATAL) for m in channel.take()) or channel.is_over
 
     def _go(self, step: list[Use]) -> Life:
-        rng = self._random
+        rng = self.random
         order = rng.sample(step, len(step))
         slots: dict[int, Slot] = {}
         if rng.random() < 0.4:
@@ -147,25 +145,28 @@ class Rank(Process):
                 declared = yield from self._declare([self._spec(use) for use in early])
                 slots = dict(zip([use.id for use in early], declared, strict=True))
         for use in order:
-            yield self._pause()
+            yield self.pause()
             if use.id not in slots:
                 if use.first is not None:
                     yield from self._declare([use.first])
-                    yield self._pause()
+                    yield self.pause()
                 (slots[use.id],) = yield from self._declare([self._spec(use)])
-            yield from self._hand_over(use, slots[use.id])
+            yield from Turn(self, use, slots[use.id]).hand_over()
         for use in rng.sample(step, len(step)):
-            yield from self._wait(use, slots[use.id])
-            yield self._pause()
+            yield from Turn(self, use, slots[use.id]).wait()
+            yield self.pause()
 
-    def _pause(self) -> float:
-        return self.world.delay() if self._random.random() < 0.5 else 0.0
+    def pause(self) -> float:
+        return self.world.delay() if self.random.random() < 0.5 else 0.0
+
+    def say(self, what: str) -> None:
+        self.world.note(self.name, what)
 
     def _spec(self, use: Use) -> TensorSpec:
-        return replace(use.spec(self._rank), priority=self._random.randint(-3, 3))
+        return replace(use.spec(self.number), priority=self.random.randint(-3, 3))
 
     def _declare(self, specs: list[TensorSpec]) -> Generator[float | Callable[[], bool], None, list[Slot]]:
-        session = self._session
+        session = self.session
         new = [
             spec
             for spec in specs
@@ -177,78 +178,23 @@ class Rank(Process):
             yield from self._ask(message, Kind.DECLARED)
         return session.declare(specs)
 
-    def _hand_over(self, use: Use, slot: Slot) -> Life:
-        data = use.contribution(self._rank)
-        self.doing = f"handing over {use.name} (use {use.id})"
-        target = np.frombuffer(slot.input, np.uint8)
-        self._check_ours(target)
-        start = 0
-        for cut in sorted(self._random.sample(range(len(data)), min(len(data), self._random.choice((0, 0, 1, 3))))):
-            target[start:cut] = data[start:cut]
-            self._session.hand_over(slot, cut)
-            start = cut
-            yield self._pause()
-            if slot.error is not None:
-                break
-        if slot.error is None:
-            self._check_ours(target)
-            target[start:] = data[start:]
-        self._session.hand_over(slot)
-        self.world.note(self.name, f"has handed over {use.name} (use {use.id})")
-
-    def _check_ours(self, target: Bytes) -> None:
-        if len(target):
-            self._memory.at(address_of(target), len(target))
-
-    def _wait(self, use: Use, slot: Slot) -> Life:
-        session = self._session
-        self.doing = f"waiting for {use.name} (use {use.id})"
-        yield lambda: session.is_done(slot)
-        try:
-            session.wait(slot, 1.0)
-        except UsageError as error:
-            if not use.is_unsupported or use.name not in str(error) or "joined" not in str(error):
-                raise
-            return
-        except MismatchError as error:
-            if not use.is_mismatch:
-                raise
-            self._compare(use, str(error).encode())
-            if use.name not in str(error):
-                raise InvariantError(f"an error does not name its tensor: {error}") from None
-            return
-        if use.is_unsupported:
-            raise InvariantError(f"{self.name} got {use.name} (use {use.id}) though ranks have joined")
-        if use.is_mismatch:
-            raise InvariantError(f"{self.name} got a result of {use.name} (use {use.id}), about which ranks disagree")
-        result = np.frombuffer(slot.result, np.uint8)
-        self._compare(use, result.tobytes())
-        result[:] = 0x5A  # the user may: it is theirs
-
-    def _compare(self, use: Use, got: bytes) -> None:
-        """All ranks see the same; results are what the contract says."""
-        expected = self._results.setdefault(use.id, got)
-        if got != expected:
-            raise InvariantError(f"{self.name} got another result of {use.name} (use {use.id}) than it should")
-        self.world.note(self.name, f"has got {use.name} (use {use.id})")
-
     def _join(self, number: int) -> Life:
         self.world.note(self.name, "joins")
         yield from self._ask(protocol.pack(Kind.JOIN), Kind.JOINED)
-        last = self._session.join(1.0)
-        if self._results.setdefault(-number, b"%d" % last) != b"%d" % last:
+        last = self.session.join(1.0)
+        if self.results.setdefault(-number, b"%d" % last) != b"%d" % last:
             raise InvariantError(f"{self.name} hears that rank {last} joined last, others hear otherwise")
         if self._goes_on_without(last, self._program.joins[-number]):
             raise InvariantError(f"{self.name} hears that rank {last} joined last, which it went on without")
 
     def _goes_on_without(self, other: int, counts: list[int]) -> bool:
         """It got results that there can only be because ``other`` had joined before."""
-        uses = [use for step in self._program.steps[counts[other] : counts[self._rank]] for use in step]
-        specs = [use.specs[self._rank] for use in uses if not use.is_unsupported]
+        uses = [use for step in self._program.steps[counts[other] : counts[self.number]] for use in step]
+        specs = [use.specs[self.number] for use in uses if not use.is_unsupported]
         return any(spec is not None and spec.nbytes and other in spec.members(len(counts)) for spec in specs)
 
     def _barrier(self) -> Life:
-        session = self._session
+        session = self.session
         message = protocol.pack(Kind.BARRIER, sequence=session._barriers + 1)
         yield from self._ask(message, Kind.RELEASED)
         session.barrier(1.0)

@@ -4,7 +4,7 @@ must hold for them after each event and at their end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from byteps_py.errors import RendezvousError
@@ -13,7 +13,8 @@ from byteps_py.server.partition import Round, State
 from byteps_py.server.service import Service as ServerService
 from byteps_py.settings import Settings
 from byteps_py.worker import credit, service
-from byteps_py.worker.actions import Action, Done
+from byteps_py.worker.actions import Action, AskSum, Done
+from byteps_py.worker.pieces import Transfer
 from byteps_py.worker.tensor import Part, Stage, Tensor
 
 from .ledger import Ledger
@@ -36,17 +37,6 @@ class Probe:
 
     def close(self) -> None:
         self._is_over = True
-
-
-class Peers:
-    """Stands for worker/peers.py where nothing is gathered or exchanged: test_worker_direct.py simulates that."""
-
-    address = "tcp://nobody:1"
-    bytes_sent = bytes_received = 0
-
-    def open(self, *given: object) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Queue(credit.PushQueue):
@@ -105,6 +95,12 @@ class Worker(Process):
         group = self._service._group
         return group.executor._parts if group is not None else {}
 
+    @property
+    def fetched(self) -> Container[int]:
+        """Numbers of what it has asked other machines for and not got."""
+        peers = self._service._peers
+        return peers._fetched if peers is not None else ()
+
     def broke(self, error: Exception) -> None:
         """As ``Service.run`` does; but only a server that is gone from the start excuses it."""
         if not isinstance(error, RendezvousError) or not self.world.faults:
@@ -125,7 +121,8 @@ class Worker(Process):
                 self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
                 pipeline = executor._pipeline
                 self._answered, pipeline.answered = pipeline.answered, self._check_answer  # type: ignore[method-assign]
-            live = [part for part in executor._parts.values() if part.tensor.slots and not part.tensor.retired]
+            parts = [part for part in executor._parts.values() if part.server >= 0]
+            live = [part for part in parts if part.tensor.slots and not part.tensor.retired]
             in_flight = sum(part.length for part in live if part.stage is Stage.IN_FLIGHT)
             queue: Queue = group.queue  # type: ignore[assignment]
             counted, limited = queue.pushed_bytes, queue.in_flight_bytes
@@ -172,6 +169,9 @@ class Worker(Process):
         names = group.agreement._names.values()
         slots |= {slot.id for name in names for failed in name.failed.values() for slot in failed}
         slots |= {slot.id for tensor in executor._kept.values() for slot in (*tensor.slots, *tensor.joined)}
+        direct = [member for _, member in group._direct.members()]
+        slots |= {s.id for member in direct for s in (member.slot, *(old for _, old in member.outgrown))}
+        slots |= {slot.id for slot in group.joining._void}
         # A void tensor's last kernel may still run.
         slots |= {s.id for s in requests.memory.slots.values() if s.tensor and s.tensor.retired and s.tensor.running}
         if set(requests.memory.slots) != slots:
@@ -182,8 +182,14 @@ class Worker(Process):
             raise InvariantError("partitions are under way, or of no tensor")
         if set(executor._frames) & set(parts) or any(tensor.running for tensor in tensors):
             raise InvariantError("answers are kept, or kernels run")
-        if group.queue.in_flight_bytes or len(group.queue):
+        asked = [item for item in group._fetches._on_wire if not _is_abandoned(item)]
+        if group.queue.in_flight_bytes or len(group.queue) or asked:
             raise InvariantError("credit is taken, or partitions wait for it")
+
+
+def _is_abandoned(item: Transfer | AskSum) -> bool:
+    """It was asked for, and then ranks joined without whom its round could not be."""
+    return isinstance(item, Transfer) and not any(m.awaits(item.source, item.round) for m in item.targets)
 
 
 class Server(Process):
@@ -209,6 +215,11 @@ class Server(Process):
     @property
     def address(self) -> str:
         return self._service.address
+
+    @property
+    def was_member(self) -> bool:
+        """It has heard of the cluster."""
+        return self._service._rounds.epoch > 0
 
     def drain(self) -> None:
         """It is to go, in order."""

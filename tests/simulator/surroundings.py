@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from byteps_py import strips
 from byteps_py.kernels import readiness
 from byteps_py.server import local as server_local
 from byteps_py.server import reducer
 from byteps_py.server import service as server_service
 from byteps_py.session import remote, slots
-from byteps_py.worker import desk, executor, group, joining, links, memory, network, placing, ranks, requests, service
+from byteps_py.worker import (
+    courier,
+    desk,
+    executor,
+    group,
+    joining,
+    links,
+    memory,
+    network,
+    peers,
+    placing,
+    ranks,
+    requests,
+    service,
+)
+from byteps_py.worker.direct import Direct
 
 from .control import ControlLink, Place
 from .ledger import Ledger, LedgerNetwork
 from .local import Listener, Local
 from .memory import Engine, Kernels, Memory
 from .network import Network, ServerNetwork, TcpLink
+from .peers import PeerDialer, PeerListener
 from .program import PARTITION_BYTES
-from .services import Peers, Probe, Queue
+from .services import Probe, Queue
 from .world import Process, World
 
 
@@ -44,6 +63,7 @@ class Surroundings:
         world, memory_, local, net = self._world, self._memory, self._local, self._net
         kernels = Kernels(memory_)
         clock = SimpleNamespace(monotonic=world.monotonic)
+        context = SimpleNamespace(term=lambda: None)
 
         def new_loop() -> Any:
             return local.new_loop(self.booting)
@@ -57,6 +77,9 @@ class Surroundings:
         def new_server_network(host: str, settings: Any, traffic: Any, *callbacks: Any) -> ServerNetwork:
             return ServerNetwork(net, self.booting, *callbacks)
 
+        def new_peer_listener(host: str, settings: Any, traffic: Any, *given: Any) -> PeerListener:
+            return PeerListener(net, self.booting, *given)
+
         # A link, or a rank's connection, is made by its service in one of its events.
         os_ = SimpleNamespace(
             pidfd_open=lambda pid: local.open_pidfd(pid, self._active()),
@@ -65,18 +88,31 @@ class Surroundings:
         )
         # Half of all kernels are small enough for the loop's thread, half are not.
         small = PARTITION_BYTES * world.random.choice((0, 1, 2, 100))
+        strip = world.random.choice((8, 32, 64))
         return {
             service: {
                 "EventLoop": new_loop, "Listener": new_listener, "Engine": new_engine, "connect": self.connect,
-                "time": clock, "PeerMachines": lambda *given: Peers(),
+                "time": clock,
                 "Probe": lambda loop, *given: Probe(world, loop, given[-1]),
             },
             group: {
                 "time": clock, "PushQueue": lambda: Queue(world),
                 "Network": type("SimulatedNetwork", (LedgerNetwork,), {"ledger": self.ledger}),
+                "LOCAL_PIECE_BYTES": PARTITION_BYTES // 2, "Direct": functools.partial(Direct, small_bytes=small // 4),
             },
             executor: {
                 "time": clock, "kernels": kernels, "INLINE_BYTES": small, "LAST_INLINE_BYTES": small,
+            },
+            courier: {
+                "time": clock, "kernels": kernels, "_INLINE_BYTES": small,
+                "ctypes": SimpleNamespace(
+                    memmove=memory_.move, addressof=ctypes.addressof, c_char=ctypes.c_char
+                ),
+            },
+            peers: {
+                "DataListener": new_peer_listener, "COPY_BYTES": world.random.choice((1, 20, 1000)),
+                "zmq": SimpleNamespace(Context=lambda: context, Frame=lambda data, copy: bytes(data)),
+                "_SENT_CHECK_S": 0.01,
             },
             requests: {"time": clock},
             joining: {"time": clock},
@@ -85,9 +121,12 @@ class Surroundings:
             placing: {"LOCAL_PIECE_BYTES": PARTITION_BYTES},
             network: {
                 "TcpLink": type("SimulatedTcpLink", (TcpLink,), {"network": net}),
-                "zmq": SimpleNamespace(Context=lambda: SimpleNamespace(term=lambda: None)),
+                "zmq": SimpleNamespace(Context=lambda: context),
             },
-            links: {"connect_channel": lambda name, timeout_s: local.connect(name, self._active())},
+            links: {
+                "connect_channel": lambda name, timeout_s: local.connect(name, self._active()),
+                "Dialer": type("SimulatedDialer", (PeerDialer,), {"network": net}),
+            },
             ranks: {"os": os_},
             server_service: {"EventLoop": new_loop, "Network": new_server_network, "time": clock, "os": os_},
             server_local: {"Listener": new_listener, "Segment": memory_.map_segment, "os": os_},
@@ -97,7 +136,8 @@ class Surroundings:
                 "kernels": Kernels(memory_, is_lenient=True), "INLINE_BYTES": small,
             },
             slots: {"Segment": memory_.map_segment},
-            remote: {"open_stack_dump": lambda: None},  # no process here has a stack of its own
+            remote: {"open_stack_dump": lambda: None, "STRIP_BYTES": strip},  # no process has a stack of its own
+            strips: {"STRIP_BYTES": strip},
         }  # fmt: skip
 
     def _active(self) -> Process:

@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
 
 from byteps_py import launchers
-from byteps_py.errors import ConfigurationError, UsageError
+from byteps_py.errors import ConfigurationError, UnsupportedError, UsageError
 from byteps_py.machine import machine_id
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 from byteps_py.torch import context as contexts
+from byteps_py.torch import nonfinite
 from byteps_py.torch.context import Context
+from byteps_py.torch.distributed.finite import check_mode
 from byteps_py.torch.distributed.group import BytePSProcessGroup
 from byteps_py.torch.distributed.identity import Options
 from byteps_py.torch.distributed.members import Members, prefix_of
@@ -35,7 +37,8 @@ _worlds = 0  # of this process so far
 def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
     """What torch calls, on the members, for each group that they make. ``pg_options``: an Options.
 
-    Raises ConfigurationError, RendezvousError, and UsageError if the job is not of the world's size.
+    Raises ConfigurationError, RendezvousError, UnsupportedError (BYTEPS_NONFINITE=skip), and UsageError if the job is
+    not of the world's size.
     """
     global _worlds
     context = contexts.current()
@@ -66,6 +69,11 @@ def _join(context: Context, store: Store, rank: int, size: int) -> None:
         context.open(settings, holder=_HOLDER)
     else:
         context.open(holder=_HOLDER)
+    try:
+        check_mode(nonfinite.wanted(context))
+    except UnsupportedError:
+        context.release(_HOLDER)
+        raise
     session = context.session
     if (session.rank, session.size) != (rank, size):
         context.release(_HOLDER)

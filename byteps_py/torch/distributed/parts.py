@@ -16,6 +16,7 @@ from byteps_py.errors import UsageError
 from byteps_py.torch.distributed.arguments import seconds
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.direct import Direct
+from byteps_py.torch.distributed.finite import InputCheck
 from byteps_py.torch.distributed.identity import Identity
 from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.members import Members
@@ -53,6 +54,7 @@ class Parts(Identity):
         look_s = _LOOKS * members.context.settings.patience_s
         self._around = Surroundings(timeout_s, Journal(members, store), look_s)
         self._completer = Completer()
+        self._input_check = InputCheck(members)
         neighbours = members.neighbours
         self._near = None  # stays: members that have joined may come back to this group at any time, or never
         if neighbours is not None:

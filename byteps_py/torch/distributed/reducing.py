@@ -98,6 +98,7 @@ class Reducing(Parts):
             raise UsageError(
                 f"all_reduce of a sparse tensor of dtype {tensor.dtype}: only SUM and AVG of numbers; use to_dense()"
             )
+        self._input_check.look("all_reduce of a sparse tensor", [tensor], how)
         limit_s = self._limit(opts)
         work = sparse.sum_up(self._direct, self._members, "all_reduce of a sparse tensor", tensor, how.average, limit_s)
         return self._record(work)
@@ -108,6 +109,7 @@ class Reducing(Parts):
         how = self._how(opts, op, tensors[0].dtype)
         if how.fold is not None:
             return self._fold(what, tensors, outputs, how, self._limit(opts))
+        self._input_check.look(what, tensors, how)
         return self._record(self._reductions.reduce(what, tensors, outputs, how, self._limit(opts)))
 
     def _reduce_scatter(self, what: str, inputs: list[torch.Tensor], output: torch.Tensor, opts: Any) -> Pending:
@@ -116,6 +118,7 @@ class Reducing(Parts):
             return self._reduce_uneven(
                 output, list(torch.cat([t.reshape(-1) for t in inputs]).chunk(self.size())), opts
             )
+        self._input_check.look(what, inputs, how)
         return self._record(self._reductions.reduce_scatter(what, inputs, output, how, self._limit(opts)))
 
     def _reduce_uneven(self, output: torch.Tensor, inputs: list[torch.Tensor], opts: Any) -> Pending:

@@ -1,0 +1,88 @@
+"""One round of one name: who takes part, what each gives, and what must come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from byteps_py.tensors import DType, Op, TensorSpec
+
+from .memory import Bytes, combine
+from .pieces import Pieces
+
+DTYPES = (DType.FLOAT32, DType.FLOAT32, DType.FLOAT16, DType.FLOAT64, DType.INT8, DType.INT32, DType.INT64)
+_POOL_BYTES = 1 << 14
+
+
+def _make_pool() -> dict[DType, Bytes]:
+    """Values of many magnitudes, so that another order of adding gives other bits."""
+    generator = np.random.default_rng(4)
+    floats = generator.standard_normal(_POOL_BYTES) * np.exp2(generator.integers(-5, 6, _POOL_BYTES))
+    integers = generator.integers(-(1 << 62), 1 << 62, _POOL_BYTES)
+    return {
+        dtype: (floats if dtype.is_floating else integers).astype(dtype.name.lower()).view(np.uint8)
+        for dtype in (*dict.fromkeys(DTYPES), DType.UINT8)
+    }
+
+
+_POOL = _make_pool()
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """``specs``: what each rank says it is; None if it does not take part. ``first``: what each says before that,
+    without using it; None if it does not. They disagree if ``is_mismatch``. ``pieces``: of a gather or an exchange."""
+
+    id: int
+    name: str
+    specs: tuple[TensorSpec | None, ...]
+    first: TensorSpec | None = None
+    is_mismatch: bool = False
+    is_unsupported: bool = False  # it can't do without ranks that have joined
+    pieces: Pieces | None = None
+
+    def spec(self, rank: int) -> TensorSpec:
+        spec = self.specs[rank]
+        if spec is None:
+            raise AssertionError(f"rank {rank} takes no part in use {self.id}")
+        return spec
+
+    def position(self, rank: int) -> int:
+        return self.spec(rank).members(len(self.specs)).index(rank)
+
+    def contribution(self, rank: int) -> Bytes:
+        spec = self.spec(rank)
+        start = (self.id * 1136 + rank * 392) % (_POOL_BYTES // 2) // 8 * 8
+        return _POOL[spec.dtype][start : start + spec.nbytes]
+
+    def combined(self, local_sizes: list[int]) -> bytes:
+        """In two stages, as the contract says: over each machine's ranks, then over the machines."""
+        spec = next(spec for spec in self.specs if spec is not None)
+        if spec.op is Op.BROADCAST:
+            return self.contribution(spec.root).tobytes()
+        sums = []
+        rank = 0
+        for size in local_sizes:
+            here = [r for r in range(rank, rank + size) if self.specs[r] is not None]
+            if here:
+                sums.append(combine(spec.op, spec.dtype, [self.contribution(r) for r in here]))
+            rank += size
+        return combine(spec.op, spec.dtype, sums, spec.divisor(rank)).tobytes()
+
+    def share(self, rank: int, combined: bytes) -> bytes:
+        """What ``rank`` gets of a reduction's result."""
+        spec = self.spec(rank)
+        if not spec.scatters:
+            return combined
+        members = len(spec.members(len(self.specs)))
+        first, count = spec.piece(self.position(rank), members)
+        return combined[first * spec.dtype.itemsize : (first + count) * spec.dtype.itemsize]
+
+    def gathered(self, rank: int) -> list[tuple[int, bytes]]:
+        """(offset, bytes) that ``rank`` gets of a gather or an exchange."""
+        if self.pieces is None:
+            raise AssertionError(f"use {self.id} combines")
+        members = self.spec(rank).members(len(self.specs))
+        given = [self.contribution(r).tobytes() if self.specs[r] is not None else b"" for r in members]
+        return self.pieces.result(self.position(rank), given)

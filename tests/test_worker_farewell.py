@@ -1,0 +1,170 @@
+"""When a machine whose ranks are done may end, and what the end of another one means to those that go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.worker_core import slot as make_slot
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.settings import Settings
+from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.direct import Direct
+from byteps_py.worker.farewell import Farewell
+from byteps_py.worker.group import Group, Surroundings
+from byteps_py.worker.pieces import Receipt, Request, Serve
+from byteps_py.worker.service import Service
+from byteps_py.worker.tensor import RankSlot
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self.timers.append((delay_s, callback))
+
+
+class Machine:
+    def __init__(self, owed_s: float = 60.0) -> None:
+        self.loop = Loop()
+        self.sent: list[pb.MemberMessage] = []
+        self.stops = 0
+        self.is_owing = self.is_lacking = False
+        self.farewell = Farewell(cast(Any, self.loop), self.sent.append, self._stop, owed_s)
+        self.farewell.owes = lambda gone: self.is_owing
+        self.farewell.lacks = lambda ranks: self.is_lacking
+
+    def _stop(self) -> None:
+        self.stops += 1
+
+
+def test_it_ends_when_it_is_dismissed() -> None:
+    machine = Machine()
+    machine.farewell.go()
+    assert not machine.stops
+    machine.farewell.dismissed()
+    assert machine.stops == 1
+
+
+def test_it_stays_for_pieces_that_nobody_has_asked_for_and_until_they_have_left() -> None:
+    machine = Machine()
+    machine.is_owing = True
+    machine.farewell.dismissed()
+    machine.farewell.go()
+    machine.farewell.settle()
+    assert not machine.stops
+    machine.is_owing = False
+    machine.farewell.settle()
+    assert not machine.stops
+    delay_s, end = machine.loop.timers[-1]
+    assert delay_s < 1
+    machine.farewell.settle()
+    assert not machine.stops
+    end()
+    assert machine.stops == 1
+
+
+@pytest.mark.parametrize(("owed_s", "limits"), [(60.0, [10.0, 60.0]), (3.0, [10.0, 10.0]), (0.0, [10.0])])
+def test_it_does_not_stay_for_ever(owed_s: float, limits: list[float]) -> None:
+    machine = Machine(owed_s)
+    machine.farewell.go()
+    assert [delay_s for delay_s, _ in machine.loop.timers] == limits
+
+
+def test_others_hear_when_it_lacks_nothing_of_theirs() -> None:
+    machine = Machine()
+    machine.is_lacking = True
+    machine.farewell.departed([2, 3])
+    assert not machine.sent
+    assert machine.farewell.are_gone([2, 3])
+    assert not machine.farewell.are_gone([1, 2])
+    machine.is_lacking = False
+    machine.farewell.settle()
+    assert [list(message.settled.ranks) for message in machine.sent] == [[2, 3]]
+
+
+# ---- what it gives, and to whom --------------------------------------------------------------------------
+
+
+def one_of_two() -> tuple[Direct, RankSlot]:
+    """Rank 0, alone on its machine, gathers with rank 1, of which it expects nothing."""
+    direct = Direct(0, [0, 1], 100, 100, PushQueue(0))
+    slot = make_slot(0, TensorSpec("x", DType.UINT8, (8, 16), Op.GATHER), inputs=2)
+    direct.declare(0, slot)
+    return direct, slot
+
+
+def request_of(direct: Direct, round_: int = 1) -> Request:
+    key = next(iter(direct.members()))[0].key
+    return Request(None, 1, key, round_, 0, 0xFFFFFFFF, 0, 8, 8)
+
+
+def receipt_of(request: Request) -> Receipt:
+    return Receipt(request.machine, request.key, request.round, request.source, request.target)
+
+
+def test_a_piece_is_owed_until_it_is_taken_or_its_taker_is_gone() -> None:
+    direct, slot = one_of_two()
+    assert not direct.owes(set())
+    direct.ready(slot, 1, Layout(((0, 8),), ((0, 0), (8, 0))), 0.0)
+    assert slot.ready_bytes < 0  # its own round is over
+    assert direct.owes({0})
+    assert not direct.owes({1})
+    request = request_of(direct)
+    (serve,) = direct.requested(request)
+    assert isinstance(serve, Serve)
+    assert direct.owes(set())
+    direct.received(receipt_of(request))
+    assert not direct.owes(set())
+
+
+def test_a_rank_lacks_what_it_waits_for() -> None:
+    direct, slot = one_of_two()
+    assert not direct.lacks({0, 1})
+    direct.ready(slot, 1, Layout(((0, 0),), ((0, 0), (8, 8))), 0.0)
+    assert direct.lacks({1})
+    assert not direct.lacks({0})
+
+
+def test_what_came_before_all_joined_gives_no_memory_back() -> None:
+    """Whoever calls ``start_anew`` has got all of it."""
+    direct, slot = one_of_two()
+    direct.ready(slot, 1, Layout(((0, 8),), ((0, 0), (8, 0))), 0.0)
+    larger = make_slot(0, TensorSpec("x", DType.UINT8, (80, 160), Op.GATHER), inputs=2)
+    assert direct.declare(0, larger) == []
+    (serve,) = direct.requested(request_of(direct))
+    assert isinstance(serve, Serve)
+    assert direct.start_anew(1) == [larger, slot]
+    assert direct.received(receipt_of(serve.request)) == []
+
+
+# ---- others ----------------------------------------------------------------------------------------------
+
+
+def test_other_machines_may_ask_once_whoever_answers_knows_the_group() -> None:
+    """What they have asked before is answered by ``PeerMachines.open``, through the service."""
+    opened: list[int] = []
+    peers = SimpleNamespace(open=lambda topology, on_lost: opened.append(topology.machine_index))
+    desk = SimpleNamespace(open=lambda requests: opened.append(-1))
+    around = Surroundings(*cast(Any, (Loop(), Settings(), False, None, desk, peers, None, None, None, None, None)))
+    membership = pb.Membership(epoch=1, workers=[pb.Member(local_size=1)], partition_bytes=4096)
+    group = Group(around, membership, 0)
+    assert opened == []
+    group.open()
+    assert opened == [0, -1]
+    group.requests.memory.let_go()
+
+
+@pytest.mark.parametrize(("gone", "timers"), [([], 1), ([1], 1), ([1, 2], 0)])
+def test_a_machine_whose_ranks_were_done_is_not_missed(gone: list[int], timers: int) -> None:
+    service, machine = object.__new__(Service), Machine()
+    service._group = cast(Any, SimpleNamespace(topology=SimpleNamespace(ranks_of=lambda index: range(1, 3))))
+    service._farewell, service._loop, service._is_headless = machine.farewell, cast(Any, machine.loop), False
+    machine.farewell.departed(gone)
+    service._machine_lost("it can't be reached", 1)
+    assert len(machine.loop.timers) == timers
