@@ -21,10 +21,9 @@ from chaos.run import ENVIRON, PROGRAM, STEPS, calm
 from support.breaking import Job, command
 from test_recovery import DIGEST, OPTIONS, train
 
-from benchmarks.cluster.hosts import Host, cluster
+from benchmarks.cluster.hosts import Host, cluster, lost
 from byteps_py.launch.cluster import free_port
 
-NOBODY = "02:00:00:00:00:01"
 RATE_MBIT = 1000.0
 
 
@@ -41,24 +40,6 @@ pytestmark = [
     pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2 (network namespaces)"),
     pytest.mark.timeout(400),
 ]
-
-
-@contextlib.contextmanager
-def lost(*ways: tuple[Host, Host]) -> Iterator[None]:
-    """What the first of each pair sends to the second is lost."""
-
-    def neighbour(sender: Host, receiver: Host, *words: str) -> None:
-        place = [receiver.address, *words, "dev", sender.interface]
-        verb = "replace" if words else "del"
-        subprocess.run(["ip", "-n", sender.name, "neigh", verb, *place], check=True)
-
-    for sender, receiver in ways:
-        neighbour(sender, receiver, "lladdr", NOBODY, "nud", "permanent")
-    try:
-        yield
-    finally:
-        for sender, receiver in ways:
-            neighbour(sender, receiver)
 
 
 class Cluster:

@@ -74,6 +74,20 @@ def test_wrong_headers_are_refused(server: Server, header: Header, payload: byte
     assert_works(server, machine)
 
 
+def test_the_last_words_of_a_dead_connection_do_not_take_the_place_of_the_next(server: Server) -> None:
+    """A proof that lay unread while its machine connected again and proved itself there."""
+    first = server.machine(0)
+    challenge = first.challenge()
+    second, other = server.machine(0), server.machine(1)
+    second.push(bytes(4))
+    other.push(bytes(4))
+    assert second.result() == bytes(4)
+    first.answer(challenge)
+    first.send(Header(Kind.PROBE, 0), b"there and back")
+    assert first.receive()[1] == b"there and back"  # the proof has been read
+    assert_works(server, second)
+
+
 def test_a_machine_number_that_does_not_exist_is_refused(server: Server) -> None:
     machine = server.machine(65_000)
     machine.push(bytes(4))

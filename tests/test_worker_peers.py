@@ -133,7 +133,7 @@ def test_large_answers_leave_from_where_they_lie_and_then_it_is_told(service: Se
 def test_what_is_for_a_machine_that_is_gone_is_not_taken(service: Service, nbytes: int) -> None:
     """It asks again on its next connection, and then must find it."""
     nobody = SimpleNamespace(send_result=lambda *given: False, send_tracked=lambda *given: None)
-    peer = RemotePeer(cast(Any, nobody), b"", 1, cast(Any, (None, None)))
+    peer = RemotePeer(cast(Any, nobody), b"", 1, cast(Any, (None, None)), 0)
     service.peers.serve((peer, Header(Kind.FETCH, 1)), memoryview(LARGE)[:nbytes], service.served.release)
     assert not service.served.acquire(blocking=False)
 

@@ -41,9 +41,8 @@ def serve(channel: Channel, request: Request) -> list[DirectAction]:
     """Answer a request, or keep it until the round has come. Raises ProtocolError."""
     name = channel.spec.name
     if all(member.round < request.round for member in channel.members.values()):
-        return _keep(
-            channel, request
-        )  # all have joined, perhaps: then the name may be other ranks', and of another kind
+        # All have joined, perhaps: then the name may be other ranks', and of another kind.
+        return _keep(channel, request)
     member, taker, target = parties(channel, request)
     if member is None or member.round < request.round:
         return _keep(channel, request)

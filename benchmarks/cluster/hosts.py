@@ -19,6 +19,7 @@ _PREFIX = "10.89.0"
 _CONGESTION_CONTROL = "cubic"
 #: What all that is made begins with, and the process that made it: two runs on one machine don't meet.
 _OWNED = re.compile(r"\bbps(\d+)[bhnl]\d*")
+_NOBODY = "02:00:00:00:00:01"
 #: Small enough that a burst does not flatter a short transfer, large enough for the rate to be reached.
 _BURST = "128kb"
 
@@ -65,6 +66,25 @@ def _shape(interface: str, rate_mbit: float, host: Host | None = None) -> None:
     tc = ["tc", "qdisc", "add", "dev", interface, "root", "tbf", "rate", f"{rate_mbit:g}mbit"]
     tc += ["burst", _BURST, "latency", "400ms"]
     _run(*(host.command(tc) if host else tc))
+
+
+@contextlib.contextmanager
+def lost(*ways: tuple[Host, Host]) -> Iterator[None]:
+    """What the first of each pair sends to the second is lost, and nobody is told: it goes to a hardware address that
+    nobody has."""
+
+    def neighbour(sender: Host, receiver: Host, *words: str) -> None:
+        verb = "replace" if words else "del"
+        command = ["ip", "-n", sender.name, "neigh", verb, receiver.address, *words, "dev", sender.interface]
+        subprocess.run(command, check=True)
+
+    for sender, receiver in ways:
+        neighbour(sender, receiver, "lladdr", _NOBODY, "nud", "permanent")
+    try:
+        yield
+    finally:
+        for sender, receiver in ways:
+            neighbour(sender, receiver)
 
 
 @contextlib.contextmanager

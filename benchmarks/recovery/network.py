@@ -11,38 +11,18 @@ import ctypes
 import os
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 
-from benchmarks.cluster.hosts import Host, cluster
+from benchmarks.cluster.hosts import Host, cluster, lost
 from benchmarks.recovery.job import Job
 from benchmarks.recovery.launcher import UnforeseenError
 from benchmarks.recovery.rows import Row
 from benchmarks.recovery.survived import RANKS, History, calm_step_s, longest_step_s, middle_of_a_round, settle, survive
 
-NOBODY = "02:00:00:00:00:01"
 RATE_MBIT = 1000.0
 SHORT_S = 0.5  # shorter than the silence after which a process counts as dead
 _PIDFD_GETFD = 438  # on x86-64 and arm64
-
-
-@contextlib.contextmanager
-def lost(*ways: tuple[Host, Host]) -> Iterator[None]:
-    """What the first of each pair sends to the second is lost."""
-
-    def neighbour(sender: Host, receiver: Host, *words: str) -> None:
-        verb = "replace" if words else "del"
-        command = ["ip", "-n", sender.name, "neigh", verb, receiver.address, *words, "dev", sender.interface]
-        subprocess.run(command, check=True)
-
-    for sender, receiver in ways:
-        neighbour(sender, receiver, "lladdr", NOBODY, "nud", "permanent")
-    try:
-        yield
-    finally:
-        for sender, receiver in ways:
-            neighbour(sender, receiver)
 
 
 def network_fails(repeat: int, history: History) -> list[Row]:

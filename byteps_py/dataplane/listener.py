@@ -7,6 +7,7 @@ Nothing that a peer sends ends the process: what can't be understood is dropped 
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Callable
 
 import zmq
@@ -38,12 +39,16 @@ _MOST_DAMAGED = 16
 
 
 class RemotePeer(Peer):
-    """A CS on another machine, or at least beyond a socket."""
+    """A CS on another machine, or at least beyond a socket. ``number``: of its challenge; later connections have
+    higher ones."""
 
-    def __init__(self, network: DataListener, identity: bytes, machine: int, seals: tuple[Seal, Seal]) -> None:
+    def __init__(
+        self, network: DataListener, identity: bytes, machine: int, seals: tuple[Seal, Seal], number: int
+    ) -> None:
         self._network = network
         self.identity = identity
         self.machine = machine
+        self.number = number
         self.opening, self.sealing = seals
         self.damaged = 0  # messages in a row
 
@@ -83,9 +88,10 @@ class DataListener:
         self._on_message = on_message
         self._on_gone = on_gone
         self._peers: dict[bytes, RemotePeer] = {}
-        self._by_machine: dict[int, RemotePeer] = {}  # who came last as such
+        self._by_machine: dict[int, RemotePeer] = {}  # its latest connection
         self._doorkeeper = Doorkeeper(settings)
-        self._challenges: dict[bytes, Challenge] = {}
+        self._challenges: dict[bytes, tuple[int, Challenge]] = {}
+        self._numbers = itertools.count()
         # Probes wait until this process has loaded its kernels: else they would measure the processor.
         self._held_probes: list[tuple[RemotePeer, Header, zmq.Frame]] | None = []
         self._refusals = Limiter(_STRANGER_REFUSALS_PER_S)
@@ -231,15 +237,18 @@ class DataListener:
         self._challenges.pop(identity, None)
         if len(self._challenges) >= _MOST_CHALLENGES:
             del self._challenges[next(iter(self._challenges))]
-        self._challenges[identity] = challenge
+        self._challenges[identity] = (next(self._numbers), challenge)
         self._say(identity, Header(Kind.CHALLENGE, header.sender).pack(), text)
 
     def _welcome(self, identity: bytes, header: Header, said: zmq.Frame) -> None:
-        challenge = self._challenges.pop(identity, None)
+        number, challenge = self._challenges.pop(identity, (0, None))
         if challenge is None or challenge.machine != header.sender:
             raise ProtocolError("it was not asked for a proof, or its proof came late")
-        seals = challenge.accept(said.bytes)
-        self._peers[identity] = self._by_machine[header.sender] = RemotePeer(self, identity, header.sender, seals)
+        peer = self._peers[identity] = RemotePeer(self, identity, header.sender, challenge.accept(said.bytes), number)
+        # Of connections that end and begin again at once, the last words of the first may be read last.
+        latest = self._by_machine.get(peer.machine)
+        if latest is None or latest.number < number:
+            self._by_machine[peer.machine] = peer
         self.on_monitor()  # what is told of its descriptor after this is about it
         self._strangers.known(int(said.get(zmq.SRCFD)))
         logger.debug("machine %d has connected", header.sender)

@@ -7,7 +7,14 @@ import sys
 import threading
 import traceback
 
-from byteps_py.errors import BytePSError, NonFiniteError, NonFiniteInputError, PeerLostError, UsageError
+from byteps_py.errors import (
+    BytePSError,
+    MismatchError,
+    NonFiniteError,
+    NonFiniteInputError,
+    PeerLostError,
+    UsageError,
+)
 from byteps_py.tensors import TensorSpec
 
 _MAX_CHARS = 500
@@ -58,13 +65,14 @@ def is_interactive() -> bool:
 
 
 def while_waiting(error: BytePSError, what: str) -> BytePSError:
-    """What ended the session, and what did not come because of that.
+    """What ended the session, and what did not come because of that. A disagreement of ranks is left as it is: it names
+    what they disagree about, the same on all of them.
 
     >>> while_waiting(PeerLostError("rank 3 died"), "tensor 'w', round 5: no result")
     PeerLostError("rank 3 died; tensor 'w', round 5: no result")
     """
     first, newline, others = str(error).partition("\n")  # a traceback may follow
-    is_said = first.startswith(("tensor ", "a barrier"))
+    is_said = isinstance(error, MismatchError) or first.startswith(("tensor ", "a barrier"))
     return type(error)(str(error) if is_said else f"{first}; {what}{newline}{others}")
 
 

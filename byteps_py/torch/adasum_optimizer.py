@@ -3,7 +3,7 @@
     start = weights;  the wrapped optimizer steps;  delta = weights - start;  weights = start + adasum(deltas)
 
 So momentum and the like are applied before ranks are combined, as Horovod does. Owns the deltas; what Adasum is says
-adasum.py. The training thread calls; hooks (distributed.py) only count passes.
+adasum.py. The training thread calls; hooks (hooks.py) only count passes.
 
 With BYTEPS_NONFINITE, ranks first tell each other whether their gradients are finite: once an optimizer has stepped
 with NaN, its state has it, too. A guarded sum of one number for each parameter, NaN where its gradient is not finite.

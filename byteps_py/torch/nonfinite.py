@@ -57,21 +57,16 @@ def explain(blame: int, size: int, step: int, places: Sequence[str]) -> NonFinit
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """No value of a tensor is NaN or infinite. One fast pass over its memory where that is so."""
-    if tensor.layout is not torch.strided:
-        tensor = (tensor if tensor.layout is torch.sparse_coo else tensor.to_sparse()).coalesce().values()
-    tensor = tensor.detach()
+    values, _ = _stored(tensor)
     # A sum is far faster than looking at each value, and finite only if all of them are.
-    total = tensor.sum(dtype=torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
+    total = values.sum(dtype=torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())
 
 
 def where(name: str, tensor: torch.Tensor, full: torch.dtype | None = None) -> str | None:
     """How many values of the gradient of ``name`` are NaN or infinite, the first at which index; None if none is.
     ``full``: its dtype, if ``tensor`` is compressed."""
-    values, indices = tensor.detach(), None
-    if values.layout is not torch.strided:
-        rows = (values if values.layout is torch.sparse_coo else values.to_sparse()).coalesce()
-        values, indices = rows.values(), rows.indices()
+    values, indices = _stored(tensor)
     bad = ~torch.isfinite(values)
     count = int(bad.sum())
     if not count:
@@ -81,6 +76,15 @@ def where(name: str, tensor: torch.Tensor, full: torch.dtype | None = None) -> s
         first = indices[:, first[0]].tolist() + first[1:]
     narrow = f" as {str(tensor.dtype).removeprefix('torch.')}" if full not in (None, tensor.dtype) else ""
     return f"{name!r} ({count} of {bad.numel()} values{narrow}, the first at {first})"
+
+
+def _stored(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The values that a tensor of any layout stores, and where they are; None: all of them, in order."""
+    values = tensor.detach()
+    if values.layout is torch.strided:
+        return values, None
+    rows = (values if values.layout is torch.sparse_coo else values.to_sparse()).coalesce()
+    return rows.values(), rows.indices()
 
 
 def tell(poison: NonFiniteError, session: Session) -> None:

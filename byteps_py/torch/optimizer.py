@@ -1,6 +1,6 @@
 """DistributedOptimizer: from an optimizer and what is asked of it to one that works on all ranks together.
 
-Owns the choice of parts, nothing of what they do: distributed.py (hooks, order of calls), buckets.py (gradients on
+Owns the choice of parts, nothing of what they do: hooks.py (hooks, order of calls), buckets.py (gradients on
 their way), adasum_optimizer.py. The training thread calls.
 """
 

@@ -10,6 +10,7 @@ overtake those that the old one still delivers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,19 @@ class Connection:
     def __init__(self, world: World) -> None:
         self.up, self.down = world.new_wire(), world.new_wire()
         self.up_ends_s = self.down_ends_s = math.inf
+        self._world = world
+
+    def cut(
+        self, listener: Process, on_gone: Callable[[], None], caller: Process, on_broken: Callable[[], None]
+    ) -> None:
+        """It is lost, or its listener is gone, as either end finds out some time later."""
+        world = self._world
+        # What the listener has been sent may wait there until after it has read from the next connection.
+        self.up_ends_s = world.now_s + world.delay() * world.random.choice((1, 1, 10))
+        self.down_ends_s = world.now_s + world.delay()
+        world.after(world.delay(), listener, "a peer is gone", on_gone)
+        # What has arrived by then is read; what comes later never is, for then this socket is closed.
+        world.after(world.delay(), caller, "a connection breaks", on_broken)
 
 
 class TcpLink(ServerLink):
@@ -153,15 +167,10 @@ class TcpLink(ServerLink):
 
     def break_(self) -> None:
         """The connection is cut, or the server is gone."""
-        world, connection = self._world, self.connection
-        if self.is_closed or connection.up_ends_s < math.inf:
-            return
-        # What the server has been sent may wait there until after it has read from the next connection.
-        connection.up_ends_s = world.now_s + world.delay() * world.random.choice((1, 1, 10))
-        connection.down_ends_s = world.now_s + world.delay()
-        world.after(world.delay(), self.server.process, "a peer is gone", lambda: self.server.forget(connection))
-        # What has arrived by then is read; what comes later never is, for then this socket is closed.
-        world.after(world.delay(), self.process, "a connection breaks", lambda: self._broke(connection))
+        connection, server = self.connection, self.server
+        if not self.is_closed and connection.up_ends_s == math.inf:
+            gone, broken = functools.partial(server.forget, connection), functools.partial(self._broke, connection)
+            connection.cut(server.process, gone, self.process, broken)
 
     def _broke(self, connection: Connection) -> None:
         if not self.is_current(connection):

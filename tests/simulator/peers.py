@@ -73,13 +73,10 @@ class PeerDialer:
 
     def break_(self) -> None:
         """The connection is cut, or the other end is gone."""
-        world, connection = self._world, self.connection
-        if self._is_closed or connection is None or connection.up_ends_s < math.inf or self.server.is_closed:
-            return
-        connection.up_ends_s = world.now_s + world.delay() * world.random.choice((1, 1, 10))
-        connection.down_ends_s = world.now_s + world.delay()
-        world.after(world.delay(), self.server.process, "a peer is gone", lambda: self.server.forget(connection))
-        world.after(world.delay(), self.process, "a connection breaks", lambda: self._broke(connection))
+        connection, server = self.connection, self.server
+        if not self._is_closed and connection is not None and connection.up_ends_s == math.inf and not server.is_closed:
+            gone, broken = functools.partial(server.forget, connection), functools.partial(self._broke, connection)
+            connection.cut(server.process, gone, self.process, broken)
 
     def ended(self, connection: Connection) -> None:
         """In order, by the other end."""
@@ -190,7 +187,7 @@ class PeerListener:
         # As for a server: a handshake needs both ends.
         if dialer.is_current(connection) and connection not in self._peers and connection not in self.gone:
             seals = cast(Any, (None, None))
-            peer = RemotePeer(cast(Any, self), str(len(self._dialers)).encode(), machine, seals)
+            peer = RemotePeer(cast(Any, self), str(len(self._dialers)).encode(), machine, seals, len(self._dialers))
             self._peers[connection] = self._by_machine[machine] = peer
             self._dialers[peer] = dialer, connection
 

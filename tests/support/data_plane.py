@@ -52,11 +52,16 @@ class Machine:
         self._shown = shown
         self.seals: tuple[Seal, Seal] | None = None
 
-    def prove(self) -> None:
-        """Wait for the challenge, and answer it."""
+    def challenge(self) -> bytes:
         header, text = self._frames()
         assert Header.unpack(header).kind is Kind.CHALLENGE, text
-        proof, *seals = self._caller.answer(text) if self._shown is None else (self._shown,)
+        return text
+
+    def prove(self) -> None:
+        self.answer(self.challenge())
+
+    def answer(self, challenge: bytes) -> None:
+        proof, *seals = self._caller.answer(challenge) if self._shown is None else (self._shown,)
         self.socket.send_multipart([Header(Kind.PROOF, self.index).pack(), proof])
         self.seals = tuple(seals) if seals else None
 

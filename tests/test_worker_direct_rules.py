@@ -1,0 +1,130 @@
+"""The core of gathers and exchanges, one event at a time: what it refuses, keeps and lets go."""
+
+from __future__ import annotations
+
+import pytest
+from support.worker_core import slot as make_slot
+
+from byteps_py.errors import ProtocolError
+from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.worker import serving
+from byteps_py.worker.actions import AskSum, Fetch
+from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.direct import Direct
+from byteps_py.worker.pieces import ALL, Copy, CopyHere, Delivered, Outgrown, Refuse, Request, Serve, Transfer
+from byteps_py.worker.tensor import RankSlot
+
+
+def make_spec(op: Op, group: tuple[int, ...] = ()) -> TensorSpec:
+    return TensorSpec("x", DType.UINT8, (64, 512), op, group=group)
+
+
+def local(op: Op = Op.EXCHANGE) -> tuple[Direct, list[RankSlot]]:
+    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0))
+    slots = [make_slot(i, make_spec(op), inputs=2) for i in range(2)]
+    for rank, each in enumerate(slots):
+        direct.declare(rank, each)
+    return direct, slots
+
+
+def test_a_round_out_of_turn_breaks_the_protocol() -> None:
+    direct, (slot, _) = local()
+    nothing = Layout(((0, 0),) * 3, ((0, 0),) * 3)
+    with pytest.raises(ProtocolError, match="gave no layout"):
+        direct.ready(slot, 1, None, 0.0)
+    with pytest.raises(ProtocolError, match="handed over round 2 after round 0"):
+        direct.ready(slot, 2, nothing, 0.0)
+    assert direct.ready(slot, 1, nothing, 0.0) == [Delivered(slot, 1)]
+
+
+def test_other_machines_get_what_is_theirs_and_no_more() -> None:
+    direct, (slot, _) = local()
+    request = Request(None, 1, 0, 1, 0, 2, 0, 4, 4)
+    request.key = next(iter(direct.members()))[0].key
+    assert direct.requested(request) == []  # it has not come to the round
+    (serve,) = direct.ready(slot, 1, Layout(((0, 0), (0, 0), (8, 4)), ((0, 0),) * 3), 0.0)[:1]
+    assert isinstance(serve, Serve)
+    assert (serve.block, serve.offset) == (slot.inputs[0], 8)
+    for wrong, error, text in (
+        (Request(None, 1, request.key, 1, 0, 2, 2, 4, 4), ProtocolError, "does not have"),
+        (Request(None, 1, request.key, 1, 0, 9, 0, 4, 4), ProtocolError, "has no part"),
+        (Request(None, 1, request.key, 1, 2, 2, 0, 4, 4), ProtocolError, "is not a rank of this machine"),
+        (Request(None, 1, request.key, 1, 0, ALL, 0, 4, 4), ProtocolError, "a gather's piece is for a machine"),
+        (Request(None, 0, request.key, 1, 0, 2, 0, 4, 4), ProtocolError, "machine 0 asks for another's rank"),
+    ):
+        with pytest.raises(error, match=text):
+            direct.requested(wrong)
+    (refuse,) = direct.requested(Request(None, 1, request.key, 1, 0, 2, 0, 5, 5))
+    assert isinstance(refuse, Refuse)
+    assert "rank 0 sends 4 bytes to rank 2, which expects 5" in str(refuse.error)
+
+
+def test_memory_to_which_a_piece_is_being_copied_is_kept_though_its_round_was_abandoned() -> None:
+    queue: PushQueue[Transfer | AskSum] = PushQueue(0)
+    direct = Direct(0, [0, 1], 100, 100, queue)
+    small, large = (make_slot(0, TensorSpec("x", DType.UINT8, (4, room), Op.GATHER), inputs=2) for room in (8, 16))
+    direct.declare(0, small)
+    (fetch,) = direct.ready(small, 1, Layout(((0, 0),), ((0, 0), (0, 4))), 0.0)
+    assert isinstance(fetch, Fetch)
+    assert isinstance(fetch.item, Transfer)
+    (copy,) = direct.arrived(fetch.item, 77, 0.0)
+    assert isinstance(copy, Copy)
+    ((_, member),) = direct.members()
+    direct.abandon(member)
+    assert direct.declare(0, large) == []
+    assert direct.copied(fetch.item) == [Outgrown(small)]
+
+
+def test_a_wrong_request_that_came_too_early_is_refused_not_held_against_the_rank() -> None:
+    direct, (slot, _) = local()
+    key = next(iter(direct.members()))[0].key
+    wrong = Request(None, 1, key, 1, 0, 2, 2, 4, 4)
+    assert direct.requested(wrong) == []
+    actions = direct.ready(slot, 1, Layout(((0, 0), (0, 0), (8, 4)), ((0, 0),) * 3), 0.0)
+    assert [action.request for action in actions if isinstance(action, Refuse)] == [wrong]
+    assert not any(isinstance(action, Serve) for action in actions)
+
+
+def test_requests_for_rounds_to_come_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_EARLY", 3)
+    direct, _ = local()
+    key = next(iter(direct.members()))[0].key
+    for _ in range(3):
+        assert direct.requested(Request(None, 1, key, 7, 0, 2, 0, 4, 4)) == []
+    with pytest.raises(ProtocolError, match="machine 1 asks for too much too soon"):
+        direct.requested(Request(None, 1, key, 7, 0, 2, 0, 4, 4))
+
+
+def test_a_round_from_before_all_joined_is_not_looked_at() -> None:
+    """It may be asked for once more, when its name is other ranks'."""
+    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0))
+    direct.start_anew(3)
+    slot = make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2)
+    direct.declare(0, slot)
+    request = Request(None, 1, next(iter(direct.members()))[0].key, 3, 1, 2, 0, 4, 4)
+    assert direct.requested(request) == []
+    request.round = 4
+    assert direct.requested(request) == []  # perhaps all have joined again, and the name is another group's by then
+    actions = direct.ready(slot, 4, Layout(((0, 0),) * 2, ((0, 0),) * 2), 0.0)
+    (refuse,) = [action for action in actions if isinstance(action, Refuse)]
+    assert refuse.request is request
+    assert "has no part" in str(refuse.error)
+
+
+def test_who_knows_first_that_all_have_joined_may_use_a_name_for_other_ranks() -> None:
+    other = make_slot(1, make_spec(Op.GATHER, (1, 2)), inputs=2)
+    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0))
+    direct.declare(0, make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2))
+    key = next(iter(direct.members()))[0].key
+    request = Request(None, 1, key, 1, 1, ALL, 0, 4, 4)
+    assert direct.requested(request) == []
+    direct.start_anew(0)
+    direct.declare(1, other)
+    actions = direct.ready(other, 1, Layout(((0, 4),), ((0, 4), (4, 0))), 0.0)
+    assert [type(action) for action in actions if not isinstance(action, CopyHere)] == [Serve]
+
+
+def test_one_name_has_one_group_and_kind() -> None:
+    direct, _ = local()
+    with pytest.raises(ProtocolError, match="rank 1 declares it for gather of bytes, others of this machine for exch"):
+        direct.declare(1, make_slot(1, make_spec(Op.GATHER), inputs=2))
