@@ -122,6 +122,10 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             for link in self._links.values():
                 link.put(None)
             await server.stop(STOP_GRACE_S)
+            # Calls that are over for their callers may have a last line to run. For each that the end of the event loop
+            # cuts off, gRPC would print a traceback.
+            if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(rest, timeout=STOP_GRACE_S)
 
     def _go_on_with(self, restored: Restored) -> None:
         self._sessions, self._config = restored.sessions, restored.config
