@@ -39,15 +39,16 @@ class Report:
 
 
 @functools.cache
-def calm(stretches: int, options: str = OPTIONS) -> Report:
+def calm(stretches: int, options: str = OPTIONS, steps: int = STEPS) -> Report:
     """Train without any fault. Servers and their number have no say in the weights."""
-    return run(stretches, None, options)
+    return run(stretches, None, options, steps)
 
 
-def run(stretches: int, seed: int | None, options: str = OPTIONS) -> Report:
-    """Train; ``seed`` None: without any fault. Raises AssertionError if the job does not end well."""
+def run(stretches: int, seed: int | None, options: str = OPTIONS, steps: int = STEPS) -> Report:
+    """Train, ``steps`` in each stretch; ``seed`` None: without any fault. Raises AssertionError if the job does not end
+    well."""
     limit_s = 120 + 20 * stretches
-    with launch(options, str(stretches), str(STEPS), program=PROGRAM, limit_s=limit_s, **ENVIRON) as job:
+    with launch(options, str(stretches), str(steps), program=PROGRAM, limit_s=limit_s, **ENVIRON) as job:
         chaos = Chaos(job, seed or 0)
         assert job.process.stdin is not None
         for stretch in range(stretches):

@@ -18,7 +18,7 @@ from support.breaking import Job, arguments_of, environ_of
 
 from byteps_py.launch.spec import GIVEN_UP_STATUS
 
-FAULTS = ("kill", "kill", "kill", "kill the scheduler", "freeze", "add", "remove")
+FAULTS = (*["kill"] * 6, *["kill the scheduler"] * 2, "freeze", "add", "remove")
 #: A server needs so long to start and to load its kernels; before that it is none to rely on.
 _READY_S = 8.0
 _WAIT_S = 60.0
