@@ -292,11 +292,17 @@ class Rounds(Generic[C]):
         return tuple(m for m in range(self.num_machines) if m not in round_.contributions)
 
     def _is_overtaken(self, partition: Partition[C], new: C) -> bool:
-        """A machine that gives to a round has the results of those before it. What it gave to these on an earlier
-        connection is left from the time when another server took the partition over: it was taken back, but that got
-        lost with the connection, or comes only now."""
+        """A machine that gives to a round has the results of those before it, and all machines have those before the
+        last of them, to which they gave. What is left of such rounds is from the time when another server took the
+        partition over: it was taken back, but that got lost with the connection, or comes only now; or it was given
+        here and answered there after all."""
         header = new.header
         for other in list(partition.rounds.values()):
+            if other.number > header.round + 1 and header.is_resent:
+                return True
+            if other.number < header.round - 1 and other.is_resent and other.state is State.COLLECTING:
+                self._forget(other)
+                continue
             given = other.contributions.get(header.sender)
             if other.state is not State.COLLECTING or given is None or given.header.is_supply:
                 continue
@@ -354,8 +360,8 @@ class Rounds(Generic[C]):
         given = round_.contributions.pop(machine, None)
         if given is not None:
             self.counters.bytes_in_flight -= given.nbytes
-        if not round_.contributions:
-            self._forget(round_)
+        if all(contribution.header.is_supply for contribution in round_.contributions.values()):
+            self._forget(round_)  # nobody waits for its result
 
     def _drop(self, partitions: dict[int, Partition[C]]) -> None:
         for partition in partitions.values():

@@ -62,7 +62,7 @@ def test_rounds_that_nobody_lacks_may_not_overlap() -> None:
     rounds.contribution(given(0, round=5), 0.0)
     assert refusal(rounds.contribution(given(1, round=6), 0.0))[0] == [0, 1]
     rounds = started(2)
-    rounds.contribution(given(0, round=5, flags=RESENT), 0.0)
+    rounds.contribution(given(0, round=5), 0.0)
     assert refusal(rounds.contribution(given(1, round=7), 0.0))[0] == [0, 1]
 
 
@@ -107,6 +107,31 @@ def test_what_is_left_of_an_earlier_connection_does_not_count(first: int) -> Non
     assert [c.header.round for c in round_.in_order()] == [2, 2]
     rounds.reduced(round_)
     assert rounds.counters.bytes_in_flight == 0
+
+
+@pytest.mark.parametrize("first", [5, 7])
+def test_what_is_left_of_a_round_that_all_have_does_not_count(first: int) -> None:
+    """It was given to this server and answered by the one before it after all; then the partition went away, and comes
+    back: who gives to round 7 has the result of round 6, to which all gave, with that of round 5."""
+    rounds = started(2)
+    left, new = given(0, round=5, flags=RESENT), given(1, round=7)
+    for contribution in (left, new) if first == 5 else (new, left):
+        assert rounds.contribution(contribution, 0.0) == []
+    assert rounds.counters.bytes_in_flight == new.nbytes
+    assert not rounds.is_wanting
+    round_ = reduction(rounds.contribution(given(0, round=7), 0.1))
+    assert [c.header.round for c in round_.in_order()] == [7, 7]
+
+
+def test_what_was_given_for_others_goes_with_the_last_who_waits() -> None:
+    """The partition goes to another server while this one asks for what a machine lacks."""
+    rounds = started(3)
+    lacks = given(1, round=5, flags=RESENT)
+    rounds.contribution(lacks, 0.0)
+    rounds.contribution(given(0, round=5, flags=RESENT | SUPPLY), 0.1)
+    rounds.withdraw(lacks.header)
+    assert (rounds.counters.bytes_in_flight, rounds.is_wanting, rounds.stalled(9.0)) == (0, False, [])
+    assert rounds.contribution(given(1, round=33), 1.0) == []  # it has come back
 
 
 def test_of_a_round_before_the_last_nothing_is_known() -> None:

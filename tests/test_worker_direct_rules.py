@@ -11,7 +11,7 @@ from byteps_py.worker import serving
 from byteps_py.worker.actions import AskSum, Fetch
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.direct import Direct
-from byteps_py.worker.pieces import ALL, Copy, CopyHere, Delivered, Outgrown, Refuse, Request, Serve, Transfer
+from byteps_py.worker.pieces import ALL, Copy, CopyHere, Delivered, Outgrown, Receipt, Refuse, Request, Serve, Transfer
 from byteps_py.worker.tensor import RankSlot
 
 
@@ -57,6 +57,18 @@ def test_other_machines_get_what_is_theirs_and_no_more() -> None:
     (refuse,) = direct.requested(Request(None, 1, request.key, 1, 0, 2, 0, 5, 5))
     assert isinstance(refuse, Refuse)
     assert "rank 0 sends 4 bytes to rank 2, which expects 5" in str(refuse.error)
+
+
+def test_who_leaves_is_waited_for_until_it_says_what_it_has_taken() -> None:
+    direct, (slot, _) = local()
+    direct.ready(slot, 1, Layout(((0, 0), (0, 0), (8, 4)), ((0, 0),) * 3), 0.0)
+    key = next(iter(direct.members()))[0].key
+    assert direct.keeps_for({2})
+    assert not direct.keeps_for({0, 1})
+    direct.requested(Request(None, 1, key, 1, 0, 2, 0, 4, 4))
+    assert direct.keeps_for({2})  # what was sent may be lost
+    direct.received(Receipt(1, key, 1, 0, 2))
+    assert not direct.keeps_for({2})
 
 
 def test_memory_to_which_a_piece_is_being_copied_is_kept_though_its_round_was_abandoned() -> None:
@@ -109,6 +121,21 @@ def test_a_round_from_before_all_joined_is_not_looked_at() -> None:
     (refuse,) = [action for action in actions if isinstance(action, Refuse)]
     assert refuse.request is request
     assert "has no part" in str(refuse.error)
+
+
+def test_a_round_from_before_all_joined_is_not_kept_for_a_name_that_nobody_has_declared_again() -> None:
+    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0))
+    direct.start_anew(3)
+    slot = make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2)
+    direct.declare(0, slot)
+    key = next(iter(direct.members()))[0].key
+    direct.start_anew(3)
+    assert direct.requested(Request(None, 1, key, 3, 1, 2, 0, 4, 4)) == []
+    direct.declare(0, make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2))
+    slot = next(iter(direct.members()))[1].slot
+    assert not any(
+        isinstance(action, Refuse) for action in direct.ready(slot, 4, Layout(((0, 0),) * 2, ((0, 0),) * 2), 0.0)
+    )
 
 
 def test_who_knows_first_that_all_have_joined_may_use_a_name_for_other_ranks() -> None:

@@ -15,7 +15,7 @@ stay in step; who expects it gets an error for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from byteps_py.errors import MismatchError, ProtocolError
 from byteps_py.tensors import Layout, Sizes, key_of
@@ -45,7 +45,7 @@ from byteps_py.worker.pieces import (
     Transfer,
     due,
 )
-from byteps_py.worker.serving import MAX_EARLY, owed, parties, serve
+from byteps_py.worker.serving import MAX_EARLY, parties, serve, takers
 from byteps_py.worker.tensor import RankSlot
 
 #: A copy of so many bytes takes less time than the way to another thread and back.
@@ -148,10 +148,11 @@ class Direct:
 
     def requested(self, request: Request) -> list[DirectAction]:
         """Another machine wants a piece. Raises ProtocolError for what no correct machine asks."""
+        if request.round <= self._before:
+            return []  # it was abandoned when all joined, and its name is perhaps other ranks' by now
         channel = self._channels.get(request.key)
         if channel is not None:
-            # Of a round that was abandoned before all joined its name was perhaps other ranks'.
-            return serve(channel, request) if request.round > self._before else []
+            return serve(channel, request)
         if sum(map(len, self._early.values())) >= MAX_EARLY:
             raise ProtocolError(f"machine {request.machine} asks for too much that nobody here has declared")
         self._early.setdefault(request.key, []).append(request)
@@ -266,7 +267,15 @@ class Direct:
 
     def owes(self, gone: set[int]) -> bool:
         """A rank of another machine has yet to take what one of this machine has for it, and is not ``gone``."""
-        return any(owed(channel, member, self._machine, gone) for channel, member in self.members())
+        return any(not gone.issuperset(ranks) for ranks in self._takers())
+
+    def keeps_for(self, gone: set[int]) -> bool:
+        """One of these, of another machine, has not said that it has taken what one of this machine has for it."""
+        return any(not gone.isdisjoint(ranks) for ranks in self._takers())
+
+    def _takers(self) -> Iterator[list[int]]:
+        for channel, member in self.members():
+            yield from takers(channel, member, self._machine)
 
     # ---- pieces ----------------------------------------------------------------------------------------
 

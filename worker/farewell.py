@@ -1,4 +1,5 @@
-"""When a machine whose ranks are done may end: not while another lacks a result that takes what this one gave.
+"""When a machine whose ranks are done may end: not while another lacks a result that takes what this one gave, or its
+word that it has got what it was given.
 
 Owned by the loop's thread. The scheduler collects who lacks what (scheduler/farewell.py) and says when it is over.
 What others have not asked for yet, only this machine knows: pieces of gathers and exchanges that lie here for ranks
@@ -19,9 +20,9 @@ _LEAVING_S = 0.5
 
 
 class Farewell:
-    """``lacks``: something is given and not answered of what these ranks take part in; ``owes``: other ranks than these
-    have yet to ask for what they are given; ``stop`` ends the service. ``owed_s``: so long at most what nobody asks for
-    is kept; 0: without limit."""
+    """``lacks``: something of rounds that these ranks took part in is not over here, a result or their receipt;
+    ``owes``: other ranks than these have yet to ask for what they are given; ``stop`` ends the service. ``owed_s``: so
+    long at most what nobody asks for is kept; 0: without limit."""
 
     def __init__(
         self,

@@ -205,6 +205,11 @@ class Group:
         """See Direct."""
         return self._direct.owes(gone)
 
+    def lacks(self, gone: set[int]) -> bool:
+        """Something of rounds that these ranks, which have shut down, took part in is not over here: a result, or their
+        word that they have got what is theirs."""
+        return self.executor.lacks(gone) or self._direct.keeps_for(gone)
+
     def pump(self) -> bool:
         """Send what may be sent by now. True if something waits for its turn."""
         now = time.monotonic()

@@ -150,12 +150,21 @@ class Joining:
         self._out.clear()
         error = "tensor declared before all ranks joined (join()): declare it again"
         self._last_direct.clear()
-        void, self._void = self._void, self._direct.start_anew(direct_round)
+        void = self._direct.start_anew(direct_round)
         actions, tensors = self._agreement.start_anew(UsageError(error))
-        self._executor.run([*actions, Release(tuple(void)), *fail_all(self._void, UsageError(error))])
+        self._executor.run([*actions, Release(self._idle_since_before()), *fail_all(void, UsageError(error))])
+        self._void += void
         self._executor.forget()
         for tensor in tensors:
             self._executor.retire(tensor)
         for rank in self._executor.ranks.values():
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
                 rank.send(protocol.pack(Kind.JOINED, last=last))
+
+    def _idle_since_before(self) -> tuple[RankSlot, ...]:
+        """Slots void since ranks joined the time before, to be given back; not while one is copied to, for a round that
+        was abandoned in the middle."""
+        if any(slot.copies for slot in self._void):
+            return ()
+        void, self._void = self._void, []
+        return tuple(void)

@@ -218,7 +218,7 @@ class Service:
             self._prefault, self._server_lost, self._machine_lost,
         )  # fmt: skip
         self._group = Group(around, membership, ids.index(self._member_id))
-        self._farewell.lacks, self._farewell.owes = self._group.executor.lacks, self._group.owes
+        self._farewell.lacks, self._farewell.owes = self._group.lacks, self._group.owes
         self._group.open()
 
     def _end_group(self) -> None:
@@ -348,6 +348,8 @@ class Service:
     def _requested(self, request: Request | SumRequest | Receipt) -> None:
         if self._group is not None:  # not before its machine knows of the group
             self._group.requested(request)
+            if isinstance(request, Receipt):
+                self._farewell.settle()
 
     def _machine_gone(self, machine: int) -> None:
         if self._group is not None:

@@ -6,6 +6,8 @@ asked for again on the next one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from byteps_py.errors import MismatchError, ProtocolError
 from byteps_py.tensors import differing
 from byteps_py.worker.endings import seen, untaken
@@ -71,12 +73,11 @@ def _keep(channel: Channel, request: Request) -> list[DirectAction]:
     return []
 
 
-def owed(channel: Channel, member: Member, here: int, gone: set[int]) -> bool:
-    """A rank of another machine than ``here`` has yet to take what the member has for it, and is not ``gone``."""
+def takers(channel: Channel, member: Member, here: int) -> Iterator[list[int]]:
+    """Of each piece that the member has for another machine than ``here``, and that is not known to have come there:
+    the ranks it is for."""
     for offer in member.offers.values():
         for taker in (*offer.left, *offer.unseen):
             machine = channel.machines[taker] if taker >= 0 else -1 - taker
-            takers = [channel.ranks[taker]] if taker >= 0 else channel.ranks_of(machine)
-            if machine != here and not gone.issuperset(takers):
-                return True
-    return False
+            if machine != here:
+                yield [channel.ranks[taker]] if taker >= 0 else channel.ranks_of(machine)

@@ -13,6 +13,7 @@ from byteps_py.wire import Kind
 from byteps_py.worker import direct, peers, serving
 from byteps_py.worker.courier import Courier
 from byteps_py.worker.direct import Direct
+from byteps_py.worker.joining import Joining
 from byteps_py.worker.peers import PeerMachines
 from byteps_py.worker.pieces import Receipt, Serve
 from byteps_py.worker.receipts import Receipts
@@ -115,6 +116,34 @@ def leave_with_what_others_need(core: pytest.MonkeyPatch) -> None:
     core.setattr(Direct, "owes", lambda self, gone: False)
 
 
+def leave_without_saying_what_was_taken(core: pytest.MonkeyPatch) -> None:
+    """A machine may end when nobody lacks a result, though others keep what it has not said to have taken."""
+    core.setattr(Direct, "keeps_for", lambda self, gone: False)
+
+
+def keep_requests_for_rounds_that_are_no_more(core: pytest.MonkeyPatch) -> None:
+    """What was asked for before all joined is held until its name is declared again, for other ranks perhaps."""
+    real = Direct.requested
+
+    def requested(self: Direct, request: Any) -> Any:
+        if request.key in self._channels:
+            return real(self, request)
+        self._early.setdefault(request.key, []).append(request)
+        return []
+
+    core.setattr(Direct, "requested", requested)
+
+
+def reuse_memory_of_rounds_that_were_abandoned(core: pytest.MonkeyPatch) -> None:
+    """Though a copy runs there yet."""
+
+    def give_back(self: Joining) -> Any:
+        void, self._void = self._void, []
+        return tuple(void)
+
+    core.setattr(Joining, "_idle_since_before", give_back)
+
+
 def scatter_in_the_order_of_arrival(core: pytest.MonkeyPatch) -> None:
     """Machines' sums of a part are added as they come."""
     real = Scatter.arrived
@@ -141,5 +170,8 @@ PEER_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     forget_who_asked_early: 64,
     ask_once: 66,
     leave_with_what_others_need: 578,
+    leave_without_saying_what_was_taken: 51492,
+    keep_requests_for_rounds_that_are_no_more: 52826,
+    reuse_memory_of_rounds_that_were_abandoned: 51680,
     scatter_in_the_order_of_arrival: 7,
 }
