@@ -26,10 +26,10 @@ not depend on who adds. Until then these others may be one round ahead, so a par
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError
+from byteps_py.server.actions import Action, Answer, Counters, Reduce, Refuse, Stall, Want
 from byteps_py.server.checks import Facts, difference, objection
 from byteps_py.server.partition import C, Partition, Round, State
 from byteps_py.wire import Header, Kind
@@ -40,65 +40,6 @@ HELD_BYTES = 256 << 20
 #: Machines that send a round once more do so at about the same time; only who has not by then is asked for it.
 WANT_AFTER_S = 0.02
 WANT_AGAIN_S = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce(Generic[C]):
-    """Combine ``round.in_order()``, then report it with ``Rounds.reduced``."""
-
-    round: Round[C]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer(Generic[C]):
-    """Send the result to all who contributed and lack it, in machine order."""
-
-    contributions: list[C]
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse(Generic[C]):
-    """Tell these senders that, and why, their contributions are not used. ``error``: a type of byteps_py.errors."""
-
-    contributions: list[C]
-    error: type[BytePSError]
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """Ask ``machines`` for what they gave to a round; ``header``: of another machine's contribution to it."""
-
-    header: Header
-    machines: tuple[int, ...]
-
-
-Action = Reduce[C] | Answer[C] | Refuse[C] | Want
-
-
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """A round that waits for machines. ``machines``: how many are to contribute; ``missing``: those of all that have
-    not, whether they are to or not."""
-
-    key: int
-    index: int
-    round: int
-    age_s: float
-    machines: int
-    missing: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start. ``bytes_summed``: bytes of results, each once."""
-
-    rounds: int = 0
-    bytes_summed: int = 0
-    duplicates: int = 0
-    refused: int = 0
-    wanted: int = 0
-    bytes_in_flight: int = 0
 
 
 class Rounds(Generic[C]):
@@ -182,6 +123,7 @@ class Rounds(Generic[C]):
 
     def withdraw(self, header: Header) -> None:
         """What a machine gave to a round goes to another server."""
+        self._release([c for c in self._held if _is_same(c.header, header)])
         partition = self._generations.get(header.key, {}).get(header.index)
         if partition is None or partition.generation != header.generation:
             return
@@ -191,10 +133,7 @@ class Rounds(Generic[C]):
 
     def gone(self, origin: object) -> None:
         """Nobody can be answered at ``origin`` any more. What is being reduced goes on, for the others."""
-        for contribution in [c for c in self._held if c.origin is origin]:
-            self._held.remove(contribution)
-            self._held_bytes -= contribution.nbytes
-            self.counters.bytes_in_flight -= contribution.nbytes
+        self._release([c for c in self._held if c.origin is origin])
         for round_ in self._rounds(State.COLLECTING):
             for machine in [m for m, c in round_.contributions.items() if c.origin is origin]:
                 self._take_back(round_, machine)
@@ -317,6 +256,8 @@ class Rounds(Generic[C]):
     def _out_of_step(self, partition: Partition[C], new: C) -> str:
         """Why a round can't begin beside those in flight. Machines may be one apart only where one lacks a result."""
         for other in partition.rounds.values():
+            if other.number < new.header.round - 1 and other.is_resent:
+                continue  # all have its result, and only the engine does not know: see _is_overtaken
             lower_is_resent = other.is_resent if other.number < new.header.round else new.header.is_resent
             if abs(other.number - new.header.round) > 1 or not lower_is_resent:
                 if other.state is State.REDUCING:
@@ -352,6 +293,12 @@ class Rounds(Generic[C]):
         self.counters.bytes_in_flight += new.nbytes
         return []
 
+    def _release(self, held: list[C]) -> None:
+        for contribution in held:
+            self._held.remove(contribution)
+            self._held_bytes -= contribution.nbytes
+            self.counters.bytes_in_flight -= contribution.nbytes
+
     def _refuse(self, refused: list[C], error: type[BytePSError], text: str) -> list[Action[C]]:
         self.counters.refused += len(refused)
         return [Refuse(refused, error, text)]
@@ -382,3 +329,10 @@ class Rounds(Generic[C]):
 
     def _rounds(self, state: State) -> list[Round[C]]:
         return [r for partition in self._partitions() for r in partition.rounds.values() if r.state is state]
+
+
+def _is_same(one: Header, other: Header) -> bool:
+    """Both are of one machine, and of one round of one partition."""
+    return (one.sender, one.key, one.generation, one.index, one.round) == (
+        other.sender, other.key, other.generation, other.index, other.round
+    )  # fmt: skip

@@ -38,12 +38,13 @@ from byteps_py.launch.spec import GIVEN_UP_STATUS
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.server.actions import Action, Answer, Reduce, Refuse, Want
 from byteps_py.server.arrival import Arrival, Memory
 from byteps_py.server.local import Local
 from byteps_py.server.network import Network
 from byteps_py.server.partition import Round
 from byteps_py.server.reducer import Reducer, plan
-from byteps_py.server.rounds import WANT_AFTER_S, Action, Answer, Reduce, Refuse, Rounds, Want
+from byteps_py.server.rounds import WANT_AFTER_S, Rounds
 from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
 from byteps_py.wire import MAX_WAITED_US, Kind

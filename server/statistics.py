@@ -8,7 +8,7 @@ from pathlib import Path
 
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.server.rounds import Counters
+from byteps_py.server.actions import Counters
 
 
 def statistics(traffic: Traffic, counters: Counters) -> pb.Statistics:

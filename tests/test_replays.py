@@ -10,8 +10,9 @@ from support.data_plane import Server, header_for
 from support.summation import SETTINGS
 from zmq.utils import garbage
 
+from byteps_py.server.actions import Answer, Reduce, Refuse
 from byteps_py.server.partition import Contribution
-from byteps_py.server.rounds import Answer, Reduce, Refuse, Rounds
+from byteps_py.server.rounds import Rounds
 from byteps_py.wire import Kind
 
 MACHINES = 3

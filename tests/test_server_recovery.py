@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from test_server_rounds import Actions, answered, given, reduction, refusal, started
 
+from byteps_py.server.actions import Want
 from byteps_py.server.partition import Contribution
-from byteps_py.server.rounds import WANT_AFTER_S, WANT_AGAIN_S, Rounds, Want
+from byteps_py.server.rounds import WANT_AFTER_S, WANT_AGAIN_S, Rounds
 from byteps_py.wire import RESENT, SUPPLY, Kind
 
 
@@ -132,6 +133,34 @@ def test_what_was_given_for_others_goes_with_the_last_who_waits() -> None:
     rounds.withdraw(lacks.header)
     assert (rounds.counters.bytes_in_flight, rounds.is_wanting, rounds.stalled(9.0)) == (0, False, [])
     assert rounds.contribution(given(1, round=33), 1.0) == []  # it has come back
+
+
+def test_what_waits_for_a_newer_epoch_is_taken_back_too() -> None:
+    """The partition came here and went away again before this server heard of either."""
+    rounds = started(2)
+    rounds.contribution(given(0, round=5, epoch=rounds.epoch + 1), 0.0)
+    kept = given(1, round=5, epoch=rounds.epoch + 1)
+    rounds.contribution(kept, 0.0)
+    rounds.withdraw(given(0, round=5).header)
+    assert rounds.counters.bytes_in_flight == kept.nbytes
+    rounds.withdraw(kept.header)
+    assert rounds.membership(rounds.epoch + 2, 2, 0.1) == []
+    assert rounds.counters.bytes_in_flight == 0
+    assert rounds.contribution(given(1, round=33), 1.0) == []  # it has come back
+
+
+def test_a_sum_that_is_taken_again_for_nobody_does_not_hold_up_later_rounds() -> None:
+    """A machine has said the same twice, and had its answer between."""
+    rounds = after_round_1(2)
+    again = [given(machine, flags=RESENT, origin="a new connection") for machine in range(2)]
+    slow = reduction([*rounds.contribution(again[0], 0.0), *rounds.contribution(again[1], 0.0)])
+    for number in (2, 3):
+        new = [given(machine, round=number) for machine in range(2)]
+        round_ = reduction([*rounds.contribution(new[0], 0.1), *rounds.contribution(new[1], 0.1)])
+        assert answered(rounds.reduced(round_)) == new
+    rounds.reduced(slow)
+    assert "round 3 is complete" in refusal(rounds.contribution(given(0, round=3), 0.2))[1]
+    assert rounds.counters.bytes_in_flight == 0
 
 
 def test_of_a_round_before_the_last_nothing_is_known() -> None:

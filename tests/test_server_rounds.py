@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from byteps_py.server.actions import Action, Answer, Reduce, Refuse
 from byteps_py.server.partition import Contribution, Round
-from byteps_py.server.rounds import HELD_COUNT, Action, Answer, Reduce, Refuse, Rounds
+from byteps_py.server.rounds import HELD_COUNT, Rounds
 from byteps_py.tensors import DType, Op
 from byteps_py.wire import Header, Kind
 

@@ -85,6 +85,8 @@ class Group:
         )
         executor.on_end = self._end_tensor
         executor.courier.peers = around.peers
+        if around.peers is not None:
+            memory.when_left = around.peers.when_left
         self.network: Network | None = None
         if topology.machines > 1:
             self.network = executor.network = Network(

@@ -7,7 +7,7 @@ copied there). Owned by the loop's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from byteps_py.shm import Arena, Block
 from byteps_py.tensors import Op, TensorSpec
@@ -34,6 +34,9 @@ class Memory:
         #: What a summation service on this machine maps.
         self.machine = self._ranks[0] if self._inputs_are_contributions else Arena(elsewhere=elsewhere)
         self.slots: dict[int, RankSlot] = {}  # by id
+        #: Calls what gives memory back, once nothing is being sent from there to other machines: what nobody needs any
+        #: more may have been asked for twice.
+        self.when_left: Callable[[Callable[[], None]], None] = lambda then: then()
         self._abandoned: dict[tuple[int, int, int, int, int], Block] = {}  # server, key, generation, index, round
         self._next_slot_id = 1
 
@@ -115,14 +118,18 @@ class Memory:
 
     def free_slot(self, slot: RankSlot) -> None:
         del self.slots[slot.id]
-        arena = self._ranks[slot.local_rank]
-        for block in dict.fromkeys((*slot.inputs, slot.result)):
-            arena.free(block)
+        self._free(self._ranks[slot.local_rank], dict.fromkeys((*slot.inputs, slot.result)))
 
     def free_contributions(self, tensor: Tensor) -> None:
-        for block in tensor.contributions:
-            self.machine.free(block)
+        self._free(self.machine, tensor.contributions)
         tensor.contributions = ()
+
+    def _free(self, arena: Arena, blocks: Iterable[Block]) -> None:
+        def free() -> None:
+            for block in blocks:
+                arena.free(block)
+
+        self.when_left(free)
 
     def view_of(self, local_rank: int, block: Block, offset: int, length: int) -> memoryview:
         """Bytes of a block of a local rank."""

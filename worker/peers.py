@@ -53,6 +53,10 @@ class _Asked:
     total: int = 0
 
 
+#: What is being sent from where it lies, and what to do when it has left; without a tracker: when all before has.
+_Leaving = tuple[zmq.MessageTracker | None, Callable[[], None] | None]
+
+
 class PeerMachines:
     """Listens from the start on; ``open`` once it is known who the others are.
 
@@ -93,7 +97,8 @@ class PeerMachines:
         self._receipts = Receipts()
         self._is_saying = False  # a timer runs
         self._early: list[tuple[Header, Peer, zmq.Frame]] = []
-        self._leaving: list[tuple[zmq.MessageTracker, Callable[[], None]]] = []
+        self._leaving: list[_Leaving] = []
+        self._is_watching = False  # a timer runs
 
     def _sweep(self) -> None:
         self._listener.sweep()
@@ -129,6 +134,7 @@ class PeerMachines:
         self._links.clear()
         self._fetched.clear()
         self._receipts.clear()
+        self._leaving.clear()
 
     @property
     def _me(self) -> int:
@@ -243,21 +249,36 @@ class PeerMachines:
                 then()
             return
         tracker = peer.lend(header, view)
-        if tracker is None or then is None:
-            return
+        if tracker is not None:
+            self._leaving.append((tracker, then))
+            self._watch()
+
+    def when_left(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once all that is being sent by now has left."""
         if not self._leaving:
+            then()
+            return
+        self._leaving.append((None, then))
+        self._watch()
+
+    def _watch(self) -> None:
+        if not self._is_watching:
+            self._is_watching = True
             self._loop.call_later(_SENT_CHECK_S, self._check_sent)
-        self._leaving.append((tracker, then))
 
     def _check_sent(self) -> None:
-        leaving, self._leaving = self._leaving, []
-        for tracker, then in leaving:
-            if tracker.done:
-                then()
+        self._is_watching = False
+        left, leaving = list[Callable[[], None] | None](), list[_Leaving]()
+        for tracker, then in self._leaving:
+            if tracker.done if tracker is not None else not leaving:
+                left.append(then)
             else:
-                self._leaving.append((tracker, then))
+                leaving.append((tracker, then))
+        self._leaving = leaving
+        for then in filter(None, left):
+            then()
         if self._leaving:
-            self._loop.call_later(_SENT_CHECK_S, self._check_sent)
+            self._watch()
 
     def close(self) -> None:
         self._loop.remove(self._listener.socket)

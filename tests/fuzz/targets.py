@@ -14,8 +14,9 @@ from byteps_py.dataplane.peer import Peer
 from byteps_py.dataplane.seal import DamagedError, Protection, new_seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
+from byteps_py.server.actions import Answer, Reduce
 from byteps_py.server.partition import Contribution, Round
-from byteps_py.server.rounds import HELD_BYTES, Answer, Reduce, Rounds
+from byteps_py.server.rounds import HELD_BYTES, Rounds
 from byteps_py.session import protocol
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from byteps_py.scheduler.roster import Roster
+from byteps_py.server.actions import Reduce
 from byteps_py.server.partition import Round
-from byteps_py.server.rounds import Reduce, Rounds
+from byteps_py.server.rounds import Rounds
 from byteps_py.worker.actions import Action, Push, Release
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PushQueue
