@@ -144,6 +144,11 @@ def reuse_memory_of_rounds_that_were_abandoned(core: pytest.MonkeyPatch) -> None
     core.setattr(Joining, "_idle_since_before", give_back)
 
 
+def give_memory_back_that_is_being_sent(core: pytest.MonkeyPatch) -> None:
+    """What is void, and a machine that does not know yet has asked for."""
+    core.setattr(PeerMachines, "when_left", lambda self, then: then())
+
+
 def scatter_in_the_order_of_arrival(core: pytest.MonkeyPatch) -> None:
     """Machines' sums of a part are added as they come."""
     real = Scatter.arrived
@@ -173,5 +178,6 @@ PEER_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     leave_without_saying_what_was_taken: 51492,
     keep_requests_for_rounds_that_are_no_more: 154,
     reuse_memory_of_rounds_that_were_abandoned: 51680,
+    give_memory_back_that_is_being_sent: 6711,
     scatter_in_the_order_of_arrival: 7,
 }
