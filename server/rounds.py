@@ -93,18 +93,16 @@ class Rounds(Generic[C]):
             return [] if header.is_supply else self._refuse([new], ProtocolError, text)
         if header.round <= partition.broken_round:
             return self._refuse([new], ProtocolError, partition.reason)
-        if not header.is_supply and self._is_overtaken(partition, new):
-            return []
-        round_ = partition.rounds.get(header.round)
-        if round_ is None:
-            if header.is_supply:
-                return []  # it was asked for twice
-            if text := self._out_of_step(partition, new):
-                return self._break(partition, new, text)
-            round_ = partition.rounds[header.round] = Round(partition, header.round, now)
-        if round_.state is State.REDUCING:
-            return self._late(round_, new)
-        return self._collect(round_, new, now)
+        if header.is_supply:
+            return self._accept(partition, new, now)
+        latest = max(partition.rounds, default=0)
+        if latest > header.round + 1:
+            text = (
+                f"stale: round {header.round} of {partition}; round {latest} is under way, and all gave to those before"
+            )
+            return self._refuse([new], ProtocolError, text)
+        overtaken = self._overtake(partition, new)
+        return [*overtaken, *([] if self._is_overtaken(partition, new) else self._accept(partition, new, now))]
 
     def reduced(self, round_: Round[C], error: BaseException | None = None) -> list[Action[C]]:
         """The engine is done with a round's memory, well or with ``error``."""
@@ -189,6 +187,19 @@ class Rounds(Generic[C]):
             partition = partitions[header.index] = Partition(header.key, header.generation, header.index)
         return partition
 
+    def _accept(self, partition: Partition[C], new: C, now: float) -> list[Action[C]]:
+        header = new.header
+        round_ = partition.rounds.get(header.round)
+        if round_ is None:
+            if header.is_supply:
+                return []  # it was asked for twice
+            if text := self._out_of_step(partition, new):
+                return self._break(partition, new, text)
+            round_ = partition.rounds[header.round] = Round(partition, header.round, now)
+        if round_.state is State.REDUCING:
+            return self._late(round_, new)
+        return self._collect(round_, new, now)
+
     def _collect(self, round_: Round[C], new: C, now: float) -> list[Action[C]]:
         machine, others = new.header.sender, round_.contributions
         if others and (text := self._disagreement(round_, new)):
@@ -230,18 +241,23 @@ class Rounds(Generic[C]):
     def _missing(self, round_: Round[C]) -> tuple[int, ...]:
         return tuple(m for m in range(self.num_machines) if m not in round_.contributions)
 
+    def _overtake(self, partition: Partition[C], new: C) -> list[Action[C]]:
+        """A machine that gives to a round has the result of the one before, to which all gave, with those before that:
+        who is answered nothing of these here has got it elsewhere, or is not of the same job's mind."""
+        actions: list[Action[C]] = []
+        for other in [r for r in partition.rounds.values() if r.number < new.header.round - 1]:
+            if other.state is State.COLLECTING:
+                refused = other.waiting()
+                actions += self._refuse(refused, ProtocolError, self._disagreement(other, new)) if refused else []
+                self._forget(other)
+        return actions
+
     def _is_overtaken(self, partition: Partition[C], new: C) -> bool:
-        """A machine that gives to a round has the results of those before it, and all machines have those before the
-        last of them, to which they gave. What is left of such rounds is from the time when another server took the
-        partition over: it was taken back, but that got lost with the connection, or comes only now; or it was given
-        here and answered there after all."""
+        """A machine that gives to a round has the results of those before it. What it gave to these on an earlier
+        connection is left from the time when another server took the partition over: it was taken back, but that got
+        lost with the connection, or comes only now."""
         header = new.header
         for other in list(partition.rounds.values()):
-            if other.number > header.round + 1 and header.is_resent:
-                return True
-            if other.number < header.round - 1 and other.is_resent and other.state is State.COLLECTING:
-                self._forget(other)
-                continue
             given = other.contributions.get(header.sender)
             if other.state is not State.COLLECTING or given is None or given.header.is_supply:
                 continue
@@ -256,10 +272,10 @@ class Rounds(Generic[C]):
     def _out_of_step(self, partition: Partition[C], new: C) -> str:
         """Why a round can't begin beside those in flight. Machines may be one apart only where one lacks a result."""
         for other in partition.rounds.values():
-            if other.number < new.header.round - 1 and other.is_resent:
-                continue  # all have its result, and only the engine does not know: see _is_overtaken
+            if other.number < new.header.round - 1:
+                continue  # all have its result, and only the engine does not know: see _overtake
             lower_is_resent = other.is_resent if other.number < new.header.round else new.header.is_resent
-            if abs(other.number - new.header.round) > 1 or not lower_is_resent:
+            if not lower_is_resent:
                 if other.state is State.REDUCING:
                     return f"round {new.header.round} of {partition}: round {other.number} is not delivered yet"
                 return self._disagreement(other, new)

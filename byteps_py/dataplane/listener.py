@@ -249,6 +249,8 @@ class DataListener:
         latest = self._by_machine.get(peer.machine)
         if latest is None or latest.number < number:
             self._by_machine[peer.machine] = peer
+            if latest is not None:
+                self._on_gone(latest)  # nothing that it said can be answered any more
         self.on_monitor()  # what is told of its descriptor after this is about it
         self._strangers.known(int(said.get(zmq.SRCFD)))
         logger.debug("machine %d has connected", header.sender)

@@ -1,4 +1,4 @@
-"""``python -m tests.chaos --faults N``: the same training once in peace and once with N faults."""
+"""``python -m tests.chaos --faults N``: the same training once with N faults and once in peace."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="of training, one fault in each so many")
     arguments = parser.parse_args()
     stretches = arguments.faults + 2
-    peace = calm(stretches, steps=arguments.steps)
-    print("in peace:", *peace.lines(), sep="\n  ", flush=True)
     wild = run(stretches, arguments.seed, steps=arguments.steps)
-    print("with faults:", *wild.lines(), sep="\n  ")
+    print("with faults:", *wild.lines(), sep="\n  ", flush=True)
+    peace = calm(stretches, steps=arguments.steps)
+    print("in peace:", *peace.lines(), sep="\n  ")
     print("weights:", "the same bits" if wild.digests == peace.digests else "DIFFERENT")
     return int(wild.digests != peace.digests)
 

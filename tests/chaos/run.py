@@ -33,6 +33,7 @@ class Report:
         middle, last = ordered[len(ordered) // 2], ordered[-1]
         return [
             f"faults: {done}",
+            f"weights: {', '.join(self.digests)}",
             f"longest step of a stretch: median {middle:.2f} s, 95 % below {ordered[int(len(ordered) * 0.95)]:.2f} s, "
             f"longest {last:.2f} s",
         ]

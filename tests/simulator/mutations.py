@@ -328,12 +328,6 @@ def welcome_to_a_failed_job(core: pytest.MonkeyPatch) -> None:
     core.setattr(Desk, "open", open_)
 
 
-def forget_the_void(core: pytest.MonkeyPatch) -> None:
-    """What was given to a tensor goes with it, though another machine may lack its last result."""
-    real = Executor.retire
-    core.setattr(Executor, "retire", lambda self, tensor, may_be_wanted=False: real(self, tensor))
-
-
 def go_on_before_the_scheduler_knows(core: pytest.MonkeyPatch) -> None:
     """A machine that does without a rank as soon as it has joined, so that others may overtake it and join as well."""
     real = Joining.join
@@ -381,5 +375,4 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     lose_what_was_on_the_wire: 55,
     wait_for_sums_that_nobody_needs: 9248,
     keep_rounds_that_were_answered_elsewhere: 811,
-    forget_the_void: 1344,
 }
