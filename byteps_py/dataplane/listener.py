@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -34,6 +35,8 @@ _HELD_PROBES = 64
 _STRANGER_REFUSALS_PER_S = 100
 #: Handshakes under way at once. Beyond, the oldest must begin again.
 _MOST_CHALLENGES = 256
+#: Of so many that have gone, what is still unread is dropped without a word.
+_REMEMBERED = 256
 #: Damaged messages in a row after which a peer is a stranger again.
 _MOST_DAMAGED = 16
 
@@ -92,6 +95,7 @@ class DataListener:
         self._doorkeeper = Doorkeeper(settings)
         self._challenges: dict[bytes, tuple[int, Challenge]] = {}
         self._numbers = itertools.count()
+        self._departed: deque[bytes] = deque(maxlen=_REMEMBERED)  # identities
         # Probes wait until this process has loaded its kernels: else they would measure the processor.
         self._held_probes: list[tuple[RemotePeer, Header, zmq.Frame]] | None = []
         self._refusals = Limiter(_STRANGER_REFUSALS_PER_S)
@@ -171,6 +175,8 @@ class DataListener:
     def _receive(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         peer = self._peers.get(identity)
         try:
+            if peer is None and identity in self._departed:
+                return  # what it said last; it says again on its next connection what has no answer
             if peer is None:
                 self._greet(identity, frames)
             else:
@@ -295,6 +301,7 @@ class DataListener:
                 raise
             if peer := self._peers.pop(identity, None):
                 logger.info("machine %d has disconnected", peer.machine)
+                self._departed.append(identity)
                 self._on_gone(peer)
             return False
         return True

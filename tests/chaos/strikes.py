@@ -37,6 +37,7 @@ class Chaos:
         self._random = random.Random(seed)
         self._frozen: int | None = None
         self._added: list[subprocess.Popen[bytes]] = []
+        self._leaving: list[subprocess.Popen[bytes]] = []
         self._environ: dict[str, str] = {}  # of a CPU machine's server
         self.counts: dict[str, int] = {}
 
@@ -47,6 +48,7 @@ class Chaos:
             pids = [pid for pid in self._named(_SERVER) if "--gpu-machine" not in arguments_of(pid)]
             self._environ = environ_of(pids[0])
         self._added = [server for server in self._added if not _has_ended(server)]
+        self._leaving = [server for server in self._leaving if not _has_ended(server)]
         old = [server for server in self._added if _age_s(server.pid) > _READY_S]
         possible = {"add": len(self._added) < _MOST_ADDED, "remove": bool(old)}
         fault = self._random.choice([fault for fault in FAULTS if possible.get(fault, True)])
@@ -57,7 +59,7 @@ class Chaos:
         elif fault == "add":
             strike = self._add
         elif fault == "remove":
-            strike = functools.partial(self._random.choice(old).send_signal, signal.SIGTERM)
+            strike = functools.partial(self._remove, self._random.choice(old))
         else:
             strike = self._kill_scheduler
         delay_s = self._random.random() * _LATEST_S
@@ -76,6 +78,7 @@ class Chaos:
             while _age_s(server.pid) < _READY_S and server.poll() is None:  # it may not know SIGTERM yet
                 time.sleep(_POLL_S)
             server.send_signal(signal.SIGTERM)
+        for server in (*self._added, *self._leaving):
             server.wait(_WAIT_S)
             _has_ended(server)
 
@@ -105,6 +108,11 @@ class Chaos:
         """A server that nobody starts again."""
         command = [sys.executable, "-m", _SERVER]
         self._added.append(subprocess.Popen(command, env=self._environ, stdin=subprocess.DEVNULL))
+
+    def _remove(self, server: subprocess.Popen[bytes]) -> None:
+        self._added.remove(server)
+        self._leaving.append(server)
+        server.send_signal(signal.SIGTERM)
 
     def _named(self, word: str) -> list[int]:
         return [pid for pid in sorted(self._job.pids()) if word in arguments_of(pid)]

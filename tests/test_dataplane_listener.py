@@ -1,0 +1,83 @@
+"""Who listens, without a loop: what is read of connections that have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from support.data_plane import WAIT_S, Machine
+from support.summation import SETTINGS
+
+from byteps_py.dataplane.listener import DataListener
+from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.traffic import Traffic
+from byteps_py.wire import Header, Kind
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.traffic, self.heard, self.gone = Traffic(), list[Peer](), list[Peer]()
+        self.listener = DataListener(
+            "127.0.0.1", SETTINGS, self.traffic, frozenset((Kind.PUSH,)), self._hear, self.gone.append
+        )
+
+    def _hear(self, header: Header, peer: Peer, payload: zmq.Frame) -> None:
+        self.heard.append(peer)
+
+    def read(self) -> None:
+        assert self.listener.socket.poll(WAIT_S * 1000)
+        self.listener.on_readable()
+
+    def welcome(self, machine: Machine) -> None:
+        self.read()
+        machine.prove()
+        self.read()
+
+
+@pytest.fixture(name="listener")
+def listening() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.listener.close()
+
+
+@pytest.fixture(name="context")
+def zeromq() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as context:
+        yield context
+
+
+def test_the_last_words_of_who_is_gone_are_dropped_without_a_warning(
+    listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    machine = Machine(context, listener.listener.address, 0, SETTINGS)
+    listener.welcome(machine)
+    machine.push(bytes(4))
+    listener.read()
+    (peer,) = listener.heard
+    machine.push(bytes(4), round=2)
+    assert listener.listener.socket.poll(WAIT_S * 1000)  # it has come, and is not read yet
+    machine.close()
+    while listener.listener.send_result(peer, Header(Kind.ANSWER, 0).pack(), None):  # type: ignore[arg-type]
+        pass
+    listener.read()
+    assert (listener.heard, listener.gone, listener.traffic.malformed) == ([peer], [peer], 0)
+
+
+def test_a_connection_is_gone_when_its_machine_has_a_newer_one(
+    listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """What was given there can't be answered, and is given again: nobody waits for the operating system to say so."""
+    first = Machine(context, listener.listener.address, 0, SETTINGS)
+    listener.welcome(first)
+    first.push(bytes(4))
+    listener.read()
+    second = Machine(context, listener.listener.address, 0, SETTINGS)
+    listener.welcome(second)
+    assert listener.gone == listener.heard
+    first.push(bytes(4))
+    listener.read()
+    assert len(listener.heard) == 1
+    for machine in (first, second):
+        machine.close()
