@@ -6,7 +6,8 @@ where a contribution's bytes lie or how an answer travels: it passes the shell's
 A round of a partition begins with its first contribution, and its state is one of
 
     COLLECTING  ──all machines gave────► REDUCING    the engine reads and writes the contributions' memory
-    COLLECTING  ──all givers gone──────► forgotten
+    COLLECTING  ──all who wait gone────► forgotten
+    COLLECTING  ──a round two later────► forgotten   who gave is refused, and does not mind: it was answered elsewhere
     COLLECTING  ──machines disagree────► broken      all who gave are refused; late ones get the same sentence
     REDUCING    ──reduced──────────────► forgotten   all are answered, it is the last completed round
     REDUCING    ──the engine failed────► broken      until a newer round, or a newer epoch
