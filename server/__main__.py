@@ -44,7 +44,12 @@ def _serve(is_gpu_machine: bool) -> int:
     service = Service(settings, kind, connect)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: service.stop(f"the server got {signal.Signals(received).name}"))
-    return service.run()
+    try:
+        return service.run()
+    finally:
+        # One that comes while the interpreter ends must not change the status.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ then sent to every remote machine, and at once into the place where a local mach
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,17 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> Plan:
     if result is not None and (len(inputs) > 1 or blames):
         outputs.append(result.address)
     return Plan(inputs, tuple(outputs), result, blames)
+
+
+def hand_on(arrivals: Sequence[Arrival], waiting: Sequence[Arrival], result: Memory | None) -> None:
+    """A machine of this host that connected again while its round was being reduced wants the result where it says now,
+    not where the kernel wrote it. ``arrivals``, ``result``: as in ``plan``; ``waiting``: who is answered."""
+    for arrival in waiting:
+        if arrival.answer is None or arrival in arrivals:
+            continue
+        first = next(each for each in arrivals if each.header.sender == arrival.header.sender)
+        if (source := first.answer or result) is not None:
+            ctypes.memmove(arrival.answer.address, source.address, arrival.answer.nbytes)
 
 
 class Reducer:

@@ -43,7 +43,7 @@ from byteps_py.server.arrival import Arrival, Memory
 from byteps_py.server.local import Local
 from byteps_py.server.network import Network
 from byteps_py.server.partition import Round
-from byteps_py.server.reducer import Reducer, plan
+from byteps_py.server.reducer import Reducer, hand_on, plan
 from byteps_py.server.rounds import WANT_AFTER_S, Rounds
 from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
@@ -253,7 +253,11 @@ class Service:
         complete_s = time.monotonic()
 
         def done(error: BaseException | None, blame: int) -> None:
-            self._perform(self._rounds.reduced(round_, error), todo.result, blame, complete_s)
+            actions = self._rounds.reduced(round_, error)
+            for answer in actions:
+                if isinstance(answer, Answer):
+                    hand_on(arrivals, answer.contributions, todo.result)
+            self._perform(actions, todo.result, blame, complete_s)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)
 

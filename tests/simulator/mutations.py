@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from byteps_py.scheduler.roster import Roster
+from byteps_py.server import service as server_service
 from byteps_py.server.actions import Reduce
 from byteps_py.server.partition import Round, State
 from byteps_py.server.rounds import Rounds
@@ -316,6 +317,11 @@ def wait_for_sums_that_nobody_needs(core: pytest.MonkeyPatch) -> None:
     core.setattr(Rounds, "_out_of_step", out_of_step)
 
 
+def answer_where_the_machine_was_before(core: pytest.MonkeyPatch) -> None:
+    """A machine that connects again while its round is reduced finds the result where it does not look."""
+    core.setattr(server_service, "hand_on", lambda *given: None)
+
+
 def welcome_to_a_failed_job(core: pytest.MonkeyPatch) -> None:
     """Ranks that wait while the cluster comes together are welcomed, though one of them was found dead."""
 
@@ -374,5 +380,6 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     leave_without_farewell: 13,
     lose_what_was_on_the_wire: 55,
     wait_for_sums_that_nobody_needs: 9248,
+    answer_where_the_machine_was_before: 13292,
     keep_rounds_that_were_answered_elsewhere: 811,
 }

@@ -134,6 +134,7 @@ class Surroundings:
             reducer: {
                 "Engine": lambda threads, name: Engine(world, memory_, self.booting, is_lenient=True),
                 "kernels": Kernels(memory_, is_lenient=True), "INLINE_BYTES": small,
+                "ctypes": SimpleNamespace(memmove=memory_.move),
             },
             slots: {"Segment": memory_.map_segment},
             remote: {"open_stack_dump": lambda: None, "STRIP_BYTES": strip},  # no process has a stack of its own
