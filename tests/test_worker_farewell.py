@@ -149,7 +149,9 @@ def test_what_came_before_all_joined_gives_no_memory_back() -> None:
 def test_other_machines_may_ask_once_whoever_answers_knows_the_group() -> None:
     """What they have asked before is answered by ``PeerMachines.open``, through the service."""
     opened: list[int] = []
-    peers = SimpleNamespace(open=lambda topology, on_lost: opened.append(topology.machine_index))
+    peers = SimpleNamespace(
+        open=lambda topology, on_lost: opened.append(topology.machine_index), when_left=lambda then: then()
+    )
     desk = SimpleNamespace(open=lambda requests: opened.append(-1))
     around = Surroundings(*cast(Any, (Loop(), Settings(), False, None, desk, peers, None, None, None, None, None)))
     membership = pb.Membership(epoch=1, workers=[pb.Member(local_size=1)], partition_bytes=4096)
