@@ -243,9 +243,9 @@ class Rounds(Generic[C]):
         return tuple(m for m in range(self.num_machines) if m not in round_.contributions)
 
     def _overtake(self, partition: Partition[C], new: C) -> list[Action[C]]:
-        """A machine that gives to a round has the result of the one before, to which all gave, having those before that:
-        what is left of these here was answered elsewhere. Whoever waits for it all the same has been counting rounds in
-        another way, and ends the job with what it is told."""
+        """A machine that gives to a round has the result of the one before, to which all gave, who have those before
+        that: what is left of these here was answered elsewhere. Whoever waits for it all the same has been counting
+        rounds in another way, and ends the job with what it is told."""
         actions: list[Action[C]] = []
         for other in [r for r in partition.rounds.values() if r.number < new.header.round - 1]:
             if other.state is State.COLLECTING:
