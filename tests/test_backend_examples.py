@@ -36,8 +36,9 @@ def test_on_one_machine(name: str, tmp_path: Path) -> None:
     assert not arguments or (tmp_path / "saved" / ".metadata").exists()
 
 
-def test_under_bpslaunch() -> None:
-    run = bpslaunch(["-np", "1", "--machines", "2"], [ROOT / "examples" / "torch_ddp.py"], **QUIET)
+@pytest.mark.parametrize("options", [pytest.param("-np 2", marks=pytest.mark.long), "-np 1 --machines 2"])
+def test_under_bpslaunch(options: str) -> None:
+    run = bpslaunch(options.split(), [ROOT / "examples" / "torch_ddp.py"], **QUIET)
     assert run.returncode == 0, run.stderr
     assert_learned(run.stdout, 2)
 

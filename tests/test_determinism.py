@@ -1,4 +1,4 @@
-"""The determinism contract with real processes: 2 machines of 2 ranks, several k and partition sizes."""
+"""The determinism contract with real processes: 2 machines of 2 ranks, every k, several partition sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.clusters import bpslaunch
 
 PROGRAM = Path(__file__).parent / "programs" / "determinism.py"
 #: (k, partition bytes, credit): what must not matter
-LAYOUTS = [(0, 4 << 20, 64 << 20), (1, 64 << 10, 64 << 10), (4, 256 << 10, 0)]
+LAYOUTS = [(0, 4 << 20, 64 << 20), (1, 64 << 10, 64 << 10), (2, 4 << 20, 0), (4, 256 << 10, 1 << 20)]
 DIGEST = re.compile(r"digest (\w{64})")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.clusters import bpslaunch
 
 PROGRAM = """
@@ -18,8 +19,9 @@ except hvd.HorovodInternalError as error:
 """
 
 
-def test_ranks_that_call_in_different_orders_are_told_so() -> None:
-    run = bpslaunch(["-np", "1", "--machines", "2"], ["-c", PROGRAM])
+@pytest.mark.parametrize("options", [pytest.param("-np 2", marks=pytest.mark.long), "-np 1 --machines 2"])
+def test_ranks_that_call_in_different_orders_are_told_so(options: str) -> None:
+    run = bpslaunch(options.split(), ["-c", PROGRAM])
     lines = run.stdout.splitlines()
     assert len(lines) == 2, run.stdout + run.stderr
     assert lines[0] == lines[1]
