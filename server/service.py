@@ -175,10 +175,8 @@ class Service:
         try:
             self._reducer.close()
         except StallError as error:
-            # Taken for dead because it had no time, to load kernels for example, and still has none. The process ends,
-            # its threads before its connections, and its status says that it may be started again.
-            if self._status != GIVEN_UP_STATUS:
-                raise
+            # A machine so busy that a kernel is not compiled, or a partition not summed, in that time. The process
+            # ends, its threads before its connections, and its status or error says why, which this must not hide.
             logger.warning("%s", error)
             return
         self._network.close()

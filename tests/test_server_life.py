@@ -59,9 +59,12 @@ def test_it_says_why_it_was_not_let_in() -> None:
     assert isinstance(server.error, RendezvousError)
 
 
-def test_given_up_while_its_threads_are_busy_it_may_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it was taken for dead because loading its kernels takes long."""
-    with Server(SETTINGS) as server:
+@pytest.mark.parametrize(("error", "is_member"), [("PeerLostError", True), ("RendezvousError", False)])
+def test_threads_that_are_still_busy_do_not_hide_why_it_ends(
+    error: str, is_member: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it was taken for dead because loading its kernels takes long. Given up, it may be started again."""
+    with Server(SETTINGS, num_machines=2 * is_member) as server:
         reducer = server.service._reducer
         close = reducer.close
 
@@ -69,10 +72,12 @@ def test_given_up_while_its_threads_are_busy_it_may_be_started_again(monkeypatch
             raise StallError("engine 'sum': sum-0 still busy 10 s after close()")
 
         monkeypatch.setattr(reducer, "close", stall)
-        server.link.say(refused=pb.Refused(error="RendezvousError", message="this summation service was given up"))
-        assert server.join() == GIVEN_UP_STATUS
+        server.link.say(refused=pb.Refused(error=error, message="no place for it"))
+        status = server.join()
         monkeypatch.setattr(reducer, "close", close)
         server.service._close()  # what the end of its process does otherwise
+    assert status == (GIVEN_UP_STATUS if is_member else None)
+    assert type(server.error).__name__ == ("NoneType" if is_member else error)
 
 
 def test_partitions_larger_than_it_was_told_end_it() -> None:
