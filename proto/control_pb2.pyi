@@ -262,14 +262,16 @@ class Reform(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., planned: bool = ...) -> None: ...
 
 class Gathered(_message.Message):
-    __slots__ = ("ranks", "others", "epoch")
+    __slots__ = ("ranks", "others", "epoch", "newcomers")
     RANKS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEWCOMERS_FIELD_NUMBER: _ClassVar[int]
     ranks: int
     others: bool
     epoch: int
-    def __init__(self, ranks: _Optional[int] = ..., others: bool = ..., epoch: _Optional[int] = ...) -> None: ...
+    newcomers: bool
+    def __init__(self, ranks: _Optional[int] = ..., others: bool = ..., epoch: _Optional[int] = ..., newcomers: bool = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("reason",)

@@ -302,7 +302,10 @@ class Desk:
         self._listener.close()
         for channel in [*self._strangers.values(), *(channel for channel, _ in self._waiting)]:
             self._loop.remove(channel.fileno())
-            channel.close()
+            if self.failure is not None:
+                self._turn_away(channel, self.failure)
+            else:
+                channel.close()
         for rank in self._may_return.values():
             rank.forget()
         if self._open:

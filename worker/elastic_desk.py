@@ -20,6 +20,7 @@ from typing import Any
 from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, DismissedError, PeerLostError, ProtocolError
 from byteps_py.loop import EventLoop
+from byteps_py.scheduler.words import ranks_text
 from byteps_py.session import protocol
 from byteps_py.session.protocol import Kind
 from byteps_py.worker.desk import Desk
@@ -34,10 +35,12 @@ class _Waiter:
     channel: Channel
     seat: int
     pidfd: int
+    is_back: bool  # it was in the last group, and has gone back to its last commit
 
 
 class ElasticDesk(Desk):
-    """``on_return(reason, planned)``: ranks of the group want to be a group anew."""
+    """``on_return(reason, planned)``: ranks of the group want to be a group anew. ``patience_s``: after the first group
+    has begun, this long it waits for all of its ranks."""
 
     def __init__(
         self,
@@ -47,9 +50,11 @@ class ElasticDesk(Desk):
         on_death: Callable[[str], None],
         on_change: Callable[[], None],
         on_return: Callable[[str, bool], None],
+        patience_s: float,
     ) -> None:
         super().__init__(loop, listener, local_size, on_death, on_change)
         self._on_return = on_return
+        self._patience_s = patience_s
         self._waiters: dict[int, _Waiter] = {}  # by seat
         self._former: dict[int, RankConnection] = {}  # by seat: those that may come back
         self._seats: list[int] = []  # of the group's ranks, by local rank
@@ -61,6 +66,11 @@ class ElasticDesk(Desk):
     def waiting(self) -> int:
         """How many ranks wait for the next group."""
         return len(self._waiters)
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Of those that wait, not all were in the last group."""
+        return not all(waiter.is_back for waiter in self._waiters.values())
 
     @property
     def at_work(self) -> int:
@@ -96,6 +106,8 @@ class ElasticDesk(Desk):
         self.gone.clear()
         self._seats = list(range(count)) if is_first else sorted(self._waiters)[:count]
         self._absent = set(self._seats) - set(self._waiters)
+        if self._absent:
+            self._loop.call_later(self._patience_s, functools.partial(self._give_up, requests))
         waiters = [(i, self._waiters.pop(seat)) for i, seat in enumerate(self._seats) if seat in self._waiters]
         for local_rank, waiter in waiters:
             self._unwatch(waiter)
@@ -104,6 +116,16 @@ class ElasticDesk(Desk):
             self._on_death(
                 f"{count - len(self._seats)} ranks of {requests.topology.me.host} ended as a group was formed"
             )
+        self._on_change()
+
+    def _give_up(self, requests: Requests) -> None:
+        """Its other ranks have begun, and some have yet to come: they may have died before anybody knew of them."""
+        if self._open is not requests or not self._absent:
+            return
+        first_rank, host = requests.topology.first_rank, requests.topology.me.host
+        who = ranks_text(first_rank + self._seats.index(seat) for seat in self._absent)
+        self._absent.clear()
+        self._on_death(f"{who} of {host} did not come within {self._patience_s:g} s (BYTEPS_START_TIMEOUT_S)")
         self._on_change()
 
     def dissolve(self, error: BytePSError) -> None:
@@ -157,6 +179,7 @@ class ElasticDesk(Desk):
     def _came(self, channel: Channel, seat: int) -> None:
         if (former := self._former.pop(seat, None)) is not None:
             former.close()
+        is_back = former is not None and former.pid == channel.peer_pid
         if self.is_dismissed:
             self._send_away(channel)
         elif seat in self._absent:
@@ -164,14 +187,14 @@ class ElasticDesk(Desk):
             self._welcome(channel, self._seats.index(seat))
             return
         else:
-            self._let_wait(channel, seat)
+            self._let_wait(channel, seat, is_back)
             if self._open is not None and seat in self._seats and self._seats.index(seat) in self._may_return:
                 self._on_return("ranks have shut down, and come back", True)
         self._on_change()
 
-    def _let_wait(self, channel: Channel, seat: int) -> None:
+    def _let_wait(self, channel: Channel, seat: int, is_back: bool) -> None:
         try:
-            waiter = _Waiter(channel, seat, os.pidfd_open(channel.peer_pid))
+            waiter = _Waiter(channel, seat, os.pidfd_open(channel.peer_pid), is_back)
         except ProcessLookupError:
             channel.close()
             return

@@ -95,6 +95,7 @@ class TcpLink(ServerLink, Owner):
         on_again: Callable[[], None],
         on_lost: OnLost,
         what: str = "summation service",
+        group: int = 0,
     ) -> None:
         self._loop = loop
         self._who = f"the {what} at {address}"
@@ -108,7 +109,7 @@ class TcpLink(ServerLink, Owner):
         self._suspects: set[_Name] = set()  # one of their answers came damaged
         self._opened = 0  # connections so far
         self._is_closed = False
-        self._dialer = Dialer(context, loop, address, sender, settings, self, self._who)
+        self._dialer = Dialer(context, loop, address, sender, settings, self, self._who, group)
         loop.call_later(max(settings.start_timeout_s, self._silence_s), lambda: self._give_up(0))
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:

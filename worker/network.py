@@ -105,6 +105,7 @@ class Network:
             on_answer,
             lambda: self._on_again(number),
             on_lost,
+            group=topology.group,
         )
 
     def push(self, part: Part, round_: int) -> None:

@@ -90,7 +90,7 @@ class PeerMachines:
         self._topology: Topology | None = None
         self._on_lost: Callable[[str, int], None] | None = None
         self._links: dict[int, TcpLink] = {}
-        self._epoch = 0  # since which the group is the same
+        self._epoch = 0  # that the group began with
         self._received = 0  # by links that are gone
         self._numbers = itertools.count()
         self._fetched: dict[int, _Asked] = {}  # by number of the request
@@ -120,7 +120,7 @@ class PeerMachines:
     def open(self, topology: Topology, on_lost: Callable[[str, int], None]) -> None:
         """Ask and answer from now on. ``on_lost(sentence, machine)``: its machine can't be reached."""
         self._topology, self._on_lost = topology, on_lost
-        self._epoch = topology.epoch
+        self._epoch = topology.group
         early, self._early = self._early, []
         for message in early:
             self._requested(*message)
@@ -195,6 +195,7 @@ class PeerMachines:
                 functools.partial(self._again, machine_index),
                 lambda sentence: on_lost(sentence, machine_index),
                 f"communication service of machine {machine_index}",
+                self._topology.group,
             )
         return link
 

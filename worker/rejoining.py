@@ -32,7 +32,9 @@ class Rejoining:
         desk = self._desk
         if not desk.is_whole:
             return
-        ready = pb.Gathered(ranks=desk.waiting, others=desk.at_work > 0, epoch=self._epoch)
+        ready = pb.Gathered(
+            ranks=desk.waiting, others=desk.at_work > 0, epoch=self._epoch, newcomers=desk.has_newcomers
+        )
         if ready != self._told and not (self._told is None and desk.at_work and not desk.waiting):
             self._told = ready
             self._send(pb.MemberMessage(gathered=ready))
@@ -47,6 +49,11 @@ class Rejoining:
     def tell_hosts(self, hosts: pb.Hosts) -> None:
         """Ranks wait to join, or are about to leave."""
         self._desk.tell_hosts(hosts.added, hosts.removed)
+
+    @property
+    def is_leaving(self) -> bool:
+        """The job goes on without this machine's ranks."""
+        return self._desk.is_dismissed
 
     def leave(self) -> bool:
         """The service was told to end: its ranks leave the job at their next commit. False if it has none."""

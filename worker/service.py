@@ -80,8 +80,9 @@ class Service:
         if not settings.elastic:
             return Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
         desk = ElasticDesk(
-            self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._wants_group
-        )
+            self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._wants_group,
+            settings.start_timeout_s,
+        )  # fmt: skip
         self._rejoining = Rejoining(desk, self._send)
         return desk
 
@@ -118,16 +119,17 @@ class Service:
 
     def _go(self) -> None:
         """End, once no other machine lacks a result that takes what this one gave."""
-        is_alone = self._group is None or self._group.network is None
         if (
-            is_alone
-            or self._is_headless
+            self._group is None
+            or self._group.network is None
             or self._desk.failure is not None
-            or len(self._desk.left) < self._settings.local_size
+            or len(self._desk.left) < self._group.topology.local_size
         ):
             self._loop.stop()
-        else:
-            self._farewell.go()
+            return
+        self._farewell.go()
+        if self._is_headless:
+            self._farewell.dismissed()  # nobody else will say so; what others have yet to ask for is known here
 
     def _close(self) -> None:
         self._link.close("the communication service ends")
@@ -196,6 +198,8 @@ class Service:
             self._farewell.dismissed()
         elif body == "stop":
             logger.info("the scheduler ends the job: %s", message.stop.reason)
+            if self._group is None:  # ranks may wait for one, of an elastic job
+                self._desk.fail(RendezvousError(f"the job is over: {message.stop.reason}"))
             self._loop.stop()
         elif self._group is not None:
             self._group.heard(message)
@@ -387,8 +391,10 @@ class Service:
             self._told_left.update(news)
             first_rank = self._group.topology.first_rank
             self._link.send(pb.MemberMessage(gone=pb.Gone(ranks=[first_rank + rank for rank in news])))
-        all_have_come = self._group is None or len(self._desk.left) >= self._settings.local_size
         if here or self._stay:
+            if not here and self._rejoining is not None and self._rejoining.is_leaving:
+                self._go()
             return
+        all_have_come = self._group is None or len(self._desk.left) >= self._settings.local_size
         if self._desk.failure is not None or (self._had_ranks and all_have_come):
             self._go()

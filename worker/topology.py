@@ -11,13 +11,15 @@ from byteps_py.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``machine_index``: this machine among ``workers``, which are in order of machine index."""
+    """``machine_index``: this machine among ``workers``, which are in order of machine index. ``group``: the epoch
+    since which the workers are these."""
 
     epoch: int
     machine_index: int
     workers: tuple[pb.Member, ...]
     servers: tuple[pb.Member, ...]
     partition_bytes: int
+    group: int = 0
     is_continued: bool = False  # of an elastic job: its ranks were in the group before, and are equal
 
     @classmethod
@@ -28,6 +30,7 @@ class Topology:
             tuple(membership.workers),
             tuple(membership.servers),
             membership.partition_bytes,
+            membership.workers_since,
             membership.continued,
         )
 

@@ -55,7 +55,8 @@ class Owner:
 
 
 class Dialer:
-    """Connects at once to ``address``, as machine ``sender``. ``who``: the other end, for messages."""
+    """Connects at once to ``address``, as machine ``sender`` of ``group`` (see listener.py; 0: there is none yet).
+    ``who``: the other end, for messages."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Dialer:
         settings: Settings,
         owner: Owner,
         who: str,
+        group: int = 0,
     ) -> None:
         self._context = context
         self._loop = loop
@@ -74,6 +76,7 @@ class Dialer:
         self._settings = settings
         self._owner = owner
         self._who = who
+        self._group = group
         self._caller: Caller
         self._opening: Seal | None = None
         self._sealing: Seal | None = None
@@ -107,7 +110,7 @@ class Dialer:
     def _connect(self) -> None:
         if self._is_closed:
             return
-        self._caller = Caller(self._settings, self._sender, self._address)
+        self._caller = Caller(self._settings, self._sender, self._address, self._group)
         self._sealing = self._opening = None
         socket = self._socket = self._context.socket(zmq.DEALER)
         silence_ms = int(1000 * self._settings.heartbeat_timeout_s)
@@ -129,7 +132,7 @@ class Dialer:
             socket.setsockopt(option, value)
         self._monitor = socket.get_monitor_socket(_EVENTS)
         socket.connect(self._address)
-        socket.send_multipart([Header(Kind.HELLO, self._sender).pack(), self._caller.hello])
+        socket.send_multipart([Header(Kind.HELLO, self._sender, self._group).pack(), self._caller.hello])
         self._loop.add_reader(self._monitor, self._watch)
         self._loop.add_reader(socket, self._drain)
 
@@ -211,7 +214,7 @@ class Dialer:
             self._refused(str(error))
             return
         if self._socket is not None:
-            self._socket.send_multipart([Header(Kind.PROOF, self._sender).pack(), proof])
+            self._socket.send_multipart([Header(Kind.PROOF, self._sender, self._group).pack(), proof])
             self._failures = self._refusals = 0
             self._owner.on_open()
 

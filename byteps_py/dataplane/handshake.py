@@ -6,10 +6,10 @@
        ◄═ sealed messages, each way under a key of this connection alone (seal.py) ═►
 
 Proofs are HMACs, under a key made from the secret, of all that is said and of whom it binds: the job, the listener's
-address, the machine that speaks, the protection (so that nobody can talk the two into less). Nothing that somebody has
-overheard is of use on another connection. Keys come from an exchange of X25519 keys that only live in memory: who
-learns the secret later can't decrypt what was recorded. Without a secret (loopback only) the same messages prove
-nothing.
+address, the machine that speaks and its group of ranks (see listener.py), the protection (so that nobody can talk the
+two into less). Nothing that somebody has overheard is of use on another connection. Keys come from an exchange of
+X25519 keys that only live in memory: who learns the secret later can't decrypt what was recorded. Without a secret
+(loopback only) the same messages prove nothing.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class _Transcript:
     job: str
     address: str
     machine: int
+    group: int
     protection: Protection
     public: bytes  # of the CS
     nonce: bytes
@@ -92,8 +93,10 @@ class _Transcript:
     def _bytes(self) -> bytes:
         texts = (self.job.encode(), self.address.encode())
         parts = [len(text).to_bytes(4, "little") + text for text in texts]
-        numbers = self.machine.to_bytes(4, "little") + bytes((VERSION, self.protection))
-        return b"".join((*parts, numbers, self.public, self.nonce, self.listener_public))
+        whose = b"".join(number.to_bytes(4, "little") for number in (self.machine, self.group))
+        return b"".join(
+            (*parts, whose, bytes((VERSION, self.protection)), self.public, self.nonce, self.listener_public)
+        )
 
     def proof(self, of_whom: bytes) -> bytes:
         return hmac.digest(_proof_key(self.secret), of_whom + self._bytes, "sha256")
@@ -114,10 +117,10 @@ _LISTENER, _CALLER = b"listener", b"communication service"
 
 
 class Caller:
-    """The CS's end. One per connection."""
+    """The CS's end. One per connection. ``machine``: its index in ``group``."""
 
-    def __init__(self, settings: Settings, machine: int, address: str) -> None:
-        self._settings, self._machine, self._address = settings, machine, address
+    def __init__(self, settings: Settings, machine: int, address: str, group: int = 0) -> None:
+        self._settings, self._machine, self._group, self._address = settings, machine, group, address
         self._protection = protection_of(settings)
         self._keys = KeyPair(self._protection)
 
@@ -133,8 +136,8 @@ class Caller:
         nonce, public = challenge[:_NONCE_BYTES], challenge[_NONCE_BYTES:-_PROOF_BYTES]
         settings = self._settings
         said = _Transcript(
-            settings.secret, settings.job, self._address, self._machine, self._protection, self._keys.public, nonce,
-            public,
+            settings.secret, settings.job, self._address, self._machine, self._group, self._protection,
+            self._keys.public, nonce, public,
         )  # fmt: skip
         if not hmac.compare_digest(challenge[-_PROOF_BYTES:], said.proof(_LISTENER)):
             raise ProtocolError(WRONG)
@@ -150,7 +153,7 @@ class Doorkeeper:
         self.protection = protection_of(settings)
         self._keys = KeyPair(self.protection)
 
-    def challenge(self, hello: bytes, machine: int, address: str) -> tuple[bytes, Challenge]:
+    def challenge(self, hello: bytes, machine: int, address: str, group: int = 0) -> tuple[bytes, Challenge]:
         """What to send, and what to keep until it is answered. ``address``: the listener's, as others know it.
 
         Raises ProtocolError.
@@ -165,18 +168,18 @@ class Doorkeeper:
             )
         nonce = os.urandom(_NONCE_BYTES)
         said = _Transcript(
-            self._settings.secret, self._settings.job, address, machine, self.protection, hello[1:], nonce,
+            self._settings.secret, self._settings.job, address, machine, group, self.protection, hello[1:], nonce,
             self._keys.public,
         )  # fmt: skip
         return nonce + self._keys.public + said.proof(_LISTENER), Challenge(said, self._keys)
 
 
 class Challenge:
-    """A connection that has been asked for its proof. ``machine``: who it says it is."""
+    """A connection that has been asked for its proof. ``machine``, ``group``: who it says it is."""
 
     def __init__(self, said: _Transcript, keys: KeyPair) -> None:
         self._said, self._keys = said, keys
-        self.machine = said.machine
+        self.machine, self.group = said.machine, said.group
 
     def accept(self, proof: bytes) -> tuple[Seal, Seal]:
         """The seals: for receiving, for sending. Raises ProtocolError if the proof is wrong."""

@@ -2,6 +2,9 @@
 
 Owns the socket, the connections and the framing. Must not know what messages mean. Loop thread only.
 Nothing that a peer sends ends the process: what can't be understood is dropped and counted.
+
+A machine is known by its index in a group of ranks, named by the epoch that it began with. In an elastic job one group
+follows another, and its machines are numbered anew: who wakes in a group that is no more must not pass for another.
 """
 
 from __future__ import annotations
@@ -42,16 +45,16 @@ _MOST_DAMAGED = 16
 
 
 class RemotePeer(Peer):
-    """A CS on another machine, or at least beyond a socket. ``number``: of its challenge; later connections have
-    higher ones."""
+    """A CS on another machine, or at least beyond a socket. ``age``: later groups, and in a group later connections,
+    have higher ones."""
 
     def __init__(
-        self, network: DataListener, identity: bytes, machine: int, seals: tuple[Seal, Seal], number: int
+        self, network: DataListener, identity: bytes, machine: int, seals: tuple[Seal, Seal], age: tuple[int, int]
     ) -> None:
         self._network = network
         self.identity = identity
         self.machine = machine
-        self.number = number
+        self.age = age
         self.opening, self.sealing = seals
         self.damaged = 0  # messages in a row
 
@@ -206,7 +209,7 @@ class DataListener:
             self._traffic.bytes_received += len(payload)
             self._on_message(header, peer, payload)
         # Else its machine has connected again, and says again there what has no answer: one on this connection would
-        # be lost.
+        # be lost. Or its group is over, which it will hear from the scheduler.
 
     def _damaged(self, peer: RemotePeer, damage: DamagedError) -> None:
         """What it says, it will have to say again. But who says nothing else is none of us."""
@@ -239,7 +242,7 @@ class DataListener:
     def _challenge(self, identity: bytes, header: Header, said: zmq.Frame) -> None:
         if identity[:1] != b"\0":
             raise ProtocolError("it has chosen its own ZeroMQ identity, which may be another's")
-        text, challenge = self._doorkeeper.challenge(said.bytes, header.sender, self.address)
+        text, challenge = self._doorkeeper.challenge(said.bytes, header.sender, self.address, header.epoch)
         self._challenges.pop(identity, None)
         if len(self._challenges) >= _MOST_CHALLENGES:
             del self._challenges[next(iter(self._challenges))]
@@ -250,10 +253,11 @@ class DataListener:
         number, challenge = self._challenges.pop(identity, (0, None))
         if challenge is None or challenge.machine != header.sender:
             raise ProtocolError("it was not asked for a proof, or its proof came late")
-        peer = self._peers[identity] = RemotePeer(self, identity, header.sender, challenge.accept(said.bytes), number)
+        seals, age = challenge.accept(said.bytes), (challenge.group, number)
+        peer = self._peers[identity] = RemotePeer(self, identity, header.sender, seals, age)
         # Of connections that end and begin again at once, the last words of the first may be read last.
         latest = self._by_machine.get(peer.machine)
-        if latest is None or latest.number < number:
+        if latest is None or latest.age < age:
             self._by_machine[peer.machine] = peer
             if latest is not None:
                 self._on_gone(latest)  # nothing that it said can be answered any more

@@ -332,8 +332,8 @@ class SchedulerCore:
             return self._job.dismiss_servers() if member.is_worker else []
         if self._elastic is not None and member.is_worker:
             self._elastic.forget(member)
-            if workers and not member.ranks:
-                return self._regroup(now_s)  # it was in no group
+            if workers and self._elastic.is_void(member):
+                return self._regroup(now_s)  # nobody in a group with it
         if not workers:
             self._job.end("all workers have left", now_s)
             self._all_left = True
@@ -341,7 +341,7 @@ class SchedulerCore:
         if not member.is_worker:
             return self._services.reassign(text, now_s)
         self._job.reason = text
-        return self._group.left(member, text)
+        return self._group.left(member, text) + self._regroup(now_s)
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
         if self._job.is_running and not member.is_worker:

@@ -52,7 +52,7 @@ class Elastic:
         if member.ranks and ready.epoch != self._roster.workers_since:
             return []  # said before it heard that it is in this group
         if not ready.others:
-            self._reforming.ready(member.id, ready.ranks)
+            self._reforming.ready(member.id, ready.ranks, ready.newcomers)
         at_work = sum(len(worker.ranks) for worker in self._roster.workers())
         has_room = self._reforming.has_room(at_work, ready.ranks)
         if self.is_active or not ready.ranks or not has_room or not self._roster.epoch:

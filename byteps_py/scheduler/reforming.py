@@ -46,7 +46,8 @@ class Break:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """``members``: (id, ranks) of the next group, in order. ``late``: those that have not come in time."""
+    """``members``: (id, ranks) of the next group, in order. ``late``: those that have not come in time.
+    ``is_continued``: all its ranks were in the group before, and are equal."""
 
     members: tuple[tuple[int, int], ...]
     late: tuple[int, ...]
@@ -77,6 +78,7 @@ class Reforming:
     count: int = 0  # groups after the first one
     _since_s: float = 0.0
     _ready: dict[int, int] = field(default_factory=dict)  # ranks that wait, by member
+    _with_newcomers: set[int] = field(default_factory=set)  # members
 
     def begin(self, reason: str, planned: bool, now_s: float) -> bool:
         """Something happened to the group. True if all are to be told, who did not know."""
@@ -89,8 +91,12 @@ class Reforming:
         self.is_broken = self.is_broken or not planned
         return news
 
-    def ready(self, member: int, ranks: int) -> None:
+    def ready(self, member: int, ranks: int, has_newcomers: bool = False) -> None:
+        """``has_newcomers``: not all of these ranks were in the group before."""
         self._ready[member] = ranks
+        self._with_newcomers.discard(member)
+        if has_newcomers:
+            self._with_newcomers.add(member)
 
     def waiting_ranks(self, member: int) -> int:
         return self._ready.get(member, 0)
@@ -98,6 +104,7 @@ class Reforming:
     def forget(self, member: int) -> None:
         """It has left, or was lost."""
         self._ready.pop(member, None)
+        self._with_newcomers.discard(member)
 
     def has_room(self, at_work: int, newcomers: int) -> bool:
         """So many more ranks may join."""
@@ -121,7 +128,7 @@ class Reforming:
             return Wait(f"{self.reason}; {text}: waiting for others to join")
         if self.reset_limit and self.count >= self.reset_limit:
             return GiveUp(f"{self.reason}; the group was formed anew {self.count} times (BYTEPS_RESET_LIMIT)")
-        before = {each.id for each in candidates if each.place >= 0}
+        before = {each.id for each in candidates if each.place >= 0} - self._with_newcomers
         is_continued = not self.is_broken and all(member in before for member, _ in chosen)
         return Open(tuple(chosen), tuple(each.id for each in away), is_continued)
 

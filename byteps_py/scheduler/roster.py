@@ -80,7 +80,8 @@ class Roster:
 
     def has_services(self, without: MemberRecord | None = None) -> bool:
         """Whether there is one for the workers; one machine alone needs none."""
-        return len(self._workers) == 1 or any(member is not without for member in self._services())
+        there = (m for m in self._services() if m.is_cpu_server or m.facts.machine_index != OUTSIDE)
+        return len(self._workers) == 1 or any(member is not without for member in there)
 
     def has_services_for(self, members: Sequence[tuple[int, int]]) -> bool:
         """The same for the workers of an epoch that is yet to be opened, see ``regroup``."""

@@ -6,7 +6,8 @@ The processes' own code runs as it is; what surrounds a process (time, sockets, 
 is put in its place by ``surroundings``. ``run`` is the one entry.
 """
 
-from .cluster import Report, run
+from .cluster import Cluster, Report, run
+from .elastic import ElasticCluster
 from .world import InvariantError
 
-__all__ = ["InvariantError", "Report", "run"]
+__all__ = ["Cluster", "ElasticCluster", "InvariantError", "Report", "run"]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from . import run
+from . import Cluster, ElasticCluster, run
 
 
 def main() -> int:
@@ -18,13 +18,15 @@ def main() -> int:
     parser.add_argument("--tail", type=int, default=60, help="lines of the log to print of a failing seed")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many failing seeds")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds; 0: one per core")
+    parser.add_argument("--elastic", action="store_true", help="elastic jobs, whose machines come and go")
     arguments = parser.parse_args()
     first, _, end = arguments.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
     jobs = arguments.jobs or len(os.sched_getaffinity(0))
     if jobs > 1 and len(seeds) > 1:
-        return _share(seeds, jobs, ["--tail", str(arguments.tail), "--failures", str(arguments.failures)])
-    return _run(seeds, arguments.tail, arguments.failures)
+        options = ["--tail", str(arguments.tail), "--failures", str(arguments.failures)]
+        return _share(seeds, jobs, [*options, *(["--elastic"] if arguments.elastic else [])])
+    return _run(seeds, ElasticCluster if arguments.elastic else Cluster, arguments.tail, arguments.failures)
 
 
 def _share(seeds: range, jobs: int, options: list[str]) -> int:
@@ -35,12 +37,12 @@ def _share(seeds: range, jobs: int, options: list[str]) -> int:
     return max(process.wait() for process in processes)
 
 
-def _run(seeds: range, tail: int, failures: int) -> int:
+def _run(seeds: range, kind: type[Cluster], tail: int, failures: int) -> int:
     began_s = time.monotonic()
     failed, events, faults, trials, done = 0, 0, 0, 0, 0
     gc.disable()  # a run leaves few cycles, and collecting them takes a tenth of the time
     for seed in seeds:
-        report = run(seed)
+        report = run(seed, kind)
         done += 1
         events += report.events
         faults += bool(report.fault)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from byteps_py.errors import PeerLostError, RendezvousError, StallError
 from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.scheduler.core import RUNNING
 from byteps_py.scheduler.services import SUCCESSOR_S
 from byteps_py.settings import Settings
 
@@ -47,6 +49,10 @@ class Report:
 
 
 class Cluster:
+    """``special``: settings of this kind of cluster."""
+
+    special: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, seed: int) -> None:
         world = self.world = World(seed)
         rng = world.random
@@ -80,11 +86,17 @@ class Cluster:
         self.ranks: list[Rank] = []
         self.workers: list[Worker] = []
         self.servers: list[Server] = []
+        self.hit: set[Process] = set()  # of machines that something was done to, which the job goes on without
 
     @property
     def scheduler(self) -> Scheduler:
         """The one that is there, or was there last."""
         return self.place.scheduler
+
+    @property
+    def has_begun(self) -> bool:
+        """It is complete, and has heard so: a scheduler that is started again knows it, too."""
+        return self.scheduler.state == RUNNING and all(worker.has_begun for worker in self.workers)
 
     def _settings(self, machine: int, local_rank: int = 0) -> Settings:
         settings = Settings(
@@ -106,6 +118,7 @@ class Cluster:
             stall_limit_s=_STALL_LIMIT_S,
             heartbeat_interval_s=0.5,
             heartbeat_timeout_s=3.0,
+            **self.special,
         )
         object.__setattr__(settings, "partition_bytes", PARTITION_BYTES)  # far below a page: many, and small
         return settings
@@ -113,20 +126,29 @@ class Cluster:
     def start(self) -> None:
         """Under the surroundings."""
         for machine in range(self.machines):
-            settings = self._settings(machine)
-            worker = self.surroundings.booting = Worker(self.world, self.memory, machine, self.surroundings.ledger)
-            self.workers.append(worker)
-            worker.start(settings)
-            if self.gpu_machines_sum:
-                self.start_server(f"server on machine {machine}", machine)
+            self.start_services(machine)
         for number in range(self.cpu_machines):
             self.start_server(f"server {number}", -1)
-        for machine, local_size in enumerate(self.local_sizes):
-            for local_rank in range(local_size):
-                settings = self._settings(machine, local_rank)
-                self.ranks.append(
-                    Rank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, self.results)
-                )
+        for machine in range(self.machines):
+            self.start_ranks(machine)
+
+    def start_services(self, machine: int) -> None:
+        """Of a GPU machine."""
+        worker = self.surroundings.booting = self.new_worker(machine)
+        self.workers.append(worker)
+        worker.start(self._settings(machine))
+        if self.gpu_machines_sum:
+            self.start_server(f"server on machine {machine}", machine)
+
+    def start_ranks(self, machine: int) -> None:
+        for local_rank in range(self.local_sizes[machine]):
+            self.ranks.append(self.new_rank(self._settings(machine, local_rank)))
+
+    def new_worker(self, machine: int) -> Worker:
+        return Worker(self.world, self.memory, machine, self.surroundings.ledger)
+
+    def new_rank(self, settings: Settings) -> Rank:
+        return Rank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, self.results)
 
     def start_server(self, name: str, machine: int) -> str:
         """``machine``: of the GPU machines; -1: a CPU machine of its own."""
@@ -141,10 +163,14 @@ class Cluster:
         while self._goes_on():
             if self.fault and not world.faults and world.events >= self._fault_at_event:
                 self._strike()
-            self.trials.step()
+            self.strike_more()
             if not world.step() or world.events > _MAX_EVENTS:
                 raise InvariantError(f"hangs: {self._who_hangs()}")
-        self._check_end()
+        self.check_end()
+
+    def strike_more(self) -> None:
+        """Between two events."""
+        self.trials.step()
 
     def _goes_on(self) -> bool:
         if any(process.is_alive for process in self.world.processes if process is not self.scheduler):
@@ -193,7 +219,7 @@ class Cluster:
         others = [p.name for p in self.world.processes if p.is_alive and not isinstance(p, Rank)]
         return "; ".join([*ranks, *others])
 
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
         for rank in self.ranks:
             # Every restart of the scheduler gives those who are missing time once more.
             is_blind = self.fault == "kill the scheduler" or any("scheduler again" in it for it in self.world.trials)
@@ -205,12 +231,12 @@ class Cluster:
             codes = {
                 process.name: process.exit_code
                 for process in self.world.processes
-                if process.exit_code != 0 and not self._may_fail(process, left)
+                if process.exit_code != 0 and not self.may_fail(process, left)
             }
             if codes:
                 raise InvariantError(f"exit codes after an orderly end: {codes}")
 
-    def _may_fail(self, process: Process, left: set[str]) -> bool:
+    def may_fail(self, process: Process, left: set[str]) -> bool:
         """A server that was lost, or refused because its predecessor was not known to be gone; or a scheduler that was
         killed, or is the next one and does not know that a worker has left, and those that it then waits with; or a
         server that came to a job which needed none."""
@@ -221,8 +247,8 @@ class Cluster:
         return not process.was_member or (bool(self.world.trials) and process.address not in left)
 
 
-def run(seed: int) -> Report:
-    cluster = Cluster(seed)
+def run(seed: int, kind: type[Cluster] = Cluster) -> Report:
+    cluster = kind(seed)
     violation = ""
     try:
         with cluster.surroundings.in_place():

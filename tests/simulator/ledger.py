@@ -6,6 +6,7 @@ machine always gives the same bytes to it, and that all machines, wherever their
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from byteps_py.tensors import Op
@@ -15,7 +16,7 @@ from byteps_py.worker.tensor import Part
 from .memory import Memory
 from .world import InvariantError
 
-Round = tuple[int, int, int, int]  # key, generation, index, round
+Round = tuple[int, int, int, int, int]  # group of ranks, key, generation, index, round
 
 
 def _describe(part: Part, round_: int) -> str:
@@ -23,19 +24,22 @@ def _describe(part: Part, round_: int) -> str:
 
 
 class Ledger:
-    def __init__(self, memory: Memory) -> None:
+    """``group``: the one that whoever calls is in."""
+
+    def __init__(self, memory: Memory, group: Callable[[], int]) -> None:
         self.memory = memory
+        self._group = group
         self.lost_answers = 0  # blocks that a frozen server may yet write to, and so nobody else uses
         self._given: dict[tuple[int, Round], bytes | None] = {}  # None: nothing, its ranks have joined
         self._results: dict[Round, bytes] = {}
 
     def gives(self, machine: int, part: Part, round_: int, data: bytes | None) -> None:
-        known = self._given.setdefault((machine, _name(part, round_)), data)
+        known = self._given.setdefault((machine, self._name(part, round_)), data)
         if known != data:
             raise InvariantError(f"machine {machine} gives other bytes to {_describe(part, round_)} than before")
 
     def supplies(self, machine: int, part: Part, round_: int, data: bytes | None) -> None:
-        if (machine, _name(part, round_)) not in self._given:
+        if (machine, self._name(part, round_)) not in self._given:
             raise InvariantError(f"machine {machine} supplies {_describe(part, round_)}, which it never gave")
         self.gives(machine, part, round_, data)
 
@@ -44,12 +48,11 @@ class Ledger:
         if not address:
             return
         data = self.memory.at(address, part.length).tobytes()
-        if self._results.setdefault(_name(part, round_), data) != data:
+        if self._results.setdefault(self._name(part, round_), data) != data:
             raise InvariantError(f"machine {machine} gets another result of {_describe(part, round_)} than others")
 
-
-def _name(part: Part, round_: int) -> Round:
-    return (part.tensor.key, part.tensor.generation, part.index, round_)
+    def _name(self, part: Part, round_: int) -> Round:
+        return (self._group(), part.tensor.key, part.tensor.generation, part.index, round_)
 
 
 class LedgerNetwork(Network):

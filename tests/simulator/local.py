@@ -34,6 +34,8 @@ class Loop:
         if isinstance(source, int) and source in self._local.sources:
             self._local.sources[source].poke()
 
+    change_reader = add_reader
+
     def add_writer(self, fd: int, callback: Callable[[], None]) -> None:
         self.writers[fd] = callback
 
@@ -247,6 +249,12 @@ class Local:
         listener.pending.append(far)
         listener.poke()
         return near
+
+    def select(
+        self, readers: list[int], writers: list[int], others: list[int], timeout_s: float
+    ) -> tuple[list[int], ...]:
+        """As ``select.select``, which waits for nothing here."""
+        return [fd for fd in readers if self.sources[fd].is_readable], [], []
 
     def open_pidfd(self, pid: int, process: Process) -> int:
         """A descriptor that ``process`` can read once process ``pid`` is gone."""

@@ -109,6 +109,8 @@ class Arena:
     def peek(self, address: int, nbytes: int) -> Bytes:
         return self._data[address - self.base : address - self.base + nbytes]
 
+    def let_go(self) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -96,6 +96,7 @@ class TcpLink(ServerLink):
         on_again: Callable[[], None],
         on_lost: Callable[[str], None],
         what: str = "",
+        group: int = 0,
     ) -> None:
         self.process = loop.process
         self.server = self.network.servers[address]
@@ -106,6 +107,7 @@ class TcpLink(ServerLink):
         self._loop = loop
         self._address = address
         self._machine = sender
+        self._group = group
         self._patience_s = settings.heartbeat_timeout_s
         self._on_again = on_again
         self._on_lost = on_lost
@@ -119,7 +121,7 @@ class TcpLink(ServerLink):
 
     def _open(self) -> None:
         connection = self.connection = Connection(self._world)
-        peer = self._peer = TcpPeer(self.server, self, connection, self._machine)
+        peer = self._peer = TcpPeer(self.server, self, connection, self._machine, self._group)
         if not self.server.process.is_gone:
             self.server.connections += 1
             self._carry_up("hello", lambda: self.server.hello(peer))
@@ -198,8 +200,9 @@ class TcpLink(ServerLink):
 class TcpPeer(Peer):
     """A machine, as its server sees it, on one connection."""
 
-    def __init__(self, server: ServerNetwork, link: TcpLink, connection: Connection, machine: int) -> None:
+    def __init__(self, server: ServerNetwork, link: TcpLink, connection: Connection, machine: int, group: int) -> None:
         self.machine = machine
+        self.group = group
         self.connection = connection
         self.link = link
         self._server = server
@@ -263,7 +266,12 @@ class ServerNetwork:
         link = peer.link
         # It stands for a handshake, which needs both ends: one that has hung up does not come to its end.
         if link.is_current(peer.connection) and peer.connection not in self._peers:
-            self._peers[peer.connection] = self._by_machine[peer.machine] = peer
+            self._peers[peer.connection] = peer
+            latest = self._by_machine.get(peer.machine)
+            if latest is None or latest.group <= peer.group:  # as DataListener does
+                self._by_machine[peer.machine] = peer
+                if latest is not None:
+                    self._on_gone(latest)
             link.network.world.carry(peer.connection.down, link.process, "connected", link.up)
 
     def peer_of(self, machine: int) -> Peer | None:

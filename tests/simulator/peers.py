@@ -34,7 +34,15 @@ class PeerDialer:
     network: Network  # set in a subclass per world
 
     def __init__(
-        self, context: object, loop: Loop, address: str, sender: int, settings: object, owner: Owner, who: str
+        self,
+        context: object,
+        loop: Loop,
+        address: str,
+        sender: int,
+        settings: object,
+        owner: Owner,
+        who: str,
+        group: int = 0,
     ) -> None:
         self.process = loop.process
         self.server: PeerListener = self.network.listeners[address]
@@ -43,6 +51,7 @@ class PeerDialer:
         self._world = self.network.world
         self._loop = loop
         self._machine = sender
+        self._group = group
         self._owner = owner
         self._numbers = 0
         self._is_closed = False
@@ -64,7 +73,7 @@ class PeerDialer:
 
     def challenged(self, connection: Connection) -> None:
         if self.is_current(connection) and self._world.now_s <= connection.down_ends_s and not self.is_open:
-            self._carry_up("proof", lambda: self.server.welcome(self, connection, self._machine))
+            self._carry_up("proof", lambda: self.server.welcome(self, connection, self._machine, self._group))
             self.is_open = True
             self._owner.on_open()
 
@@ -183,13 +192,18 @@ class PeerListener:
     def hello(self, dialer: PeerDialer, connection: Connection) -> None:
         self._carry_down(dialer, connection, "challenge", lambda: dialer.challenged(connection))
 
-    def welcome(self, dialer: PeerDialer, connection: Connection, machine: int) -> None:
+    def welcome(self, dialer: PeerDialer, connection: Connection, machine: int, group: int) -> None:
         # As for a server: a handshake needs both ends.
         if dialer.is_current(connection) and connection not in self._peers and connection not in self.gone:
-            seals = cast(Any, (None, None))
-            peer = RemotePeer(cast(Any, self), str(len(self._dialers)).encode(), machine, seals, len(self._dialers))
-            self._peers[connection] = self._by_machine[machine] = peer
+            seals, age = cast(Any, (None, None)), (group, len(self._dialers))
+            peer = RemotePeer(cast(Any, self), str(len(self._dialers)).encode(), machine, seals, age)
+            self._peers[connection] = peer
             self._dialers[peer] = dialer, connection
+            latest = self._by_machine.get(machine)
+            if latest is None or latest.age < age:  # as DataListener does
+                self._by_machine[machine] = peer
+                if latest is not None:
+                    self._on_gone(latest)
 
     def forget(self, connection: Connection) -> None:
         """It has ended. Messages that came before may still have to be read."""

@@ -64,12 +64,12 @@ class Program:
         count = rng.randint(1, 5)
         # A name is one group's for good, or until all have joined: ranks outside don't know what they interfere with.
         names = [Name.make(rng, f"t{i}", size) for i in range(count)]
-        program._add_steps(rng, names)
+        program.add_steps(rng, names)
         for _ in range(rng.choice((0, 0, 1, 2))):
             program._add_uneven(rng, names)
             names = [Name.make(rng, f"t{i}", size) for i in range(count)]
         if program.joins:
-            program._add_steps(rng, names)
+            program.add_steps(rng, names)
         return program
 
     def _add_uneven(self, rng: random.Random, names: list[Name]) -> None:
@@ -99,7 +99,7 @@ class Program:
                 name.spec = None if is_unsupported else spec
             self._add_barrier(rng)
 
-    def _add_steps(self, rng: random.Random, names: list[Name]) -> None:
+    def add_steps(self, rng: random.Random, names: list[Name]) -> None:
         """Steps which all go through."""
         for name in names:
             name.spec = None

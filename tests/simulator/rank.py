@@ -133,7 +133,12 @@ class Rank(Process):
         self.doing = f"waiting for {answer.name}"
         channel.send(message)
         channel.is_muted = True
-        yield lambda: any(m[0][0] in (answer, Kind.FATAL) for m in channel.take()) or channel.is_over
+        yield lambda: any(m[0][0] in (answer, Kind.FATAL) for m in channel.take()) or channel.is_over or self._has_failed
+
+    @property
+    def _has_failed(self) -> bool:
+        """The session has heard that nothing works any more."""
+        return self.has_joined and self.session._fatal is not None
 
     def _go(self, step: list[Use]) -> Life:
         rng = self.random

@@ -9,6 +9,7 @@ from typing import Any
 
 from byteps_py.errors import RendezvousError
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.server.actions import Action as ServerAction
 from byteps_py.server.partition import Round, State
 from byteps_py.server.service import Service as ServerService
 from byteps_py.settings import Settings
@@ -77,9 +78,9 @@ class Worker(Process):
         self._service: service.Service
         self._given: dict[Tensor, tuple[int, bytes]] = {}  # where a completed round's contribution lies, and what
 
-    def start(self, settings: Settings) -> None:
+    def start(self, settings: Settings, stay: bool = False) -> None:
         """Under the world's substitutes."""
-        self._service = service.Service(settings, stay=False)
+        self._service = service.Service(settings, stay)
         loop = self._service._loop
         loop.call_later(service._TICK_S, self._service._tick)
         loop.call_later(credit.PATIENCE_S, self._service._pump)
@@ -201,12 +202,14 @@ class Server(Process):
         self.is_leaving = False
         self._memory = memory
         self._service: ServerService
+        self._under_way: list[Round[Any]] = []
 
     def start(self, settings: Settings, connect: Any) -> None:
         """Under the world's substitutes. As ``Service.run`` begins."""
         kind = pb.MACHINE_KIND_GPU if self.machine >= 0 else pb.MACHINE_KIND_CPU
         it = self._service = ServerService(settings, kind, connect)
         self._reduce, it._reduce = it._reduce, self._check_reduce  # type: ignore[method-assign]
+        self._reduced, it._rounds.reduced = it._rounds.reduced, self._note_reduced  # type: ignore[method-assign]
         it._link = connect(
             settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat, it._on_away, it._on_back
         )
@@ -237,7 +240,12 @@ class Server(Process):
             is_right = machines == list(range(self._service._rounds.num_machines))
         if not is_right:
             raise InvariantError(f"{what} is summed over machines {machines}")
+        self._under_way.append(round_)
         self._reduce(round_)
+
+    def _note_reduced(self, round_: Round[Any], error: BaseException | None = None) -> list[ServerAction[Any]]:
+        self._under_way.remove(round_)
+        return self._reduced(round_, error)
 
     def check(self) -> None:
         if not self.is_alive:
@@ -254,6 +262,8 @@ class Server(Process):
         rounds_ = [r for group in rounds._generations.values() for p in group.values() for r in p.rounds.values()]
         held = sum(c.nbytes for r in rounds_ for c in r.contributions.values())
         held += sum(c.nbytes for c in rounds._held)  # news of their epoch is on its way
+        void = [round_ for round_ in self._under_way if round_ not in rounds_]  # of a group that is over
+        held += sum(c.nbytes for round_ in void for c in round_.contributions.values())
         if rounds.counters.bytes_in_flight != held and not self.world.faults:
             raise InvariantError(f"{rounds.counters.bytes_in_flight} bytes count as held, {held} are")
         if any(not r.contributions or r.state is State.DROPPED for r in rounds_):

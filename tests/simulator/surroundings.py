@@ -19,6 +19,7 @@ from byteps_py.session import remote, slots
 from byteps_py.worker import (
     courier,
     desk,
+    elastic_desk,
     executor,
     group,
     joining,
@@ -54,7 +55,7 @@ class Surroundings:
         self._local = local
         self._net = net
         self._place = place
-        self.ledger = Ledger(memory_)
+        self.ledger = Ledger(memory_, lambda: self._active().group)
 
     def connect(self, *args: Any) -> ControlLink:
         return self._place.link(*args)
@@ -117,6 +118,7 @@ class Surroundings:
             requests: {"time": clock},
             joining: {"time": clock},
             desk: {"time": clock},
+            elastic_desk: {"os": os_, "select": SimpleNamespace(select=local.select)},
             memory: {"Arena": memory_.new_arena},
             placing: {"LOCAL_PIECE_BYTES": PARTITION_BYTES},
             network: {

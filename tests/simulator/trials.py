@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from byteps_py.scheduler.core import RUNNING
-
 from .network import TcpLink
 from .services import Server
 
@@ -40,17 +38,13 @@ class Trials:
 
     def step(self) -> None:
         """Between two events."""
-        if not self._due or not self._has_begun():
+        if not self._due or not self._cluster.has_begun:
             return
         if self._next_event < 0:
             self._wait()
         if self._world.events >= self._next_event:
             self._strike(self._due.pop())
             self._wait()
-
-    def _has_begun(self) -> bool:
-        """The cluster is complete, and has heard so: a scheduler that is started again knows it, too."""
-        return self._cluster.scheduler.state == RUNNING and all(worker.has_begun for worker in self._cluster.workers)
 
     def _wait(self) -> None:
         self._next_event = self._world.events + int(self._random.expovariate(1 / self._spacing))
@@ -74,7 +68,7 @@ class Trials:
             self._world.trials.append(f"{kind}: {whom}")
             self._world.note("world", self._world.trials[-1])
 
-    def _able(self) -> list[Server]:
+    def able(self) -> list[Server]:
         """Servers that can hold keys, as far as the scheduler knows, and can be relied on."""
         known = self._cluster.scheduler.server_addresses()
         return [
@@ -84,7 +78,7 @@ class Trials:
         ]
 
     def _hit_server(self, kind: str) -> str:
-        able = self._able()
+        able = self.able()
         candidates = [server for server in self._cluster.servers if server.is_alive]
         if kind != "kill a server":
             candidates = [server for server in candidates if server in able]
@@ -97,7 +91,7 @@ class Trials:
         elif kind == "drain a server":
             server.drain()
         else:
-            server.pause(self._random.choice((0.05, 0.5, 4.0, 8.0)) * self._random.random())
+            server.freeze_for(self._random.choice((0.05, 0.5, 4.0, 8.0)) * self._random.random())
         return server.name
 
     def _start_at_last(self) -> None:
@@ -110,7 +104,8 @@ class Trials:
         if not cluster.scheduler.is_alive:
             return ""
         taken = {cluster.machine_of(server) for server in cluster.servers if server.is_alive}
-        free = [m for m in range(cluster.machines) if m not in taken and cluster.workers[m].is_alive]
+        there = [w for w in cluster.workers if w.is_alive and w.has_begun and w not in cluster.hit]
+        free = [worker.machine for worker in there if worker.machine not in taken]
         if free and cluster.gpu_machines_sum and self._random.random() < 0.5:
             machine = self._random.choice(free)
             return cluster.start_server(f"server {len(cluster.servers)} on machine {machine}", machine)
@@ -119,7 +114,7 @@ class Trials:
     def _kill_every_server(self) -> str:
         """One comes after a while: started again, as a launcher does."""
         world, alive = self._world, [server for server in self._cluster.servers if server.is_alive]
-        if not self._able():
+        if not self.able():
             return ""
         for server in alive:
             server.die()

@@ -34,6 +34,7 @@ class Process:
         self.is_paused = False
         self.backlog: list[tuple[str | None, Callable[[], None]]] = []  # what happens to it once it wakes
         self.exit_code: int | None = None  # None: killed, or still there
+        self.group = 0  # of ranks, that it works for: in an elastic job one follows another
         self.on_end: list[Callable[[], None]] = []  # what others notice when it is gone, however it went
         world.processes.append(self)
 
@@ -47,7 +48,7 @@ class Process:
         """Do nothing any more, and nobody is told."""
         self.is_alive = False
 
-    def pause(self, for_s: float) -> None:
+    def freeze_for(self, for_s: float) -> None:
         """Do nothing for so long. What comes meanwhile is waiting then."""
         self.is_paused = True
         self.world.after(for_s, None, None, self._wake)

@@ -1,0 +1,144 @@
+"""An elastic job: machines and ranks die, come and go, and the others go on as another group."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.core import RUNNING
+from byteps_py.settings import Settings
+
+from .cluster import Cluster
+from .elastic_rank import ElasticRank
+from .groups import Book
+from .local import Channel
+from .rank import Rank
+from .services import Worker
+from .shocks import Shocks
+from .world import InvariantError, Process
+
+_ELASTIC_TIMEOUT_S = 15.0
+_LAUNCHER_S = 0.5
+
+
+class ElasticWorker(Worker):
+    """``book``: of the group that it was last in."""
+
+    book: Book | None = None
+    cluster: ElasticCluster
+
+    def start(self, settings: Settings, stay: bool = True) -> None:
+        super().start(settings, stay)
+        service: Any = self._service
+        self._begin, service._begin = service._begin, self._note_begin
+        self._welcome, service._desk._welcome = service._desk._welcome, self._note_welcome
+
+    def _note_begin(self, membership: pb.Membership) -> None:
+        if self._service._member_id in [worker.member_id for worker in membership.workers]:
+            self.book = self.cluster.book_of(membership)
+            self.group = self.book.number
+        self._begin(membership)
+
+    def _note_welcome(self, channel: Channel, local_rank: int) -> None:
+        rank = channel.peer.process
+        if isinstance(rank, ElasticRank) and self.book is not None:
+            rank.book = self.book
+        self._welcome(channel, local_rank)
+
+    def stop(self) -> None:
+        """It gets SIGTERM."""
+        if self.is_alive:
+            self._service.stop()
+
+    def _check_end(self) -> None:
+        group = self._service._group
+        is_whole = group is not None and len(self._service._desk.left) == group.topology.local_size
+        if is_whole and not self.cluster.hit.intersection((self, *self.cluster.ranks_of(self.machine))):
+            super()._check_end()
+
+
+class ElasticCluster(Cluster):
+    special: ClassVar[dict[str, Any]] = {"elastic": True, "elastic_timeout_s": _ELASTIC_TIMEOUT_S}
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.fault = ""
+        self.books: dict[int, Book] = {}
+        self.shocks = Shocks(self)
+        self.world.hang_s = 2 * _ELASTIC_TIMEOUT_S
+        self._commit_every = self.world.random.choice((1, 1, 2, 3))
+
+    @property
+    def has_begun(self) -> bool:
+        return self.scheduler.state == RUNNING and bool(self.books)
+
+    def book_of(self, membership: pb.Membership) -> Book:
+        local_sizes = [worker.local_size for worker in membership.workers]
+        number = membership.workers_since
+        book = self.books.get(number)
+        if book is None:
+            book = self.books[number] = Book(self.world.seed, number, local_sizes)
+            self.world.note("world", f"group {number}: {'+'.join(map(str, local_sizes))} ranks")
+        if book.local_sizes != local_sizes:
+            raise InvariantError(f"group {number} is {local_sizes} to one machine, {book.local_sizes} to another")
+        return book
+
+    def new_worker(self, machine: int) -> Worker:
+        worker = ElasticWorker(self.world, self.memory, machine, self.surroundings.ledger)
+        worker.cluster = self
+        worker.on_end.append(lambda: self.world.after(_LAUNCHER_S, None, None, lambda: self._end_server(machine)))
+        return worker
+
+    def new_rank(self, settings: Settings) -> Rank:
+        rank = ElasticRank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, {})
+        rank.commit_every = self._commit_every
+        rank.is_job_over = lambda: self.scheduler.state != RUNNING
+        rank.on_end.append(lambda: self._end_worker(rank.machine))
+        return rank
+
+    def ranks_of(self, machine: int) -> list[ElasticRank]:
+        return [rank for rank in self.ranks if isinstance(rank, ElasticRank) and rank.machine == machine]
+
+    def start_machine(self, local_size: int) -> int:
+        """One more."""
+        machine = len(self.local_sizes)
+        self.local_sizes.append(local_size)
+        self.machines += 1
+        self.start_services(machine)
+        self.start_ranks(machine)
+        return machine
+
+    # What bpslaunch does on each machine.
+
+    def _end_worker(self, machine: int) -> None:
+        """Once no rank is left."""
+        worker, ranks = self.workers[machine], self.ranks_of(machine)
+        if isinstance(worker, ElasticWorker) and not any(rank.is_alive for rank in ranks):
+            self.world.after(max(rank.unheard_s() for rank in ranks), None, None, worker.stop)
+
+    def _end_server(self, machine: int) -> None:
+        """Once the communication service is gone."""
+        for server in self.servers:
+            if server.machine == machine and server.is_alive:
+                server.drain()
+
+    def strike_more(self) -> None:
+        super().strike_more()
+        self.shocks.step()
+
+    def check_end(self) -> None:
+        if self.world.faults:
+            return
+        left = self.scheduler.addresses_left()
+        codes = {
+            process.name: process.exit_code
+            for process in self.world.processes
+            if process.exit_code != 0 and process not in self.hit and not self.may_fail(process, left)
+        }
+        if codes:
+            raise InvariantError(f"exit codes after an orderly end: {codes}")
+
+    def may_fail(self, process: Process, left: set[str]) -> bool:
+        if isinstance(process, ElasticWorker):
+            return process.book is None  # it came too late
+        return super().may_fail(process, left)

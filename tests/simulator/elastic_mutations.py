@@ -1,0 +1,173 @@
+"""Cores that are broken on purpose, as in mutations.py, where one group of ranks follows another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.core import SchedulerCore
+from byteps_py.scheduler.elastic import Elastic
+from byteps_py.scheduler.reforming import Reforming
+from byteps_py.scheduler.roster import Roster
+from byteps_py.server.rounds import Rounds
+from byteps_py.wire import Header
+from byteps_py.worker.desk import Desk
+from byteps_py.worker.elastic_desk import ElasticDesk
+from byteps_py.worker.group import Group
+from byteps_py.worker.peers import PeerMachines
+from byteps_py.worker.rejoining import Rejoining
+from byteps_py.worker.topology import Topology
+
+
+def know_machines_by_their_index(core: pytest.MonkeyPatch) -> None:
+    """Who wakes in a group that is no more takes the place of the one that has its index now."""
+    real = Topology.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: type[Topology], membership: pb.Membership, machine_index: int) -> Topology:
+        nameless = pb.Membership()
+        nameless.CopyFrom(membership)
+        nameless.workers_since = 1
+        return real(cls, nameless, machine_index)  # type: ignore[no-any-return]
+
+    core.setattr(Topology, "of", classmethod(of))
+    core.setattr(PeerMachines, "_header", _header_of_an_epoch)
+    core.setattr(PeerMachines, "_requested", _requested_by_anybody)
+
+
+def _header_of_an_epoch(self: PeerMachines, kind: Any, round_: int) -> Header:
+    return Header(kind, self._me, 0, index=next(self._numbers) & 0xFFFFFFFF, round=round_)
+
+
+def take_whoever_comes_for_equal(core: pytest.MonkeyPatch) -> None:
+    """Ranks that start late, on a machine whose others were in the group, are told that all were."""
+    real = Reforming.ready
+    core.setattr(Reforming, "ready", lambda self, member, ranks, has_newcomers: real(self, member, ranks))
+
+
+def wait_for_ever_for_who_has_not_come(core: pytest.MonkeyPatch) -> None:
+    core.setattr(ElasticDesk, "_give_up", lambda self, requests: None)
+
+
+def mourn_for_who_leaves_no_group(core: pytest.MonkeyPatch) -> None:
+    """A machine that leaves while there is no group ends the others, too."""
+    real = SchedulerCore._leave
+
+    def leave(self: SchedulerCore, member: Any, reason: str, now_s: float) -> Any:
+        with core.context() as moment:
+            moment.setattr(Elastic, "is_void", lambda self, member: member.is_worker and not member.ranks)
+            return real(self, member, reason, now_s)
+
+    core.setattr(SchedulerCore, "_leave", leave)
+
+
+def count_on_servers_of_outsiders(core: pytest.MonkeyPatch) -> None:
+    def has_services(self: Roster, without: Any = None) -> bool:
+        return len(self._workers) == 1 or any(member is not without for member in self._services())
+
+    core.setattr(Roster, "has_services", has_services)
+
+
+def stay_without_ranks(core: pytest.MonkeyPatch) -> None:
+    """A service that was told to leave waits for ranks, though the last one has left by then."""
+    core.setattr(Rejoining, "is_leaving", property(lambda self: False))
+
+
+def newcomers_first(core: pytest.MonkeyPatch) -> None:
+    """Rank 0, whose state all take, has none."""
+    real = Reforming._chosen
+
+    def chosen(self: Reforming, candidates: Any) -> Any:
+        places = {each.id: each.place for each in candidates}
+        return sorted(real(self, candidates), key=lambda member: places[member[0]] >= 0)
+
+    core.setattr(Reforming, "_chosen", chosen)
+
+
+def open_without_those_who_come_back(core: pytest.MonkeyPatch) -> None:
+    """The next group begins with whoever is there first."""
+    real = Reforming.decide
+
+    def decide(self: Reforming, candidates: Any, now_s: float) -> Any:
+        return real(self, [each for each in candidates if each.id in self._ready], now_s)
+
+    core.setattr(Reforming, "decide", decide)
+
+
+def keep_rounds_of_another_group(core: pytest.MonkeyPatch) -> None:
+    """A server that takes a new group of as many machines for the old one."""
+    real = Rounds.membership
+
+    def membership(self: Rounds[Any], epoch: int, num_machines: int, now: float, since_epoch: int = 0) -> Any:
+        return real(self, epoch, num_machines, now, 1)
+
+    core.setattr(Rounds, "membership", membership)
+
+
+def answer_another_group(core: pytest.MonkeyPatch) -> None:
+    """What ranks of a group that is over have asked a machine for, it takes for the next one's."""
+    core.setattr(PeerMachines, "_requested", _requested_by_anybody)
+
+
+def _requested_by_anybody(self: PeerMachines, header: Header, peer: Any, frame: Any) -> None:
+    header.epoch = self._epoch
+    _REQUESTED(self, header, peer, frame)
+
+
+_REQUESTED = PeerMachines._requested
+
+
+def work_on_after_the_end(core: pytest.MonkeyPatch) -> None:
+    """A group's connections stay when it is over."""
+
+    def end(self: Group) -> None:
+        self.executor.abandon()
+        self.requests.memory.let_go()
+
+    core.setattr(Group, "end", end)
+
+
+def break_up_at_a_plan(core: pytest.MonkeyPatch) -> None:
+    """Ranks that leave of one mind end the group for those that have yet to get the last result."""
+    real = Elastic.begin
+
+    def begin(self: Elastic, reason: str, planned: bool, now_s: float) -> Any:
+        return real(self, reason, False, now_s)
+
+    core.setattr(Elastic, "begin", begin)
+
+
+def hear_nobody_who_came_back(core: pytest.MonkeyPatch) -> None:
+    """A rank's last words on the connection before are not read before it comes again."""
+
+    def is_taken(self: ElasticDesk, seat: int) -> bool:
+        return seat in self._waiters or self._in_group(seat) is not None
+
+    core.setattr(ElasticDesk, "_is_taken", is_taken)
+
+
+def forget_who_waits_at_the_end(core: pytest.MonkeyPatch) -> None:
+    """The job is over: whoever waits to join it is left alone."""
+    real = Desk.fail
+    core.setattr(ElasticDesk, "fail", real)
+
+
+#: Each with a seed that shows it.
+ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
+    know_machines_by_their_index: 471,
+    take_whoever_comes_for_equal: 594,
+    wait_for_ever_for_who_has_not_come: 201,
+    mourn_for_who_leaves_no_group: 11,
+    count_on_servers_of_outsiders: 99,
+    stay_without_ranks: -1,
+    newcomers_first: -1,
+    open_without_those_who_come_back: -1,
+    keep_rounds_of_another_group: -1,
+    answer_another_group: -1,
+    work_on_after_the_end: -1,
+    break_up_at_a_plan: -1,
+    hear_nobody_who_came_back: -1,
+    forget_who_waits_at_the_end: -1,
+}

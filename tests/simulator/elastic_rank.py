@@ -1,0 +1,142 @@
+"""A rank of an elastic job: it goes back to its last commit, and into the next group, whenever one ends.
+
+Does what byteps_py/torch/elastic does, with a number of steps as its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from byteps_py.errors import BytePSError, CommunicationError, DismissedError, StallError
+from byteps_py.machine import local_socket
+from byteps_py.session import protocol
+from byteps_py.session.protocol import Kind
+from byteps_py.session.remote import RemoteSession
+
+from .groups import STEPS, Book
+from .local import Channel
+from .rank import Rank
+from .turn import Life
+from .world import InvariantError
+
+
+class HostsUpdated(Exception):  # noqa: N818  as Horovod's
+    """Machines come or go, and all ranks have heard it."""
+
+
+class ElasticRank(Rank):
+    """``may_fail``: it is on a machine that the job goes on without."""
+
+    book: Book  # of the group that it was last let into
+    is_job_over: Callable[[], bool]
+    committed = 0
+    may_fail = False
+    has_finished = False
+    wants_back = False
+    commit_every = 1
+    _step = 0
+    _groups = 0
+    _channel: Channel | None = None
+
+    def _live(self) -> Life:
+        while True:
+            try:
+                yield from self._enter()
+            except DismissedError:
+                self.say("was sent away")
+                return
+            try:
+                yield from self._train()
+                self.has_finished = True
+                return
+            except HostsUpdated:
+                self._go_back("HostsUpdatedInterrupt", True)
+            except CommunicationError as error:
+                self.say(f"goes back after {type(error).__name__}: {error}")
+                self._step = self.committed
+                self._go_back(type(error).__name__, False)
+            yield self.pause()
+
+    def _enter(self) -> Life:
+        before, channel = self._channel, self._local.connect(local_socket(self._settings, "cs"), self)
+        if before is not None:  # what it said there is in the kernel's hands already
+            channel.peer.wire = before.peer.wire
+        self._channel = channel
+        channel.on_arrival = self._on_arrival
+        self.has_connected = True
+        local_rank, local_size = self._settings.local_rank, self._settings.local_size
+        hello = {"version": protocol.VERSION, "local_rank": local_rank, "local_size": local_size, "pid": self.pid}
+        yield from self._ask(protocol.pack(Kind.HELLO, **hello), Kind.WELCOME)
+        self.session = RemoteSession(cast(Any, channel), local_rank, local_size, 10.0, 60.0)
+        self.has_joined = True
+        book, self.number = self.book, self.session.rank
+        self.results = book.results
+        self.in_strips.clear()
+        self._groups += 1
+        self.say(f"is rank {self.number} of {self.session.size} in group {book.number}")
+        if self.session.size != book.size:
+            raise InvariantError(f"{self.name} is told of {self.session.size} ranks, there are {book.size}")
+
+    def _go_back(self, why: str, planned: bool) -> None:
+        self.session.returning = (why, planned)
+        self.session.close()
+        self.has_joined = self.has_connected = self.wants_back = False
+
+    def unheard_s(self) -> float:
+        """Until all that it has said is in its communication service's kernel buffers."""
+        heard_s = self._channel.peer.wire.last_arrival_s if self._channel is not None else 0.0
+        return max(0.0, heard_s - self.world.now_s)
+
+    def pause(self) -> float:
+        if self.wants_back:
+            self.wants_back = False
+            raise CommunicationError("this rank alone has reason to go back")
+        return super().pause()
+
+    def _train(self) -> Life:
+        book = self.book
+        if not self.session.is_continued:
+            yield from self._sync(book)
+        elif self._groups == 1:
+            raise InvariantError(f"{self.name} is new, and told that all were in the group before")
+        book.begin(self._step)
+        while self._step < STEPS:
+            at = self._step - book.first
+            yield from self._go([use for use in book.program.steps[at] if use.specs[self.number] is not None])
+            if at in book.program.barriers:
+                yield from self._barrier()
+            self._step += 1
+            if self._step % self.commit_every == 0 or self._step == STEPS:
+                self.committed = self._step
+                yield from self._check_hosts(book)
+
+    def _sync(self, book: Book) -> Life:
+        use = book.state()
+        if self.number == 0:
+            book.tell(use, self._step)
+        yield from self._go([use])
+        self._step = book.words[use.id]
+        if self._step < self.committed - self.commit_every:
+            raise InvariantError(f"{self.name} has committed {self.committed} steps, and goes back to {self._step}")
+
+    def _check_hosts(self, book: Book) -> Life:
+        use = book.hosts(self._step)
+        if self.number == 0:
+            added, removed = self.session.hosts_changed()
+            book.tell(use, 2 * added + removed)
+        yield from self._go([use])
+        if book.words[use.id]:
+            raise HostsUpdated
+
+    def _fail(self, error: BytePSError) -> None:
+        is_late = not self._groups and self.is_job_over()
+        # Every restart of the scheduler gives those who are missing time once more.
+        is_blind = isinstance(error, StallError) and any("scheduler again" in it for it in self.world.trials)
+        if is_blind:
+            self.world.faults.append(f"stalled: {self.name}")
+        if not (self.may_fail or is_late or self.world.faults):
+            raise InvariantError(f"{self.name}, {self.doing}: {error!r}")
+        self.say(f"fails with {type(error).__name__}: {error}")
+        self.error = error
+        self._leave()

@@ -1,0 +1,120 @@
+"""What an elastic job must survive, again and again in one run: machines and ranks that die, freeze, come or go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .services import Worker
+
+if TYPE_CHECKING:
+    from .elastic import ElasticCluster
+
+SHOCKS = (
+    "kill a rank", "kill a machine", "kill a communication service", "freeze a machine",
+    "a machine freezes for a while", "a machine comes", "a machine is told to leave", "a rank goes back",
+)  # fmt: skip
+_MOST = 6
+_NOTICED_S = 6.0  # connections to a machine that is silent end by then
+
+
+class Shocks:
+    """When they come, and what each does. A shock that can't be at its moment is left out."""
+
+    def __init__(self, cluster: ElasticCluster) -> None:
+        rng = cluster.world.random
+        self._cluster = cluster
+        self._world = cluster.world
+        self._random = rng
+        self._spacing = rng.choice((20, 100, 400))  # events between two
+        kinds = rng.sample(SHOCKS, rng.randint(1, len(SHOCKS)))
+        self._due = [rng.choice(kinds) for _ in range(rng.choice((1, 1, 2, 3, _MOST)))]
+        self._next_event = -1
+
+    def step(self) -> None:
+        """Between two events."""
+        if not self._due or not self._cluster.has_begun:
+            return
+        if self._next_event < 0:
+            self._wait()
+        if self._world.events >= self._next_event:
+            self._strike(self._due.pop())
+            self._wait()
+
+    def _wait(self) -> None:
+        self._next_event = self._world.events + int(self._random.expovariate(1 / self._spacing))
+
+    def _strike(self, kind: str) -> None:
+        if kind == "a machine comes":
+            whom = self._start_machine()
+        elif kind in ("kill a rank", "a rank goes back"):
+            whom = self._hit_rank(kind)
+        else:
+            whom = self._hit_machine(kind)
+        if whom:
+            self._world.trials.append(f"{kind}: {whom}")
+            self._world.note("world", self._world.trials[-1])
+
+    def _able(self) -> list[Worker]:
+        """Communication services with ranks that will see the job through, as things are."""
+        cluster = self._cluster
+        return [
+            worker
+            for worker in cluster.workers
+            if worker.is_alive
+            and worker not in cluster.hit
+            and worker.has_begun
+            and any(rank.is_alive and not rank.has_finished for rank in cluster.ranks_of(worker.machine))
+        ]
+
+    def _start_machine(self) -> str:
+        if not self._cluster.scheduler.is_alive or not self._able():
+            return ""
+        return f"machine {self._cluster.start_machine(self._random.choice((1, 2)))}"
+
+    def _hit_rank(self, kind: str) -> str:
+        able = self._able()
+        ranks = [rank for worker in able for rank in self._cluster.ranks_of(worker.machine) if rank.is_alive]
+        if len(ranks) < 2:
+            return ""
+        rank = self._random.choice(ranks)
+        if kind == "a rank goes back":
+            rank.wants_back = True
+        else:
+            self._cluster.hit.add(rank)
+            rank.die()
+        return rank.name
+
+    def _hit_machine(self, kind: str) -> str:
+        cluster, world = self._cluster, self._world
+        able = self._able()
+        if len(able) < 2:
+            return ""
+        machine = self._random.choice(able).machine
+        if not any(server.machine != machine for server in cluster.trials.able()):
+            if not cluster.scheduler.is_alive:
+                return ""
+            cluster.start_server(f"server {len(cluster.servers)}", -1)
+        here = [process for process in world.processes if cluster.machine_of(process) == machine and process.is_alive]
+        cluster.hit.update(here)
+        for rank in cluster.ranks_of(machine):
+            rank.may_fail = True
+        if kind == "a machine is told to leave":
+            cluster.workers[machine]._service.stop()
+        elif kind == "kill a communication service":
+            cluster.workers[machine].die()
+        elif kind == "a machine freezes for a while":
+            for_s = self._random.choice((0.5, 4.0, 8.0)) * self._random.random()
+            for process in here:
+                process.freeze_for(for_s)
+            return f"machine {machine} for {for_s:.2f} s"
+        else:
+            for process in here:
+                process.die() if kind == "kill a machine" else process.freeze()
+            world.after(_NOTICED_S, None, None, lambda: self._cut_off(machine))
+        return f"machine {machine}"
+
+    def _cut_off(self, machine: int) -> None:
+        """Others find that its connections have ended."""
+        for link in list(self._cluster.network.links):
+            if self._cluster.machine_of(link.process) == machine:
+                link.break_()
