@@ -149,6 +149,9 @@ class ElasticDesk(Desk):
     def dismiss(self) -> None:
         """Whoever comes from now on is sent away, and who waits."""
         self.is_dismissed = True
+        if self._absent:  # the others of the group would wait for them
+            self._absent.clear()
+            self._on_return("a machine was told to leave before all of its ranks had come", False)
         for waiter in list(self._waiters.values()):
             self._send_away(self._drop(waiter))
         self._on_change()

@@ -93,6 +93,7 @@ class ElasticCluster(Cluster):
         rank = ElasticRank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, {})
         rank.commit_every = self._commit_every
         rank.is_job_over = lambda: self.scheduler.state != RUNNING
+        rank.has_reason = lambda: self.shocks.are_losses
         rank.on_end.append(lambda: self._end_worker(rank.machine))
         return rank
 

@@ -14,7 +14,6 @@ from byteps_py.scheduler.reforming import Reforming
 from byteps_py.scheduler.roster import Roster
 from byteps_py.server.rounds import Rounds
 from byteps_py.wire import Header
-from byteps_py.worker.desk import Desk
 from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.group import Group
 from byteps_py.worker.peers import PeerMachines
@@ -148,12 +147,6 @@ def hear_nobody_who_came_back(core: pytest.MonkeyPatch) -> None:
     core.setattr(ElasticDesk, "_is_taken", is_taken)
 
 
-def forget_who_waits_at_the_end(core: pytest.MonkeyPatch) -> None:
-    """The job is over: whoever waits to join it is left alone."""
-    real = Desk.fail
-    core.setattr(ElasticDesk, "fail", real)
-
-
 #: Each with a seed that shows it.
 ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     know_machines_by_their_index: 471,
@@ -169,5 +162,4 @@ ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     work_on_after_the_end: -1,
     break_up_at_a_plan: -1,
     hear_nobody_who_came_back: -1,
-    forget_who_waits_at_the_end: -1,
 }

@@ -30,6 +30,7 @@ class ElasticRank(Rank):
 
     book: Book  # of the group that it was last let into
     is_job_over: Callable[[], bool]
+    has_reason: Callable[[], bool]  # to go back: somebody was lost
     committed = 0
     may_fail = False
     has_finished = False
@@ -54,6 +55,8 @@ class ElasticRank(Rank):
                 self._go_back("HostsUpdatedInterrupt", True)
             except CommunicationError as error:
                 self.say(f"goes back after {type(error).__name__}: {error}")
+                if not self.has_reason():
+                    raise InvariantError(f"{self.name} goes back after {error!r}") from None
                 self._step = self.committed
                 self._go_back(type(error).__name__, False)
             yield self.pause()
@@ -77,6 +80,11 @@ class ElasticRank(Rank):
         self.say(f"is rank {self.number} of {self.session.size} in group {book.number}")
         if self.session.size != book.size:
             raise InvariantError(f"{self.name} is told of {self.session.size} ranks, there are {book.size}")
+
+    @property
+    def has_begun(self) -> bool:
+        """It has been let into a group."""
+        return self._groups > 0
 
     def _go_back(self, why: str, planned: bool) -> None:
         self.session.returning = (why, planned)
@@ -130,7 +138,7 @@ class ElasticRank(Rank):
             raise HostsUpdated
 
     def _fail(self, error: BytePSError) -> None:
-        is_late = not self._groups and self.is_job_over()
+        is_late = not self.has_begun and self.is_job_over()
         # Every restart of the scheduler gives those who are missing time once more.
         is_blind = isinstance(error, StallError) and any("scheduler again" in it for it in self.world.trials)
         if is_blind:

@@ -133,7 +133,9 @@ class Rank(Process):
         self.doing = f"waiting for {answer.name}"
         channel.send(message)
         channel.is_muted = True
-        yield lambda: any(m[0][0] in (answer, Kind.FATAL) for m in channel.take()) or channel.is_over or self._has_failed
+        yield (
+            lambda: any(m[0][0] in (answer, Kind.FATAL) for m in channel.take()) or channel.is_over or self._has_failed
+        )
 
     @property
     def _has_failed(self) -> bool:

@@ -13,6 +13,7 @@ SHOCKS = (
     "kill a rank", "kill a machine", "kill a communication service", "freeze a machine",
     "a machine freezes for a while", "a machine comes", "a machine is told to leave", "a rank goes back",
 )  # fmt: skip
+_PLANNED = ("a machine comes", "a machine is told to leave")
 _MOST = 6
 _NOTICED_S = 6.0  # connections to a machine that is silent end by then
 
@@ -29,6 +30,7 @@ class Shocks:
         kinds = rng.sample(SHOCKS, rng.randint(1, len(SHOCKS)))
         self._due = [rng.choice(kinds) for _ in range(rng.choice((1, 1, 2, 3, _MOST)))]
         self._next_event = -1
+        self.are_losses = False  # so far
 
     def step(self) -> None:
         """Between two events."""
@@ -51,6 +53,7 @@ class Shocks:
         else:
             whom = self._hit_machine(kind)
         if whom:
+            self.are_losses = self.are_losses or kind not in _PLANNED
             self._world.trials.append(f"{kind}: {whom}")
             self._world.note("world", self._world.trials[-1])
 
@@ -99,6 +102,8 @@ class Shocks:
         for rank in cluster.ranks_of(machine):
             rank.may_fail = True
         if kind == "a machine is told to leave":
+            # The group can't do without ranks that have yet to come.
+            self.are_losses = self.are_losses or not all(rank.has_begun for rank in cluster.ranks_of(machine))
             cluster.workers[machine]._service.stop()
         elif kind == "kill a communication service":
             cluster.workers[machine].die()
