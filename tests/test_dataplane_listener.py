@@ -81,3 +81,21 @@ def test_a_connection_is_gone_when_its_machine_has_a_newer_one(
     assert len(listener.heard) == 1
     for machine in (first, second):
         machine.close()
+
+
+def test_who_wakes_in_a_group_that_is_over_does_not_take_the_place_of_another(
+    listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """Both are machine 1, each of its own group."""
+    now = Machine(context, listener.listener.address, 1, SETTINGS, group=5)
+    listener.welcome(now)
+    before = Machine(context, listener.listener.address, 1, SETTINGS, group=3)
+    listener.welcome(before)
+    before.push(bytes(4))
+    listener.read()
+    assert (listener.heard, listener.gone) == ([], [])
+    now.push(bytes(4))
+    listener.read()
+    assert listener.heard == [listener.listener.peer_of(1)]
+    for machine in (now, before):
+        machine.close()

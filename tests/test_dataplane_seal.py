@@ -107,18 +107,20 @@ def test_both_ends_get_the_same_keys_and_each_connection_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "machine", "address"),
+    ("changes", "machine", "address", "group"),
     [
-        ({"secret": "guessed"}, 3, ADDRESS),
-        ({"job_id": "b"}, 3, ADDRESS),
-        ({}, 4, ADDRESS),
-        ({}, 3, "tcp://10.0.0.2:4711"),
+        ({"secret": "guessed"}, 3, ADDRESS, 0),
+        ({"job_id": "b"}, 3, ADDRESS, 0),
+        ({}, 4, ADDRESS, 0),
+        ({}, 3, "tcp://10.0.0.2:4711", 0),
+        ({}, 3, ADDRESS, 1),
     ],
 )
-def test_a_proof_is_of_no_use_elsewhere(changes: dict[str, str], machine: int, address: str) -> None:
-    """Another secret, another job, another machine, another listener: both ends see it."""
+def test_a_proof_is_of_no_use_elsewhere(changes: dict[str, str], machine: int, address: str, group: int) -> None:
+    """Another secret, another job, another machine, another listener, another group: both ends see it."""
     caller = Caller(SIGNED, 3, ADDRESS)
-    text, challenge = Doorkeeper(dataclasses.replace(SIGNED, **changes)).challenge(caller.hello, machine, address)
+    keeper = Doorkeeper(dataclasses.replace(SIGNED, **changes))
+    text, challenge = keeper.challenge(caller.hello, machine, address, group)
     with pytest.raises(ProtocolError, match=handshake.WRONG):
         caller.answer(text)
     good = Caller(SIGNED, 3, ADDRESS)

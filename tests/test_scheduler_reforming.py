@@ -101,6 +101,20 @@ def test_ranks_that_leave_of_one_mind_go_on_as_they_are() -> None:
     assert group.decide([A, B, NEW], 1.0) == Open(((1, 1), (9, 1)), (), is_continued=False)
 
 
+def test_a_rank_that_starts_late_is_not_equal_to_the_others() -> None:
+    """Its machine was in the group, and nobody else comes."""
+    group = reforming()
+    group.begin("hosts leave", planned=True, now_s=0.0)
+    group.ready(A.id, 2, has_newcomers=True)
+    group.ready(B.id, 1)
+    assert group.decide([A, B], 1.0) == Open(((1, 2), (2, 1)), (), is_continued=False)
+    group.opened([A.id, B.id])
+    group.begin("hosts leave", planned=True, now_s=2.0)
+    group.ready(A.id, 2)
+    group.ready(B.id, 1)
+    assert group.decide([A, B], 3.0) == Open(((1, 2), (2, 1)), (), is_continued=True)
+
+
 def test_who_does_not_follow_the_others_is_told() -> None:
     group = reforming()
     group.begin("new hosts", planned=True, now_s=5.0)
@@ -192,6 +206,28 @@ def test_a_machine_that_is_told_to_leave_is_left_out() -> None:
     assert membership.continued
     assert cluster.say(b, leave=pb.Leave(reason="done")) == []
     assert cluster.core.state == states.RUNNING
+
+
+def test_a_machine_that_leaves_while_there_is_no_group_ends_nobody() -> None:
+    cluster, (a, b, c) = elastic()
+    cluster.drop(b)
+    assert cluster.say(c, leave=pb.Leave(reason="told to")) == []
+    assert cluster.last(a).failure.again
+    back(cluster, a)
+    assert [w.host for w in memberships(cluster, a)[-1].workers] == ["gpu0"]
+    assert cluster.core.state == states.RUNNING
+
+
+def test_a_server_of_a_machine_outside_the_group_is_not_counted_on() -> None:
+    cluster, (a, b) = elastic(2)
+    servers = [connection for connection in cluster.told if connection not in (a, b)]
+    cluster.join(worker(7, 2, 2, 0, elastic=True))
+    cluster.say(cluster.join(server(7, n=2, k=0, kind=pb.MACHINE_KIND_GPU, elastic=True)), ready=pb.Ready())
+    for connection in servers:
+        cluster.drop(connection)
+    assert memberships(cluster, a)[-1].servers
+    assert cluster.last(a).slow.unserved
+    assert cluster.last(b).slow.unserved
 
 
 def test_a_job_that_is_not_elastic_has_no_place_for_others() -> None:

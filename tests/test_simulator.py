@@ -14,39 +14,43 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from simulator import Cluster, ElasticCluster, run
 from simulator import __main__ as command
-from simulator import run
 from simulator.cluster import FAULTS
+from simulator.elastic_mutations import ELASTIC_MUTATIONS
 from simulator.mutations import MUTATIONS, order_by_arrival
 from simulator.peer_mutations import PEER_MUTATIONS
+from simulator.shocks import SHOCKS
 from simulator.trials import TRIALS
 
-SEEDS = "0:1001"
-KNOWN = {**MUTATIONS, **PEER_MUTATIONS}
+KNOWN = {**MUTATIONS, **PEER_MUTATIONS, **ELASTIC_MUTATIONS}
 
 
 @pytest.mark.timeout(600)
-def test_the_invariants_hold() -> None:
-    """By the command, and on all cores: about 40 ms a seed."""
-    arguments = [sys.executable, "-m", "simulator", "--seeds", SEEDS, "--jobs", "0"]
+@pytest.mark.parametrize("options", [["--seeds", "0:1001"], ["--elastic", "--seeds", "0:200"]], ids=["jobs", "elastic"])
+def test_the_invariants_hold(options: list[str]) -> None:
+    """By the command, and on all cores: about 40 ms a seed, 80 of an elastic job."""
+    arguments = [sys.executable, "-m", "simulator", *options, "--jobs", "0"]
     done = subprocess.run(arguments, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("0 failed") >= 1
 
 
 def digests(seeds: Iterable[int]) -> list[str]:
-    return [hashlib.sha256(run(seed).log.encode()).hexdigest() for seed in seeds]
+    reports = [run(seed, kind) for kind in (Cluster, ElasticCluster) for seed in seeds]
+    return [hashlib.sha256(report.log.encode()).hexdigest() for report in reports]
 
 
-def test_a_seed_gives_one_log() -> None:
+@pytest.mark.parametrize("kind", [Cluster, ElasticCluster])
+def test_a_seed_gives_one_log(kind: type[Cluster]) -> None:
     for seed in (3, 5, 8, 25):
-        assert run(seed) == run(seed)
-    assert run(1).log != run(2).log
+        assert run(seed, kind) == run(seed, kind)
+    assert run(1, kind).log != run(2, kind).log
 
 
 def test_a_seed_gives_one_log_in_every_process() -> None:
     """Neither addresses nor the order of sets and hashes have a say in it."""
-    seeds = range(400, 430)
+    seeds = range(400, 420)
     program = f"import test_simulator; print(*test_simulator.digests(range({seeds.start}, {seeds.stop})))"
     other = subprocess.run(
         [sys.executable, "-c", program],
@@ -59,11 +63,12 @@ def test_a_seed_gives_one_log_in_every_process() -> None:
     assert other.stdout.split() == digests(seeds)
 
 
-def test_every_fault_is_tried_and_fires() -> None:
+@pytest.mark.parametrize(("kind", "names"), [(Cluster, FAULTS), (ElasticCluster, SHOCKS)])
+def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str]) -> None:
     """Otherwise the seeds above show little."""
-    missing = {*FAULTS, *TRIALS}
+    missing = {*names, *TRIALS}
     for seed in range(1000, 1400):
-        report = run(seed)
+        report = run(seed, kind)
         missing -= {each.split(":")[0] for each in (report.fault, *report.trials)}
         if not missing:
             return
@@ -75,8 +80,9 @@ def test_every_fault_is_tried_and_fires() -> None:
 def test_a_broken_core_is_found(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the seed that is known to show it. After a change of the simulator that may be another one."""
     mutate(monkeypatch)
+    kind = ElasticCluster if mutate in ELASTIC_MUTATIONS else Cluster
     seeds = [KNOWN[mutate], *range(1000)]
-    seed, found = next(((seed, violation) for seed in seeds if (violation := run(seed).violation)), (-1, ""))
+    seed, found = next(((seed, violation) for seed in seeds if (violation := run(seed, kind).violation)), (-1, ""))
     assert found, "no seed shows it"
     assert seed == KNOWN[mutate], f"seed {seed} shows it now: enter that beside it"
     assert not found.startswith(("TypeError", "AttributeError")), f"the mutation itself is broken: {found}"

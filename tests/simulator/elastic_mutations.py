@@ -13,10 +13,8 @@ from byteps_py.scheduler.elastic import Elastic
 from byteps_py.scheduler.reforming import Reforming
 from byteps_py.scheduler.roster import Roster
 from byteps_py.server.rounds import Rounds
-from byteps_py.wire import Header
 from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.group import Group
-from byteps_py.worker.peers import PeerMachines
 from byteps_py.worker.rejoining import Rejoining
 from byteps_py.worker.topology import Topology
 
@@ -32,12 +30,6 @@ def know_machines_by_their_index(core: pytest.MonkeyPatch) -> None:
         return real(cls, nameless, machine_index)  # type: ignore[no-any-return]
 
     core.setattr(Topology, "of", classmethod(of))
-    core.setattr(PeerMachines, "_header", _header_of_an_epoch)
-    core.setattr(PeerMachines, "_requested", _requested_by_anybody)
-
-
-def _header_of_an_epoch(self: PeerMachines, kind: Any, round_: int) -> Header:
-    return Header(kind, self._me, 0, index=next(self._numbers) & 0xFFFFFFFF, round=round_)
 
 
 def take_whoever_comes_for_equal(core: pytest.MonkeyPatch) -> None:
@@ -105,19 +97,6 @@ def keep_rounds_of_another_group(core: pytest.MonkeyPatch) -> None:
     core.setattr(Rounds, "membership", membership)
 
 
-def answer_another_group(core: pytest.MonkeyPatch) -> None:
-    """What ranks of a group that is over have asked a machine for, it takes for the next one's."""
-    core.setattr(PeerMachines, "_requested", _requested_by_anybody)
-
-
-def _requested_by_anybody(self: PeerMachines, header: Header, peer: Any, frame: Any) -> None:
-    header.epoch = self._epoch
-    _REQUESTED(self, header, peer, frame)
-
-
-_REQUESTED = PeerMachines._requested
-
-
 def work_on_after_the_end(core: pytest.MonkeyPatch) -> None:
     """A group's connections stay when it is over."""
 
@@ -154,12 +133,11 @@ ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     wait_for_ever_for_who_has_not_come: 201,
     mourn_for_who_leaves_no_group: 11,
     count_on_servers_of_outsiders: 99,
-    stay_without_ranks: -1,
-    newcomers_first: -1,
-    open_without_those_who_come_back: -1,
-    keep_rounds_of_another_group: -1,
-    answer_another_group: -1,
-    work_on_after_the_end: -1,
-    break_up_at_a_plan: -1,
-    hear_nobody_who_came_back: -1,
+    stay_without_ranks: 12,
+    newcomers_first: 22,
+    open_without_those_who_come_back: 0,
+    keep_rounds_of_another_group: 14,
+    work_on_after_the_end: 27,
+    break_up_at_a_plan: 19,
+    hear_nobody_who_came_back: 15,
 }

@@ -42,13 +42,14 @@ class Machine:
         settings: Settings,
         shown: bytes | None = None,
         known_as: str = "",  # the listener's address as it knows it, if a proxy stands before it
+        group: int = 0,
     ) -> None:
-        self.index = index
+        self.index, self.group = index, group
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.connect(address)
-        self._caller = Caller(settings, index, known_as or address)
-        self.socket.send_multipart([Header(Kind.HELLO, index).pack(), self._caller.hello])
+        self._caller = Caller(settings, index, known_as or address, group)
+        self.socket.send_multipart([Header(Kind.HELLO, index, group).pack(), self._caller.hello])
         self._shown = shown
         self.seals: tuple[Seal, Seal] | None = None
 
@@ -62,7 +63,7 @@ class Machine:
 
     def answer(self, challenge: bytes) -> None:
         proof, *seals = self._caller.answer(challenge) if self._shown is None else (self._shown,)
-        self.socket.send_multipart([Header(Kind.PROOF, self.index).pack(), proof])
+        self.socket.send_multipart([Header(Kind.PROOF, self.index, self.group).pack(), proof])
         self.seals = tuple(seals) if seals else None
 
     def send(self, header: Header | bytes, payload: bytes) -> None:
