@@ -114,6 +114,8 @@ def test_a_piece_is_owed_until_it_is_taken_or_its_taker_is_gone() -> None:
     direct.ready(slot, 1, Layout(((0, 8),), ((0, 0), (8, 0))), 0.0)
     assert slot.ready_bytes < 0  # its own round is over
     assert direct.owes({0})
+    assert direct.owes(set(), 0)
+    assert not direct.owes(set(), 1)  # of another local rank
     assert not direct.owes({1})
     request = request_of(direct)
     (serve,) = direct.requested(request)

@@ -28,8 +28,8 @@ _DRAIN = 256  # messages taken from a rank before others get their turn
 
 
 class Desk:
-    """``on_death(sentence)``: a rank ended without leaving. ``on_change()``: a rank came or left, or has left and
-    its process has ended by now."""
+    """``on_death(sentence)``: a rank ended without leaving. ``on_change()``: a rank came, wants to leave, or left, or
+    has left and its process has ended by now."""
 
     def __init__(
         self,
@@ -233,6 +233,9 @@ class Desk:
                     rank.direct_waits.pop(int(protocol.fields_of(message)["id"]), None)
                 elif kind is Kind.PING:
                     rank.send(protocol.pack(Kind.PONG))
+                elif kind is Kind.SETTLE:
+                    rank.is_settling = True
+                    self._on_change()
                 elif kind is Kind.LEAVE:
                     self._leave(rank, here, protocol.fields_of(message))
                     return False
@@ -246,6 +249,12 @@ class Desk:
         except (ProtocolError, KeyError, TypeError, ValueError, OverflowError) as error:
             self._on_death(f"{here.describe(rank.local_rank, rank.pid)} broke the protocol: {error}")
         return False
+
+    def settled(self, local_rank: int) -> None:
+        """Nobody needs this rank any more."""
+        if self._open is not None and (rank := self._open.executor.ranks.get(local_rank)) is not None:
+            rank.is_settling = False
+            self._guard(rank, functools.partial(rank.send, protocol.pack(Kind.SETTLED)))
 
     def settle(self) -> list[int]:
         """Hear what the ranks have said so far. Returns the local ranks that are still here."""

@@ -265,16 +265,17 @@ class Direct:
             for channel, member in self.members()
         )
 
-    def owes(self, gone: set[int]) -> bool:
-        """A rank of another machine has yet to take what one of this machine has for it, and is not ``gone``."""
-        return any(not gone.issuperset(ranks) for ranks in self._takers())
+    def owes(self, gone: set[int], local_rank: int | None = None) -> bool:
+        """A rank of another machine has yet to take what one of this machine, or this one, has for it, and is not
+        ``gone``."""
+        return any(not gone.issuperset(ranks) for ranks in self._takers(local_rank))
 
     def keeps_for(self, gone: set[int]) -> bool:
         """One of these, of another machine, has not said that it has taken what one of this machine has for it."""
         return any(not gone.isdisjoint(ranks) for ranks in self._takers())
 
-    def _takers(self) -> Iterator[list[int]]:
-        for channel, member in self.members():
+    def _takers(self, local_rank: int | None = None) -> Iterator[list[int]]:
+        for channel, member in self.members(local_rank):
             yield from takers(channel, member, self._machine)
 
     # ---- pieces ----------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Farewell:
         self._send = send
         self._stop = stop
         self._owed_s = owed_s
-        self._gone: set[int] = set()
+        self.gone: set[int] = set()  # ranks of other machines that have shut down
         self._departed: list[set[int]] = []  # ranks of other machines, which have given to what lacks here
         self._is_dismissed = False
         self._is_going = False
@@ -60,7 +60,7 @@ class Farewell:
     def _end(self) -> None:
         if not (self._is_going and self._is_dismissed):
             return
-        if self.owes(self._gone):
+        if self.owes(self.gone):
             self._has_owed = True
         elif self._has_owed:
             self._has_owed = False  # from now on only this timer asks
@@ -70,12 +70,12 @@ class Farewell:
 
     def are_gone(self, ranks: Iterable[int]) -> bool:
         """They have all shut down."""
-        return self._gone.issuperset(ranks)
+        return self.gone.issuperset(ranks)
 
     def departed(self, ranks: Iterable[int]) -> None:
         """These ranks of another machine are gone, which waits to hear that this one lacks nothing of theirs."""
         self._departed.append(set(ranks))
-        self._gone.update(ranks)
+        self.gone.update(ranks)
         self.settle()
 
     def settle(self) -> None:

@@ -207,6 +207,13 @@ class Group:
         """See Direct."""
         return self._direct.owes(gone)
 
+    def settle(self, gone: set[int]) -> None:
+        """Tell local ranks that wait for it that others, but for those that are ``gone``, have what these gave."""
+        settling = [rank.local_rank for rank in self.executor.ranks.values() if rank.is_settling]
+        for local_rank in settling:
+            if not self._direct.owes(gone, local_rank):
+                self._around.desk.settled(local_rank)
+
     def lacks(self, gone: set[int]) -> bool:
         """Something of rounds that these ranks, which have shut down, took part in is not over here: a result, or their
         word that they have got what is theirs."""

@@ -192,6 +192,7 @@ class Service:
             elif body == "failure" and message.failure.orderly and self._group is not None:
                 self._group.waits.departed(time.monotonic(), answer.message, set(message.failure.ranks))
                 self._farewell.departed(message.failure.ranks)
+                self._settle()
             else:
                 self._fail(error, report=False)
         elif body == "dismissed":
@@ -279,7 +280,7 @@ class Service:
 
     def _tick(self) -> None:
         self._loop.call_later(_TICK_S, self._tick)
-        self._farewell.settle()
+        self._settle()
         now = time.monotonic()
         why, is_news = self._group.waits.vain(now) if self._group is not None else ("", False)
         if why:
@@ -353,7 +354,13 @@ class Service:
         if self._group is not None:  # not before its machine knows of the group
             self._group.requested(request)
             if isinstance(request, Receipt):
-                self._farewell.settle()
+                self._settle()
+
+    def _settle(self) -> None:
+        """Say who is not needed any more, as far as is known here."""
+        self._farewell.settle()
+        if self._group is not None:
+            self._group.settle(self._farewell.gone)
 
     def _machine_gone(self, machine: int) -> None:
         if self._group is not None:
@@ -384,6 +391,8 @@ class Service:
     def _ranks_changed(self) -> None:
         if self._rejoining is not None:
             self._rejoining.check()
+        if self._group is not None:
+            self._group.settle(self._farewell.gone)
         here = self._desk.ranks_here
         self._had_ranks = self._had_ranks or here > 0
         left = self._desk.gone if self._stay else self._desk.left

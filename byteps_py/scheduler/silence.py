@@ -1,10 +1,12 @@
 """How long a member has been silent, as far as that proves anything. Pure.
 
     heard ──3 intervals──► in doubt (status says so) ──1 timeout──► dead
-                                                     └─10 timeouts, for a communication service whose machine lives
+                                                     └─10 timeouts, for a communication service whose machine lives, and
+                                                       for whoever is starting
 
 What starves on a loaded machine is alive, and to lose it would end the job, while a summation service is replaced: so
-of the two only the former is given time, as long as another process of its machine is heard.
+of the two only the former is given time, as long as another process of its machine is heard. Who starts loads kernels
+beside everybody else who does, and nobody waits for its results.
 """
 
 from __future__ import annotations
@@ -37,14 +39,19 @@ class Silence:
             self._held_up = [*self._held_up[1 - _KEPT :], (now_s, now_s - self._last_tick_s)]
         self._last_tick_s = now_s
 
-    def too_long(self, member: MemberRecord, present: Iterable[MemberRecord], now_s: float) -> str:
+    def too_long(
+        self, member: MemberRecord, present: Iterable[MemberRecord], now_s: float, is_starting: bool = False
+    ) -> str:
         """Why this member's silence is a death, in words; empty while it is not. ``present``: it and all others."""
         silence_s = self._silence_s(member, now_s)
         if silence_s < self._timeout_s or now_s - self._awake_since_s < self._timeout_s:
             return ""
-        slow = member.is_worker and any(
-            other.facts.machine_id == member.facts.machine_id and self._silence_s(other, now_s) < self._timeout_s
-            for other in present
+        slow = is_starting or (
+            member.is_worker
+            and any(
+                other.facts.machine_id == member.facts.machine_id and self._silence_s(other, now_s) < self._timeout_s
+                for other in present
+            )
         )
         if slow and silence_s < self._timeout_s * SLOW_FACTOR:
             return ""

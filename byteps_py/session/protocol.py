@@ -3,10 +3,10 @@
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
 a message; the rest is JSON.
 
-    rank → service: HELLO, DECLARE, LAYOUT, READY, STRIPS, BARRIER, JOIN, NOTE, LEAVE, PING, STACK, MEET, WAITS,
-                    WAITED
+    rank → service: HELLO, DECLARE, LAYOUT, READY, STRIPS, BARRIER, JOIN, NOTE, SETTLE, LEAVE, PING, STACK, MEET,
+                    WAITS, WAITED
     service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, STRIP, DONE, FAILED, RELEASED, JOINED, HOSTS,
-                    FATAL, PONG, NEIGHBOUR, MET
+                    SETTLED, FATAL, PONG, NEIGHBOUR, MET
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 
-VERSION = 1
+VERSION = 2
 
 
 class Kind(enum.IntEnum):
@@ -55,6 +55,8 @@ class Kind(enum.IntEnum):
     WAITED = 25  # {id}: it has come
     STRIPS = 26  # {slot}: the rank wants to hear of each strip of the slot's results, from the next round on
     STRIP = 27  # records (slot, round, strip): this strip of a result lies in the slot
+    SETTLE = 28  # {}: the rank is about to leave, once others have taken what it has given them
+    SETTLED = 29  # {}: they have, or are gone
 
 
 _KINDS = {int(k): k for k in Kind}

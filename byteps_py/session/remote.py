@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from byteps_py.channel import Channel
 from byteps_py.errors import (
     BytePSError,
     ProtocolError,
+    StallError,
     UsageError,
     from_name,
 )
@@ -28,6 +31,9 @@ from byteps_py.tensors import Layout, TensorSpec
 
 #: The service itself reports what stalls; this much later the session no longer believes in the service.
 _PATIENCE_S = 30.0
+#: Who leaves, and waits longer than this for others to take what it has given them, says so.
+_UNSETTLED_S = 10.0
+_log = logging.getLogger("byteps_py")
 
 _DONE = int(Kind.DONE)  # a plain integer: by far the most frequent
 _STRIP = int(Kind.STRIP)
@@ -60,6 +66,7 @@ class RemoteSession(Line):
         self._requests = 0
         self._barriers = self._released = 0
         self._last_joined: int | None = None
+        self._is_settled = False  # nobody needs this rank any more
         self._welcome: dict[str, Any] = {}
         self._hosts = (False, False)
         self._has_left = False  # the service knows, and does not answer any more
@@ -233,8 +240,33 @@ class RemoteSession(Line):
                 pass
         return self._hosts
 
+    def _settle(self) -> None:
+        """Wait until other ranks have taken what this one has given them in gathers and exchanges: it lies here, and
+        they may be far behind. Not while an error ends this rank: they may wait for what it will not do any more."""
+        is_ending = self.returning is None and not self._has_left and words.uncaught() is None
+        if (
+            self._closed
+            or self._fatal is not None
+            or not self._layouts
+            or not is_ending
+            or sys.exc_info()[1] is not None
+        ):
+            return
+        self.tell(protocol.pack(Kind.SETTLE))
+        try:
+            self.wait_until(lambda: self._is_settled, _UNSETTLED_S, lambda: "not all have taken what they are given")
+        except StallError:
+            limit_s = self._limit(None)
+            _log.warning(
+                "rank %d stays until others have taken what it has given them in a gather, an exchange or a send%s",
+                self.rank, f", at most {limit_s:g} s" if limit_s else "",
+            )  # fmt: skip
+            self.wait_until(lambda: self._is_settled, limit_s, lambda: "not all have taken what they are given")
+
     def close(self) -> None:
         if os.getpid() == self._pid:  # a forked child must neither speak for the rank nor rely on its locks
+            with contextlib.suppress(BytePSError):
+                self._settle()
             with self.state:
                 if self._closed:
                     return
@@ -298,6 +330,8 @@ class RemoteSession(Line):
             self._nearby.introduce(fields["local_rank"], fds[0])
         elif kind is Kind.MET and self._nearby is not None:
             self._nearby.met(fields["key"])
+        elif kind is Kind.SETTLED:
+            self._is_settled = True
         elif kind is Kind.HOSTS:
             self._hosts = (self._hosts[0] or fields["added"], self._hosts[1] or fields["removed"])
         elif kind is Kind.FAILED:

@@ -50,6 +50,7 @@ class ElasticRank(Rank):
             try:
                 yield from self._train()
                 self.has_finished = True
+                yield from self._settle()
                 return
             except HostsUpdated:
                 self._go_back("HostsUpdatedInterrupt", True)

@@ -88,7 +88,9 @@ class Rank(Process):
         self._leave()
 
     def leave_early(self) -> None:
-        """Now, without finishing."""
+        """Now, without finishing, and whoever needs what it gave."""
+        if self.has_joined:
+            self.session._layouts.clear()
         self._leave()
 
     def _leave(self) -> None:
@@ -122,6 +124,12 @@ class Rank(Process):
             yield from self._go([use for use in step if use.specs[self.number] is not None])
             if number in self._program.barriers:
                 yield from self._barrier()
+        yield from self._settle()
+
+    def _settle(self) -> Life:
+        """Before it leaves."""
+        if self.session._layouts:
+            yield from self._ask(protocol.pack(Kind.SETTLE), Kind.SETTLED)
 
     def _is_away(self, number: int) -> bool:
         """It had joined when the others went through this step."""

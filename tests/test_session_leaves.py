@@ -1,0 +1,126 @@
+"""A rank leaves once others have taken what it gave them, which its communication service knows; played by the test."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+
+from byteps_py.channel import Channel, Listener, connect
+from byteps_py.session import protocol, remote
+from byteps_py.session.protocol import Kind
+from byteps_py.session.remote import RemoteSession
+from byteps_py.tensors import Layout
+
+WAIT_S = 60.0
+WELCOME = {
+    "rank": 0, "size": 2, "local_rank": 0, "local_size": 1, "is_continued": False, "machine_index": 0,
+    "num_machines": 2, "is_homogeneous": True,
+}  # fmt: skip
+
+
+class Beside:
+    """The rank's session, and the service's end of its channel."""
+
+    def __init__(self, session: RemoteSession, channel: Channel) -> None:
+        self.session, self.channel = session, channel
+        self._slot = threading.Event()  # anything that there may be a weak reference to
+        session._layouts[cast(Any, self._slot)] = Layout(((0, 1),), ((0, 1),))  # it has given something
+
+    def hear(self) -> Kind:
+        """The next message but those that say nothing here."""
+        while True:
+            message = self.channel.receive(WAIT_S)
+            assert message is not None, "the rank says nothing"
+            for descriptor in message[1]:
+                os.close(descriptor)
+            if (kind := protocol.kind_of(message[0])) not in (Kind.STACK, Kind.PING):
+                return kind
+
+    def say(self, kind: Kind, **fields: object) -> None:
+        self.channel.send(protocol.pack(kind, **fields))
+
+
+@pytest.fixture(name="pool")
+def thread_pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+@pytest.fixture(name="beside")
+def service_beside(pool: ThreadPoolExecutor) -> Iterator[Beside]:
+    name = f"test-{uuid.uuid4()}"
+    listener = Listener(name)
+    made: Future[RemoteSession] = pool.submit(lambda: RemoteSession(connect(name, WAIT_S), 0, 1, WAIT_S, WAIT_S))
+    channel = listener.accept()
+    assert protocol.kind_of(channel.receive(WAIT_S)[0]) is Kind.HELLO  # type: ignore[index]
+    channel.send(protocol.pack(Kind.WELCOME, **WELCOME))
+    beside = Beside(made.result(WAIT_S), channel)
+    yield beside
+    channel.close()
+    beside.session.close()
+    listener.close()
+
+
+def test_it_waits_for_others_to_take_what_it_gave(beside: Beside, pool: ThreadPoolExecutor) -> None:
+    leaving = pool.submit(beside.session.close)
+    assert beside.hear() is Kind.SETTLE
+    assert beside.channel.receive(0) is None
+    assert not leaving.done()
+    beside.say(Kind.SETTLED)
+    assert beside.hear() is Kind.LEAVE
+    leaving.result(WAIT_S)
+
+
+def test_who_waits_for_long_says_so(
+    beside: Beside, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = threading.Event()
+    monkeypatch.setattr(remote, "_UNSETTLED_S", 0.01)
+    monkeypatch.setattr(remote._log, "warning", _noting(remote._log.warning, said))
+    leaving = pool.submit(beside.session.close)
+    assert said.wait(WAIT_S)
+    beside.say(Kind.SETTLED)
+    leaving.result(WAIT_S)
+    assert "rank 0 stays until others have taken what it has given them" in caplog.text
+
+
+def _noting(real: Callable[..., None], said: threading.Event) -> Callable[..., None]:
+    def warning(*words: object) -> None:
+        real(*words)
+        said.set()
+
+    return warning
+
+
+def test_it_waits_for_nobody_when_the_job_fails(beside: Beside, pool: ThreadPoolExecutor) -> None:
+    leaving = pool.submit(beside.session.close)
+    assert beside.hear() is Kind.SETTLE
+    beside.say(Kind.FATAL, error="PeerLostError", message="lost worker 1")
+    assert beside.hear() is Kind.LEAVE
+    leaving.result(WAIT_S)
+
+
+def test_it_waits_for_nobody_while_an_error_ends_it(beside: Beside) -> None:
+    """Others may wait for what it will not do any more."""
+
+    def train() -> None:
+        try:
+            raise ValueError("the program's")
+        finally:
+            beside.session.close()
+
+    with pytest.raises(ValueError, match="the program's"):
+        train()
+    assert beside.hear() is Kind.LEAVE
+
+
+def test_who_gave_nothing_waits_for_nobody(beside: Beside) -> None:
+    beside.session._layouts.clear()
+    beside.session.close()
+    assert beside.hear() is Kind.LEAVE
