@@ -142,7 +142,7 @@ def test_answers_about_the_build() -> None:
 def test_whether_machines_are_alike_is_the_same_on_all_ranks(machines: tuple[int, ...], expected: bool) -> None:
     assert set(ThreadedCluster(machines).run(lambda rank: hvd.is_homogeneous())) == {expected}
     workers = tuple(pb.Member(machine_index=i, local_size=size) for i, size in enumerate(machines))
-    assert Topology(1, 0, workers, (), 4096).is_homogeneous == expected
+    assert Topology(1, 0, workers, (), 4096, 1).is_homogeneous == expected
 
 
 def test_init_takes_what_bytepss_scripts_give() -> None:

@@ -195,7 +195,7 @@ def topology(*local_sizes: int) -> Topology:
         for i, (first, size) in enumerate(zip(firsts, local_sizes, strict=True))
     )
     servers = (pb.Member(member_id=9, weight=1),)
-    return Topology(1, 0, workers, servers, 1 << 20)
+    return Topology(1, 0, workers, servers, 1 << 20, 1)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Service:
 
     def open(self) -> None:
         workers = tuple(pb.Member(machine_index=i) for i in range(2))
-        self.loop.post(lambda: self.peers.open(Topology(1, 0, workers, (), 1 << 20), lambda *lost: None))
+        self.loop.post(lambda: self.peers.open(Topology(1, 0, workers, (), 1 << 20, 1), lambda *lost: None))
 
     def _requested(self, request: Request | SumRequest | Receipt) -> None:
         self.requests.append(request)
@@ -178,7 +178,7 @@ def test_what_is_damaged_between_communication_services_is_said_again(service: S
     loop = EventLoop()
     asking = PeerMachines(loop, replace(SETTINGS, worker_id=1), lambda request: None, lambda machine: None)
     workers = (pb.Member(machine_index=0, address=proxy.address), pb.Member(machine_index=1))
-    asking.open(Topology(1, 1, workers, (), 1 << 20), lambda *lost: None)
+    asking.open(Topology(1, 1, workers, (), 1 << 20, 1), lambda *lost: None)
     came: list[bytes] = []
 
     def ask() -> None:

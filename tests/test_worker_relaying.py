@@ -21,7 +21,7 @@ def topology(n: int, k: int, rates: dict[str, float] | None = None, gpu_servers:
     servers = [
         pb.Member(member_id=9 + i, machine_id=m, link_mbit=(rates or {}).get(m, 100.0)) for i, m in enumerate(ids)
     ]
-    return Topology(1, 0, tuple(workers), tuple(servers), PARTITION)
+    return Topology(1, 0, tuple(workers), tuple(servers), PARTITION, 1)
 
 
 def shares(here: Topology, root: int, partitions: int = 60) -> dict[str, int]:

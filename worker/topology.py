@@ -19,7 +19,7 @@ class Topology:
     workers: tuple[pb.Member, ...]
     servers: tuple[pb.Member, ...]
     partition_bytes: int
-    group: int = 0
+    group: int
     is_continued: bool = False  # of an elastic job: its ranks were in the group before, and are equal
 
     @classmethod
