@@ -7,10 +7,8 @@ a launcher that ends it), when the scheduler says so, or by SIGTERM; with an err
 from __future__ import annotations
 
 import functools
-import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from byteps_py.channel import Listener
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
@@ -33,6 +31,7 @@ from byteps_py.worker.pieces import Receipt, Request
 from byteps_py.worker.probe import Probe
 from byteps_py.worker.rejoining import Rejoining
 from byteps_py.worker.requests import describe_waiting
+from byteps_py.worker.statistics import statistics
 from byteps_py.worker.tensor import SumRequest
 
 _TICK_S = 0.25
@@ -255,23 +254,13 @@ class Service:
         self._is_headless = False
 
     def _heartbeat(self) -> pb.Heartbeat:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        statistics = pb.Statistics(
-            cpu_s=usage.ru_utime + usage.ru_stime,
-            resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
-            bytes_in_flight=self._group.queue.in_flight_bytes if self._group is not None else 0,
-        )
-        statistics.MergeFrom(self._past)
-        if self._group is not None:
-            self._group.count(statistics)
-        if self._peers is not None:
-            statistics.bytes_sent += self._peers.bytes_sent
-            statistics.bytes_received += self._peers.bytes_received
-        waiting = self._waiting(min(1.0, self._settings.stall_warn_s / 2))
         group = self._group
-        ranks = group.executor.pace.report(group.executor.ranks) if group is not None else ()
-        servers = group.network.pace.report() if group is not None and group.network is not None else ()
-        return pb.Heartbeat(statistics=statistics, waiting=waiting, ranks=ranks, servers=servers)
+        return pb.Heartbeat(
+            statistics=statistics(self._past, group, self._peers),
+            waiting=self._waiting(min(1.0, self._settings.stall_warn_s / 2)),
+            ranks=group.executor.pace.report(group.executor.ranks) if group is not None else (),
+            servers=group.network.pace.report() if group is not None and group.network is not None else (),
+        )
 
     # ---- waiting too long ------------------------------------------------------------------------------
 
