@@ -6,13 +6,8 @@ Does what byteps_py/torch/elastic does, with a number of steps as its state.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
 
 from byteps_py.errors import BytePSError, CommunicationError, DismissedError, StallError
-from byteps_py.machine import local_socket
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
-from byteps_py.session.remote import RemoteSession
 
 from .groups import STEPS, Book
 from .local import Channel
@@ -62,18 +57,14 @@ class ElasticRank(Rank):
                 self._go_back(type(error).__name__, False)
             yield self.pause()
 
-    def _enter(self) -> Life:
-        before, channel = self._channel, self._local.connect(local_socket(self._settings, "cs"), self)
+    def _connect(self) -> Channel:
+        before, channel = self._channel, super()._connect()
         if before is not None:  # what it said there is in the kernel's hands already
             channel.peer.wire = before.peer.wire
-        self._channel = channel
-        channel.on_arrival = self._on_arrival
-        self.has_connected = True
-        local_rank, local_size = self._settings.local_rank, self._settings.local_size
-        hello = {"version": protocol.VERSION, "local_rank": local_rank, "local_size": local_size, "pid": self.pid}
-        yield from self._ask(protocol.pack(Kind.HELLO, **hello), Kind.WELCOME)
-        self.session = RemoteSession(cast(Any, channel), local_rank, local_size, 10.0, 60.0)
-        self.has_joined = True
+        return channel
+
+    def _enter(self) -> Life:
+        yield from self._join_job()
         book, self.number = self.book, self.session.rank
         self.results = book.results
         self.in_strips.clear()

@@ -103,8 +103,11 @@ class Rank(Process):
 
     # ---- the program -------------------------------------------------------------------------------------
 
-    def _live(self) -> Life:
-        channel = self._channel = self._local.connect(local_socket(self._settings, "cs"), self)
+    def _connect(self) -> Channel:
+        return self._local.connect(local_socket(self._settings, "cs"), self)
+
+    def _join_job(self) -> Life:
+        channel = self._channel = self._connect()
         channel.on_arrival = self._on_arrival
         self.has_connected = True
         local_rank, local_size = self._settings.local_rank, self._settings.local_size
@@ -112,6 +115,9 @@ class Rank(Process):
         yield from self._ask(protocol.pack(Kind.HELLO, **hello), Kind.WELCOME)
         self.session = RemoteSession(cast(Any, channel), local_rank, local_size, 10.0, 60.0)
         self.has_joined = True
+
+    def _live(self) -> Life:
+        yield from self._join_job()
         if self.session.rank != self.number:
             raise InvariantError(f"rank {self.number} is told that it is {self.session.rank}")
         joins = [(counts[self.number], max(counts)) for counts in self._program.joins]

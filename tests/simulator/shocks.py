@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .services import Worker
+from .trials import Strikes
 
 if TYPE_CHECKING:
     from .elastic import ElasticCluster
@@ -18,32 +19,16 @@ _MOST = 6
 _NOTICED_S = 6.0  # connections to a machine that is silent end by then
 
 
-class Shocks:
-    """When they come, and what each does. A shock that can't be at its moment is left out."""
+class Shocks(Strikes):
+    """What each does."""
 
     def __init__(self, cluster: ElasticCluster) -> None:
         rng = cluster.world.random
-        self._cluster = cluster
-        self._world = cluster.world
-        self._random = rng
-        self._spacing = rng.choice((20, 100, 400))  # events between two
+        spacing = rng.choice((20, 100, 400))
         kinds = rng.sample(SHOCKS, rng.randint(1, len(SHOCKS)))
-        self._due = [rng.choice(kinds) for _ in range(rng.choice((1, 1, 2, 3, _MOST)))]
-        self._next_event = -1
+        super().__init__(cluster, spacing, [rng.choice(kinds) for _ in range(rng.choice((1, 1, 2, 3, _MOST)))])
+        self._cluster = cluster
         self.are_losses = False  # so far
-
-    def step(self) -> None:
-        """Between two events."""
-        if not self._due or not self._cluster.has_begun:
-            return
-        if self._next_event < 0:
-            self._wait()
-        if self._world.events >= self._next_event:
-            self._strike(self._due.pop())
-            self._wait()
-
-    def _wait(self) -> None:
-        self._next_event = self._world.events + int(self._random.expovariate(1 / self._spacing))
 
     def _strike(self, kind: str) -> None:
         if kind == "a machine comes":
@@ -54,8 +39,7 @@ class Shocks:
             whom = self._hit_machine(kind)
         if whom:
             self.are_losses = self.are_losses or kind not in _PLANNED
-            self._world.trials.append(f"{kind}: {whom}")
-            self._world.note("world", self._world.trials[-1])
+            self._note(kind, whom)
 
     def _able(self) -> list[Worker]:
         """Communication services with ranks that will see the job through, as things are."""

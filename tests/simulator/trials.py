@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from .network import TcpLink
@@ -17,28 +18,20 @@ TRIALS = (
 _MAX_TRIALS = 8
 
 
-class Trials:
-    """When they come, and what each does. A trial that can't be at its moment is left out."""
+class Strikes(ABC):
+    """When they come: ``due``, the last first. One that can't be at its moment is left out. ``spacing``: in events."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        world = cluster.world
-        rng = world.random
-        self._cluster = cluster
-        self._world = world
-        self._random = rng
-        count = rng.choice((0, 1, 2, _MAX_TRIALS)) if cluster.machines > 1 else 0
-        self._spacing = rng.choice((10, 40, 150))  # events between two
-        kinds = rng.sample(TRIALS, rng.randint(1, len(TRIALS)))  # some runs know few kinds, and those often
-        self._due = [rng.choice(kinds) for _ in range(count)]
+    def __init__(self, cluster: Cluster, spacing: int, due: list[str]) -> None:
+        self._on = cluster
+        self._world = cluster.world
+        self._random = cluster.world.random
+        self._spacing = spacing
+        self._due = due
         self._next_event = -1
-
-    @property
-    def are_due(self) -> bool:
-        return bool(self._due)
 
     def step(self) -> None:
         """Between two events."""
-        if not self._due or not self._cluster.has_begun:
+        if not self._due or not self._on.has_begun:
             return
         if self._next_event < 0:
             self._wait()
@@ -48,6 +41,26 @@ class Trials:
 
     def _wait(self) -> None:
         self._next_event = self._world.events + int(self._random.expovariate(1 / self._spacing))
+
+    def _note(self, kind: str, whom: str) -> None:
+        """It has happened."""
+        self._world.trials.append(f"{kind}: {whom}")
+        self._world.note("world", self._world.trials[-1])
+
+    @abstractmethod
+    def _strike(self, kind: str) -> None: ...
+
+
+class Trials(Strikes):
+    """What each does."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        rng = cluster.world.random
+        count = rng.choice((0, 1, 2, _MAX_TRIALS)) if cluster.machines > 1 else 0
+        spacing = rng.choice((10, 40, 150))
+        kinds = rng.sample(TRIALS, rng.randint(1, len(TRIALS)))  # some runs know few kinds, and those often
+        super().__init__(cluster, spacing, [rng.choice(kinds) for _ in range(count)])
+        self._cluster = cluster
 
     def _strike(self, kind: str) -> None:
         if kind == "start a server":
@@ -65,8 +78,7 @@ class Trials:
         else:
             whom = self._hit_server(kind)
         if whom:
-            self._world.trials.append(f"{kind}: {whom}")
-            self._world.note("world", self._world.trials[-1])
+            self._note(kind, whom)
 
     def able(self) -> list[Server]:
         """Servers that can hold keys, as far as the scheduler knows, and can be relied on."""
