@@ -5,7 +5,7 @@
 The model only has parameters (1,000 of 1 KB; ResNet-50's 161): backward writes each gradient once, so that a step is
 communication, its book-keeping and plain SGD. The contenders take turns, round after round, each in fresh processes;
 a figure is the median over the rounds of the median step. The same step without any communication stands beside
-them: what is left above it is the communication's.
+them: what is left above it is the communication's. So does the step with BYTEPS_NONFINITE=raise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CONTENDERS = {"ours": "ours", "ddp": "DDP over gloo", "alone": "no communication"}
+CONTENDERS = {
+    "ours": "ours", "checked": "ours, NaN looked for", "ddp": "DDP over gloo", "alone": "no communication",
+}  # fmt: skip
+_OURS = ("ours", "checked")
 MODELS = ("1000 x 1 KB", "resnet50")
 
 
@@ -49,7 +52,7 @@ def rank(contender: str, steps: int) -> None:
     barrier: Callable[[], object] = _nothing
     finish: Callable[[], object] = _nothing
     is_first = True
-    if contender == "ours":
+    if contender in _OURS:
         import byteps_py as bps
 
         bps.init()
@@ -63,7 +66,7 @@ def rank(contender: str, steps: int) -> None:
         shapes = [(256,)] * 1000 if name == MODELS[0] else [tuple(shape) for _, shape in load_model(name)]
         model: torch.nn.Module = Bare(shapes)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-        if contender == "ours":
+        if contender in _OURS:
             named = [(f"{name}.{key}", parameter) for key, parameter in model.named_parameters()]
             optimizer = bps.DistributedOptimizer(optimizer, named)
         elif contender == "ddp":
@@ -96,13 +99,16 @@ def run(contender: str, ranks: int, steps: int) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
+    launch = ["-m", "byteps_py.launch", "-np", str(ranks), sys.executable]
     starters = {
-        "ours": ["-m", "byteps_py.launch", "-np", str(ranks), sys.executable],
+        "ours": launch,
+        "checked": launch,
         "ddp": ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port],
         "alone": [],
     }
     command = [sys.executable, *starters[contender], *program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["BYTEPS_NONFINITE"] = "raise" if contender == "checked" else "allow"
     # Without communication as many processes compute at the same time: they share cores and memory alike.
     jobs = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
