@@ -28,7 +28,7 @@ from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """It has said HELLO, and nothing has been said to it."""
 
@@ -104,7 +104,8 @@ class ElasticDesk(Desk):
         self._may_return.clear()
         self.left.clear()
         self.gone.clear()
-        self._seats = list(range(count)) if is_first else sorted(self._waiters)[:count]
+        # Those that came first are those that the scheduler was told of.
+        self._seats = list(range(count)) if is_first else sorted(list(self._waiters)[:count])
         self._absent = set(self._seats) - set(self._waiters)
         if self._absent:
             self._loop.call_later(self._patience_s, functools.partial(self._give_up, requests))
@@ -112,10 +113,11 @@ class ElasticDesk(Desk):
         for local_rank, waiter in waiters:
             self._unwatch(waiter)
             self._welcome(waiter.channel, local_rank)
-        if len(self._seats) < count:
-            self._on_death(
-                f"{count - len(self._seats)} ranks of {requests.topology.me.host} ended as a group was formed"
-            )
+        for waiter in self._waiters.values():
+            waiter.is_back = False  # of the last group it is none
+        missing, host = count - len(self._seats), requests.topology.me.host
+        if missing or (requests.topology.is_continued and not all(waiter.is_back for _, waiter in waiters)):
+            self._on_death(f"{missing or 'some'} ranks of {host} ended as a group was formed")
         self._on_change()
 
     def _give_up(self, requests: Requests) -> None:

@@ -40,13 +40,13 @@ class Farewell:
         self.gone: set[int] = set()  # ranks of other machines that have shut down
         self._departed: list[set[int]] = []  # ranks of other machines, which have given to what lacks here
         self._is_dismissed = False
-        self._is_going = False
+        self.is_going = False
         self._has_owed = False
 
     def go(self) -> None:
         """All ranks of this machine are gone: end as soon as nobody needs what they gave."""
-        if not self._is_going:
-            self._is_going = True
+        if not self.is_going:
+            self.is_going = True
             self._loop.call_later(LIMIT_S, self.dismissed)
             if self._owed_s:
                 self._loop.call_later(max(LIMIT_S, self._owed_s), self._stop)
@@ -58,7 +58,7 @@ class Farewell:
         self._end()
 
     def _end(self) -> None:
-        if not (self._is_going and self._is_dismissed):
+        if not (self.is_going and self._is_dismissed):
             return
         if self.owes(self.gone):
             self._has_owed = True

@@ -232,6 +232,8 @@ class Service:
         self._group.count(self._past)
         self._group.end()
         self._group = None
+        if self._farewell.is_going:
+            self._loop.stop()  # what it stays for is wanted by nobody any more
         self._told_left.clear()
         self._farewell = Farewell(self._loop, self._link.send, self._loop.stop, self._settings.stall_limit_s)
 

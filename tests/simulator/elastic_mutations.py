@@ -38,10 +38,6 @@ def take_whoever_comes_for_equal(core: pytest.MonkeyPatch) -> None:
     core.setattr(Reforming, "ready", lambda self, member, ranks, has_newcomers: real(self, member, ranks))
 
 
-def wait_for_ever_for_who_has_not_come(core: pytest.MonkeyPatch) -> None:
-    core.setattr(ElasticDesk, "_give_up", lambda self, requests: None)
-
-
 def mourn_for_who_leaves_no_group(core: pytest.MonkeyPatch) -> None:
     """A machine that leaves while there is no group ends the others, too."""
     real = SchedulerCore._leave
@@ -130,7 +126,6 @@ def hear_nobody_who_came_back(core: pytest.MonkeyPatch) -> None:
 ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     know_machines_by_their_index: 471,
     take_whoever_comes_for_equal: 594,
-    wait_for_ever_for_who_has_not_come: 201,
     mourn_for_who_leaves_no_group: 11,
     count_on_servers_of_outsiders: 99,
     stay_without_ranks: 12,

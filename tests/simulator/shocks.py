@@ -66,10 +66,22 @@ class Shocks(Strikes):
         rank = self._random.choice(ranks)
         if kind == "a rank goes back":
             rank.wants_back = True
-        else:
-            self._cluster.hit.add(rank)
-            rank.die()
+            return rank.name
+        others = [other for other in self._cluster.ranks_of(rank.machine) if other is not rank and other.is_alive]
+        if not (others or self._has_server_beside(rank.machine)):
+            return ""
+        self._cluster.hit.add(rank)
+        rank.die()
         return rank.name
+
+    def _has_server_beside(self, machine: int) -> bool:
+        """The job can do without this machine's, perhaps with a new one."""
+        cluster = self._cluster
+        if any(server.machine != machine for server in cluster.trials.able()):
+            return True
+        if cluster.scheduler.is_alive:
+            cluster.start_server(f"server {len(cluster.servers)}", -1)
+        return cluster.scheduler.is_alive
 
     def _hit_machine(self, kind: str) -> str:
         cluster, world = self._cluster, self._world
@@ -77,10 +89,8 @@ class Shocks(Strikes):
         if len(able) < 2:
             return ""
         machine = self._random.choice(able).machine
-        if not any(server.machine != machine for server in cluster.trials.able()):
-            if not cluster.scheduler.is_alive:
-                return ""
-            cluster.start_server(f"server {len(cluster.servers)}", -1)
+        if not self._has_server_beside(machine):
+            return ""
         here = [process for process in world.processes if cluster.machine_of(process) == machine and process.is_alive]
         cluster.hit.update(here)
         for rank in cluster.ranks_of(machine):
