@@ -66,7 +66,8 @@ class RemoteSession(Line):
         self._requests = 0
         self._barriers = self._released = 0
         self._last_joined: int | None = None
-        self._is_settled = False  # nobody needs this rank any more
+        self._has_given = False  # in gathers or exchanges, what others take from here
+        self._is_settled = False  # they have, all of it
         self._welcome: dict[str, Any] = {}
         self._hosts = (False, False)
         self._has_left = False  # the service knows, and does not answer any more
@@ -170,6 +171,7 @@ class RemoteSession(Line):
             layout.check(slot.spec, len(slot.spec.members(self.size)))
             self.tell(protocol.layout_to_message(slot.id, layout))
             self._layouts[slot] = layout
+            self._has_given = True
 
     def is_done(self, slot: Slot) -> bool:
         if self._closed or self.is_forked:
@@ -247,7 +249,7 @@ class RemoteSession(Line):
         if (
             self._closed
             or self._fatal is not None
-            or not self._layouts
+            or not self._has_given
             or not is_ending
             or sys.exc_info()[1] is not None
         ):

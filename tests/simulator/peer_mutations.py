@@ -18,7 +18,6 @@ from byteps_py.worker.peers import PeerMachines
 from byteps_py.worker.pieces import Receipt, Serve
 from byteps_py.worker.receipts import Receipts
 from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.service import Service
 from byteps_py.worker.tensor import ScatterPart
 
 
@@ -114,7 +113,7 @@ def ask_once(core: pytest.MonkeyPatch) -> None:
 
 def leave_with_what_others_need(core: pytest.MonkeyPatch) -> None:
     """A machine ends though pieces lie there that nobody has asked for yet."""
-    core.setattr(Direct, "owes", lambda self, gone: False)
+    core.setattr(Direct, "owes", lambda self, gone, local_rank=None: False)
 
 
 def leave_without_saying_what_was_taken(core: pytest.MonkeyPatch) -> None:
@@ -165,12 +164,6 @@ def scatter_in_the_order_of_arrival(core: pytest.MonkeyPatch) -> None:
     core.setattr(Scatter, "arrived", arrived)
 
 
-def leave_at_once_without_a_scheduler(core: pytest.MonkeyPatch) -> None:
-    """Though others have yet to ask for pieces."""
-    real = Service._go
-    core.setattr(Service, "_go", lambda self: self._loop.stop() if self._is_headless else real(self))
-
-
 #: With the seed that shows it first.
 PEER_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     serve_a_later_round: 3,
@@ -187,5 +180,4 @@ PEER_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     reuse_memory_of_rounds_that_were_abandoned: 51680,
     give_memory_back_that_is_being_sent: 6711,
     scatter_in_the_order_of_arrival: 7,
-    leave_at_once_without_a_scheduler: 76779,
 }

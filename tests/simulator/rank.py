@@ -90,7 +90,7 @@ class Rank(Process):
     def leave_early(self) -> None:
         """Now, without finishing, and whoever needs what it gave."""
         if self.has_joined:
-            self.session._layouts.clear()
+            self.session._has_given = False
         self._leave()
 
     def _leave(self) -> None:
@@ -134,7 +134,7 @@ class Rank(Process):
 
     def _settle(self) -> Life:
         """Before it leaves."""
-        if self.session._layouts:
+        if self.session._has_given:
             yield from self._ask(protocol.pack(Kind.SETTLE), Kind.SETTLED)
 
     def _is_away(self, number: int) -> bool:
