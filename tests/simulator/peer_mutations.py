@@ -116,11 +116,6 @@ def leave_with_what_others_need(core: pytest.MonkeyPatch) -> None:
     core.setattr(Direct, "owes", lambda self, gone, local_rank=None: False)
 
 
-def leave_without_saying_what_was_taken(core: pytest.MonkeyPatch) -> None:
-    """A machine may end when nobody lacks a result, though others keep what it has not said to have taken."""
-    core.setattr(Direct, "keeps_for", lambda self, gone: False)
-
-
 def keep_requests_for_rounds_that_are_no_more(core: pytest.MonkeyPatch) -> None:
     """What was asked for before all joined is held until its name is declared again, for other ranks perhaps."""
     real = Direct.requested
@@ -175,7 +170,6 @@ PEER_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     forget_who_asked_early: 64,
     ask_once: 66,
     leave_with_what_others_need: 578,
-    leave_without_saying_what_was_taken: 51492,
     keep_requests_for_rounds_that_are_no_more: 154,
     reuse_memory_of_rounds_that_were_abandoned: 51680,
     give_memory_back_that_is_being_sent: 6711,
