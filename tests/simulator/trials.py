@@ -82,11 +82,14 @@ class Trials(Strikes):
 
     def able(self) -> list[Server]:
         """Servers that can hold keys, as far as the scheduler knows, and can be relied on."""
-        known = self._cluster.scheduler.server_addresses()
+        cluster = self._cluster
+        known = cluster.scheduler.server_addresses()
         return [
             server
-            for server in self._cluster.servers
+            for server in cluster.servers
             if server.is_alive and not server.is_paused and not server.is_leaving and server.address in known
+            # Not those of machines that are yet to be let in.
+            if server.machine < 0 or cluster.workers[server.machine].has_begun
         ]
 
     def _hit_server(self, kind: str) -> str:
