@@ -46,13 +46,11 @@ class Silence:
         silence_s = self._silence_s(member, now_s)
         if silence_s < self._timeout_s or now_s - self._awake_since_s < self._timeout_s:
             return ""
-        slow = is_starting or (
-            member.is_worker
-            and any(
-                other.facts.machine_id == member.facts.machine_id and self._silence_s(other, now_s) < self._timeout_s
-                for other in present
-            )
+        is_heard_beside = any(
+            other.facts.machine_id == member.facts.machine_id and self._silence_s(other, now_s) < self._timeout_s
+            for other in present
         )
+        slow = is_starting or (member.is_worker and is_heard_beside)
         if slow and silence_s < self._timeout_s * SLOW_FACTOR:
             return ""
         return f"nothing was heard of it for {silence_s:.1f} s (PS_HEARTBEAT_TIMEOUT)"

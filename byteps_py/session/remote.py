@@ -245,14 +245,8 @@ class RemoteSession(Line):
     def _settle(self) -> None:
         """Wait until other ranks have taken what this one has given them in gathers and exchanges: it lies here, and
         they may be far behind. Not while an error ends this rank: they may wait for what it will not do any more."""
-        is_ending = self.returning is None and not self._has_left and words.uncaught() is None
-        if (
-            self._closed
-            or self._fatal is not None
-            or not self._has_given
-            or not is_ending
-            or sys.exc_info()[1] is not None
-        ):
+        has_error = self._has_left or words.uncaught() is not None or sys.exc_info()[1] is not None
+        if not self._has_given or has_error or self.returning is not None or self._closed or self._fatal is not None:
             return
         self.tell(protocol.pack(Kind.SETTLE))
         try:
