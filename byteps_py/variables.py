@@ -98,7 +98,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("stall_limit_s", ("BYTEPS_STALL_LIMIT_S",), float, "give up, with an error, after this long; 0: never", low=0, high=_FAR),
     Variable("straggler", ("BYTEPS_STRAGGLER",), float, "warn about a rank or a summation service that takes so many times as long as the others", low=1.5, high=_FAR),
     Variable("heartbeat_interval_s", ("PS_HEARTBEAT_INTERVAL",), float, "seconds between heartbeats", low=0.01, high=3600),
-    Variable("heartbeat_timeout_s", ("PS_HEARTBEAT_TIMEOUT",), float, "seconds of silence after which a process counts as dead; ten times as long for a worker whose machine is heard through another process", low=0.1, high=_FAR),
+    Variable("heartbeat_timeout_s", ("PS_HEARTBEAT_TIMEOUT",), float, "seconds of silence after which a process counts as dead; ten times as long for a worker whose machine is heard through another process, and on a machine whose processes are starting", low=0.1, high=_FAR),
     Variable("journal_dir", ("BYTEPS_JOURNAL_DIR",), str, "folder of the scheduler's journal, with which a killed one can be started again; none: no journal; default: $XDG_STATE_HOME/byteps or ~/.local/state/byteps, else a folder of the user's in the temporary one"),
     Variable("elastic", ("BYTEPS_ELASTIC", "HOROVOD_ELASTIC"), bool, "the job goes on when ranks or machines are lost, leave or join (elastic.run); else a loss ends it"),
     Variable("min_ranks", ("BYTEPS_MIN_NP",), int, "elastic: with fewer ranks than this the job waits for others to join", low=1, high=1 << 20),

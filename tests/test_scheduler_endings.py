@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.scheduler_core import running, worker
+from support.scheduler_core import CPU, running, server, worker
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
@@ -154,6 +154,15 @@ def test_a_slow_worker_of_a_machine_that_lives_is_given_time_and_a_silent_server
     )
     cluster, (a, b), (s, t) = running(heartbeat_timeout_s=1.0)
     cluster.tick(1.0, (a, b, s))
+    assert "lost the summation service of GPU machine 1" in cluster.last(a).membership.reason
+
+
+def test_nobody_of_a_machine_whose_processes_start_is_lost_for_a_short_silence() -> None:
+    cluster, (a, b), (s, _) = running(heartbeat_timeout_s=1.0)
+    late = cluster.join(server(0, CPU, n=2, machine_id="m1"))
+    assert cluster.tick(9.5, (a, b, s, late)) == []  # the other server is silent
+    cluster.say(late, ready=pb.Ready())
+    cluster.tick(0.25, (a, b, s, late))  # silent for less than ten timeouts, but for more than one
     assert "lost the summation service of GPU machine 1" in cluster.last(a).membership.reason
 
 

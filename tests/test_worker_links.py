@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -183,3 +184,21 @@ def test_a_server_that_can_not_be_reached_is_told(worker: Worker) -> None:
     while not worker.losses:
         worker.run()
     assert worker.losses == [f"the summation service at {worker.proxy.address} can't be reached since 0.3 s"]
+
+
+def test_a_server_that_is_late_and_can_not_be_reached_is_told_after_ten_timeouts(worker: Worker) -> None:
+    """It was a member before anybody connected: not for the whole time that a start may take."""
+    settings = dataclasses.replace(SETTINGS, heartbeat_timeout_s=0.1, heartbeat_interval_s=0.05, start_timeout_s=600.0)
+    worker.proxy.refuse()
+    late = TcpLink(
+        worker.context, worker.loop, worker.proxy.address, 0, settings,
+        lambda block, offset, length: memoryview(b""), worker._answered, worker._again, worker._lost, is_late=True,
+    )  # fmt: skip
+    worker.link.close()
+    try:
+        while not worker.losses:
+            worker.run()
+    finally:
+        late.close()
+    assert not late.is_open
+    assert worker.losses == [f"the summation service at {worker.proxy.address} can't be reached since 1 s"]

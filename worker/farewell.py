@@ -12,31 +12,34 @@ from collections.abc import Callable, Iterable
 
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.settings import Settings
 
-#: At most: others may be slow to notice that a server is gone.
+#: At most: others may be slow to notice that a server is gone, and so may a scheduler that was started again.
 LIMIT_S = 10.0
+_LIMIT_TIMEOUTS = 6
 #: Time for what was asked for last to leave.
 _LEAVING_S = 0.5
 
 
 class Farewell:
     """``lacks``: something of rounds that these ranks took part in is not over here, a result or their receipt;
-    ``owes``: other ranks than these have yet to ask for what they are given; ``stop`` ends the service. ``owed_s``: so
-    long at most what nobody asks for is kept; 0: without limit."""
+    ``owes``: other ranks than these have yet to ask for what they are given; ``stop`` ends the service. What
+    nobody asks for is kept until the stall limit."""
 
     def __init__(
         self,
         loop: EventLoop,
         send: Callable[[pb.MemberMessage], None],
         stop: Callable[[], None],
-        owed_s: float,
+        settings: Settings,
     ) -> None:
         self.lacks: Callable[[set[int]], bool] = lambda ranks: False
         self.owes: Callable[[set[int]], bool] = lambda ranks: False
         self._loop = loop
         self._send = send
         self._stop = stop
-        self._owed_s = owed_s
+        self._owed_s = settings.stall_limit_s
+        self._limit_s = max(LIMIT_S, _LIMIT_TIMEOUTS * settings.heartbeat_timeout_s)
         self.gone: set[int] = set()  # ranks of other machines that have shut down
         self._departed: list[set[int]] = []  # ranks of other machines, which have given to what lacks here
         self._is_dismissed = False
@@ -47,9 +50,9 @@ class Farewell:
         """All ranks of this machine are gone: end as soon as nobody needs what they gave."""
         if not self.is_going:
             self.is_going = True
-            self._loop.call_later(LIMIT_S, self.dismissed)
+            self._loop.call_later(self._limit_s, self.dismissed)
             if self._owed_s:
-                self._loop.call_later(max(LIMIT_S, self._owed_s), self._stop)
+                self._loop.call_later(max(self._limit_s, self._owed_s), self._stop)
         self._end()
 
     def dismissed(self) -> None:

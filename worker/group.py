@@ -96,7 +96,7 @@ class Group:
         self.joining = Joining(topology, self.agreement, pipeline, direct, executor, send, fail)
         self.requests = Requests(topology, memory, self.agreement, pipeline, direct, executor, self.joining, send)
         self.waits = Waits(
-            self.requests, self.agreement, direct, around.desk, around.stay, settings.heartbeat_timeout_s
+            self.requests, self.agreement, direct, self.network, around.desk, around.stay, settings.heartbeat_timeout_s
         )
         self._sights = Sights(around.loop, executor.ranks, self.requests.describe, memory.name_of, self._saw)
 

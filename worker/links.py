@@ -20,6 +20,7 @@ from byteps_py.dataplane.dialer import Dialer, Owner
 from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
+from byteps_py.scheduler.silence import SLOW_FACTOR
 from byteps_py.settings import Settings
 from byteps_py.shm import Arena, Block
 from byteps_py.wire import HEADER_BYTES, Header, Kind
@@ -47,6 +48,11 @@ class ServerLink(ABC):
 
     bytes_sent = 0
     bytes_received = 0
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """What is sent now gets there, as far as is known."""
 
     @abstractmethod
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
@@ -77,7 +83,8 @@ class TcpLink(ServerLink, Owner):
 
     When a connection breaks, what was on its way is lost, or is not: nobody knows. So a new one takes its place, with
     nothing in its queues, and ``on_again`` sends once more what has no answer. If there is none for
-    ``PS_HEARTBEAT_TIMEOUT``, ``on_lost`` is told, and this link goes on trying.
+    ``PS_HEARTBEAT_TIMEOUT``, ``on_lost`` is told, and this link goes on trying. The first one may take longer:
+    ``BYTEPS_START_TIMEOUT_S`` while the cluster starts, ten timeouts if it ``is_late``, as all others are at work.
 
     A message that comes damaged is sent again. If an answer does, nobody can tell whose it was, and the connection
     counts as broken. What comes damaged twice is an error.
@@ -96,6 +103,7 @@ class TcpLink(ServerLink, Owner):
         on_lost: OnLost,
         what: str = "summation service",
         group: int = 0,
+        is_late: bool = False,
     ) -> None:
         self._loop = loop
         self._who = f"the {what} at {address}"
@@ -110,7 +118,12 @@ class TcpLink(ServerLink, Owner):
         self._opened = 0  # connections so far
         self._is_closed = False
         self._dialer = Dialer(context, loop, address, sender, settings, self, self._who, group)
-        loop.call_later(max(settings.start_timeout_s, self._silence_s), lambda: self._give_up(0))
+        first_s = SLOW_FACTOR * self._silence_s if is_late else max(settings.start_timeout_s, self._silence_s)
+        loop.call_later(first_s, lambda: self._give_up(0, first_s))
+
+    @property
+    def is_open(self) -> bool:
+        return self._dialer.is_open
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         self._begin(_Request(header, payload, offset))
@@ -181,12 +194,12 @@ class TcpLink(ServerLink, Owner):
         self._unsent.clear()
         self._requests.clear()
         opened = self._opened
-        self._loop.call_later(self._silence_s, lambda: self._give_up(opened))
+        self._loop.call_later(self._silence_s, lambda: self._give_up(opened, self._silence_s))
         self._on_again()
 
-    def _give_up(self, opened: int) -> None:
+    def _give_up(self, opened: int, after_s: float) -> None:
         if not (self._is_closed or self._dialer.is_open) and opened == self._opened:
-            self._on_lost(f"{self._who} can't be reached since {self._silence_s:g} s")
+            self._on_lost(f"{self._who} can't be reached since {after_s:g} s")
 
     def on_refused(self, error: ProtocolError) -> None:
         raise error
@@ -226,6 +239,10 @@ class LocalLink(ServerLink):
             self._lost(lost)
             return
         loop.add_reader(self._channel.fileno(), self._drain)
+
+    @property
+    def is_open(self) -> bool:
+        return self._channel is not None
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         """After the service is gone: nothing. What it has not answered moves to another with the next epoch."""

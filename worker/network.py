@@ -78,6 +78,11 @@ class Network:
             if member_id not in self._links:
                 self._links[member_id] = self._open(server, topology)
 
+    @property
+    def is_whole(self) -> bool:
+        """All servers can be reached, as far as is known."""
+        return all(link.is_open for link in self._links.values())
+
     def _open(self, server: pb.Member, topology: Topology) -> ServerLink:
         number = server.member_id
 
@@ -106,6 +111,7 @@ class Network:
             lambda: self._on_again(number),
             on_lost,
             group=topology.group,
+            is_late=topology.epoch > topology.group,
         )
 
     def push(self, part: Part, round_: int) -> None:

@@ -31,7 +31,8 @@ from byteps_py.worker.pieces import Receipt, Request
 from byteps_py.worker.probe import Probe
 from byteps_py.worker.rejoining import Rejoining
 from byteps_py.worker.requests import describe_waiting
-from byteps_py.worker.statistics import statistics
+from byteps_py.worker.starting import Starting
+from byteps_py.worker.statistics import heartbeat
 from byteps_py.worker.tensor import SumRequest
 
 _TICK_S = 0.25
@@ -66,14 +67,14 @@ class Service:
         self._member_id = 0
         self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
-        self._had_ranks = False
+        self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
         self._is_headless = False  # the scheduler is away
         self._headless_since = 0.0
         self._link: ControlLink = connect(
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
             self._scheduler_away, self._scheduler_back,
         )  # fmt: skip
-        self._farewell = Farewell(self._loop, self._link.send, self._loop.stop, self._settings.stall_limit_s)
+        self._farewell = self._new_farewell()
 
     def _open_desk(self, settings: Settings) -> Desk:
         if not settings.elastic:
@@ -88,10 +89,15 @@ class Service:
     def _send(self, message: pb.MemberMessage) -> None:
         self._link.send(message)
 
-    def run(self) -> int:
+    def begin(self) -> None:
+        """What starts beside the loop. (``run`` calls it.)"""
         self._ready.expect(_LIKELY)
+        self._ready.when_done(self._starting.loaded)
         self._loop.call_later(_TICK_S, self._tick)
         self._loop.call_later(PATIENCE_S, self._pump)
+
+    def run(self) -> int:
+        self.begin()
         try:
             self._loop.run()
         except BytePSError as error:  # a server broke the protocol, say: all must know
@@ -235,7 +241,10 @@ class Service:
         if self._farewell.is_going:
             self._loop.stop()  # what it stays for is wanted by nobody any more
         self._told_left.clear()
-        self._farewell = Farewell(self._loop, self._link.send, self._loop.stop, self._settings.stall_limit_s)
+        self._farewell = self._new_farewell()
+
+    def _new_farewell(self) -> Farewell:
+        return Farewell(self._loop, self._link.send, self._loop.stop, self._settings)
 
     def _scheduler_lost(self, error: BytePSError) -> None:
         if self._group is None:
@@ -256,13 +265,8 @@ class Service:
         self._is_headless = False
 
     def _heartbeat(self) -> pb.Heartbeat:
-        group = self._group
-        return pb.Heartbeat(
-            statistics=statistics(self._past, group, self._peers),
-            waiting=self._waiting(min(1.0, self._settings.stall_warn_s / 2)),
-            ranks=group.executor.pace.report(group.executor.ranks) if group is not None else (),
-            servers=group.network.pace.report() if group is not None and group.network is not None else (),
-        )
+        waiting = self._waiting(min(1.0, self._settings.stall_warn_s / 2))
+        return heartbeat(self._past, self._group, self._peers, waiting)
 
     # ---- waiting too long ------------------------------------------------------------------------------
 
@@ -277,7 +281,8 @@ class Service:
         if why:
             self._group_lost(PeerLostError(why), report=is_news)
         limit = self._settings.stall_limit_s
-        if limit and self._is_headless and now - self._headless_since > limit and self._group is not None:
+        is_alone = limit and self._is_headless and now - self._headless_since > limit
+        if is_alone and self._group is not None:
             self._group.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
         if limit and (waiting := self._waiting(limit)):
             # The scheduler knows whom they wait for: the last that it said about it.
@@ -288,18 +293,13 @@ class Service:
             self._fail(
                 StallError(f"{describe_waiting(waiting[0])} longer than BYTEPS_STALL_LIMIT_S={limit:g} allows{why}")
             )
-        if limit and self._is_headless and now - self._headless_since > limit and self._joined_here:
+        if is_alone and self._group is not None and self._group.joining.here:
             text = f"join(): the scheduler is away for longer than BYTEPS_STALL_LIMIT_S={limit:g}, and only it knows"
             self._fail(StallError(f"{text} when all have joined"))
-        if not self._stay and not self._had_ranks and now - self._started > self._settings.start_timeout_s:
+        if not self._stay and not self._starting.has_had_ranks and now - self._started > self._settings.start_timeout_s:
             logger.error("no rank came within %g s", self._settings.start_timeout_s)
             self._exit_code = 1
             self._loop.stop()
-
-    @property
-    def _joined_here(self) -> bool:
-        """Local ranks wait for all to join."""
-        return self._group is not None and bool(self._group.joining.here)
 
     def _pump(self) -> None:
         waits = self._group is not None and self._group.pump()
@@ -385,7 +385,7 @@ class Service:
         if self._group is not None:
             self._group.settle(self._farewell.gone)
         here = self._desk.ranks_here
-        self._had_ranks = self._had_ranks or here > 0
+        self._starting.ranks_here(here)
         left = self._desk.gone if self._stay else self._desk.left
         if self._group is not None and self._desk.failure is None and (news := sorted(set(left) - self._told_left)):
             self._told_left.update(news)
@@ -396,5 +396,5 @@ class Service:
                 self._go()
             return
         all_have_come = self._group is None or len(self._desk.left) >= self._settings.local_size
-        if self._desk.failure is not None or (self._had_ranks and all_have_come):
+        if self._desk.failure is not None or (self._starting.has_had_ranks and all_have_come):
             self._go()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 from byteps_py.proto import control_pb2 as pb
@@ -25,3 +26,15 @@ def statistics(past: pb.Statistics, group: Group | None, peers: PeerMachines | N
         counted.bytes_sent += peers.bytes_sent
         counted.bytes_received += peers.bytes_received
     return counted
+
+
+def heartbeat(
+    past: pb.Statistics, group: Group | None, peers: PeerMachines | None, waiting: Sequence[pb.Waiting]
+) -> pb.Heartbeat:
+    network = group.network if group is not None else None
+    return pb.Heartbeat(
+        statistics=statistics(past, group, peers),
+        waiting=waiting,
+        ranks=group.executor.pace.report(group.executor.ranks) if group is not None else (),
+        servers=network.pace.report() if network is not None else (),
+    )

@@ -6,6 +6,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.direct import Direct
+from byteps_py.worker.network import Network
 from byteps_py.worker.requests import Requests, describe_waiting
 from byteps_py.worker.tensor import RankSlot
 
@@ -18,11 +19,19 @@ class Waits:
     ``silence_s``: after so long a silence a server counts as lost, and others begin to do its work."""
 
     def __init__(
-        self, requests: Requests, agreement: Agreement, direct: Direct, desk: Desk, stay: bool, silence_s: float
+        self,
+        requests: Requests,
+        agreement: Agreement,
+        direct: Direct,
+        network: Network | None,
+        desk: Desk,
+        stay: bool,
+        silence_s: float,
     ) -> None:
         self._requests = requests
         self._agreement = agreement
         self._direct = direct
+        self._network = network
         self._desk = desk
         self._stay = stay
         self._silence_s = silence_s
@@ -79,8 +88,8 @@ class Waits:
         idle_s = here.executor.idle_s(now)
         if not (left or departed) or idle_s < DEPARTURE_GRACE_S or self.is_unserved:
             return "", False
-        if idle_s < DEPARTURE_GRACE_S + self._silence_s and here.executor.lacks(set(range(topology.size))):
-            return "", False  # its server may be lost, and what these ranks gave is asked for once more
+        if self._may_be_lost(idle_s) and here.executor.lacks(set(range(topology.size))):
+            return "", False  # what these ranks gave is asked for once more
         for waiting in self.longer_than(DEPARTURE_GRACE_S, now):
             group = set(waiting.group or range(topology.size))
             for _, sentence, ranks in departed:
@@ -89,6 +98,11 @@ class Waits:
             if ours := [rank for rank in left if topology.first_rank + rank in group]:
                 return f"{describe_waiting(waiting)}, but {topology.describe_ranks(ours)} shut down", True
         return "", False
+
+    def _may_be_lost(self, idle_s: float) -> bool:
+        """A server: one that is silent, or one that can't be reached (its link has a deadline of its own)."""
+        is_whole = self._network is None or self._network.is_whole
+        return idle_s < DEPARTURE_GRACE_S + self._silence_s or not is_whole
 
     @property
     def _left(self) -> dict[int, float]:

@@ -200,7 +200,7 @@ class SchedulerCore:
             return []
         present = self._roster.present()
         is_forming = self.state == FORMING
-        whys = [(m.connection, self._silence.too_long(m, present, now_s, is_forming or m.is_late)) for m in present]
+        whys = [(m.connection, self._silence.too_long(m, present, now_s, is_forming)) for m in present]
         return [(connection, why) for connection, why in whys if why]
 
     def heard(self, connection: int, now_s: float) -> None:

@@ -38,6 +38,7 @@ class MemberRecord:
     link_mbit: float = 0.0  # of its machine's link; set when the cluster is complete
     presence: Presence = Presence.PRESENT
     is_draining: bool = False  # it is to go: an SS gets no keys, a CS of an elastic job is in no further group
+    is_ready: bool = False  # its kernels are loaded and, of a CS, all its ranks have come
     is_late: bool = False  # SS: it came while the job ran, and is not ready for keys yet
     epoch: int = 0  # CS: the one to whose placement it has gone over
     statistics: pb.Statistics = field(default_factory=pb.Statistics)

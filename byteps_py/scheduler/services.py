@@ -63,7 +63,8 @@ class Services:
         return [] if self._none_since_s is None else self.await_one(self._why_none, now_s)
 
     def ready(self, member: MemberRecord, now_s: float) -> Outgoing:
-        """One that came while the job runs can sum now."""
+        """It has started; one that came while the job runs can sum now."""
+        member.is_ready = True
         if not member.is_late:
             return []
         member.is_late = False

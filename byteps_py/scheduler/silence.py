@@ -2,11 +2,11 @@
 
     heard ──3 intervals──► in doubt (status says so) ──1 timeout──► dead
                                                      └─10 timeouts, for a communication service whose machine lives, and
-                                                       for whoever is starting
+                                                       for all of a machine whose processes are starting
 
 What starves on a loaded machine is alive, and to lose it would end the job, while a summation service is replaced: so
-of the two only the former is given time, as long as another process of its machine is heard. Who starts loads kernels
-beside everybody else who does, and nobody waits for its results.
+of the two only the former is given time, as long as another process of its machine is heard. Processes that start
+together (ranks import torch, services load kernels) starve each other for seconds.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Silence:
         self._last_tick_s = now_s
 
     def too_long(
-        self, member: MemberRecord, present: Iterable[MemberRecord], now_s: float, is_starting: bool = False
+        self, member: MemberRecord, present: Iterable[MemberRecord], now_s: float, is_forming: bool = False
     ) -> str:
-        """Why this member's silence is a death, in words; empty while it is not. ``present``: it and all others."""
+        """Why this member's silence is a death, in words; empty while it is not. ``present``: it and all others.
+        ``is_forming``: the cluster is yet to come together."""
         silence_s = self._silence_s(member, now_s)
         if silence_s < self._timeout_s or now_s - self._awake_since_s < self._timeout_s:
             return ""
-        is_heard_beside = any(
-            other.facts.machine_id == member.facts.machine_id and self._silence_s(other, now_s) < self._timeout_s
-            for other in present
-        )
+        here = [other for other in present if other.facts.machine_id == member.facts.machine_id]
+        is_starting = is_forming or not all(other.is_ready for other in here)
+        is_heard_beside = any(self._silence_s(other, now_s) < self._timeout_s for other in here)
         slow = is_starting or (member.is_worker and is_heard_beside)
         if slow and silence_s < self._timeout_s * SLOW_FACTOR:
             return ""

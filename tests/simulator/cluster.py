@@ -30,7 +30,7 @@ _MAX_EVENTS = 200_000
 FAULTS = (
     "kill a rank", "kill a worker", "kill all servers", "a rank leaves", "freeze a machine", "kill the scheduler",
 )  # fmt: skip
-_STALL_LIMIT_S = 30.0
+_STALL_LIMIT_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +201,7 @@ class Cluster:
             victim.leave_early()
         elif self.fault == "freeze a machine":
             machine = self.machine_of(victim)
-            if self.scheduler.state != RUNNING:
-                self.world.expect_quiet(SLOW_FACTOR * self.config.heartbeat_timeout_s + 1.0)
+            self.world.expect_quiet(SLOW_FACTOR * self.config.heartbeat_timeout_s + 1.0)  # it may be starting
             for process in self.world.processes:
                 if self.machine_of(process) == machine:
                     process.freeze()

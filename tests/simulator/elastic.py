@@ -65,7 +65,7 @@ class ElasticCluster(Cluster):
         self.fault = ""
         self.books: dict[int, Book] = {}
         self.shocks = Shocks(self)
-        self.world.hang_s = 2 * _ELASTIC_TIMEOUT_S
+        self.world.hang_s = 3 * _ELASTIC_TIMEOUT_S
         self._commit_every = self.world.random.choice((1, 1, 2, 3))
 
     @property

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.scheduler.silence import SLOW_FACTOR
 from byteps_py.server.arrival import Arrival, FrameMemory
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
@@ -97,6 +98,7 @@ class TcpLink(ServerLink):
         on_lost: Callable[[str], None],
         what: str = "",
         group: int = 0,
+        is_late: bool = False,
     ) -> None:
         self.process = loop.process
         self.server = self.network.servers[address]
@@ -118,6 +120,12 @@ class TcpLink(ServerLink):
         loop.process.on_end.append(self.close)
         self.server.process.on_end.append(self.break_)
         self._open()
+        first, first_s = self.connection, SLOW_FACTOR * self._patience_s if is_late else settings.start_timeout_s
+        self._loop.call_later(first_s, lambda: self._give_up(first))
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_up
 
     def _open(self) -> None:
         connection = self.connection = Connection(self._world)

@@ -162,14 +162,14 @@ def scatter_in_the_order_of_arrival(core: pytest.MonkeyPatch) -> None:
 #: With the seed that shows it first.
 PEER_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     serve_a_later_round: 3,
-    let_go_of_what_is_being_sent: 21,
+    let_go_of_what_is_being_sent: 3,
     let_go_of_what_has_left: 3,
-    forget_what_was_said_of_pieces: 2013,
+    forget_what_was_said_of_pieces: 1578,
     count_answers_twice: 3,
     show_strips_that_are_begun: 3,
-    forget_who_asked_early: 64,
+    forget_who_asked_early: 52,
     ask_once: 66,
-    leave_with_what_others_need: 578,
+    leave_with_what_others_need: 122,
     keep_requests_for_rounds_that_are_no_more: 154,
     reuse_memory_of_rounds_that_were_abandoned: 51680,
     give_memory_back_that_is_being_sent: 6711,

@@ -81,9 +81,7 @@ class Worker(Process):
     def start(self, settings: Settings, stay: bool = False) -> None:
         """Under the world's substitutes."""
         self._service = service.Service(settings, stay)
-        loop = self._service._loop
-        loop.call_later(service._TICK_S, self._service._tick)
-        loop.call_later(credit.PATIENCE_S, self._service._pump)
+        self._service.begin()
 
     @property
     def has_begun(self) -> bool:

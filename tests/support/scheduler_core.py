@@ -89,6 +89,8 @@ def running(n: int = 2, k: int = 0, local_size: int = 2, **config: object) -> tu
     servers = [cluster.join(server(i, CPU, n, k)) for i in range(k)]
     if n > 1 and k < n:
         servers += [cluster.join(server(i, GPU, n, k)) for i in range(n)]
+    for each in (*workers, *servers):
+        cluster.say(each, ready=pb.Ready())
     assert cluster.core.state == states.RUNNING
     return cluster, workers, servers
 
