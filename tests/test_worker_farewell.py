@@ -35,7 +35,9 @@ class Machine:
         self.sent: list[pb.MemberMessage] = []
         self.stops = 0
         self.is_owing = self.is_lacking = False
-        self.farewell = Farewell(cast(Any, self.loop), self.sent.append, self._stop, Settings(stall_limit_s=owed_s))
+        self.farewell = Farewell(
+            cast(Any, self.loop), self.sent.append, self._stop, Settings(stall_limit_s=owed_s, stall_warn_s=1.0)
+        )
         self.farewell.owes = lambda gone: self.is_owing
         self.farewell.lacks = lambda ranks: self.is_lacking
 
