@@ -373,6 +373,8 @@ class ControlLink:
         elif self._stream is None or not self._stream.is_open:
             self._stream = None
             self._connect()
+        elif not self._stream.is_welcome:  # the welcome may be on its way to the process, which is gone here
+            self._stream.break_()
         self._world.after(_CLOSE_S, None, None, self._give_up)
 
     def _give_up(self) -> None:
