@@ -241,6 +241,7 @@ class ControlLink:
         self._is_closed = False
         self.is_over = False
         self._is_dismissed = False
+        self._is_orphan = False
         self._away_since_s = -1.0
         self._is_told = False
         self._stream: Stream | None = None
@@ -258,6 +259,10 @@ class ControlLink:
             return
         scheduler = self._place.scheduler
         if scheduler.is_gone:
+            if scheduler.exit_code is not None and not self._is_orphan:
+                self._is_orphan = True
+                # A server that has slept finds that all is over; one that knew of nobody yet waits for a scheduler.
+                self._world.expect_quiet(_ORPHAN_S + 2.0 if self._session.epoch else self._patience_s)
             self._world.after(_RETRY_S, None if self._is_closed else self.process, None, self._connect)
             return
         stream = self._stream = Stream(self, scheduler, len(self._place.streams) + 1)
@@ -271,9 +276,6 @@ class ControlLink:
         if self._is_dismissed:
             self.is_over = True
         elif not self.is_over:
-            if self._place.scheduler.exit_code is not None:
-                # A server that has slept finds that all is over; one that knew of nobody yet waits for a scheduler.
-                self._world.expect_quiet(_ORPHAN_S + 2.0 if self._session.epoch else self._patience_s)
             if self._away_since_s < 0:
                 since_s = self._away_since_s = self._world.now_s
                 self._world.after(_SHORT_S, self.process, None, lambda: self._tell(since_s))
