@@ -9,6 +9,7 @@ from byteps_py.tensors import Op, TensorSpec
 from byteps_py.worker.actions import Compute, Done, Fail, Push, Release, SendBallot
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.joining import Joining
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.tensor import RankSlot, Tensor
 
@@ -140,3 +141,17 @@ def test_a_machine_without_data_says_so_round_by_round() -> None:
     assert not made.contributes
     assert pipeline.answered(part, 1, 0, 0.0) == [Done(made, ()), Push(part, 2)]
     assert Release((only,), made) in pipeline.retire(made, 0.0)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_slots_from_before_are_given_back_once_nothing_is_copied_there() -> None:
+    joining = object.__new__(Joining)
+    void = [slot(0), slot(1)]
+    joining._void = list(void)
+    void[1].copies = 1
+    assert joining._idle_since_before() == ()
+    void[1].copies = 0
+    assert joining._idle_since_before() == tuple(void)
+    assert joining._idle_since_before() == ()

@@ -138,6 +138,27 @@ def test_what_is_for_a_machine_that_is_gone_is_not_taken(service: Service, nbyte
     assert not service.served.acquire(blocking=False)
 
 
+def test_memory_is_free_once_all_that_is_being_sent_has_left() -> None:
+    timers: list[Callable[[], None]] = []
+    told: list[str] = []
+    peers = object.__new__(PeerMachines)
+    peers._loop = cast(Any, SimpleNamespace(call_later=lambda delay_s, then: timers.append(then)))
+    peers._leaving, peers._is_watching = [], False
+    tracker = SimpleNamespace(done=False)
+    network = SimpleNamespace(send_tracked=lambda *given: tracker)
+    peer = RemotePeer(cast(Any, network), b"", 1, cast(Any, (None, None)), 0)
+    peers.serve((peer, Header(Kind.FETCH, 1)), memoryview(LARGE), lambda: told.append("sent"))
+    peers.when_left(lambda: told.append("free"))
+    timers.pop()()
+    assert told == []
+    tracker.done = True
+    timers.pop()()
+    assert told == ["sent", "free"]
+    assert timers == []
+    peers.when_left(lambda: told.append("at once"))
+    assert told[-1] == "at once"
+
+
 @pytest.mark.parametrize(("newer", "gone"), [(None, [1]), (object(), [])])
 def test_a_machine_that_has_connected_again_is_not_gone(newer: object, gone: list[int]) -> None:
     """The end of its older connection shows late, and what it has asked for since must stay."""

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from byteps_py.scheduler.roster import Roster
-from byteps_py.server import service as server_service
 from byteps_py.server.actions import Reduce
-from byteps_py.server.partition import Round, State
+from byteps_py.server.partition import Round
 from byteps_py.server.rounds import Rounds
 from byteps_py.worker.actions import Action, Push, Release
 from byteps_py.worker.agreement import Agreement
@@ -304,24 +303,6 @@ def keep_rounds_that_were_answered_elsewhere(core: pytest.MonkeyPatch) -> None:
     core.setattr(Rounds, "_collect", collect)
 
 
-def wait_for_sums_that_nobody_needs(core: pytest.MonkeyPatch) -> None:
-    """A sum that is taken again, of a round that all have by now, holds up the rounds after it."""
-    real = Rounds._out_of_step
-
-    def out_of_step(self: Rounds[Any], partition: Any, new: Any) -> str:
-        for other in partition.rounds.values():
-            if other.number < new.header.round - 1 and other.state is State.REDUCING:
-                return "not delivered yet"
-        return real(self, partition, new)
-
-    core.setattr(Rounds, "_out_of_step", out_of_step)
-
-
-def answer_where_the_machine_was_before(core: pytest.MonkeyPatch) -> None:
-    """A machine that connects again while its round is reduced finds the result where it does not look."""
-    core.setattr(server_service, "hand_on", lambda *given: None)
-
-
 def welcome_to_a_failed_job(core: pytest.MonkeyPatch) -> None:
     """Ranks that wait while the cluster comes together are welcomed, though one of them was found dead."""
 
@@ -384,8 +365,6 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     go_on_before_the_scheduler_knows: 1106,
     leave_without_farewell: 95,
     lose_what_was_on_the_wire: 55,
-    wait_for_sums_that_nobody_needs: 9248,
-    answer_where_the_machine_was_before: 13292,
     keep_rounds_that_were_answered_elsewhere: 207,
     give_up_before_a_server_is_reached: 1628,
 }

@@ -13,7 +13,6 @@ from byteps_py.wire import Kind
 from byteps_py.worker import direct, peers, serving
 from byteps_py.worker.courier import Courier
 from byteps_py.worker.direct import Direct
-from byteps_py.worker.joining import Joining
 from byteps_py.worker.peers import PeerMachines
 from byteps_py.worker.pieces import Receipt, Serve
 from byteps_py.worker.receipts import Receipts
@@ -116,34 +115,6 @@ def leave_with_what_others_need(core: pytest.MonkeyPatch) -> None:
     core.setattr(Direct, "owes", lambda self, gone, local_rank=None: False)
 
 
-def keep_requests_for_rounds_that_are_no_more(core: pytest.MonkeyPatch) -> None:
-    """What was asked for before all joined is held until its name is declared again, for other ranks perhaps."""
-    real = Direct.requested
-
-    def requested(self: Direct, request: Any) -> Any:
-        if request.key in self._channels:
-            return real(self, request)
-        self._early.setdefault(request.key, []).append(request)
-        return []
-
-    core.setattr(Direct, "requested", requested)
-
-
-def reuse_memory_of_rounds_that_were_abandoned(core: pytest.MonkeyPatch) -> None:
-    """Though a copy runs there yet."""
-
-    def give_back(self: Joining) -> Any:
-        void, self._void = self._void, []
-        return tuple(void)
-
-    core.setattr(Joining, "_idle_since_before", give_back)
-
-
-def give_memory_back_that_is_being_sent(core: pytest.MonkeyPatch) -> None:
-    """What is void, and a machine that does not know yet has asked for."""
-    core.setattr(PeerMachines, "when_left", lambda self, then: then())
-
-
 def scatter_in_the_order_of_arrival(core: pytest.MonkeyPatch) -> None:
     """Machines' sums of a part are added as they come."""
     real = Scatter.arrived
@@ -170,8 +141,5 @@ PEER_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     forget_who_asked_early: 52,
     ask_once: 66,
     leave_with_what_others_need: 122,
-    keep_requests_for_rounds_that_are_no_more: 154,
-    reuse_memory_of_rounds_that_were_abandoned: 51680,
-    give_memory_back_that_is_being_sent: 6711,
     scatter_in_the_order_of_arrival: 7,
 }
