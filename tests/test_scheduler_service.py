@@ -26,7 +26,8 @@ from support.schedulers import (
 
 from byteps_py import errors
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import query
+from byteps_py.scheduler import query, remote
+from byteps_py.scheduler.steady import retry_steadily
 from byteps_py.settings import Settings
 
 
@@ -63,6 +64,18 @@ def attend() -> Iterator[Callable[..., Member]]:
     yield factory
     for member in members:
         member.close()
+
+
+def test_a_members_connection_says_again_at_a_steady_pace(
+    start: Factory, attend: Attend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(remote, "retry_steadily", lambda port: made.append((port, retry_steadily(port))))
+    settings = start(num_workers=1).wait_listening().settings
+    member = attend(settings, as_worker(0))
+    member.wait("membership")
+    assert made == [(settings.scheduler_port, 1)]
+    member.leave()
 
 
 @pytest.mark.parametrize("secret", ["", "s3cret"])

@@ -74,6 +74,7 @@ class Job:
             **kept,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            "BYTEPS_LOG_LEVEL": "INFO",  # a scheduler that is back at once is no news
             "RECOVERY_COMPUTE_S": str(COMPUTE_S),
             "DMLC_PS_ROOT_URI": self._where["scheduler"][0] if where else "127.0.0.1",
             "DMLC_PS_ROOT_PORT": port,

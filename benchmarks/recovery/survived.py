@@ -152,6 +152,14 @@ def server_frozen(repeat: int, history: History) -> list[Row]:
     return [row]
 
 
+def scale(job: Job) -> None:
+    """Take all CPU machines' servers back."""
+    command = [sys.executable, "-m", "byteps_py.cli", "scale", "0"]
+    done = subprocess.run(command, env=job.environ, stdout=subprocess.DEVNULL, check=False, timeout=WAIT_S)
+    if done.returncode:
+        raise UnforeseenError(f"bps scale ended with status {done.returncode}")
+
+
 def server_comes_and_goes(repeat: int, history: History) -> list[Row]:
     """A CPU machine is added and taken back, by ``bps scale`` and by SIGTERM to its server in turns."""
     added = Row("CPU machine added: longest step over a calm one", 1.0)
@@ -189,11 +197,7 @@ def server_comes_and_goes(repeat: int, history: History) -> list[Row]:
             if row is stopped:
                 pause(job, row, lambda launcher=launcher: launcher.signal(signal.SIGTERM, _SERVER), gone)
             else:
-                command = [sys.executable, "-m", "byteps_py.cli", "scale", "0"]
-                with subprocess.Popen(command, env=job.environ, stdout=subprocess.DEVNULL) as scale:
-                    pause(job, row, lambda: None, gone)
-                    if scale.wait(WAIT_S):
-                        raise UnforeseenError(f"bps scale ended with status {scale.returncode}")
+                pause(job, row, lambda: scale(job), gone)
 
     survive(history, [added, scaled, stopped], repeat, hit, servers=0)
     return [added, scaled, stopped]

@@ -21,6 +21,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
 from byteps_py.scheduler.resuming import MemberSession
+from byteps_py.scheduler.steady import retry_steadily
 from byteps_py.settings import Settings
 
 CLOSE_TIMEOUT_S = 5.0
@@ -189,6 +190,8 @@ class RemoteControl:
                     if not message.refused.unknown:
                         self._pass_on(message)
                     return error
+                if message.HasField("welcome"):
+                    retry_steadily(self._settings.scheduler_port)
                 self._receive(message, stream)
         except ProtocolError as error:
             call.cancel()

@@ -32,6 +32,7 @@ from byteps_py.scheduler.member import describe
 from byteps_py.scheduler.restoring import Restored
 from byteps_py.scheduler.session import Sent
 from byteps_py.scheduler.sessions import Sessions
+from byteps_py.scheduler.steady import retry_steadily
 from byteps_py.settings import Settings
 
 TICK_S = 0.2
@@ -107,6 +108,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         except RuntimeError as error:
             raise ConfigurationError(f"the scheduler can't listen on {host}:{port}: {error}") from error
         await server.start()
+        retry_steadily(port)
         logger.info("listening on %s:%d for job %s", host, port, self._settings.job)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
