@@ -31,6 +31,7 @@ FAULTS = (
     "kill a rank", "kill a worker", "kill all servers", "a rank leaves", "freeze a machine", "kill the scheduler",
 )  # fmt: skip
 _STALL_LIMIT_S = 40.0
+_NOTICED_S = 6.0  # connections to a machine that is silent end by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +206,23 @@ class Cluster:
             for process in self.world.processes:
                 if self.machine_of(process) == machine:
                     process.freeze()
+            self.cut_off_soon(machine)
         elif self.fault == "kill all servers":
             for process in candidates:
                 process.die()
             self.world.expect_quiet(SUCCESSOR_S + 5 * self.config.heartbeat_timeout_s)
         else:
             victim.die()
+
+    def cut_off_soon(self, machine: int) -> None:
+        """Others find that a silent machine's connections have ended."""
+
+        def cut() -> None:
+            for link in list(self.network.links):
+                if self.machine_of(link.process) == machine:
+                    link.break_()
+
+        self.world.after(_NOTICED_S, None, None, cut)
 
     def machine_of(self, process: Process) -> int:
         """Index of the GPU machine that it runs on; -1 if none."""

@@ -16,7 +16,6 @@ SHOCKS = (
 )  # fmt: skip
 _PLANNED = ("a machine comes", "a machine is told to leave")
 _MOST = 6
-_NOTICED_S = 6.0  # connections to a machine that is silent end by then
 
 
 class Shocks(Strikes):
@@ -109,11 +108,5 @@ class Shocks(Strikes):
         else:
             for process in here:
                 process.die() if kind == "kill a machine" else process.freeze()
-            world.after(_NOTICED_S, None, None, lambda: self._cut_off(machine))
+            cluster.cut_off_soon(machine)
         return f"machine {machine}"
-
-    def _cut_off(self, machine: int) -> None:
-        """Others find that its connections have ended."""
-        for link in list(self._cluster.network.links):
-            if self._cluster.machine_of(link.process) == machine:
-                link.break_()
