@@ -192,7 +192,7 @@ class Desk:
         try:
             send()
         except PeerLostError:
-            self._died(rank)
+            self._ended(rank)
 
     def _read(self, rank: RankConnection) -> None:
         self._serve(rank)
@@ -268,7 +268,7 @@ class Desk:
     # ---- leaving ---------------------------------------------------------------------------------------
 
     def _ended(self, rank: RankConnection) -> None:
-        """The rank's process is gone. What it said before, LEAVE above all, still counts."""
+        """The rank's process, or its connection, is gone. What it said before, LEAVE above all, still counts."""
         while self._serve(rank):
             pass
         self._died(rank)

@@ -115,6 +115,8 @@ class Channel(Source):
             self.is_muted = False
             return
         peer = self.peer
+        if not self.is_closed and peer.is_closed and self._underway > len(self.inbox):
+            return  # before the other end was closed, as it were: in truth what was said there would lie here by now
         if self.is_closed or peer.is_closed or not peer.process.is_alive:
             raise PeerLostError(f"process {self.peer_pid} closed its local connection")
         if peer.process.is_paused and peer._underway >= _MANY:
