@@ -1,4 +1,4 @@
-"""The desk of an elastic job, by itself: ranks of the first group that never come."""
+"""The desk of an elastic job, by itself: ranks of the first group that never come, and last words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+from byteps_py.errors import PeerLostError
+from byteps_py.session import protocol
+from byteps_py.session.protocol import Kind
 from byteps_py.worker.elastic_desk import ElasticDesk
+
+
+def ignore(*given: object) -> None: ...
 
 
 class Desk:
@@ -15,7 +21,9 @@ class Desk:
     def __init__(self) -> None:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.deaths, self.returns = list[str](), list[tuple[str, bool]]()
-        loop = SimpleNamespace(add_reader=lambda *given: None, call_later=lambda *given: self.timers.append(given))
+        loop = SimpleNamespace(
+            add_reader=ignore, change_reader=ignore, call_later=lambda *given: self.timers.append(given)
+        )
         listener = SimpleNamespace(fileno=lambda: -1)
         self.desk = ElasticDesk(
             cast(Any, loop), cast(Any, listener), 2, self.deaths.append, lambda: None, self._wants_group, 60.0
@@ -52,3 +60,26 @@ def test_nobody_waits_for_ranks_of_a_machine_that_was_told_to_leave() -> None:
     assert one.returns == [("a machine was told to leave before all of its ranks had come", False)]
     one.timers[0][1]()
     assert one.deaths == []
+
+
+def test_what_a_rank_said_before_it_hung_up_counts_though_a_word_to_it_finds_that_out() -> None:
+    one = Desk()
+    one.open()
+    said = [protocol.pack(Kind.LEAVE, again="HostsUpdatedInterrupt", planned=True)]
+    ends: list[str] = []
+
+    def send(message: bytes) -> None:
+        raise PeerLostError("it has hung up")
+
+    rank = SimpleNamespace(
+        local_rank=0, pid=7, fd=-1, pidfd=-1, send=send, hang_up=lambda: ends.append("hung up"),
+        receive=lambda: said.pop() if said else None, forget=lambda: ends.append("forgotten"),
+    )  # fmt: skip
+    here = cast(Any, one.desk._open)
+    here.executor.ranks[0] = rank
+    here.describe, here.forget = lambda local_rank, pid: f"rank {local_rank}", lambda local_rank: None
+    one.desk.tell_hosts(added=True, removed=False)
+    assert one.deaths == []
+    assert one.returns == [("rank 0 goes back to its last commit after HostsUpdatedInterrupt", True)]
+    assert ends == ["hung up"]
+    assert one.desk.may_return == 1
