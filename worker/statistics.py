@@ -31,6 +31,7 @@ def statistics(past: pb.Statistics, group: Group | None, peers: PeerMachines | N
 def heartbeat(
     past: pb.Statistics, group: Group | None, peers: PeerMachines | None, waiting: Sequence[pb.Waiting]
 ) -> pb.Heartbeat:
+    """``waiting``: what local ranks have waited for long enough to be told."""
     network = group.network if group is not None else None
     return pb.Heartbeat(
         statistics=statistics(past, group, peers),

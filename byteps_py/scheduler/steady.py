@@ -8,7 +8,6 @@ keep to the first wait instead (TCP_THIN_LINEAR_TIMEOUTS), but gRPC has no optio
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import stat
 from pathlib import Path
@@ -26,10 +25,13 @@ def retry_steadily(port: int) -> int:
             with contextlib.suppress(OSError):  # closed meanwhile, not connected, not known
                 if not stat.S_ISSOCK(entry.stat().st_mode):
                     continue
-                with socket.socket(fileno=os.dup(int(entry.name))) as one:
+                one = socket.socket(fileno=int(entry.name))
+                try:
                     if _is_of(one, port):
                         one.setsockopt(socket.IPPROTO_TCP, _TCP_THIN_LINEAR_TIMEOUTS, 1)
                         count += 1
+                finally:
+                    one.detach()  # it is not ours to close
     return count
 
 
