@@ -262,16 +262,20 @@ class Reform(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., planned: bool = ...) -> None: ...
 
 class Gathered(_message.Message):
-    __slots__ = ("ranks", "others", "epoch", "newcomers")
+    __slots__ = ("ranks", "others", "epoch", "newcomers", "synced_in", "shut_down")
     RANKS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEWCOMERS_FIELD_NUMBER: _ClassVar[int]
+    SYNCED_IN_FIELD_NUMBER: _ClassVar[int]
+    SHUT_DOWN_FIELD_NUMBER: _ClassVar[int]
     ranks: int
     others: bool
     epoch: int
     newcomers: bool
-    def __init__(self, ranks: _Optional[int] = ..., others: bool = ..., epoch: _Optional[int] = ..., newcomers: bool = ...) -> None: ...
+    synced_in: int
+    shut_down: int
+    def __init__(self, ranks: _Optional[int] = ..., others: bool = ..., epoch: _Optional[int] = ..., newcomers: bool = ..., synced_in: _Optional[int] = ..., shut_down: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("reason",)

@@ -87,7 +87,7 @@ def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away(
     reception = desk.Desk(loop, listener, 2, lambda sentence: None, lambda: None)
 
     def hello(**changes: object) -> bytes:
-        fields = {"version": protocol.VERSION, "local_rank": 0, "local_size": 2, "pid": 1, **changes}
+        fields = {"version": protocol.VERSION, "local_rank": 0, "local_size": 2, "pid": 1, "synced_in": 0, **changes}
         return protocol.pack(protocol.Kind.HELLO, **fields)
 
     said = {
@@ -97,6 +97,9 @@ def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away(
         hello(local_rank=-1): "a rank came as local rank -1 of 2",
         hello(local_rank="0"): "a rank came as local rank 0 of 2",
         hello(local_rank=0.5): "a rank came as local rank 0.5 of 2",
+        hello(synced_in=-1): "no group has the number -1",
+        hello(synced_in=1 << 32): "no group has the number 4294967296",
+        hello(synced_in="7"): "no group has the number '7'",
         hello(local_size=3): "BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same to both",
         protocol.pack_record(protocol.Kind.READY, 1, 1, 1): "did not say who it is",
         b"\xff": "unknown kind of local message",

@@ -213,6 +213,27 @@ def test_what_a_torch_state_saves_and_makes_equal() -> None:
     ThreadedCluster((1, 1)).run(main)
 
 
+def test_a_state_that_could_not_be_made_equal_is_none_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has come, the optimizer has not: going back, a rank has its own commit, and not half of each."""
+
+    def overwrite(params: dict[str, torch.Tensor], root: int) -> None:
+        for value in params.values():
+            value.fill_(9.0)
+
+    def fail(optimizer: object, root: int) -> None:
+        raise bps.PeerLostError("lost rank 0")
+
+    monkeypatch.setattr(byteps_py.torch.elastic.state, "broadcast_parameters", overwrite)
+    monkeypatch.setattr(byteps_py.torch.elastic.state, "broadcast_optimizer_state", fail)
+    model = Net()
+    before = state_of(model)
+    state = TorchState(model, sgd(list(model.parameters())), step=3)
+    with pytest.raises(bps.PeerLostError):
+        state.sync()
+    state.restore()
+    assert_same([state_of(model)], before)
+
+
 def test_a_state_of_ones_own() -> None:
     class Mine(State):
         pass

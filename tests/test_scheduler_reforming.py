@@ -9,7 +9,17 @@ from support.scheduler_core import Cluster, ballot, declare, running, server, wo
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.reforming import PLANNED_S, Break, Candidate, GiveUp, Open, Reforming, Wait
+from byteps_py.scheduler.reforming import (
+    PLANNED_S,
+    SHUT_DOWN_S,
+    Break,
+    Candidate,
+    GiveUp,
+    Open,
+    Reforming,
+    Wait,
+    Waiting,
+)
 
 A, B, C = Candidate(1, 0), Candidate(2, 1), Candidate(3, 2)
 NEW = Candidate(9, -1)
@@ -30,33 +40,50 @@ def broken(**limits: int) -> Reforming:
 
 def test_who_is_left_is_the_next_group_once_all_are_back() -> None:
     group = broken()
-    group.ready(C.id, 2)
+    group.ready(C.id, Waiting(2))
     waiting = group.decide([A, C], 1.0)
     assert isinstance(waiting, Wait)
     assert "lost b; waiting for 1 machine to come back" in waiting.sentence
-    group.ready(A.id, 1)
+    group.ready(A.id, Waiting(1))
     assert group.decide([A, C], 1.0) == Open(((1, 1), (3, 2)), (), is_continued=False)
 
 
 def test_who_does_not_come_back_is_left_behind_at_the_deadline() -> None:
     group = broken()
-    group.ready(A.id, 1)
+    group.ready(A.id, Waiting(1))
     assert isinstance(group.decide([A, C], 99.0), Wait)
     assert group.decide([A, C], 100.0) == Open(((1, 1),), (3,), is_continued=False)
 
 
 def test_newcomers_come_after_the_others_and_are_not_waited_for() -> None:
     group = broken()
-    group.ready(NEW.id, 4)
-    group.ready(C.id, 1)
+    group.ready(NEW.id, Waiting(4))
+    group.ready(C.id, Waiting(1))
     assert group.decide([NEW, C, Candidate(4, -1)], 0.0) == Open(((3, 1), (9, 4)), (), is_continued=False)
+
+
+def test_who_has_the_latest_state_comes_first() -> None:
+    """B's rank joined late and got it, A's was in the group and never got it; C's is from a group before that."""
+    group = broken()
+    group.ready(A.id, Waiting(1))
+    group.ready(B.id, Waiting(2, synced_in=7))
+    group.ready(C.id, Waiting(1, synced_in=5))
+    group.ready(NEW.id, Waiting(4))
+    assert group.decide([A, B, C, NEW], 0.0) == Open(((2, 2), (3, 1), (1, 1), (9, 4)), (), is_continued=False)
+
+
+def test_the_maximum_keeps_newcomers_out_whatever_state_they_have() -> None:
+    group = broken(max_ranks=3)
+    group.ready(NEW.id, Waiting(2, synced_in=3))
+    group.ready(A.id, Waiting(2, synced_in=4))
+    assert group.decide([NEW, A], 0.0) == Open(((1, 2),), (), is_continued=False)
 
 
 def test_newcomers_beyond_the_maximum_wait() -> None:
     group = broken(max_ranks=3)
-    group.ready(NEW.id, 2)
-    group.ready(8, 1)
-    group.ready(A.id, 2)
+    group.ready(NEW.id, Waiting(2))
+    group.ready(8, Waiting(1))
+    group.ready(A.id, Waiting(2))
     assert group.decide([A, Candidate(8, -1), NEW], 0.0) == Open(((1, 2), (8, 1)), (), is_continued=False)
     group.opened([1, 8])
     assert group.waiting_ranks(NEW.id) == 2
@@ -65,7 +92,7 @@ def test_newcomers_beyond_the_maximum_wait() -> None:
 
 def test_fewer_than_the_minimum_wait_and_then_give_up() -> None:
     group = broken(min_ranks=2)
-    group.ready(A.id, 1)
+    group.ready(A.id, Waiting(1))
     waiting = group.decide([A], 50.0)
     assert isinstance(waiting, Wait)
     assert "1 rank left, and at least 2 are wanted (BYTEPS_MIN_NP): waiting for others to join" in waiting.sentence
@@ -74,17 +101,17 @@ def test_fewer_than_the_minimum_wait_and_then_give_up() -> None:
     assert over.sentence == (
         "lost b; 1 rank left, and at least 2 are wanted (BYTEPS_MIN_NP); no others came within 100 s"
     )
-    group.ready(NEW.id, 1)
+    group.ready(NEW.id, Waiting(1))
     assert group.decide([A, NEW], 50.0) == Open(((1, 1), (9, 1)), (), is_continued=False)
 
 
 def test_so_many_groups_and_no_more() -> None:
     group = broken(reset_limit=1)
-    group.ready(A.id, 1)
+    group.ready(A.id, Waiting(1))
     assert isinstance(group.decide([A], 0.0), Open)
     group.opened([A.id])
     group.begin("lost c", planned=False, now_s=1.0)
-    group.ready(A.id, 1)
+    group.ready(A.id, Waiting(1))
     over = group.decide([A], 1.0)
     assert isinstance(over, GiveUp)
     assert over.sentence == "lost c; the group was formed anew 1 times (BYTEPS_RESET_LIMIT)"
@@ -93,11 +120,11 @@ def test_so_many_groups_and_no_more() -> None:
 def test_ranks_that_leave_of_one_mind_go_on_as_they_are() -> None:
     group = reforming()
     assert not group.begin("new hosts", planned=True, now_s=0.0)
-    group.ready(A.id, 1)
+    group.ready(A.id, Waiting(1))
     assert isinstance(group.decide([A, B], 1.0), Wait)
-    group.ready(B.id, 0)  # told to leave
+    group.ready(B.id, Waiting(0))  # told to leave
     assert group.decide([A, Candidate(2, 1, is_leaving=True)], 1.0) == Open(((1, 1),), (), is_continued=True)
-    group.ready(NEW.id, 1)
+    group.ready(NEW.id, Waiting(1))
     assert group.decide([A, B, NEW], 1.0) == Open(((1, 1), (9, 1)), (), is_continued=False)
 
 
@@ -105,20 +132,33 @@ def test_a_rank_that_starts_late_is_not_equal_to_the_others() -> None:
     """Its machine was in the group, and nobody else comes."""
     group = reforming()
     group.begin("hosts leave", planned=True, now_s=0.0)
-    group.ready(A.id, 2, has_newcomers=True)
-    group.ready(B.id, 1)
+    group.ready(A.id, Waiting(2, has_newcomers=True))
+    group.ready(B.id, Waiting(1))
     assert group.decide([A, B], 1.0) == Open(((1, 2), (2, 1)), (), is_continued=False)
     group.opened([A.id, B.id])
     group.begin("hosts leave", planned=True, now_s=2.0)
-    group.ready(A.id, 2)
-    group.ready(B.id, 1)
+    group.ready(A.id, Waiting(2))
+    group.ready(B.id, Waiting(1))
     assert group.decide([A, B], 3.0) == Open(((1, 2), (2, 1)), (), is_continued=True)
+
+
+def test_who_has_shut_down_may_come_back_soon() -> None:
+    """All ranks shut down and initialize again, or are done: nobody knows before."""
+    group = reforming()
+    group.begin("ranks come back", planned=True, now_s=5.0)
+    group.ready(A.id, Waiting(1, has_newcomers=True))
+    group.ready(B.id, Waiting(0, shut_down=1))
+    waiting = group.decide([A, B], 5.0 + SHUT_DOWN_S - 0.1)
+    assert waiting == Wait("ranks come back; waiting for 1 rank to come back after shutdown()")
+    assert group.decide([A, B], 5.0 + SHUT_DOWN_S) == Open(((1, 1),), (), is_continued=False)
+    group.ready(B.id, Waiting(1, has_newcomers=True))
+    assert group.decide([A, B], 6.0) == Open(((1, 1), (2, 1)), (), is_continued=False)
 
 
 def test_who_does_not_follow_the_others_is_told() -> None:
     group = reforming()
     group.begin("new hosts", planned=True, now_s=5.0)
-    group.ready(A.id, 1)
+    group.ready(A.id, Waiting(1))
     assert isinstance(group.decide([A, B], 5.0 + PLANNED_S - 0.1), Wait)
     decided = group.decide([A, B], 5.0 + PLANNED_S)
     assert decided == Break("new hosts; 1 machine did not follow within 10 s")
@@ -246,6 +286,19 @@ def test_all_that_are_left_may_end_the_job() -> None:
     back(cluster, a)
     cluster.say(a, leave=pb.Leave())
     assert cluster.core.state == states.ENDED
+
+
+def test_a_job_whose_ranks_have_all_ended_is_over_though_others_wait() -> None:
+    cluster, (a, b) = elastic(2)
+    late = cluster.join(worker(7, 2, 9, 0, elastic=True))
+    back(cluster, late)
+    back(cluster, a, 0)
+    cluster.say(b, gathered=pb.Gathered(ranks=0, shut_down=1, epoch=memberships(cluster, b)[-1].workers_since))
+    assert cluster.core.state == states.RUNNING
+    back(cluster, b, 0)
+    assert cluster.core.state == states.ENDED
+    reason = "all ranks of the group have left, and others have yet to join it"
+    assert [cluster.last(connection).stop.reason for connection in (a, b, late)] == [reason] * 3
 
 
 def in_group(cluster: Cluster, alive: list[int]) -> list[int]:

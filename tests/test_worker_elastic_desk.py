@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from byteps_py.errors import PeerLostError
 from byteps_py.session import protocol
@@ -22,7 +25,7 @@ class Desk:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.deaths, self.returns = list[str](), list[tuple[str, bool]]()
         loop = SimpleNamespace(
-            add_reader=ignore, change_reader=ignore, call_later=lambda *given: self.timers.append(given)
+            add_reader=ignore, change_reader=ignore, remove=ignore, call_later=lambda *given: self.timers.append(given)
         )
         listener = SimpleNamespace(fileno=lambda: -1)
         self.desk = ElasticDesk(
@@ -32,10 +35,15 @@ class Desk:
     def _wants_group(self, reason: str, planned: bool) -> None:
         self.returns.append((reason, planned))
 
+    def come(self, seat: int, synced_in: int) -> None:
+        """A rank, which waits."""
+        channel = SimpleNamespace(fileno=lambda: -1, peer_pid=os.getpid(), close=ignore)
+        self.desk._came(cast(Any, channel), seat, synced_in)
+
     def open(self) -> None:
         """A group of which these are ranks 4 and 5."""
         me = SimpleNamespace(host="node7")
-        topology = SimpleNamespace(local_size=2, first_rank=4, me=me, is_continued=False)
+        topology = SimpleNamespace(local_size=2, first_rank=4, me=me, is_continued=False, group=7)
         self.desk.open(cast(Any, SimpleNamespace(topology=topology, executor=SimpleNamespace(ranks={}))))
 
 
@@ -83,3 +91,28 @@ def test_what_a_rank_said_before_it_hung_up_counts_though_a_word_to_it_finds_tha
     assert one.returns == [("rank 0 goes back to its last commit after HostsUpdatedInterrupt", True)]
     assert ends == ["hung up"]
     assert one.desk.may_return == 1
+
+
+def test_who_has_the_latest_state_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local rank 0 came late, when the other one had formed a group: all take the state of rank 0."""
+    welcome: list[tuple[int, int]] = []
+    monkeypatch.setattr(ElasticDesk, "_welcome", lambda self, channel, rank: welcome.append((self._seats[rank], rank)))
+    one = Desk()
+    one.desk._had_group = True
+    one.come(0, synced_in=0)
+    assert one.desk.synced_in == 0
+    one.come(1, synced_in=7)
+    assert one.desk.synced_in == 7
+    one.open()
+    assert welcome == [(1, 0), (0, 1)]
+
+
+def test_ranks_with_the_same_state_are_in_the_launchers_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    welcome: list[int] = []
+    monkeypatch.setattr(ElasticDesk, "_welcome", lambda self, channel, rank: welcome.append(self._seats[rank]))
+    one = Desk()
+    one.desk._had_group = True
+    for seat in (1, 0):
+        one.come(seat, synced_in=7)
+    one.open()
+    assert welcome == [0, 1]

@@ -23,6 +23,7 @@ from byteps_py.worker.requests import Requests
 _READY = int(Kind.READY)  # a plain integer: by far the most frequent
 _PATIENCE_S = 4.0  # whoever connects says who it is at once
 _MOST_STRANGERS = 256
+_MOST_EPOCHS = 1 << 32
 MAX_NOTE_CHARS = 9000
 _DRAIN = 256  # messages taken from a rank before others get their turn
 
@@ -111,7 +112,7 @@ class Desk:
                 os.close(descriptor)
             if message is None or protocol.kind_of(message[0]) is not Kind.HELLO:
                 raise ProtocolError(f"process {channel.peer_pid} did not say who it is")
-            local_rank = self._check_hello(protocol.fields_of(message[0]))
+            local_rank, synced_in = self._check_hello(protocol.fields_of(message[0]))
         except BytePSError as error:
             logger.warning("turned away process %d: %s", channel.peer_pid, error)
             self._turn_away(channel, error)
@@ -119,17 +120,19 @@ class Desk:
         if self.failure is not None:
             self._turn_away(channel, self.failure)
         else:
-            self._came(channel, local_rank)
+            self._came(channel, local_rank, synced_in)
 
-    def _came(self, channel: Channel, local_rank: int) -> None:
+    def _came(self, channel: Channel, local_rank: int, synced_in: int) -> None:
         if self._open is None:
             self._waiting.append((channel, local_rank))
             self._on_change()
         else:
             self._welcome(channel, local_rank)
 
-    def _check_hello(self, fields: dict[str, Any]) -> int:
+    def _check_hello(self, fields: dict[str, Any]) -> tuple[int, int]:
+        """Its local rank, and the group that it has the state of."""
         local_rank, local_size = fields.get("local_rank"), fields.get("local_size")
+        synced_in = fields.get("synced_in")
         if fields.get("version") != protocol.VERSION:
             raise ProtocolError("this rank's byteps_py and its communication service's are different versions")
         if local_size != self._local_size or not isinstance(local_rank, int) or not 0 <= local_rank < local_size:
@@ -137,9 +140,11 @@ class Desk:
                 f"a rank came as local rank {local_rank} of {local_size}, but its communication service was started "
                 f"for {self._local_size} ranks: BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same to both"
             )
+        if not isinstance(synced_in, int) or not 0 <= synced_in < _MOST_EPOCHS:
+            raise ProtocolError(f"no group has the number {synced_in!r}")
         if self._is_taken(local_rank):
             raise UsageError(f"two processes of this machine both say that they are local rank {local_rank}")
-        return local_rank
+        return local_rank, synced_in
 
     def _is_taken(self, local_rank: int) -> bool:
         taken = any(other == local_rank for _, other in self._waiting)
@@ -179,6 +184,7 @@ class Desk:
             local_rank=local_rank,
             local_size=here.topology.local_size,
             is_continued=here.topology.is_continued,
+            since_epoch=here.topology.group,
             machine_index=here.topology.machine_index,
             num_machines=here.topology.machines,
             is_homogeneous=here.topology.is_homogeneous,
@@ -282,8 +288,8 @@ class Desk:
         self._on_death(f"{here.describe(rank.local_rank, rank.pid)} died: its process ended without shutdown()")
 
     def _leave(self, rank: RankConnection, here: Requests, fields: dict[str, Any]) -> None:
-        self._remove(rank, here)
         if error := fields.get("error", ""):
+            self._remove(rank, here)
             rank.forget()
             trace = str(fields.get("traceback", ""))[-MAX_NOTE_CHARS:]
             sentence = f"{here.describe(rank.local_rank, rank.pid)} was ended by an exception: {error}"
@@ -292,6 +298,7 @@ class Desk:
         self._may_return[rank.local_rank] = rank
         self._loop.remove(rank.pidfd)
         self._loop.add_reader(rank.pidfd, functools.partial(self._is_gone, rank))
+        self._remove(rank, here)
 
     def _is_gone(self, rank: RankConnection) -> None:
         del self._may_return[rank.local_rank]

@@ -1,7 +1,7 @@
 """The desk of an elastic job: ranks come, go back and come again, while one group follows another.
 
 A process's local rank, as its launcher numbers it, is its *seat*; in a group the ranks that are there are numbered
-without gaps. Owned by the loop's thread.
+without gaps, those first that have the latest state: all of a group take rank 0's. Owned by the loop's thread.
 
     HELLO ─► waiting ──group opens──► in the group ──it is dissolved, or the rank leaves it──► former ──HELLO──► waiting
                                                                                                 └─process ends─► gone
@@ -36,6 +36,11 @@ class _Waiter:
     seat: int
     pidfd: int
     is_back: bool  # it was in the last group, and has gone back to its last commit
+    synced_in: int  # the epoch with which the latest group began that it has the state of; 0: none
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return -self.synced_in, self.seat
 
 
 class ElasticDesk(Desk):
@@ -73,6 +78,11 @@ class ElasticDesk(Desk):
         return not all(waiter.is_back for waiter in self._waiters.values())
 
     @property
+    def synced_in(self) -> int:
+        """The epoch with which the latest group began that one who waits has the state of; 0: none has any."""
+        return max((waiter.synced_in for waiter in self._waiters.values()), default=0)
+
+    @property
     def at_work(self) -> int:
         """How many ranks are in the present group."""
         return len(self._open.executor.ranks) if self._open else 0
@@ -81,6 +91,11 @@ class ElasticDesk(Desk):
     def may_return(self) -> int:
         """How many ranks of the last group are expected back."""
         return len(self._former)
+
+    @property
+    def shut_down(self) -> int:
+        """How many ranks of the last group have shut down, and live: they may come back."""
+        return len(self._may_return)
 
     @property
     def is_whole(self) -> bool:
@@ -104,8 +119,8 @@ class ElasticDesk(Desk):
         self._may_return.clear()
         self.left.clear()
         self.gone.clear()
-        # Those that came first are those that the scheduler was told of.
-        self._seats = list(range(count)) if is_first else sorted(list(self._waiters)[:count])
+        in_order = sorted(self._waiters.values(), key=lambda waiter: waiter.order)
+        self._seats = list(range(count)) if is_first else [waiter.seat for waiter in in_order[:count]]
         self._absent = set(self._seats) - set(self._waiters)
         if self._absent:
             self._loop.call_later(self._patience_s, functools.partial(self._give_up, requests))
@@ -181,10 +196,11 @@ class ElasticDesk(Desk):
             return None
         return self._open.executor.ranks.get(self._seats.index(seat))
 
-    def _came(self, channel: Channel, seat: int) -> None:
+    def _came(self, channel: Channel, seat: int, synced_in: int) -> None:
         if (former := self._former.pop(seat, None)) is not None:
             former.close()
         is_back = former is not None and former.pid == channel.peer_pid
+        had_shut_down = self._has_returned(seat)
         if self.is_dismissed:
             self._send_away(channel)
         elif seat in self._absent:
@@ -192,14 +208,21 @@ class ElasticDesk(Desk):
             self._welcome(channel, self._seats.index(seat))
             return
         else:
-            self._let_wait(channel, seat, is_back)
-            if self._open is not None and seat in self._seats and self._seats.index(seat) in self._may_return:
+            self._let_wait(channel, seat, is_back, synced_in)
+            if had_shut_down and self._open is not None:
                 self._on_return("ranks have shut down, and come back", True)
         self._on_change()
 
-    def _let_wait(self, channel: Channel, seat: int, is_back: bool) -> None:
+    def _has_returned(self, seat: int) -> bool:
+        """Whoever has this seat had shut down."""
+        before = self._may_return.pop(self._seats.index(seat), None) if seat in self._seats else None
+        if before is not None:
+            before.forget()
+        return before is not None
+
+    def _let_wait(self, channel: Channel, seat: int, is_back: bool, synced_in: int) -> None:
         try:
-            waiter = _Waiter(channel, seat, os.pidfd_open(channel.peer_pid), is_back)
+            waiter = _Waiter(channel, seat, os.pidfd_open(channel.peer_pid), is_back, synced_in)
         except ProcessLookupError:
             channel.close()
             return

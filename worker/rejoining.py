@@ -33,7 +33,12 @@ class Rejoining:
         if not desk.is_whole:
             return
         ready = pb.Gathered(
-            ranks=desk.waiting, others=desk.at_work > 0, epoch=self._epoch, newcomers=desk.has_newcomers
+            ranks=desk.waiting,
+            others=desk.at_work > 0,
+            epoch=self._epoch,
+            newcomers=desk.has_newcomers,
+            synced_in=desk.synced_in,
+            shut_down=desk.shut_down,
         )
         if ready != self._told and not (self._told is None and desk.at_work and not desk.waiting):
             self._told = ready

@@ -151,7 +151,10 @@ class SchedulerCore:
 
     def stop(self, reason: str, now_s: float) -> Outgoing:
         """End the job in order: every member is told to leave."""
-        self._job.end(f"stopped: {reason or 'no reason given'}", now_s)
+        return self._end(f"stopped: {reason or 'no reason given'}", now_s)
+
+    def _end(self, reason: str, now_s: float) -> Outgoing:
+        self._job.end(reason, now_s)
         return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
 
     def skip_epochs(self, last: int) -> Outgoing:
@@ -282,7 +285,10 @@ class SchedulerCore:
     def _gathered(self, member: MemberRecord, gathered: pb.Gathered, now_s: float) -> Outgoing:
         if self._elastic is None or not member.is_worker:
             raise ProtocolError("only communication services of elastic jobs come back")
-        return self._elastic.gathered(member, gathered) + self._regroup(now_s)
+        out = self._elastic.gathered(member, gathered) + self._regroup(now_s)
+        if self._job.is_running and self._elastic.is_deserted:
+            out += self._end("all ranks of the group have left, and others have yet to join it", now_s)
+        return out
 
     def _reform(self, member: MemberRecord, reform: pb.Reform, now_s: float) -> Outgoing:
         if self._elastic is None:

@@ -11,7 +11,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.member import MemberRecord
 from byteps_py.scheduler.outgoing import Outgoing, failure, to_each
-from byteps_py.scheduler.reforming import Candidate, Decision, Reforming
+from byteps_py.scheduler.reforming import Candidate, Decision, Reforming, Waiting
 from byteps_py.scheduler.roster import Roster
 
 #: What a communication service says of its group. It says nothing of the next one before that is open.
@@ -52,12 +52,21 @@ class Elastic:
         if member.ranks and ready.epoch != self._roster.workers_since:
             return []  # said before it heard that it is in this group
         if not ready.others:
-            self._reforming.ready(member.id, ready.ranks, ready.newcomers)
+            waiting = Waiting(ready.ranks, ready.newcomers, ready.synced_in, ready.shut_down)
+            self._reforming.ready(member.id, waiting)
         at_work = sum(len(worker.ranks) for worker in self._roster.workers())
         has_room = self._reforming.has_room(at_work, ready.ranks)
         if self.is_active or not ready.ranks or not has_room or not self._roster.epoch:
             return []
         return self._notify(added=True)
+
+    @property
+    def is_deserted(self) -> bool:
+        """Others wait to join the group, and it has no ranks any more. (A launcher of several machines ends their
+        services only once all ranks have ended.)"""
+        is_empty = all(self._reforming.has_nobody(worker.id) for worker in self._roster.workers())
+        outside = (member for member in self._roster.present() if member.is_worker and not member.ranks)
+        return not self.is_active and is_empty and any(self._reforming.waiting_ranks(each.id) for each in outside)
 
     def drain(self, member: MemberRecord) -> Outgoing:
         """A machine is to leave; its ranks do so at their next commit."""

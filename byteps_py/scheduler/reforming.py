@@ -5,9 +5,10 @@
        └◄──all that are to come have come, or had their time to: the next group◄──────────────────────────────┘
 
 A member of the group is a machine. It is *ready* when all its ranks that are to come back have, and says how many.
-Those that were in the group before come first in the next one, in their order, so that rank 0 has what was committed;
-newcomers follow. Whoever is not ready by the deadline is left behind. In PLANNED the group still works, for ranks that
-have yet to get the last result; in BROKEN nothing that it says counts any more.
+Those with the latest state come first in the next one, so that rank 0, whose state all take, has what was committed if
+anybody has; among equals those that were in the group before, in their order, then newcomers. Whoever is not ready by
+the deadline is left behind, and much earlier who has shut down and may be done. In PLANNED the group still works, for
+ranks that have yet to get the last result; in BROKEN nothing that it says counts any more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from byteps_py.scheduler.words import count_text
 
 #: Ranks that leave of one mind do so within moments. Who has not by then waits for one that has, in vain.
 PLANNED_S = 10.0
+#: Ranks that shut down and initialize again do so within moments, too. Who does not is done.
+SHUT_DOWN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,18 @@ class Candidate:
     id: int
     place: int
     is_leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a machine says of its ranks that wait. ``has_newcomers``: not all of them were in the group before.
+    ``synced_in``: the epoch with which the latest group began that one of them has the state of, 0 if none has any.
+    ``shut_down``: so many others have shut down, and their processes live."""
+
+    ranks: int
+    has_newcomers: bool = False
+    synced_in: int = 0
+    shut_down: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +92,7 @@ class Reforming:
     is_broken: bool = False
     count: int = 0  # groups after the first one
     _since_s: float = 0.0
-    _ready: dict[int, int] = field(default_factory=dict)  # ranks that wait, by member
-    _with_newcomers: set[int] = field(default_factory=set)  # members
+    _ready: dict[int, Waiting] = field(default_factory=dict)  # by member
 
     def begin(self, reason: str, planned: bool, now_s: float) -> bool:
         """Something happened to the group. True if all are to be told, who did not know."""
@@ -91,20 +105,20 @@ class Reforming:
         self.is_broken = self.is_broken or not planned
         return news
 
-    def ready(self, member: int, ranks: int, has_newcomers: bool = False) -> None:
-        """``has_newcomers``: not all of these ranks were in the group before."""
-        self._ready[member] = ranks
-        self._with_newcomers.discard(member)
-        if has_newcomers:
-            self._with_newcomers.add(member)
+    def ready(self, member: int, waiting: Waiting) -> None:
+        self._ready[member] = waiting
 
     def waiting_ranks(self, member: int) -> int:
-        return self._ready.get(member, 0)
+        return self._ready[member].ranks if member in self._ready else 0
+
+    def has_nobody(self, member: int) -> bool:
+        """It has said that it has no ranks, and that none may come back."""
+        waiting = self._ready.get(member)
+        return waiting is not None and not waiting.ranks and not waiting.shut_down
 
     def forget(self, member: int) -> None:
         """It has left, or was lost."""
         self._ready.pop(member, None)
-        self._with_newcomers.discard(member)
 
     def has_room(self, at_work: int, newcomers: int) -> bool:
         """So many more ranks may join."""
@@ -119,6 +133,10 @@ class Reforming:
             return Break(f"{self.reason}; {count_text(len(away), 'machine')} did not follow within {waited_s:.0f} s")
         if away and not is_late:
             return Wait(f"{self.reason}; waiting for {count_text(len(away), 'machine')} to come back")
+        stay = [each.id for each in candidates if each.place >= 0 and not each.is_leaving]
+        shut_down = sum(self._ready[member].shut_down for member in stay if member in self._ready)
+        if shut_down and waited_s < min(SHUT_DOWN_S, self.timeout_s):
+            return Wait(f"{self.reason}; waiting for {count_text(shut_down, 'rank')} to come back after shutdown()")
         chosen = self._chosen(candidates)
         size = sum(ranks for _, ranks in chosen)
         if size < max(1, self.min_ranks):
@@ -128,19 +146,21 @@ class Reforming:
             return Wait(f"{self.reason}; {text}: waiting for others to join")
         if self.reset_limit and self.count >= self.reset_limit:
             return GiveUp(f"{self.reason}; the group was formed anew {self.count} times (BYTEPS_RESET_LIMIT)")
-        before = {each.id for each in candidates if each.place >= 0} - self._with_newcomers
-        is_continued = not self.is_broken and all(member in before for member, _ in chosen)
+        before = {each.id for each in candidates if each.place >= 0}
+        is_continued = not self.is_broken and all(
+            member in before and not self._ready[member].has_newcomers for member, _ in chosen
+        )
         return Open(tuple(chosen), tuple(each.id for each in away), is_continued)
 
     def _chosen(self, candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
-        came = [each for each in candidates if self._ready.get(each.id) and not each.is_leaving]
-        chosen = [
-            (each.id, self._ready[each.id]) for each in sorted(came, key=lambda each: each.place) if each.place >= 0
-        ]
-        for each in sorted(came, key=lambda each: each.id):
-            if each.place < 0 and self.has_room(sum(ranks for _, ranks in chosen), self._ready[each.id]):
-                chosen.append((each.id, self._ready[each.id]))
-        return chosen
+        came = [each for each in candidates if self.waiting_ranks(each.id) and not each.is_leaving]
+        came.sort(key=lambda each: (each.place < 0, each.place, each.id))
+        chosen: list[tuple[int, int]] = []
+        for each in came:
+            ranks = self.waiting_ranks(each.id)
+            if each.place >= 0 or self.has_room(sum(ranks for _, ranks in chosen), ranks):
+                chosen.append((each.id, ranks))
+        return sorted(chosen, key=lambda member: -self._ready[member[0]].synced_in)
 
     def opened(self, members: Sequence[int]) -> None:
         """The next group is at work."""

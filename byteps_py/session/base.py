@@ -71,6 +71,12 @@ class Session(ABC):
     returning: tuple[str, bool] | None = None
     #: Of an elastic job: all ranks were in the group before this one, and left it in order. They are equal.
     is_continued: bool = False
+    #: Of an elastic job: the epoch with which this group of ranks began. Later groups have greater ones.
+    since_epoch: int = 0
+
+    def note_synced(self) -> None:  # noqa: B027  most sessions have no next group
+        """Of an elastic job: this rank has the state of this group. Those with that of the latest come first in the
+        next one, as all take the state of its rank 0."""
 
     @property
     def nearby(self) -> Neighbours | None:

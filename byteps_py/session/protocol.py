@@ -20,13 +20,13 @@ from typing import Any
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 
-VERSION = 2
+VERSION = 3
 
 
 class Kind(enum.IntEnum):
     """First byte of a message."""
 
-    HELLO = 1  # {version, local_rank, local_size, host…}: the first message of a rank
+    HELLO = 1  # {version, local_rank, local_size, pid, synced_in}: the first message of a rank
     DECLARE = 2  # {request, specs}
     READY = 3  # records (slot, round, bytes written so far)
     BARRIER = 4  # {sequence}
@@ -37,7 +37,7 @@ class Kind(enum.IntEnum):
     JOIN = 8  # {}: the rank has no more data
     STACK = 9  # {} and the descriptor of the file where this process's Python stacks are written
     NOTE = 10  # {text}: what others should know if this rank keeps them waiting
-    WELCOME = 11  # {rank, size, local_rank, local_size, …}
+    WELCOME = 11  # {rank, size, local_rank, local_size, since_epoch, …}
     SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
     DECLARED = 13  # {request, slots: [{id, inputs: [[segment, offset]], result: [segment, offset]}]}
     DONE = 14  # records (slot, round, blame; see blame.py): the result lies in the slot
@@ -70,6 +70,11 @@ MAX_SPECS = 100
 
 def pack(kind: Kind, **fields: Any) -> bytes:
     return bytes([kind]) + json.dumps(fields, separators=(",", ":")).encode()
+
+
+def hello(local_rank: int, local_size: int, pid: int, synced_in: int) -> bytes:
+    """``synced_in``: the epoch with which the latest group began that this rank has the state of, 0 if it has none."""
+    return pack(Kind.HELLO, version=VERSION, local_rank=local_rank, local_size=local_size, pid=pid, synced_in=synced_in)
 
 
 def pack_record(kind: Kind, slot_id: int, round_: int, nbytes: int) -> bytes:

@@ -44,6 +44,7 @@ class RemoteSession(Line):
 
     Blocks until the cluster is complete; raises RendezvousError or PeerLostError if it does not become so
     within ``start_timeout_s``. A service that is silent for ``silence_s`` while it is needed counts as lost.
+    ``synced_in``: the ``since_epoch`` of the latest group that this rank has the state of, 0 if it has none.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class RemoteSession(Line):
         start_timeout_s: float,
         stall_limit_s: float,
         silence_s: float = 10.0,
+        synced_in: int = 0,
     ) -> None:
         super().__init__(channel, silence_s)
         self._pid = os.getpid()
@@ -72,9 +74,7 @@ class RemoteSession(Line):
         self._hosts = (False, False)
         self._has_left = False  # the service knows, and does not answer any more
         self._declaring = threading.Lock()
-        hello = protocol.pack(
-            Kind.HELLO, version=protocol.VERSION, local_rank=local_rank, local_size=local_size, pid=self._pid
-        )
+        hello = protocol.hello(local_rank, local_size, self._pid, synced_in)
         channel.send(hello)
         self.wait_until(
             lambda: self._is_welcome,
@@ -87,7 +87,7 @@ class RemoteSession(Line):
         facts = self._welcome
         self.rank, self.size = facts["rank"], facts["size"]
         self.local_rank, self.local_size = facts["local_rank"], facts["local_size"]
-        self.is_continued = facts["is_continued"]
+        self.is_continued, self.since_epoch = facts["is_continued"], facts["since_epoch"]
         self.machine_index, self.num_machines = facts["machine_index"], facts["num_machines"]
         self.is_homogeneous = facts["is_homogeneous"]
 

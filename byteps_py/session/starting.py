@@ -30,6 +30,8 @@ _OF_OTHER_SERVICES = ("BYTEPS_SOCKET_NAME", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PO
 #: Sessions of this process so far, by job. All ranks of a job come and go alike, so each time they have services of
 #: their own: a rank that comes back early must not meet those that others have yet to leave.
 _opened: dict[str, int] = {}
+#: The epoch with which the latest group began that this process has the state of, by job.
+_synced_in: dict[str, int] = {}
 
 
 def open_session(settings: Settings | None = None) -> Session:
@@ -76,8 +78,13 @@ class _Owner(RemoteSession):
             max(settings.start_timeout_s, settings.elastic_timeout_s if settings.elastic else 0),
             settings.stall_limit_s,
             settings.patience_s,
+            _synced_in.get(settings.job, 0),
         )
+        self._job = settings.job
         endings.watch(self)
+
+    def note_synced(self) -> None:
+        _synced_in[self._job] = self.since_epoch
 
     def close(self) -> None:
         endings.unwatch(self)

@@ -29,12 +29,6 @@ from byteps_py.torch.names import NameSource
 Opener = Callable[[Settings], Session]
 
 
-def _open_session(settings: Settings) -> Session:
-    from byteps_py import session
-
-    return session.open_session(settings)
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """A tensor to declare: its spec, and how torch sees it (wire dtype, pieces, device).

@@ -213,7 +213,7 @@ class LocalProtocol(Target):
 
     _spec = TensorSpec("layer.weight", DType.FLOAT32, (3, 4), Op.SUM, average=True, group=(0, 1))
     seeds = (
-        protocol.pack(protocol.Kind.HELLO, version=1, local_rank=0, local_size=2, pid=42),
+        protocol.hello(local_rank=0, local_size=2, pid=42, synced_in=7),
         protocol.pack(protocol.Kind.DECLARE, request=1, specs=[protocol.spec_to_json(_spec)]),
         protocol.pack_records(protocol.Kind.READY, [(1, 2, 3), (4, 5, 6)]),
         protocol.layout_to_message(3, Layout(((0, 8),), ((0, 8), (8, 8)))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from byteps_py.scheduler.elastic import Elastic
 from byteps_py.scheduler.reforming import Reforming
 from byteps_py.scheduler.roster import Roster
 from byteps_py.server.rounds import Rounds
-from byteps_py.worker.elastic_desk import ElasticDesk
+from byteps_py.worker.elastic_desk import ElasticDesk, _Waiter
 from byteps_py.worker.group import Group
 from byteps_py.worker.rejoining import Rejoining
 from byteps_py.worker.topology import Topology
@@ -35,7 +36,20 @@ def know_machines_by_their_index(core: pytest.MonkeyPatch) -> None:
 def take_whoever_comes_for_equal(core: pytest.MonkeyPatch) -> None:
     """Ranks that start late, on a machine whose others were in the group, are told that all were."""
     real = Reforming.ready
-    core.setattr(Reforming, "ready", lambda self, member, ranks, has_newcomers: real(self, member, ranks))
+    core.setattr(
+        Reforming, "ready", lambda self, member, waiting: real(self, member, replace(waiting, has_newcomers=False))
+    )
+
+
+def take_any_member_first(core: pytest.MonkeyPatch) -> None:
+    """Whoever was in the group before is taken to have its state."""
+    real = Reforming.ready
+    core.setattr(Reforming, "ready", lambda self, member, waiting: real(self, member, replace(waiting, synced_in=0)))
+
+
+def seat_by_number_alone(core: pytest.MonkeyPatch) -> None:
+    """A rank that starts late on the first machine is rank 0, and has no state."""
+    core.setattr(_Waiter, "order", property(lambda self: self.seat))
 
 
 def mourn_for_who_leaves_no_group(core: pytest.MonkeyPatch) -> None:
@@ -135,4 +149,6 @@ ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     work_on_after_the_end: 3,
     break_up_at_a_plan: 64,
     hear_nobody_who_came_back: 17,
+    take_any_member_first: 2006,
+    seat_by_number_alone: 5773,
 }

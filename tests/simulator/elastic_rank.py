@@ -100,6 +100,7 @@ class ElasticRank(Rank):
             yield from self._sync(book)
         elif self._groups == 1:
             raise InvariantError(f"{self.name} is new, and told that all were in the group before")
+        self.synced_in = self.session.since_epoch
         book.begin(self._step)
         while self._step < STEPS:
             at = self._step - book.first
@@ -119,6 +120,7 @@ class ElasticRank(Rank):
         self._step = book.words[use.id]
         if self._step < self.committed - self.commit_every:
             raise InvariantError(f"{self.name} has committed {self.committed} steps, and goes back to {self._step}")
+        self.committed = self._step
 
     def _check_hosts(self, book: Book) -> Life:
         use = book.hosts(self._step)

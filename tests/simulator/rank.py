@@ -55,6 +55,7 @@ class Rank(Process):
         self._back_at = 0  # the step with which it goes on after a join
         self.session: RemoteSession
         self.in_strips: set[int] = set()
+        self.synced_in = 0  # the group whose state it has
         world.after(world.delay(), self, "starts", self._resume)
 
     # ---- in time -----------------------------------------------------------------------------------------
@@ -111,9 +112,9 @@ class Rank(Process):
         channel.on_arrival = self._on_arrival
         self.has_connected = True
         local_rank, local_size = self._settings.local_rank, self._settings.local_size
-        hello = {"version": protocol.VERSION, "local_rank": local_rank, "local_size": local_size, "pid": self.pid}
-        yield from self._ask(protocol.pack(Kind.HELLO, **hello), Kind.WELCOME)
-        self.session = RemoteSession(cast(Any, channel), local_rank, local_size, 10.0, 60.0)
+        hello = protocol.hello(local_rank, local_size, self.pid, self.synced_in)
+        yield from self._ask(hello, Kind.WELCOME)
+        self.session = RemoteSession(cast(Any, channel), local_rank, local_size, 10.0, 60.0, 10.0, self.synced_in)
         self.has_joined = True
 
     def _live(self) -> Life:

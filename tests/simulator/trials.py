@@ -87,7 +87,11 @@ class Trials(Strikes):
         return [
             server
             for server in cluster.servers
-            if server.is_alive and not server.is_paused and not server.is_leaving and server.address in known
+            if server.is_alive
+            and not server.is_paused
+            and not server.is_leaving
+            and server.address in known
+            and server not in cluster.hit
             # Not those of machines that are yet to be let in.
             if server.machine < 0 or cluster.workers[server.machine].has_begun
         ]

@@ -73,6 +73,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                     state.on_reset()
                 if not skip_sync:
                     state.sync()
+                contexts.current().session.note_synced()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as error:
                 fruitless = 1 if state.commits > commits else fruitless + 1

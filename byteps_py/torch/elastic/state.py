@@ -136,11 +136,12 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Make all ranks' states equal to rank 0's present one, and save it."""
+        """Make all ranks' states equal to rank 0's present one, and save it: all of it, or nothing."""
         for handler in self._handlers.values():
             handler.sync()
+        super().sync()  # if this fails, all go back to what was saved, which must not be half another rank's
+        for handler in self._handlers.values():
             handler.save()
-        super().sync()
 
     def _agree(self, timestamp: int, changes: int) -> tuple[int, int]:
         notice = push_pull(torch.tensor([timestamp, changes]), name="elastic.hosts_updated", op=Max)
