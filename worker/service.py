@@ -123,13 +123,13 @@ class Service:
         self._go()
 
     def _go(self) -> None:
-        """End, once no other machine lacks a result that takes what this one gave."""
-        if (
-            self._group is None
-            or self._group.network is None
-            or self._desk.failure is not None
-            or len(self._desk.left) < self._group.topology.local_size
-        ):
+        """End, once no other machine lacks a result that takes what this one gave: when they have said so or, where
+        ranks have gone to let the group go on without them, when the next one begins."""
+        if self._group is None or self._group.network is None or self._desk.failure is not None:
+            self._loop.stop()
+            return
+        is_leaving = self._rejoining is not None and self._rejoining.is_leaving
+        if not is_leaving and len(self._desk.left) < self._group.topology.local_size:
             self._loop.stop()
             return
         self._farewell.go()

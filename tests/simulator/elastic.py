@@ -94,6 +94,7 @@ class ElasticCluster(Cluster):
         rank.commit_every = self._commit_every
         rank.is_job_over = lambda: self.scheduler.state != RUNNING
         rank.has_reason = lambda: self.shocks.are_losses
+        rank.may_shrink = lambda: self.shocks.may_shrink
         rank.on_end.append(lambda: self._end_worker(rank.machine))
         return rank
 

@@ -17,6 +17,7 @@ from byteps_py.server.rounds import Rounds
 from byteps_py.worker.elastic_desk import ElasticDesk, _Waiter
 from byteps_py.worker.group import Group
 from byteps_py.worker.rejoining import Rejoining
+from byteps_py.worker.service import Service
 from byteps_py.worker.topology import Topology
 
 
@@ -50,6 +51,12 @@ def take_any_member_first(core: pytest.MonkeyPatch) -> None:
 def seat_by_number_alone(core: pytest.MonkeyPatch) -> None:
     """A rank that starts late on the first machine is rank 0, and has no state."""
     core.setattr(_Waiter, "order", property(lambda self: self.seat))
+
+
+def take_whoever_shuts_down_for_done(core: pytest.MonkeyPatch) -> None:
+    """Ranks that shut down and initialize again find themselves in groups of parts of them."""
+    real = Reforming.ready
+    core.setattr(Reforming, "ready", lambda self, member, waiting: real(self, member, replace(waiting, shut_down=0)))
 
 
 def mourn_for_who_leaves_no_group(core: pytest.MonkeyPatch) -> None:
@@ -136,6 +143,19 @@ def hear_nobody_who_came_back(core: pytest.MonkeyPatch) -> None:
     core.setattr(ElasticDesk, "_is_taken", is_taken)
 
 
+def go_before_others_have_the_last_result(core: pytest.MonkeyPatch) -> None:
+    """A machine that was told to leave does so as soon as its ranks have."""
+    real = Service._go
+
+    def go(self: Service) -> None:
+        if self._rejoining is not None and self._rejoining.is_leaving:
+            self._loop.stop()
+        else:
+            real(self)
+
+    core.setattr(Service, "_go", go)
+
+
 #: Each with a seed that shows it.
 ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     know_machines_by_their_index: 116,
@@ -151,4 +171,6 @@ ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     hear_nobody_who_came_back: 17,
     take_any_member_first: 2006,
     seat_by_number_alone: 5773,
+    take_whoever_shuts_down_for_done: 1,
+    go_before_others_have_the_last_result: 6395,
 }

@@ -26,6 +26,8 @@ class ElasticRank(Rank):
     book: Book  # of the group that it was last let into
     is_job_over: Callable[[], bool]
     has_reason: Callable[[], bool]  # to go back: somebody was lost
+    may_shrink: Callable[[], bool]  # the group: somebody was lost, or told to leave
+    size = 0  # of the last group that it was in
     committed = 0
     may_fail = False
     has_finished = False
@@ -44,9 +46,11 @@ class ElasticRank(Rank):
                 return
             try:
                 yield from self._train()
-                self.has_finished = True
+                self.has_finished = self._step == STEPS
                 yield from self._settle()
-                return
+                if self.has_finished:
+                    return
+                yield from self._shut_down()
             except HostsUpdated:
                 self._go_back("HostsUpdatedInterrupt", True)
             except CommunicationError as error:
@@ -72,6 +76,9 @@ class ElasticRank(Rank):
         self.say(f"is rank {self.number} of {self.session.size} in group {book.number}")
         if self.session.size != book.size:
             raise InvariantError(f"{self.name} is told of {self.session.size} ranks, there are {book.size}")
+        if book.size < self.size and not self.may_shrink():
+            raise InvariantError(f"{self.name} is in a group of {book.size} ranks, and nobody left that of {self.size}")
+        self.size = book.size
 
     @property
     def has_begun(self) -> bool:
@@ -89,12 +96,20 @@ class ElasticRank(Rank):
         return max(0.0, heard_s - self.world.now_s)
 
     def pause(self) -> float:
-        if self.wants_back:
+        if self.wants_back and self.has_joined:
             self.wants_back = False
             raise CommunicationError("this rank alone has reason to go back")
         return super().pause()
 
+    def _shut_down(self) -> Life:
+        """As all ranks do, and come again."""
+        self.say("shuts down, to come again")
+        self.session.close()
+        self.has_joined = self.has_connected = False
+        yield self.random.choice((0.0, 1.0)) * self.random.random()
+
     def _train(self) -> Life:
+        """Until all steps are done, or all ranks are to shut down."""
         book = self.book
         if not self.session.is_continued:
             yield from self._sync(book)
@@ -111,6 +126,9 @@ class ElasticRank(Rank):
             if self._step % self.commit_every == 0 or self._step == STEPS:
                 self.committed = self._step
                 yield from self._check_hosts(book)
+            if self._step - book.first == book.shuts_down_after:
+                self.committed = self._step
+                return
 
     def _sync(self, book: Book) -> Life:
         use = book.state()

@@ -31,7 +31,8 @@ class Told(Use):
 
 class Book:
     """``number``: the epoch that the group began with. ``results``: see Turn. ``first``: the job's step with which its
-    program begins, once somebody has said it."""
+    program begins, once somebody has said it. ``shuts_down_after``: so many steps of this group, and all ranks shut
+    down, and initialize again; 0: they do not."""
 
     def __init__(self, seed: int, number: int, local_sizes: list[int]) -> None:
         self.number = number
@@ -50,6 +51,8 @@ class Book:
             spec = TensorSpec("all", DType.FLOAT32, (rng.choice((1, 40)),))
             step.append(Use(program.uses, "all", (spec,) * self.size))
             program.uses += 1
+        rng = random.Random(f"{seed}/{number}/shut down")
+        self.shuts_down_after = rng.randint(1, STEPS) if rng.random() < 0.2 else 0
         self.results = {
             use.id: use.combined(local_sizes)
             for step in program.steps

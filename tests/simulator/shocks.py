@@ -27,7 +27,7 @@ class Shocks(Strikes):
         kinds = rng.sample(SHOCKS, rng.randint(1, len(SHOCKS)))
         super().__init__(cluster, spacing, [rng.choice(kinds) for _ in range(rng.choice((1, 1, 2, 3, _MOST)))])
         self._cluster = cluster
-        self.are_losses = False  # so far
+        self.are_losses = self.may_shrink = False  # so far
 
     def _strike(self, kind: str) -> None:
         if kind == "a machine comes":
@@ -38,6 +38,7 @@ class Shocks(Strikes):
             whom = self._hit_machine(kind)
         if whom:
             self.are_losses = self.are_losses or kind not in _PLANNED
+            self.may_shrink = self.may_shrink or kind != "a machine comes"
             self._note(kind, whom)
 
     def _able(self) -> list[Worker]:
@@ -95,8 +96,9 @@ class Shocks(Strikes):
         for rank in cluster.ranks_of(machine):
             rank.may_fail = True
         if kind == "a machine is told to leave":
-            # The group can't do without ranks that have yet to come.
-            self.are_losses = self.are_losses or not all(rank.has_begun for rank in cluster.ranks_of(machine))
+            # A group that begins at this moment can't do without ranks that have yet to come.
+            are_there = all(rank.has_begun and rank.has_joined for rank in cluster.ranks_of(machine))
+            self.are_losses = self.are_losses or not are_there
             cluster.workers[machine]._service.stop()
         elif kind == "kill a communication service":
             cluster.workers[machine].die()
