@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.recovery.launcher import POLL_S, Launcher, Line, UnforeseenError, wanted_s
+from benchmarks.recovery.launcher import POLL_S, Launcher, Line, UnforeseenError
 from byteps_py.launch.cluster import free_port
 
 T = TypeVar("T")
@@ -28,7 +28,6 @@ T = TypeVar("T")
 RANK = str(Path(__file__).with_name("rank.py"))
 CALM_STEPS = 20
 START_ATTEMPTS = 3
-CALM_S, SETTLE_S = 0.5, 20.0
 COMPUTE_S = 0.05  # of each step, see rank.py
 START_S = 60.0  # on a machine that has not read torch from its disk yet
 WAIT_S = 30.0
@@ -88,11 +87,10 @@ class Job:
 
     def start(self) -> None:
         self._start("scheduler", DMLC_ROLE="scheduler")
-        # One after the other: what loads compilers all at once keeps a few cores so busy that some are taken for dead.
         for index in range(self._servers):
-            self.settle(self.add_server(f"s{index}"))
+            self.add_server(f"s{index}")
         for index in range(self._machines):
-            self.settle(self.add_machine(index))
+            self.add_machine(index)
         (self.folder / "go").touch()  # for the ranks, which load torch
 
     def _start(self, name: str, words: Sequence[str] = (), **variables: str) -> Launcher:
@@ -112,17 +110,6 @@ class Job:
         own = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(index), "BYTEPS_LOCAL_SIZE": self._local_size}
         words = [sys.executable, RANK, str(self.folder), *(["elastic"] if self._is_elastic else [])]
         return self._start(f"m{index}", words, **own)
-
-    def settle(self, launcher: Launcher) -> None:
-        """Until its processes are there and have little to do, or SETTLE_S are over."""
-        before_s, deadline_s = -1.0, time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline_s:
-            pids = launcher.pids()
-            now_s = sum(map(wanted_s, pids))
-            if len(pids) > 1 and now_s - before_s < 0.1 * CALM_S:
-                return
-            before_s = now_s
-            time.sleep(CALM_S)
 
     # ---- what the ranks wrote --------------------------------------------------------------------------
 

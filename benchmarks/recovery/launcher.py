@@ -88,20 +88,6 @@ def _read_list(pid: int, name: str) -> list[str]:
     return []
 
 
-def wanted_s(pid: int) -> float:
-    """How long it has run, or has waited for a core."""
-    with contextlib.suppress(OSError, IndexError):
-        return (
-            sum(
-                int(nanoseconds)
-                for task in Path(f"/proc/{pid}/task").iterdir()
-                for nanoseconds in (task / "schedstat").read_text().split()[:2]
-            )
-            / 1e9
-        )
-    return 0.0
-
-
 def marked(mark: str) -> list[int]:
     """Processes that live and have this mark, or one that begins with it."""
     pids = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
