@@ -42,12 +42,6 @@ def take_whoever_comes_for_equal(core: pytest.MonkeyPatch) -> None:
     )
 
 
-def take_any_member_first(core: pytest.MonkeyPatch) -> None:
-    """Whoever was in the group before is taken to have its state."""
-    real = Reforming.ready
-    core.setattr(Reforming, "ready", lambda self, member, waiting: real(self, member, replace(waiting, synced_in=0)))
-
-
 def seat_by_number_alone(core: pytest.MonkeyPatch) -> None:
     """A rank that starts late on the first machine is rank 0, and has no state."""
     core.setattr(_Waiter, "order", property(lambda self: self.seat))
@@ -169,7 +163,6 @@ ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     work_on_after_the_end: 3,
     break_up_at_a_plan: 64,
     hear_nobody_who_came_back: 17,
-    take_any_member_first: 2006,
     seat_by_number_alone: 5773,
     take_whoever_shuts_down_for_done: 1,
     go_before_others_have_the_last_result: 6395,
