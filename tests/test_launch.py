@@ -36,8 +36,20 @@ class TestExitCodes:
         ],
     )
     def test_first_failing_rank(self, code: str, status: int, words: str) -> None:
-        with supervised(WAIT, code) as job:
-            assert job.finish()[::2] == (status, f"bpslaunch: {words}; stopping the other rank\n")
+        with supervised(WAIT, code, own_error_s=0.1) as job:
+            told = f"{words}; the other rank has 0.1 s to end with an error that says so"
+            late = "rank 0 went on for 0.1 s without it; stopping"
+            assert job.finish()[::2] == (status, f"bpslaunch: {told}\nbpslaunch: {late}\n")
+
+    def test_ranks_say_themselves_that_one_has_failed(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "link")
+        fail = f"open({str(tmp_path / 'link')!r}, 'w'); raise SystemExit(3)"
+        rank = f"open({str(tmp_path / 'link')!r}).read(); import sys; sys.exit('rank 1 is gone')"
+        with supervised(rank, fail) as job:
+            status, _, err = job.finish()
+        assert status == 3
+        assert "rank 1 is gone" in err
+        assert "stopping" not in err
 
     def test_rank_that_ignores_sigterm_is_killed(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "ready")
@@ -45,14 +57,14 @@ class TestExitCodes:
             f"import signal; signal.signal(15, signal.SIG_IGN); open({str(tmp_path / 'ready')!r}, 'w'); signal.pause()"
         )
         fail = f"open({str(tmp_path / 'ready')!r}); raise SystemExit(4)"
-        with supervised(deaf, fail, grace_s=0.1) as job:
+        with supervised(deaf, fail, grace_s=0.1, own_error_s=0.1) as job:
             status, _, err = job.finish()
         assert status == 4
         assert "rank 0 did not end within 0.1 s; killing" in err
 
     def test_program_that_can_not_start_takes_the_others_down(self) -> None:
         broken = "print('x')\0"
-        with supervised(WAIT, broken) as job:
+        with supervised(WAIT, broken, own_error_s=0.1) as job:
             status, _, err = job.finish()
         assert status == 1
         assert "embedded null byte" in err

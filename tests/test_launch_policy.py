@@ -84,14 +84,19 @@ class TestPolicy:
     def test_first_failing_rank_decides(self, status: int, code: int) -> None:
         policy = policy_of(ranks=3)
         first = policy.exited("rank 1", status, 0)
-        assert sends(first) == [(("rank 0", "rank 2"), signal.SIGTERM)]
+        assert sends(first) == []
         assert "rank 1 " in words(first)
-        assert "stopping the other 2 ranks" in words(first)
-        assert policy.exited("rank 0", 7, 1) == []
-        late = policy.ticked(5)
+        assert "the other 2 ranks have 10 s to end with an error that says so" in words(first)
+        assert words(policy.exited("cs", 1, 0)) == ""  # to it this is a failure of the job
+        assert policy.exited("rank 0", 7, 1) == [Say("rank 0 exited with status 7")]
+        assert policy.ticked(9.9) == []
+        late = policy.ticked(10)
+        assert sends(late) == [(("rank 2",), signal.SIGTERM)]
+        assert words(late) == "rank 2 went on for 10 s without it; stopping"
+        late = policy.ticked(15)
         assert sends(late) == [(("rank 2",), signal.SIGKILL)]
         assert words(late) == "rank 2 did not end within 5 s; killing"
-        assert sends(policy.exited("rank 2", -9, 6)) == [(SERVICES, signal.SIGTERM)]
+        assert sends(policy.exited("rank 2", -9, 16)) == [(("ss", "scheduler"), signal.SIGTERM)]
         assert policy.code == code
 
     def test_words_for_a_status(self) -> None:

@@ -3,17 +3,17 @@
 A pure state machine: events and the time come in, actions go out. It starts nothing and sends nothing; the
 supervisor's thread alone calls it.
 
-    RUNNING ──a rank failed, a signal came──► STOPPING ──grace over──► KILLING
-       │ └──a service died──► LOSING ──grace over──┘                      │
-       │                        │ all ranks ended                         │ all ranks ended
-       └─all ranks ended, 0─────┴──► DRAINING ──grace over──► ENDING ◄────┘
-                                                                └──grace over──► KILLING ──grace over──► OVER
+    RUNNING ──────────────────a signal came──────────────► STOPPING ──grace over──► KILLING
+       │ └─a rank failed, a service died─► LOSING ──time over──┘                       │
+       │                                     │ all ranks ended                         │ all ranks ended
+       └─all ranks ended, 0──────────────────┴──► DRAINING ──grace over──► ENDING ◄────┘
+                                                                             └──grace over──► KILLING ──► OVER
 
 RUNNING: nothing happened yet, but that a process that can go on where it stopped was killed and started again.
-LOSING: a service is gone; the ranks notice by themselves and say what they miss. LEAVING (elastic jobs, SIGTERM): the
-communication service was told that the ranks are to leave at their next commit. DRAINING: services that stay for the
-ranks' sake are told to end, the others follow by themselves. ENDING: all are told to. OVER: what survived SIGKILL is
-left.
+LOSING: a rank or a service is gone; the ranks notice by themselves and say what they miss. LEAVING (elastic jobs,
+SIGTERM): the communication service was told that the ranks are to leave at their next commit. DRAINING: services that
+stay for the ranks' sake are told to end, the others follow by themselves. ENDING: all are told to. OVER: what survived
+SIGKILL is left.
 """
 
 from __future__ import annotations
@@ -209,8 +209,10 @@ class Policy:
         if self._elastic and others:
             return [Say(f"{text}; the others go on without it")]
         if others:
-            text += f"; stopping the other {others} ranks" if others > 1 else "; stopping the other rank"
-        return [Say(text), *self._stop_mains(signal.SIGTERM, now)]
+            self._enter(Phase.LOSING, now, self._own_error_s)
+            whom = f"the other {others} ranks have" if others > 1 else "the other rank has"
+            text += f"; {whom} {self._own_error_s:g} s to end with an error that says so"
+        return [Say(text)]
 
     def _service_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:
         # Status 0 is no loss: the ranks said goodbye and go on without it, to save a model for example.
@@ -240,7 +242,7 @@ class Policy:
             text += f" while ranks needed it; they have {self._own_error_s:g} s to end with their own error"
         if self.phase is Phase.DRAINING:
             text += " after all ranks had ended; their results are not affected"
-        elif self.phase is Phase.KILLING or (self.phase is not Phase.LOSING and not is_crash):
+        elif self.phase is Phase.KILLING or not (is_crash or (self.phase is Phase.LOSING and self._no_main_ended)):
             return []
         return [Say(text)]
 

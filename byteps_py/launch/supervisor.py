@@ -28,11 +28,11 @@ _REAP_LIMIT_S = 5.0
 @dataclass(frozen=True, slots=True)
 class Supervision:
     """How a job is watched. ``grace_s``: from a request to end until SIGKILL; ``own_error_s``: how long ranks
-    have after a service died; ``folder``: a file per process and stream goes there; ``elastic``, ``is_part``: see
-    Policy."""
+    have after one of them failed or a service died; ``folder``: a file per process and stream goes there; ``elastic``,
+    ``is_part``: see Policy."""
 
     grace_s: float = 5.0
-    own_error_s: float = 10.0
+    own_error_s: float = 15.0
     tag_output: bool = False
     folder: Path | None = None
     elastic: bool = False

@@ -73,15 +73,9 @@ def train(rank: Rank) -> None:
         rank.reduce()
 
 
-def stubborn(rank: Rank) -> None:
-    """The same, and only an error ends it: the launcher's request to stop does not."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    train(rank)
-
-
 def straggles(rank: Rank) -> None:
     """The same, but the odd rank takes ten times as long from step to step."""
-    told(rank, count=1 << 16, usual_s=0.02)
+    told(rank, count=1 << 18, usual_s=0.08)
 
 
 def told(rank: Rank, count: int = 4, usual_s: float = 0.0) -> None:
@@ -183,7 +177,6 @@ def disagree(rank: Rank) -> None:
 
 def dies(rank: Rank) -> None:
     """The odd rank is killed after it has handed over a part of a tensor."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank.open()
     rank.reduce("big", 1 << 20)
     if rank.is_odd:
@@ -322,7 +315,7 @@ def fork_and_fail() -> None:
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        train, stubborn, told, declares, straggles, short, disagree, dies, dies_once, leaves, skips, absent, repeat,
+        train, told, declares, straggles, short, disagree, dies, dies_once, leaves, skips, absent, repeat,
         crashes, exits,
     )
 }  # fmt: skip
