@@ -35,7 +35,7 @@ torch-%: pyproject.toml
 		&& .venv-torch-$*/bin/pip install --quiet --disable-pip-version-check torch==$* -e '.[dev]'; }
 	.venv-torch-$*/bin/python -m pytest tests/test_backend_matrix.py tests/test_backend_examples.py
 
-# Ten million seeded inputs to every parser and core: minutes.
+# Ten million seeded inputs, shared among all parsers and cores: minutes.
 fuzz: install
 	$(BIN)/python -m tests.fuzz --inputs 10000000
 

@@ -39,7 +39,7 @@ class Chaos:
         self._added: list[subprocess.Popen[bytes]] = []
         self._leaving: list[subprocess.Popen[bytes]] = []
         self._environ: dict[str, str] = {}  # of a CPU machine's server
-        self.counts: dict[str, int] = {}
+        self.done: list[str] = []  # what has happened, in order
 
     def next(self) -> Callable[[], None]:
         """The next fault, once there are as many servers that work as it takes."""
@@ -67,7 +67,7 @@ class Chaos:
         def happen() -> None:
             time.sleep(delay_s)
             strike()
-            self.counts[fault] = self.counts.get(fault, 0) + 1
+            self.done.append(fault)
 
         return happen
 
