@@ -2,20 +2,18 @@
 
     python benchmarks/strangers.py [--rate 100] [--runs 5] [--gigabytes 2] [--json FILE]
 
-The peer is the same server in peace: runs take turns, see benchmarks/server.py for what one is. A stranger connects,
-says something of each kind in turn, and keeps the connection until the server ends it. Printed: goodput, CPU seconds of
-the server per GB, how long the connections of strangers lasted, and what they cost the server in memory.
+The peer is the same server in peace: runs take turns, see benchmarks/server.py for what one is. Strangers are those of
+the tests (tests/support/strangers.py), each kind in turn, and stay until the server ends their connection. Printed:
+goodput, CPU seconds of the server per GB, how long the connections of strangers lasted, how many were ended before they
+had been let in and said all they wanted, and what they cost the server in memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
-import os
 import select
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,56 +21,48 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from support.strangers import HALF_OPEN, ZMTP, Visit, begin_visit, resident_bytes, see_off
 
 import server as benchmark
 
-#: Nothing; noise; a greeting of ZeroMQ's and no more; one that claims a message of 2^60 bytes.
-_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-WORDS = (b"", os.urandom(4096), _GREETING[:64], _GREETING[:64] + b"\x02" + (1 << 60).to_bytes(8, "big"))
+KINDS = [each for each in HALF_OPEN if each.after in ((), ZMTP)]
 
 
 def knock(address: str, rate: float) -> None:
-    """Until the standard input ends. Prints how many came, and the longest and the median life of those that ended."""
-    host, port = address.removeprefix("tcp://").rsplit(":", 1)
-    words = itertools.cycle(WORDS)
-    lives: list[float] = []
-    waiting: dict[int, tuple[socket.socket, float]] = {}
+    """Until the standard input ends; then wait until all have been sent away. Prints how many came, the longest and
+    the median life, and how many were ended too early."""
+    kinds = itertools.cycle(KINDS)
+    came: list[Visit] = []
+    waiting: dict[int, Visit] = {}
     poll = select.poll()
     poll.register(sys.stdin, select.POLLIN)
     print("ready", flush=True)
     sys.stdin.readline()
-    came, began = 0, time.monotonic()
+    began = time.monotonic()
     is_over = False
     while not is_over:
         now = time.monotonic()
-        while came < rate * (now - began):
-            stranger = socket.create_connection((host, int(port)))
-            with contextlib.suppress(OSError):
-                stranger.sendall(next(words))
-            stranger.setblocking(False)
-            waiting[stranger.fileno()] = stranger, time.monotonic()
-            poll.register(stranger, select.POLLIN)
-            came += 1
+        while len(came) < rate * (now - began):
+            stranger = begin_visit(address, next(kinds), ZMTP)
+            came.append(stranger)
+            waiting[stranger.sock.fileno()] = stranger
+            poll.register(stranger.sock, select.POLLIN)
         for fd, _ in poll.poll(1000 / rate):
             if fd == sys.stdin.fileno():
                 is_over = True
                 continue
-            stranger, since = waiting[fd]
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    if stranger.recv(4096):
-                        continue
-                except ConnectionError:
-                    pass
+            stranger = waiting[fd]
+            stranger.read()
+            if stranger.ended_s is not None:
                 poll.unregister(fd)
-                lives.append(time.monotonic() - since)
                 stranger.close()
                 del waiting[fd]
-    print(came, max(lives, default=0.0), statistics.median(lives) if lives else 0.0, flush=True)
-
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    see_off(waiting.values())
+    lives = [stranger.lasted_s for stranger in came] or [0.0]
+    cut_short = sum(not stranger.is_through for stranger in came)
+    print(len(came), max(lives), statistics.median(lives), cut_short, flush=True)
 
 
 def main() -> None:
@@ -113,11 +103,12 @@ def main() -> None:
         )
     ratios = [theirs[0] / ours[0] for theirs, ours in zip(found["strangers"], found["peace"], strict=True)]
     print(f"goodput beside {options.rate:g} strangers a second over that in peace: {benchmark.spread(ratios, 2)}")
-    came, longest, median, more = zip(*lives, strict=True)
+    came, longest, median, cut_short, more = zip(*lives, strict=True)
     each = max(more) / max(came)
     print(
-        f"{sum(came):.0f} strangers; those that the server has ended lasted {statistics.median(median):.1f} s, at most "
-        f"{max(longest):.1f} s; its memory grew by at most {each / 1024:.0f} KB for each"
+        f"{sum(came):.0f} strangers; they lasted {statistics.median(median):.1f} s, at most "
+        f"{max(longest):.1f} s, {sum(cut_short):.0f} of them too early; its memory grew by at most "
+        f"{each / 1024:.0f} KB for each"
     )
     if options.json:
         options.json.write_text(json.dumps({**found, "strangers_seen": lives}, indent=1))

@@ -16,7 +16,8 @@ import struct
 import threading
 import time
 
-from byteps_py.errors import PeerLostError, ProtocolError, RendezvousError
+from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError
+from byteps_py.forms import MAX_SOCKET_NAME_BYTES, shown
 
 MAX_MESSAGE = 192 << 10  # below the kernel's default socket buffer
 SEND_TIMEOUT_S = 30.0
@@ -43,6 +44,17 @@ def _check_same_user(sock: socket.socket) -> int:
     if uid != os.getuid():
         raise ProtocolError(f"process {pid} of user {uid} is at the other end of a socket of user {os.getuid()}")
     return int(pid)
+
+
+def _address(name: str) -> bytes:
+    """That of an abstract socket. Raises ConfigurationError if the name is too long for one."""
+    encoded = os.fsencode(name)
+    if len(encoded) > MAX_SOCKET_NAME_BYTES:
+        raise ConfigurationError(
+            f"the local socket's name '{shown(name)}' (BYTEPS_SOCKET_NAME) has {len(encoded)} bytes; at most "
+            f"{MAX_SOCKET_NAME_BYTES} fit"
+        )
+    return b"\0" + encoded
 
 
 class Channel:
@@ -132,9 +144,10 @@ class Listener:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        address = _address(name)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._sock.bind("\0" + name)
+            self._sock.bind(address)
         except OSError as error:
             self._sock.close()
             raise RendezvousError(
@@ -160,11 +173,12 @@ class Listener:
 
 def connect(name: str, timeout_s: float) -> Channel:
     """Connect to the listener ``name``, waiting up to ``timeout_s`` for it to come. Raises RendezvousError."""
+    address = _address(name)
     deadline = time.monotonic() + timeout_s
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            sock.connect("\0" + name)
+            sock.connect(address)
             return Channel(sock)
         except (ConnectionRefusedError, FileNotFoundError):
             sock.close()

@@ -62,7 +62,7 @@ def require_secret(host: str, settings: Settings) -> None:
         return
     raise ConfigurationError(
         f"listening on {host} lets other machines connect; set BYTEPS_SECRET or BYTEPS_SECRET_FILE to the same "
-        "value on every machine, or use 127.0.0.1"
+        "value on every machine, or use 127.0.0.1 (DMLC_PS_ROOT_URI, DMLC_NODE_HOST)"
     )
 
 

@@ -2,7 +2,7 @@
 
 ``Settings.from_env`` reads and validates every variable once, names the bad one and what it allows, and
 yields a frozen object that all processes pass on. The variables are described by ``VARIABLES``; `bps env`
-and docs/variables.md print that table.
+and docs/variables.md print that table; `forms` says what a text must look like to be a host, a path or a name.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from byteps_py import launchers
+from byteps_py import forms, launchers
 from byteps_py.errors import ConfigurationError
 from byteps_py.tuning import MAX_PARTITION_BYTES
 from byteps_py.variables import IGNORED, VARIABLES
+
+_MAX_SECRET = 1 << 20  # characters of its file, which may be a device that has no end
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Everything a process of the cluster is told. Sizes in bytes, times in seconds.
 
-    Raises ConfigurationError for values that contradict each other, saying why.
+    Raises ConfigurationError for values that can't be what they are to be, or contradict each other, saying why.
     """
 
     role: str = "worker"
@@ -72,6 +74,9 @@ class Settings:
     log_level: str = "WARNING"
 
     def __post_init__(self) -> None:
+        for variable in VARIABLES:
+            if why := forms.refusal(variable.field, variable.names[0], getattr(self, variable.field)):
+                raise ConfigurationError(why)
         if self.local_rank >= self.local_size:
             raise ConfigurationError(
                 f"BYTEPS_LOCAL_RANK={self.local_rank} must be below BYTEPS_LOCAL_SIZE={self.local_size}"
@@ -176,12 +181,16 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _read_secret(path: str) -> str:
+    said = f"BYTEPS_SECRET_FILE={forms.shown(path)}"
     try:
-        secret = Path(path).read_text().strip()
+        with Path(path).open() as file:
+            secret = file.read(_MAX_SECRET + 1)
     except OSError as error:
-        raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} can't be read: {error.strerror}") from error
+        raise ConfigurationError(f"{said} can't be read: {error.strerror}") from error
     except ValueError:
-        raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is no text, or its path is none") from None
-    if not secret:
-        raise ConfigurationError(f"BYTEPS_SECRET_FILE={path} is empty")
-    return secret
+        raise ConfigurationError(f"{said} is no text, or its path is none") from None
+    if len(secret) > _MAX_SECRET:
+        raise ConfigurationError(f"{said} is no secret: it is longer than {_MAX_SECRET} characters")
+    if not secret.strip():
+        raise ConfigurationError(f"{said} is empty")
+    return secret.strip()

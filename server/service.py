@@ -24,7 +24,6 @@ from typing import Protocol
 
 from byteps_py import machine
 from byteps_py.dataplane.peer import Peer
-from byteps_py.dataplane.strangers import SWEEP_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import (
     BytePSError,
@@ -103,9 +102,7 @@ class Service:
         host = machine.offered_host(settings)
         self._loop = EventLoop()
         self._network = Network(host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw)
-        self._loop.add_reader(self._network.socket, self._network.on_readable)
-        self._loop.add_reader(self._network.monitor, self._network.on_monitor)
-        self._loop.call_later(SWEEP_S, self._sweep)
+        self._network.attach(self._loop)
         self._local: Local | None = None
         if kind == pb.MACHINE_KIND_GPU:
             # Named after the process, too: machines that are told apart only by their index may share one host.
@@ -211,10 +208,6 @@ class Service:
                 peer = self._local.peer_of(index)
             if peer is not None:  # else it is asked again when it has connected
                 peer.want(header)
-
-    def _sweep(self) -> None:
-        self._network.sweep()
-        self._loop.call_later(SWEEP_S, self._sweep)
 
     def _on_gone(self, peer: Peer) -> None:
         self._rounds.gone(peer)

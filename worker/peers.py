@@ -16,7 +16,6 @@ from byteps_py import machine
 from byteps_py.dataplane.dialer import COPY_BYTES
 from byteps_py.dataplane.listener import DataListener, RemotePeer
 from byteps_py.dataplane.peer import Peer
-from byteps_py.dataplane.strangers import SWEEP_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, ProtocolError, from_name
 from byteps_py.loop import EventLoop
@@ -83,9 +82,7 @@ class PeerMachines:
             self._requested,
             self._gone,
         )
-        loop.add_reader(self._listener.socket, self._listener.on_readable)
-        loop.add_reader(self._listener.monitor, self._listener.on_monitor)
-        loop.call_later(SWEEP_S, self._sweep)
+        self._listener.attach(loop)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._topology: Topology | None = None
         self._on_lost: Callable[[str, int], None] | None = None
@@ -99,10 +96,6 @@ class PeerMachines:
         self._early: list[tuple[Header, Peer, zmq.Frame]] = []
         self._leaving: list[_Leaving] = []
         self._is_watching = False  # a timer runs
-
-    def _sweep(self) -> None:
-        self._listener.sweep()
-        self._loop.call_later(SWEEP_S, self._sweep)
 
     @property
     def address(self) -> str:

@@ -24,6 +24,7 @@ from byteps_py.dataplane.strangers import PATIENCE_S, Strangers
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
 from byteps_py.log import logger
+from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.wire import Header, Kind
 
@@ -138,6 +139,12 @@ class DataListener:
         for option, value in options.items():
             self.socket.setsockopt(option, value)
 
+    def attach(self, loop: EventLoop) -> None:
+        """To the loop of the thread that uses it."""
+        loop.add_reader(self.socket, self.on_readable)
+        loop.add_reader(self.monitor, self.on_monitor)
+        self._strangers.watch(loop.call_later)
+
     def peer_of(self, machine: int) -> Peer | None:
         """Its latest connection; None if it has none."""
         peer = self._by_machine.get(machine)
@@ -159,10 +166,6 @@ class DataListener:
             else:
                 self._connected.discard(fd)
                 self._strangers.known(fd)
-
-    def sweep(self) -> None:
-        """Call every SWEEP_S: who has not proven by now who it is, is cut off."""
-        self._strangers.sweep()
 
     def on_readable(self) -> None:
         """Messages are there: take some."""

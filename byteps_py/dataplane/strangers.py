@@ -1,7 +1,9 @@
-"""Connections to a listener that have not proven who they are: how many, for how long, and how they end.
+"""Connections to a listener that have not proven who they are: how many, for how long, how much they may send, and how
+they end.
 
 Owned by the loop thread. ZeroMQ says nothing of a connection but its descriptor, and can't be told to end one. So who
-does not prove itself in time is cut off beneath it.
+does not prove itself in time is cut off beneath it, and who sends more than a proof takes: an incomplete message is
+memory that ZeroMQ holds.
 """
 
 from __future__ import annotations
@@ -9,13 +11,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 #: An honest one needs milliseconds, or seconds on a machine that is busy with starting up.
 PATIENCE_S = 4.0
-SWEEP_S = 0.5
+#: So often they are looked at, while there are any.
+WATCH_S = 0.05
+#: Of a proof and all that goes with it: a few hundred bytes, twice.
+MOST_BYTES = 1 << 16
+_BYTES_RECEIVED = struct.Struct("@Q")
+_BYTES_RECEIVED_AT = 128  # in Linux's struct tcp_info
 #: More than this many at once are cut off, the oldest first.
 MOST = 256
 
@@ -32,8 +40,25 @@ class Strangers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.port = 0
         self._clock = clock
+        self._call_later: Callable[[float, Callable[[], None]], None] | None = None
+        self._is_watching = False  # a timer runs
         self._waiting: dict[int, _Connection] = {}  # by descriptor, the oldest first
         self.cut_off = 0
+
+    def watch(self, call_later: Callable[[float, Callable[[], None]], None]) -> None:
+        """From now on look at them every WATCH_S."""
+        self._call_later = call_later
+        self._look_later()
+
+    def _look_later(self) -> None:
+        if self._waiting and not self._is_watching and self._call_later is not None:
+            self._is_watching = True
+            self._call_later(WATCH_S, self._look)
+
+    def _look(self) -> None:
+        self._is_watching = False
+        self.sweep()
+        self._look_later()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -46,18 +71,18 @@ class Strangers:
                 self._waiting[fd] = _Connection(self._clock(), end.getpeername())
         if len(self._waiting) > MOST:
             self._cut_off(next(iter(self._waiting)))
+        self._look_later()
 
     def known(self, fd: int) -> None:
         """It has proven who it is, or is gone."""
         self._waiting.pop(fd, None)
 
     def sweep(self) -> None:
-        """Call every SWEEP_S."""
+        """Cut off who is late, or has said too much."""
         late_s = self._clock() - PATIENCE_S
         for fd, connection in list(self._waiting.items()):
-            if connection.since_s > late_s:
-                break
-            self._cut_off(fd)
+            if connection.since_s <= late_s or _received(fd) > MOST_BYTES:
+                self._cut_off(fd)
 
     def cut(self, fd: int) -> None:
         """End a connection that does not deserve better."""
@@ -73,6 +98,16 @@ class Strangers:
                 if end.getsockname()[1] == self.port and end.getpeername() == connection.peer:
                     self.cut_off += 1
                     end.shutdown(socket.SHUT_RDWR)
+
+
+def _received(fd: int) -> int:
+    """So many bytes, of a connection that may be gone by now."""
+    with contextlib.suppress(OSError, struct.error):
+        end = _borrow(fd)
+        with end:
+            facts = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        return int(_BYTES_RECEIVED.unpack_from(facts, _BYTES_RECEIVED_AT)[0])
+    return 0
 
 
 def _borrow(fd: int) -> socket.socket:

@@ -24,7 +24,7 @@ def main() -> int:
         log.configure(settings.log_level, "scheduler")
         finish = asyncio.run(_serve(settings))
     except OSError as error:
-        print(f"byteps_py scheduler: the report can't be written: {error}", file=sys.stderr)
+        print(f"byteps_py scheduler: the report (BYTEPS_REPORT) can't be written: {error}", file=sys.stderr)
         return CONFIGURATION_STATUS
     except BytePSError as error:
         print(f"byteps_py scheduler: {error}", file=sys.stderr)

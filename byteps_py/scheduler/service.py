@@ -297,13 +297,13 @@ def listening_address(settings: Settings) -> tuple[str, int]:
     host = str(address[0])
     require_secret(host, settings)
     # gRPC says only that binding failed, not why; a plain socket does.
-    with socket.socket(family, kind, proto) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-        except OSError as error:
-            raise ConfigurationError(
-                f"the scheduler can't listen on DMLC_PS_ROOT_URI={name}, DMLC_PS_ROOT_PORT={port}: {error.strerror}. "
-                "The address must be this machine's, and the port free: does another job's scheduler use it?"
-            ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"the scheduler can't listen on DMLC_PS_ROOT_URI={name}, DMLC_PS_ROOT_PORT={port}: {error.strerror}. "
+            "The address must be this machine's, and the port free: does another job's scheduler use it?"
+        ) from error
     return host, port

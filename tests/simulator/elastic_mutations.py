@@ -152,7 +152,7 @@ def go_before_others_have_the_last_result(core: pytest.MonkeyPatch) -> None:
 
 #: Each with a seed that shows it.
 ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    know_machines_by_their_index: 116,
+    know_machines_by_their_index: 508,
     take_whoever_comes_for_equal: 139,
     mourn_for_who_leaves_no_group: 8,
     count_on_servers_of_outsiders: 402,

@@ -12,6 +12,7 @@ from byteps_py.scheduler.roster import Roster
 from byteps_py.server.actions import Reduce
 from byteps_py.server.partition import Round
 from byteps_py.server.rounds import Rounds
+from byteps_py.tensors import TensorSpec
 from byteps_py.worker.actions import Action, Push, Release
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PushQueue
@@ -82,6 +83,27 @@ def local_ranks_backwards(core: pytest.MonkeyPatch) -> None:
         return compute
 
     core.setattr(Pipeline, "_local_sum", local_sum)
+
+
+def divide_by_one_too_many(core: pytest.MonkeyPatch) -> None:
+    real = TensorSpec.divisor
+    core.setattr(TensorSpec, "divisor", lambda self, size: real(self, size) + self.average)
+
+
+def divide_by_all_ranks(core: pytest.MonkeyPatch) -> None:
+    """Also where only a group takes part."""
+    core.setattr(TensorSpec, "divisor", lambda self, size: size if self.average else 1)
+
+
+def divide_by_those_who_give(core: pytest.MonkeyPatch) -> None:
+    """As far as a machine knows: without its own ranks that have joined."""
+    real = Joining.join
+
+    def join(self: Joining, rank: Any) -> None:
+        real(self, rank)
+        self._pipeline.size -= 1
+
+    core.setattr(Joining, "join", join)
 
 
 def one_contribution_buffer(core: pytest.MonkeyPatch) -> None:
@@ -340,6 +362,9 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     deliver_early: 3,
     order_by_arrival: 3,
     local_ranks_backwards: 3,
+    divide_by_one_too_many: 2,
+    divide_by_all_ranks: 2,
+    divide_by_those_who_give: 5,
     one_contribution_buffer: 0,
     release_under_a_kernel: 838,
     accept_repeated_answers: 3,

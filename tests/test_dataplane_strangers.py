@@ -1,0 +1,86 @@
+"""Connections that have not proven who they are: late ones, and those that say more than a proof takes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from byteps_py.dataplane.strangers import MOST_BYTES, PATIENCE_S, WATCH_S, Strangers
+
+Timer = tuple[float, Callable[[], None]]
+
+
+class Door:
+    """A listener, who has come to it, and a clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.strangers = Strangers(lambda: self.now_s)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.strangers.port = self._listener.getsockname()[1]
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self._listener)
+
+    def come(self, nbytes: int = 0) -> socket.socket:
+        """The other end of a connection that has brought so many bytes."""
+        end = self._stack.enter_context(socket.create_connection(self._listener.getsockname()))
+        here = self._stack.enter_context(self._listener.accept()[0])
+        end.sendall(bytes(nbytes))
+        assert len(here.recv(nbytes, socket.MSG_WAITALL)) == nbytes
+        self.strangers.came(here.fileno())
+        return end
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture(name="door")
+def a_door() -> Iterator[Door]:
+    door = Door()
+    yield door
+    door.close()
+
+
+def is_cut_off(end: socket.socket) -> bool:
+    end.settimeout(0)
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_who_is_late_is_cut_off(door: Door) -> None:
+    first = door.come()
+    door.now_s = 0.5 * PATIENCE_S
+    second = door.come()
+    door.now_s = PATIENCE_S
+    door.strangers.sweep()
+    assert [is_cut_off(first), is_cut_off(second)] == [True, False]
+    assert (len(door.strangers), door.strangers.cut_off) == (1, 1)
+
+
+def test_who_says_more_than_a_proof_takes_is_cut_off_at_once(door: Door) -> None:
+    modest, chatty = door.come(MOST_BYTES), door.come(MOST_BYTES + 1)
+    door.strangers.sweep()
+    assert [is_cut_off(modest), is_cut_off(chatty)] == [False, True]
+
+
+def test_they_are_looked_at_while_there_are_any(door: Door) -> None:
+    timers: list[Timer] = []
+    door.strangers.watch(lambda delay_s, callback: timers.append((delay_s, callback)))
+    assert timers == []
+    door.come()
+    door.come()
+    ((delay_s, look),) = timers
+    assert delay_s == WATCH_S
+    look()
+    assert len(timers) == 2
+    door.now_s = PATIENCE_S
+    timers[1][1]()
+    assert len(door.strangers) == 0
+    assert len(timers) == 2  # nobody is left to look at
