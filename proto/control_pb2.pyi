@@ -312,10 +312,12 @@ class Sight(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Gone(_message.Message):
-    __slots__ = ("ranks",)
+    __slots__ = ("ranks", "epoch")
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("rank", "last")

@@ -288,6 +288,20 @@ def test_all_that_are_left_may_end_the_job() -> None:
     assert cluster.core.state == states.ENDED
 
 
+def test_what_is_said_of_a_group_that_is_over_is_not_heard() -> None:
+    """A rank that had shut down ends when its machine is in the next group, with another rank, already."""
+    cluster, (a, b) = elastic(2)
+    old = memberships(cluster, b)[-1].workers_since
+    cluster.say(a, reform=pb.Reform(reason="ranks come back", planned=True))
+    back(cluster, a)
+    back(cluster, b, 1)
+    assert len(memberships(cluster, b)) == 2
+    assert cluster.say(b, gone=pb.Gone(ranks=[3], epoch=old)) == []
+    assert cluster.say(a, settled=pb.Gone(ranks=[3], epoch=old)) == []
+    assert cluster.core.state == states.RUNNING
+    assert cluster.say(b, gone=pb.Gone(ranks=[2], epoch=memberships(cluster, b)[-1].workers_since)) != []
+
+
 def test_a_job_whose_ranks_have_all_ended_is_over_though_others_wait() -> None:
     cluster, (a, b) = elastic(2)
     late = cluster.join(worker(7, 2, 9, 0, elastic=True))

@@ -38,8 +38,7 @@ class Machine:
         self.farewell = Farewell(
             cast(Any, self.loop), self.sent.append, self._stop, Settings(stall_limit_s=owed_s, stall_warn_s=1.0)
         )
-        self.farewell.owes = lambda gone: self.is_owing
-        self.farewell.lacks = lambda ranks: self.is_lacking
+        self.farewell.open(7, lambda ranks: self.is_lacking, lambda gone: self.is_owing)
 
     def _stop(self) -> None:
         self.stops += 1
@@ -174,3 +173,20 @@ def test_a_machine_whose_ranks_were_done_is_not_missed(gone: list[int], timers: 
     machine.farewell.departed(gone)
     service._machine_lost("it can't be reached", 1)
     assert len(machine.loop.timers) == timers
+
+
+@pytest.mark.parametrize(("is_leaving", "done"), [(True, "farewell"), (False, "stop")])
+def test_a_machine_that_was_told_to_leave_stays_until_the_others_have_the_last_result(
+    is_leaving: bool, done: str
+) -> None:
+    """Its ranks have gone back to let the group go on without them, and are none that have shut down."""
+    did: list[str] = []
+    service = object.__new__(Service)
+    service._group = cast(Any, SimpleNamespace(network=object(), topology=SimpleNamespace(local_size=1)))
+    service._desk = cast(Any, SimpleNamespace(failure=None, left={}))
+    service._rejoining = cast(Any, SimpleNamespace(is_leaving=is_leaving))
+    service._loop = cast(Any, SimpleNamespace(stop=lambda: did.append("stop")))
+    service._farewell = cast(Any, SimpleNamespace(go=lambda: did.append("farewell")))
+    service._is_headless = False
+    service._go()
+    assert did == [done]

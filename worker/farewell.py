@@ -40,11 +40,16 @@ class Farewell:
         self._stop = stop
         self._owed_s = settings.stall_limit_s
         self._limit_s = max(LIMIT_S, _LIMIT_TIMEOUTS * settings.heartbeat_timeout_s)
+        self.group = 0  # the epoch with which it began
         self.gone: set[int] = set()  # ranks of other machines that have shut down
         self._departed: list[set[int]] = []  # ranks of other machines, which have given to what lacks here
         self._is_dismissed = False
         self.is_going = False
         self._has_owed = False
+
+    def open(self, group: int, lacks: Callable[[set[int]], bool], owes: Callable[[set[int]], bool]) -> None:
+        """The group has begun."""
+        self.group, self.lacks, self.owes = group, lacks, owes
 
     def go(self) -> None:
         """All ranks of this machine are gone: end as soon as nobody needs what they gave."""
@@ -88,7 +93,7 @@ class Farewell:
             if self.lacks(ranks):
                 lacking.append(ranks)
             else:
-                self._send(pb.MemberMessage(settled=pb.Gone(ranks=sorted(ranks))))
+                self._send(pb.MemberMessage(settled=pb.Gone(ranks=sorted(ranks), epoch=self.group)))
         self._departed = lacking
         if self._has_owed:
             self._end()

@@ -117,9 +117,8 @@ class Service:
             return
         if staying and self._group is not None:
             ranks = self._group.topology.describe_ranks(staying)
-            self._group_lost(
-                PeerLostError(f"the communication service of {ranks} was told to end while they needed it")
-            )
+            why = f"the communication service of {ranks} was told to end while they needed it"
+            self._group_lost(PeerLostError(why))
         self._go()
 
     def _go(self) -> None:
@@ -228,7 +227,7 @@ class Service:
             self._prefault, self._server_lost, self._machine_lost,
         )  # fmt: skip
         self._group = Group(around, membership, ids.index(self._member_id))
-        self._farewell.lacks, self._farewell.owes = self._group.lacks, self._group.owes
+        self._farewell.open(membership.workers_since, self._group.lacks, self._group.owes)
         self._group.open()
 
     def _end_group(self) -> None:
@@ -389,8 +388,9 @@ class Service:
         left = self._desk.gone if self._stay else self._desk.left
         if self._group is not None and self._desk.failure is None and (news := sorted(set(left) - self._told_left)):
             self._told_left.update(news)
-            first_rank = self._group.topology.first_rank
-            self._link.send(pb.MemberMessage(gone=pb.Gone(ranks=[first_rank + rank for rank in news])))
+            topology = self._group.topology
+            gone = pb.Gone(ranks=[topology.first_rank + rank for rank in news], epoch=topology.group)
+            self._link.send(pb.MemberMessage(gone=gone))
         if here or self._stay:
             if not here and self._rejoining is not None and self._rejoining.is_leaving:
                 self._go()

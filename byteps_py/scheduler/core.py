@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from byteps_py.errors import BY_NAME, ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.elastic import OF_A_GROUP, Elastic
+from byteps_py.scheduler.elastic import Elastic
 from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.forming import Forming
 from byteps_py.scheduler.group import Group
@@ -74,8 +74,8 @@ class SchedulerCore:
         if not member.is_present:
             return []
         member.last_seen_s = now_s
-        if self._elastic is not None and kind in OF_A_GROUP and self._elastic.is_void(member):
-            return []  # said to ranks that are a group no more
+        if self._elastic is not None and self._elastic.is_stale(member, message):
+            return []
         try:
             match kind:
                 case "gathered":

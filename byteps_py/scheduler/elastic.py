@@ -15,7 +15,7 @@ from byteps_py.scheduler.reforming import Candidate, Decision, Reforming, Waitin
 from byteps_py.scheduler.roster import Roster
 
 #: What a communication service says of its group. It says nothing of the next one before that is open.
-OF_A_GROUP = ("declare", "arrive", "join", "idle", "gone", "sight", "applied", "unreachable", "settled", "reform")
+_OF_A_GROUP = ("declare", "arrive", "join", "idle", "gone", "sight", "applied", "unreachable", "settled", "reform")
 
 
 class Elastic:
@@ -38,6 +38,14 @@ class Elastic:
     def is_void(self, member: MemberRecord) -> bool:
         """What it says of its group counts no more: that is none any more, or it is in none."""
         return member.is_worker and (self.is_broken or not member.ranks)
+
+    def is_stale(self, member: MemberRecord, message: pb.MemberMessage) -> bool:
+        """It was said of a group that is over. Who has shut down may end at any time, also in the next one."""
+        kind = message.WhichOneof("body")
+        if kind in ("gone", "settled"):
+            said = message.gone if kind == "gone" else message.settled
+            return said.epoch != self._roster.workers_since or self.is_void(member)
+        return kind in _OF_A_GROUP and self.is_void(member)
 
     def begin(self, reason: str, planned: bool, now_s: float) -> Outgoing:
         """The group is to be formed anew."""

@@ -17,7 +17,6 @@ from byteps_py.server.rounds import Rounds
 from byteps_py.worker.elastic_desk import ElasticDesk, _Waiter
 from byteps_py.worker.group import Group
 from byteps_py.worker.rejoining import Rejoining
-from byteps_py.worker.service import Service
 from byteps_py.worker.topology import Topology
 
 
@@ -137,19 +136,6 @@ def hear_nobody_who_came_back(core: pytest.MonkeyPatch) -> None:
     core.setattr(ElasticDesk, "_is_taken", is_taken)
 
 
-def go_before_others_have_the_last_result(core: pytest.MonkeyPatch) -> None:
-    """A machine that was told to leave does so as soon as its ranks have."""
-    real = Service._go
-
-    def go(self: Service) -> None:
-        if self._rejoining is not None and self._rejoining.is_leaving:
-            self._loop.stop()
-        else:
-            real(self)
-
-    core.setattr(Service, "_go", go)
-
-
 #: Each with a seed that shows it.
 ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     know_machines_by_their_index: 508,
@@ -165,5 +151,4 @@ ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     hear_nobody_who_came_back: 17,
     seat_by_number_alone: 5773,
     take_whoever_shuts_down_for_done: 1,
-    go_before_others_have_the_last_result: 6395,
 }
