@@ -71,6 +71,8 @@ class Shocks(Strikes):
         if not (others or self._has_server_beside(rank.machine)):
             return ""
         self._cluster.hit.add(rank)
+        if not others:  # its machine goes, too
+            self._cluster.hit.update(server for server in self._cluster.servers if server.machine == rank.machine)
         rank.die()
         return rank.name
 
