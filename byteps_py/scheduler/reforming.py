@@ -146,10 +146,9 @@ class Reforming:
             return Wait(f"{self.reason}; {text}: waiting for others to join")
         if self.reset_limit and self.count >= self.reset_limit:
             return GiveUp(f"{self.reason}; the group was formed anew {self.count} times (BYTEPS_RESET_LIMIT)")
-        before = {each.id for each in candidates if each.place >= 0}
-        is_continued = not self.is_broken and all(
-            member in before and not self._ready[member].has_newcomers for member, _ in chosen
-        )
+        newcomers = {each.id for each in candidates if each.place < 0}
+        newcomers |= {member for member, waiting in self._ready.items() if waiting.has_newcomers}
+        is_continued = not self.is_broken and newcomers.isdisjoint(member for member, _ in chosen)
         return Open(tuple(chosen), tuple(each.id for each in away), is_continued)
 
     def _chosen(self, candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
