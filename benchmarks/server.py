@@ -103,6 +103,8 @@ def shake_hands(dealer: zmq.Socket[bytes], address: str, index: int) -> tuple[Se
     dealer.send_multipart([Header(Kind.HELLO, index).pack(), caller.hello])
     proof, out, back = caller.answer(dealer.recv_multipart()[1])
     dealer.send_multipart([Header(Kind.PROOF, index).pack(), proof])
+    header, payload = dealer.recv_multipart(copy=False)
+    back.open(header.bytes, payload)  # WELCOME
     return out, back
 
 

@@ -15,7 +15,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 2
+VERSION = 3
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | blame | waited
@@ -41,8 +41,9 @@ class Kind(enum.IntEnum):
     WITHDRAW = 12  # CS → SS: what I gave to this round goes to another server; no answer
     TAKEN = 13  # CS → CS: I have all of what a Fetch names, of its round ``taken``; no answer
     CHALLENGE = 20  # back, at a HELLO: prove that you know the secret, as I do
-    PROOF = 21  # CS → SS or CS, at a CHALLENGE; from now on every message is sealed
+    PROOF = 21  # CS → SS or CS, at a CHALLENGE
     DAMAGED = 22  # back: message number ``round`` of this connection could not be opened; send it again
+    WELCOME = 23  # back, at a PROOF; this and all that follows, each way, is sealed
 
 
 #: Flags of a contribution. RESENT: its machine lacks the result, though the server may have sent it. SUPPLY: its

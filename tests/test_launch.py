@@ -43,7 +43,7 @@ class TestExitCodes:
 
     def test_ranks_say_themselves_that_one_has_failed(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "link")
-        fail = f"open({str(tmp_path / 'link')!r}, 'w'); raise SystemExit(3)"
+        fail = f"import os; os.open({str(tmp_path / 'link')!r}, os.O_WRONLY); raise SystemExit(3)"  # closed by its end
         rank = f"open({str(tmp_path / 'link')!r}).read(); import sys; sys.exit('rank 1 is gone')"
         with supervised(rank, fail) as job:
             status, _, err = job.finish()

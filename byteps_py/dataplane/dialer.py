@@ -14,7 +14,7 @@ from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import ProtocolError
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 #: Below this a payload is copied: when memory that was lent to ZeroMQ has been sent, a thread of pyzmq is woken and
 #: takes the GIL, which costs more (64 KB messages on a busy machine: a tenth of a round's time).
@@ -80,6 +80,7 @@ class Dialer:
         self._caller: Caller
         self._opening: Seal | None = None
         self._sealing: Seal | None = None
+        self._is_welcome = False
         self._failures = 0  # attempts in a row
         self._refusals = 0  # in a row
         self._is_closed = False
@@ -89,12 +90,12 @@ class Dialer:
 
     @property
     def is_open(self) -> bool:
-        return self._sealing is not None
+        return self._is_welcome
 
     def send(self, header: Header, payload: Data) -> int:
         """Send over an open connection, payloads of COPY_BYTES and more from where they lie. Returns the message's
         number. Never waits: what is sent over a connection that has just ended is lost, and ``on_broken`` follows."""
-        if self._sealing is None or self._socket is None:
+        if not self._is_welcome or self._sealing is None or self._socket is None:
             raise ProtocolError(f"a message for {self._who} before its connection was open")
         number = self._sealing.number
         sealed, shown = self._sealing.seal(header.pack(), payload)
@@ -162,6 +163,7 @@ class Dialer:
 
     def _hang_up(self) -> None:
         self._sealing = self._opening = None
+        self._is_welcome = False
         socket, self._socket = self._socket, None
         if socket is not None:
             self._loop.remove(self._monitor)
@@ -190,7 +192,7 @@ class Dialer:
                 frames.append(self._socket.recv(copy=False))
         except zmq.Again:
             return False
-        if self._opening is None:
+        if not self._is_welcome or self._opening is None:
             self._shake_hands(frames)
             return True
         if len(frames) != 2:
@@ -209,23 +211,24 @@ class Dialer:
 
     def _shake_hands(self, frames: list[zmq.Frame]) -> None:
         try:
-            proof = self._prove(*_of_handshake(frames))
+            if self._opening is None:
+                proof = self._prove(_said(frames, Kind.CHALLENGE))
+            else:
+                proof = _said(frames, Kind.WELCOME, self._opening)
+                self._is_welcome = True
         except ProtocolError as error:
             self._refused(str(error))
             return
-        if self._socket is not None:
-            self._socket.send_multipart([Header(Kind.PROOF, self._sender, self._group).pack(), proof])
+        if self._is_welcome:
             self._failures = self._refusals = 0
             self._owner.on_open()
+        elif self._socket is not None:
+            self._socket.send_multipart([Header(Kind.PROOF, self._sender, self._group).pack(), proof])
 
-    def _prove(self, header: Header, said: bytes) -> bytes:
+    def _prove(self, challenge: bytes) -> bytes:
         """The proof that is due. Raises ProtocolError."""
-        if header.kind is Kind.REFUSED:
-            raise ProtocolError(f"turned this process away: {said.decode(errors='replace').partition(chr(10))[2]}")
-        if header.kind is not Kind.CHALLENGE:
-            raise ProtocolError(f"said {header.kind.name} where a CHALLENGE was due")
         try:
-            proof, self._sealing, self._opening = self._caller.answer(said)
+            proof, self._sealing, self._opening = self._caller.answer(challenge)
         except ProtocolError as error:
             raise ProtocolError(f"could not prove that it belongs to this cluster: {error}") from None
         return proof
@@ -238,11 +241,20 @@ class Dialer:
             self._again()
 
 
-def _of_handshake(frames: list[zmq.Frame]) -> tuple[Header, bytes]:
-    """Raises ProtocolError."""
+def _said(frames: list[zmq.Frame], due: Kind, opening: Seal | None = None) -> bytes:
+    """The payload of the listener's part in the handshake, sealed if there is a way of ``opening`` it. Raises
+    ProtocolError if it says something else."""
     if len(frames) != 2:
-        raise ProtocolError(f"sent {len(frames)} frames where a CHALLENGE was due")
+        raise ProtocolError(f"sent {len(frames)} frames where a {due.name} was due")
+    packed, payload = frames[0].bytes, frames[1]
     try:
-        return Header.unpack(frames[0].bytes), frames[1].bytes
+        if opening is not None and len(packed) != HEADER_BYTES:  # a refusal is not sealed
+            packed, payload = opening.open(packed, payload)
+        header = Header.unpack(packed)
     except ProtocolError as error:
-        raise ProtocolError(f"sent something else than a CHALLENGE: {error}") from None
+        raise ProtocolError(f"sent something else than a {due.name}: {error}") from None
+    if header.kind is Kind.REFUSED:
+        raise ProtocolError(f"turned this process away: {payload.bytes.decode(errors='replace').partition(chr(10))[2]}")
+    if header.kind is not due:
+        raise ProtocolError(f"said {header.kind.name} where a {due.name} was due")
+    return payload.bytes

@@ -3,7 +3,10 @@
     CS ──HELLO      protection, its fresh public key ────────────────────────────────────────────► listener
        ◄─CHALLENGE  a fresh nonce, the listener's public key, proof that the listener knows the secret ───
        ──PROOF      proof that the CS knows it ───────────────────────────────────────────────────►
-       ◄═ sealed messages, each way under a key of this connection alone (seal.py) ═►
+       ◄═WELCOME    sealed, as is all that follows, each way under a key of this connection alone (seal.py) ═
+
+A CS says nothing more until it is welcome: what a stranger may send is little (strangers.py), and a busy listener
+hears the proof late.
 
 Proofs are HMACs, under a key made from the secret, of all that is said and of whom it binds: the job, the listener's
 address, the machine that speaks and its group of ranks (see listener.py), the protection (so that nobody can talk the

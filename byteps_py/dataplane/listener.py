@@ -258,6 +258,7 @@ class DataListener:
             raise ProtocolError("it was not asked for a proof, or its proof came late")
         seals, age = challenge.accept(said.bytes), (challenge.group, number)
         peer = self._peers[identity] = RemotePeer(self, identity, header.sender, seals, age)
+        self.send(peer, Header(Kind.WELCOME, peer.machine).pack(), zmq.Frame())  # before anything else to it
         # Of connections that end and begin again at once, the last words of the first may be read last.
         latest = self._by_machine.get(peer.machine)
         if latest is None or latest.age < age:

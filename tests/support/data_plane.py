@@ -52,6 +52,7 @@ class Machine:
         self.socket.send_multipart([Header(Kind.HELLO, index, group).pack(), self._caller.hello])
         self._shown = shown
         self.seals: tuple[Seal, Seal] | None = None
+        self._is_welcome = False
 
     def challenge(self) -> bytes:
         header, text = self._frames()
@@ -65,13 +66,21 @@ class Machine:
         proof, *seals = self._caller.answer(challenge) if self._shown is None else (self._shown,)
         self.socket.send_multipart([Header(Kind.PROOF, self.index, self.group).pack(), proof])
         self.seals = tuple(seals) if seals else None
+        self._is_welcome = False
 
     def send(self, header: Header | bytes, payload: bytes) -> None:
         if self.seals is None and self._shown is None:
             self.prove()
+        self.enter()
         packed = header if isinstance(header, bytes) else header.pack()
         sealed = self.seals[0].seal(packed, payload) if self.seals else (packed, payload)
         self.socket.send_multipart(sealed)
+
+    def enter(self) -> None:
+        """Wait for the WELCOME that is due at a proof."""
+        if self.seals is not None and not self._is_welcome:
+            self._is_welcome = True
+            assert self.receive()[0].kind is Kind.WELCOME
 
     def push(self, data: bytes, **facts: object) -> None:
         self.send(header_for(self.index, data, **facts), data)  # type: ignore[arg-type]
@@ -86,6 +95,7 @@ class Machine:
         return header, payload
 
     def receive(self) -> tuple[Header, bytes]:
+        self.enter()
         header, payload = self._frames()
         if self.seals is not None:
             header, frame = self.seals[1].open(header, zmq.Frame(payload))

@@ -1,0 +1,180 @@
+"""Who calls, in the handshake: nothing is sent before it is welcome, and who answers otherwise is none of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import zmq
+from support.data_plane import WAIT_S, header_for
+from support.summation import SETTINGS
+
+from byteps_py.dataplane.dialer import Dialer, Owner
+from byteps_py.dataplane.handshake import Challenge, Doorkeeper
+from byteps_py.dataplane.listener import DataListener
+from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.seal import Data
+from byteps_py.dataplane.strangers import MOST_BYTES
+from byteps_py.dataplane.traffic import Traffic
+from byteps_py.errors import ProtocolError
+from byteps_py.loop import EventLoop
+from byteps_py.wire import HEADER_BYTES, Header, Kind
+
+PUSHED = bytes(3 * MOST_BYTES)
+
+
+class Caller(Owner):
+    """A Dialer whose owner pushes at once when its connection is open."""
+
+    def __init__(self, address: str) -> None:
+        self.loop, self.context = EventLoop(), zmq.Context()
+        self.times_open = 0
+        self.refused: list[str] = []
+        self.dialer = Dialer(self.context, self.loop, address, 0, SETTINGS, self, "the listener")
+
+    def on_open(self) -> None:
+        self.times_open += 1
+        self.dialer.send(header_for(0, PUSHED), PUSHED)
+
+    def on_refused(self, error: ProtocolError) -> None:
+        self.refused.append(str(error))
+        self.loop.stop()
+
+    def run(self) -> None:
+        self.loop.call_later(WAIT_S, self.loop.stop)
+        self.loop.run()
+
+    def close(self) -> None:
+        self.dialer.close()
+        self.loop.close()
+        self.context.term()
+
+
+Call = Callable[[str], Caller]
+
+
+@pytest.fixture(name="call")
+def calling() -> Iterator[Call]:
+    callers: list[Caller] = []
+
+    def call(address: str) -> Caller:
+        callers.append(Caller(address))
+        return callers[-1]
+
+    yield call
+    for caller in callers:
+        caller.close()
+
+
+class Script:
+    """Listens, and proves itself to who calls. What it says to a proof, others decide."""
+
+    def __init__(self, router: zmq.Socket[bytes], call: Call) -> None:
+        self.router = router
+        self.address = str(router.last_endpoint.decode())
+        self.keeper = Doorkeeper(SETTINGS)
+        self.challenge: Challenge
+        self.pushed: list[bytes] = []
+        self.caller = call(self.address)
+        self.caller.loop.add_reader(router, self.heard)
+
+    def heard(self) -> None:
+        whom, packed, said = self.router.recv_multipart()
+        if len(packed) != HEADER_BYTES:
+            self.pushed.append(said)
+            self.caller.loop.stop()
+        elif Header.unpack(packed).kind is Kind.HELLO:
+            text, self.challenge = self.keeper.challenge(said, 0, self.address)
+            self.router.send_multipart([whom, Header(Kind.CHALLENGE, 0).pack(), text])
+        else:
+            self.router.send_multipart([whom, *self.to_proof(said)])
+
+    def to_proof(self, proof: bytes) -> Sequence[Data]:
+        raise NotImplementedError
+
+
+class Welcoming(Script):
+    def to_proof(self, proof: bytes) -> Sequence[Data]:
+        dialer = self.caller.dialer
+        assert not dialer.is_open
+        with pytest.raises(ProtocolError, match="a message for the listener before its connection was open"):
+            dialer.send(header_for(0, b""), b"")
+        _, sealing = self.challenge.accept(proof)
+        return sealing.seal(Header(Kind.WELCOME, 0).pack(), b"")
+
+
+class Saying(Script):
+    says: Sequence[bytes]
+
+    def to_proof(self, proof: bytes) -> Sequence[Data]:
+        return self.says
+
+
+@pytest.fixture(name="router")
+def scripted_listener() -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind("tcp://127.0.0.1:*")
+        yield router
+
+
+def test_it_is_open_when_it_is_welcome_and_not_before(router: zmq.Socket[bytes], call: Call) -> None:
+    script = Welcoming(router, call)
+    script.caller.run()
+    assert (script.caller.times_open, script.pushed) == (1, [PUSHED])
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ([Header(Kind.REFUSED, 0).pack(), b"ProtocolError\nnot you"], "the listener turned this process away: not you"),
+        ([Header(Kind.ANSWER, 0).pack(), b""], "the listener said ANSWER where a WELCOME was due"),
+        ([b"welcome"], "the listener sent 1 frames where a WELCOME was due"),
+        (
+            [bytes(200), b""],
+            "the listener sent something else than a WELCOME: message 0 of its connection came damaged",
+        ),
+    ],
+)
+def test_who_says_something_else_to_a_proof_is_none_of_ours(
+    router: zmq.Socket[bytes], call: Call, says: list[bytes], text: str
+) -> None:
+    """A few attempts, then an error: once may be chance."""
+    script = Saying(router, call)
+    script.says = says
+    script.caller.run()
+    assert (script.caller.times_open, script.caller.refused) == (0, [text])
+
+
+class BusyListener:
+    """Looks at its strangers whenever something has come, before it reads it."""
+
+    def __init__(self, call: Call) -> None:
+        self.listener = DataListener(
+            "127.0.0.1", SETTINGS, Traffic(), frozenset((Kind.PUSH,)), self.heard, lambda peer: None
+        )
+        self.bytes_heard: list[int] = []
+        self.at_each_look: list[int] = []
+        self.caller = call(self.listener.address)
+        self.caller.loop.add_reader(self.listener.socket, self.read)
+
+    def read(self) -> None:
+        self.listener.on_monitor()
+        strangers = self.listener._strangers
+        self.at_each_look.append(len(strangers))
+        strangers.sweep()
+        self.listener.on_readable()
+
+    def heard(self, header: Header, peer: Peer, payload: zmq.Frame) -> None:
+        self.bytes_heard.append(len(payload))
+        self.caller.loop.stop()
+
+
+def test_a_busy_listener_cuts_off_nobody_who_has_proven_itself(call: Call) -> None:
+    """Who has much to say does not say it before its proof has been read."""
+    busy = BusyListener(call)
+    busy.caller.run()
+    cut_off = busy.listener._strangers.cut_off
+    busy.listener.close()
+    assert (busy.bytes_heard, busy.caller.times_open, cut_off) == ([len(PUSHED)], 1, 0)
+    assert busy.at_each_look == [1, 1, 0]  # at its HELLO and its proof it is a stranger
