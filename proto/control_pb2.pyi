@@ -140,14 +140,16 @@ class RankPace(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., step_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class ServerPace(_message.Message):
-    __slots__ = ("member_id", "answer_s", "ratio")
+    __slots__ = ("member_id", "answer_s", "ratio", "awaited")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ANSWER_S_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     member_id: int
     answer_s: float
     ratio: float
-    def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ...) -> None: ...
+    awaited: float
+    def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ..., awaited: _Optional[float] = ...) -> None: ...
 
 class Statistics(_message.Message):
     __slots__ = ("bytes_received", "bytes_sent", "bytes_local", "rounds", "bytes_summed", "cpu_s", "resident_bytes", "bytes_in_flight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
 
@@ -197,6 +198,21 @@ def test_waiting_for_a_slow_machine_is_not_the_servers_fault() -> None:
     dice = random.Random(3)
     late = answers({1: 0.012, 2: 0.012, 3: 0.012}, waited_s=lambda server: dice.choice([0.0, 2.0 * (server == 2)]))
     assert not slow_servers(late)
+
+
+def test_who_comes_first_and_waits_for_others_knows_little_of_the_server() -> None:
+    """It stood still while it waited for others, which it can't tell. Who comes last knows better."""
+    early = answers({1: 0.012, 2: 0.012}, waited_s=lambda server: 0.5)
+    assert early == []
+    waits = itertools.cycle([0.5, 0.5, 0.5, 0.5, 0.0, 0.0])
+    now_and_then = answers({1: 0.012, 2: 0.012}, waited_s=lambda server: next(waits))
+    last = answers({1: 0.012, 2: 0.13})
+    assert [slow.who for slow in slow_servers(now_and_then, last)] == [2]
+
+
+def test_a_slow_machine_makes_no_server_slow() -> None:
+    """All that it is told, it hears late; of one server nobody else says anything."""
+    assert not slow_servers(answers({1: 0.012}), answers({1: 0.2, 2: 0.2}))
 
 
 def test_links_of_different_rates_are_expected_to_take_as_long() -> None:

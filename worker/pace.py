@@ -4,8 +4,9 @@ What is measured leaves out what somebody waits for others, so that who is slow 
 
     a rank's step:      from one hand-over to the next, but for the time when it has handed over all that it had
                         and has not got all of it back
-    a server's answer:  from the push to the answer, but for the time that the server has waited for other machines;
-                        also relative to what the link needs for the bytes that are on their way to this server
+    a server's answer:  from the push to the answer, of pushes that others had not to be waited for much longer: what
+                        a server does while it waits, nobody can tell; also relative to what the link needs for the
+                        bytes that are on their way to this server
 
 Whether it is much slower than the others is decided where all of them are known (scheduler/pace.py).
 """
@@ -19,43 +20,49 @@ from collections.abc import Collection, Iterable, Mapping
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.tensor import Part
 
-#: Values of so many seconds count as one, their mean: a process may be fast in bursts, and slow.
+#: Values of so many seconds count as one, their mean, weighted by how long each took: of a server that stands still
+#: nine tenths of the time, most answers come at once, but who waits for one mostly waits long.
 SPAN_S = 0.5
 #: The median of the latest spans is typical, of those of so many seconds: what is shorter is the operating system's
 #: doing. At least two: a single long one is a checkpoint, or an accident.
 WINDOW_S = 3.0
 _MOST = 16
+_LEAST_WEIGHT_S = 1e-6
 #: What an answer takes however small it is: a busy machine's scheduling.
 _BASE_S = 0.005
+#: Others are waited for this long as a matter of course.
+LEAST_WAIT_S = 0.005
 
 
 class Typical:
     """What values are lately: they come in tuples, each place is looked at by itself."""
 
     def __init__(self) -> None:
-        self._spans: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=_MOST)  # how long, mean values
-        self._open: list[tuple[float, ...]] = []
+        self._spans: deque[tuple[float, float, tuple[float, ...]]] = deque(maxlen=_MOST)  # how long, weight, means
+        self._weight = 0.0
+        self._sums: list[float] = []
         self._since: float | None = None
         self._closed = 0.0
 
     def add(self, since: float, now: float, *values: float) -> None:
-        """``values`` are about the time from ``since`` to ``now``."""
+        """``values`` are about the time from ``since`` to ``now``. The first says how long something took."""
         if since < self._closed:
             return  # of what the last span has seen it is no evidence of its own
         if self._since is None:
-            self._since = since
-        self._open.append(values)
+            self._since, self._weight, self._sums = since, 0.0, [0.0] * len(values)
+        weight = max(values[0], _LEAST_WEIGHT_S)
+        self._weight += weight
+        self._sums = [total + weight * value for total, value in zip(self._sums, values, strict=True)]
         if now - self._since >= SPAN_S:
-            means = tuple(statistics.fmean(column) for column in zip(*self._open, strict=True))
-            self._spans.append((now - self._since, means))
-            self._open.clear()
+            means = tuple(total / self._weight for total in self._sums)
+            self._spans.append((now - self._since, self._weight, means))
             self._since, self._closed = None, now
 
     def values(self) -> tuple[float, ...] | None:
         """None before there are enough; of an even number of spans the lower median."""
         latest: list[tuple[float, ...]] = []
         left_s = WINDOW_S
-        for span_s, means in reversed(self._spans):
+        for span_s, _, means in reversed(self._spans):
             if left_s <= 0 and len(latest) >= 2:
                 break
             latest.append(means)
@@ -63,6 +70,11 @@ class Typical:
         if left_s > 0 or len(latest) < 2:
             return None
         return tuple(statistics.median_low(column) for column in zip(*latest, strict=True))
+
+    @property
+    def awaited(self) -> float:
+        """Of what took a time: so much was going on at a time, on average."""
+        return sum(weight for _, weight, _ in self._spans) / sum(span_s for span_s, _, _ in self._spans)
 
 
 class _Rank:
@@ -144,6 +156,8 @@ class ServerPace:
         self.forget(part)
         since, ahead = pushed
         answer_s = max(0.0, now - since - waited_s)
+        if waited_s > answer_s + LEAST_WAIT_S:
+            return
         mbit = self._link_mbit[part.server]
         due_s = _BASE_S + (ahead * 8 / (mbit * 1e6) if mbit else 0.0)
         typical = self._typical.get(part.server)
@@ -161,5 +175,7 @@ class ServerPace:
         found = []
         for server, latest in self._typical.items():
             if (typical := latest.values()) is not None:
-                found.append(pb.ServerPace(member_id=server, answer_s=typical[0], ratio=typical[1]))
+                answer_s, ratio = typical
+                pace = pb.ServerPace(member_id=server, answer_s=answer_s, ratio=ratio, awaited=latest.awaited)
+                found.append(pace)
         return found

@@ -264,8 +264,7 @@ class Service:
         self._is_headless = False
 
     def _heartbeat(self) -> pb.Heartbeat:
-        waiting = self._waiting(min(1.0, self._settings.stall_warn_s / 2))
-        return heartbeat(self._past, self._group, self._peers, waiting)
+        return heartbeat(self._past, self._group, self._peers, self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
 
     # ---- waiting too long ------------------------------------------------------------------------------
 
@@ -336,9 +335,10 @@ class Service:
     def _machine_lost(self, sentence: str, machine: int) -> None:
         if self._group is not None and self._farewell.are_gone(self._group.topology.ranks_of(machine)):
             return  # its ranks were done
-        error = PeerLostError(sentence)
+        group, error = self._group, PeerLostError(sentence)  # another group may take its place meanwhile
         # It may have died, or ended because the job has failed: then the scheduler will say so.
-        self._loop.call_later(0.0 if self._is_headless else _WORD_OF_SCHEDULER_S, lambda: self._group_lost(error))
+        delay_s = 0.0 if self._is_headless else _WORD_OF_SCHEDULER_S
+        self._loop.call_later(delay_s, lambda: self._group_lost(error) if self._group is group else None)
 
     def _requested(self, request: Request | SumRequest | Receipt) -> None:
         if self._group is not None:  # not before its machine knows of the group

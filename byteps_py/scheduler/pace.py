@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.words import count_text, ranks_text
@@ -33,6 +34,26 @@ class Slow:
     takes_s: float
     others_s: float
     times: float
+
+
+class _Answers(NamedTuple):
+    """What one machine says of one server."""
+
+    times: float  # as much as the others
+    takes_s: float
+    others_s: float
+    awaited: float
+
+
+def _median(said: Iterable[_Answers]) -> _Answers:
+    """Weighted by how much was waited for: who comes first and waits for others sees little of a server's work."""
+    ordered = sorted(said)
+    half = sum(answers.awaited for answers in ordered) / 2
+    for answers in ordered:
+        half -= answers.awaited
+        if half <= 0:
+            break
+    return answers
 
 
 class PaceWatch:
@@ -67,23 +88,25 @@ class PaceWatch:
         return found
 
     def _slow_servers(self, present: Collection[int]) -> list[Slow]:
-        reports: dict[int, list[pb.ServerPace]] = {}
-        for member in present:
-            for pace in self._servers.get(member, ()):
-                if pace.member_id in present:
-                    reports.setdefault(pace.member_id, []).append(pace)
-        ratios = {server: statistics.median_low(p.ratio for p in paces) for server, paces in reports.items()}
-        answers = {server: statistics.median_low(p.answer_s for p in paces) for server, paces in reports.items()}
+        reports = [[p for p in self._servers.get(member, ()) if p.member_id in present] for member in present]
+        evidence: dict[int, list[_Answers]] = {}
+        for report in reports:
+            for pace in report:
+                # As the same machine finds the others, so that it makes no server slow by being slow itself. It may
+                # know none, where each has the server of the other.
+                others = [p for p in report if p is not pace]
+                others = others or [p for each in reports for p in each if p.member_id != pace.member_id]
+                if others:
+                    # Measured against 1 at least: who is faster than its link should be makes nobody slow.
+                    usual = max(1.0, statistics.median_low(other.ratio for other in others))
+                    others_s = statistics.median_low(other.answer_s for other in others)
+                    answers = _Answers(pace.ratio / usual, pace.answer_s, others_s, pace.awaited)
+                    evidence.setdefault(pace.member_id, []).append(answers)
         found = []
-        for server, ratio in ratios.items():
-            others = [other for other in ratios if other != server]
-            if not others:
-                continue
-            # Measured against 1 at least: who is faster than its link should be makes nobody slow.
-            usual = max(1.0, statistics.median_low(ratios[other] for other in others))
-            others_s = statistics.median_low(answers[other] for other in others)
-            if answers[server] - others_s >= LEAST_ANSWER_S and ratio >= self._factor * usual:
-                found.append(Slow(False, server, 0, answers[server], others_s, ratio / usual))
+        for server, said in evidence.items():
+            median = _median(said)
+            if median.takes_s - median.others_s >= LEAST_ANSWER_S and median.times >= self._factor:
+                found.append(Slow(False, server, 0, median.takes_s, median.others_s, median.times))
         return found
 
     def due(self, slow: list[Slow], now_s: float) -> list[Slow]:
