@@ -10,10 +10,10 @@ from support.clusters import ROOT
 
 from byteps_py.launch.cluster import free_port
 
-FAULTS = ("cut", "flip up", "cut", "flip down", "flip up", "flip down", "cut")
 
-
-def test_lost_and_damaged_messages_are_said_again_and_every_sum_is_exact() -> None:
+def reduce_under(*faults: str) -> tuple[str, str]:
+    """Two machines check every sum of theirs, through a server whose network does ``faults``. Returns what the ranks
+    and the server said."""
     where = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port())}
     # A machine that is busy with other tests is none that has died.
     patience = {"PS_HEARTBEAT_TIMEOUT": "30"}
@@ -30,14 +30,24 @@ def test_lost_and_damaged_messages_are_said_again_and_every_sum_is_exact() -> No
         for index, rank in enumerate(ranks):
             rank.until(f"{index}: training")
         assert server.process.stdin is not None
-        for fault in FAULTS:
+        for fault in faults:
             print(fault, file=server.process.stdin, flush=True)
             server.until(f"done: {fault}")
         assert [rank.end() for rank in ranks] == [0, 0]
         assert (server.end(), scheduler.end()) == (0, 0)
     for index, rank in enumerate(ranks):
         assert f"{index}: closed" in rank.text
-    assert sum("came damaged" in line for line in server.said) == FAULTS.count("flip up")
-    warned = "\n".join(rank.text for rank in ranks)
-    assert warned.count("came damaged: it is sent again") == FAULTS.count("flip up")
-    assert warned.count("came damaged: it is asked for again") == FAULTS.count("flip down")
+    return "\n".join(rank.text for rank in ranks), server.text
+
+
+def test_lost_and_damaged_messages_are_said_again_and_every_sum_is_exact() -> None:
+    faults = ("cut", "flip up", "cut", "flip down", "flip up", "flip down", "cut")
+    ranks, server = reduce_under(*faults)
+    assert server.count("came damaged") == faults.count("flip up")
+    assert ranks.count("came damaged: it is sent again") == faults.count("flip up")
+    assert ranks.count("came damaged: it is asked for again") == faults.count("flip down")
+
+
+def test_one_message_in_twenty_is_lost_with_its_connection_and_every_sum_is_exact() -> None:
+    """Also of those that a new connection begins with."""
+    reduce_under("lose")

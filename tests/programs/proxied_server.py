@@ -1,5 +1,6 @@
 """A CPU machine's summation server, and a network that does what each line of its input says, once: ``cut`` (an answer
-is lost with its connection), ``flip up`` (a bit of a contribution's header), ``flip down`` (of an answer's).
+is lost with its connection), ``flip up`` (a bit of a contribution's header), ``flip down`` (of an answer's), ``lose``
+(one in twenty of whatever is on its way, a handshake's, too, each with its connection; a hundred times).
 
 It says so when it has done it, and goes on without faults at the end of its input.
 """
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`
 
-from support.damage import Flipper
+from support.damage import Flipper, Loser
 from support.proxy import Proxy
 
 from byteps_py.log import configure
@@ -43,6 +44,9 @@ def main() -> None:
                 proxy.has_cut.clear()
                 proxy.cut_at(_ANSWER)
                 proxy.has_cut.wait()
+            elif what == "lose":
+                loser = proxy.alter = Loser(0.05, 100)
+                loser.has_lost.wait()
             else:
                 is_up = what == "flip up"
                 flipper = proxy.alter = Flipper(is_up, 1, _PUSH if is_up else _ANSWER, _AFTER)

@@ -1,7 +1,8 @@
-"""What a bad cable does, for support.proxy: bits that flip in what passes."""
+"""What a bad network does, for support.proxy: bits that flip in what passes, connections that end."""
 
 from __future__ import annotations
 
+import random
 import threading
 
 
@@ -36,3 +37,22 @@ class Flipper:
         self.flipped += 1
         self.has_flipped.set()
         return data[:at] + bytes((data[at] ^ 0x10,)) + data[at + 1 :]
+
+
+class Loser:
+    """A proxy's ``alter``: loses what passes, and the connection with it, so often; ``times`` in all."""
+
+    def __init__(self, chance: float, times: int, seed: int = 1) -> None:
+        self._chance, self._left = chance, times
+        self._dice = random.Random(seed)
+        self._lock = threading.Lock()
+        self.has_lost = threading.Event()
+
+    def __call__(self, data: bytes, is_client: bool) -> bytes:
+        with self._lock:
+            if self._left and self._dice.random() < self._chance:
+                self._left -= 1
+                if not self._left:
+                    self.has_lost.set()
+                raise ConnectionResetError
+        return data
