@@ -1,8 +1,8 @@
 """Jobs broken on purpose, with real processes: each ends in bounded time, with an error on every rank that says who or
 what is at fault and what to do, and leaves nothing behind.
 
-``Job.end`` checks the last: no process is left, whoever started it; with its processes go a job's sockets (in the
-abstract namespace) and its shared memory (memfds). What bounds the time is that test's deadline.
+``Job.end`` checks the last: of processes, sockets, shared memory and temporary files. What bounds the time is that
+test's deadline.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from support.clusters import ROOT, clean_environment
 from support.processes import kill, processes, wait_gone
+from support.remains import Remains
 
 RANK = str(ROOT / "tests" / "programs" / "rank.py")
 ERROR_STATUS = 3  # of rank.py, for an error of ours
@@ -40,7 +42,9 @@ def arguments_of(pid: int) -> list[str]:
 class Job:
     """One process and what it starts. stdout and stderr are one stream, in the order in which they were written."""
 
-    def __init__(self, command: Sequence[str], mark: str, environ: dict[str, str], limit_s: float = _LIMIT_S) -> None:
+    def __init__(
+        self, command: Sequence[str], mark: str, environ: dict[str, str], folder: Path, limit_s: float = _LIMIT_S
+    ) -> None:
         self.said: list[str] = []
         self._mark = mark
         self.process = subprocess.Popen(
@@ -49,8 +53,9 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**environ, _MARK: mark},
+            env={**environ, "TMPDIR": str(folder), "XDG_STATE_HOME": str(folder), _MARK: mark},
         )
+        self._remains = Remains(self.process.pid, folder)
         self._limit = threading.Timer(limit_s, self._kill_all)
         self._limit.start()
 
@@ -61,23 +66,33 @@ class Job:
         waiting = set(texts)
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said.append(line.rstrip("\n"))
+            self._hear(line)
             waiting = {text for text in waiting if text not in line}
             if not waiting:
+                self._remains.note(self.pids())
                 return self.said[-1]
         raise AssertionError(f"never said {sorted(waiting)}; it said:\n" + self.text)
 
     def end(self) -> int:
-        """Its exit status, once it has ended. All it said is in ``text`` then, and nothing of it is left."""
+        """Its exit status, once it has ended. All it said is in ``text`` then, and nothing of it is left: no process,
+        socket, shared memory or file."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.said += [line.rstrip("\n") for line in self.process.stdout]
+        for line in self.process.stdout:
+            self._hear(line)
         status = self.process.wait()
         left = [f"{pid}: {' '.join(arguments_of(pid))}" for pid in self.pids() if not wait_gone(pid, 0)]
+        others = [pid for pid, _, _ in processes() if environ_of(pid).get(_MARK, self._mark) != self._mark]
+        left += self._remains.left(others)
         assert not left, f"left behind: {left}; it said:\n{self.text}"
         return status
+
+    def _hear(self, line: str) -> None:
+        self.said.append(line.rstrip("\n"))
+        if not len(self.said) & len(self.said) - 1:  # the first lines, and ever fewer of the later ones
+            self._remains.note(self.pids())
 
     @property
     def text(self) -> str:
@@ -119,15 +134,16 @@ class Job:
 
 @contextlib.contextmanager
 def _job(command: Sequence[str], environ: dict[str, str], limit_s: float = _LIMIT_S) -> Iterator[Job]:
-    job = Job(command, uuid.uuid4().hex, environ, limit_s)
-    try:
-        yield job
-    except BaseException:
-        job.close()
-        print(f"---- {' '.join(command)}\n{job.text}")  # pytest shows it with the failure
-        raise
-    finally:
-        job.close()
+    with tempfile.TemporaryDirectory(prefix="byteps-test-", ignore_cleanup_errors=True) as folder:
+        job = Job(command, uuid.uuid4().hex, environ, Path(folder), limit_s)
+        try:
+            yield job
+        except BaseException:
+            job.close()
+            print(f"---- {' '.join(command)}\n{job.text}")  # pytest shows it with the failure
+            raise
+        finally:
+            job.close()
 
 
 def launch(
