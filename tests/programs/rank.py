@@ -99,6 +99,27 @@ def told(rank: Rank, count: int = 4, usual_s: float = 0.0) -> None:
     rank.say("closed")
 
 
+def stretches(rank: Rank) -> None:
+    """Reduce so many numbers ten times, again and again until the end of rank 0's input; it waits for a line before
+    each stretch, and then nothing is on its way."""
+    rank.open()
+    stop = rank.session.declare([TensorSpec("stop", DType.INT64, (1,))])[0]
+    while True:
+        is_over = False
+        if rank.is_odd:
+            rank.say(f"stretch {stop.round}")
+            is_over = not sys.stdin.readline()
+        stop.input[:] = struct.pack("q", is_over)
+        rank.session.barrier()
+        rank.session.hand_over(stop)
+        rank.session.wait(stop)
+        if bytes(stop.result) != bytes(8):
+            break
+        for _ in range(10):
+            rank.reduce(count=int(sys.argv[3]))
+    rank.session.close()
+
+
 def declares(rank: Rank) -> None:
     """Train: in every step a new tensor, one that all know, and a barrier, until the end of rank 0's input."""
     rank.open()
@@ -287,6 +308,22 @@ def repeat(rank: Rank) -> None:
     rank.say(f"{turns} turns")
 
 
+def forks(rank: Rank) -> None:
+    """Its child goes on until the end of its input, while the rank itself ends: killed, if it is the odd one."""
+    rank.open()
+    rank.reduce()
+    if os.fork() == 0:
+        try:
+            rank.reduce()
+        except BytePSError as error:
+            rank.say(f"child: {type(error).__name__}: {error}")
+        sys.stdin.read()
+        os._exit(0)
+    if rank.is_odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rank.session.close()
+
+
 class Held(NamedTuple):
     descriptors: int
     threads: int
@@ -315,8 +352,8 @@ def fork_and_fail() -> None:
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        train, told, declares, straggles, short, disagree, dies, dies_once, leaves, skips, absent, repeat,
-        crashes, exits,
+        train, told, stretches, declares, straggles, short, disagree, dies, dies_once, leaves, skips, absent, repeat,
+        crashes, exits, forks,
     )
 }  # fmt: skip
 
