@@ -15,8 +15,9 @@ import socket
 
 import pytest
 from support.breaking import ERROR_STATUS as ERROR
-from support.breaking import Job, alone, launch, service
+from support.breaking import Job, alone, arguments_of, launch, service
 from support.clusters import ROOT
+from support.processes import wait_gone
 
 from byteps_py.launch.cluster import free_port
 
@@ -275,6 +276,17 @@ def test_services_without_a_launcher_end_with_their_ranks() -> None:
         jobs[0].signal(signal.SIGKILL)  # it had started the services
         assert [job.end() for job in jobs] == [-signal.SIGKILL, ERROR]
     assert re.search(r"^1: PeerLostError: rank 0 \(process \d+ on .*\) died", jobs[1].text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("odd", "status"), [("0", -signal.SIGKILL), ("1", 0)], ids=["killed", "closed"])
+def test_a_forked_child_that_outlives_its_rank_keeps_no_service(odd: str, status: int) -> None:
+    with alone("forks", odd, BYTEPS_JOB_ID=f"test-{free_port()}", BYTEPS_FORCE_DISTRIBUTED="1") as job:
+        job.until("0: child: UsageError: process ", "was forked from rank 0, which alone may communicate")
+        assert job.process.wait() == status
+        services = [pid for pid in job.pids() if "byteps_py.worker" in arguments_of(pid)]
+        assert all(wait_gone(pid) for pid in services), services
+        assert len(job.pids()) == 1  # the child, until the end of its input
+        assert job.end() == status
 
 
 @pytest.mark.parametrize(
