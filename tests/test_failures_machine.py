@@ -14,8 +14,10 @@ from support.clusters import ROOT
 SHIM = ROOT / "tests" / "programs" / "jumping_clock.c"
 
 
-def test_a_hundred_times_init_and_shutdown_leave_nothing() -> None:
-    with launch("-np 2", "repeat", "100", PS_HEARTBEAT_TIMEOUT="30") as job:
+@pytest.mark.parametrize("options", ["-np 2", "-np 1 --machines 2 --servers 1"])
+def test_a_hundred_times_init_and_shutdown_leave_nothing(options: str) -> None:
+    """In no process: of services, all; see rank.py."""
+    with launch(options, "repeat", "100", PS_HEARTBEAT_TIMEOUT="30") as job:
         assert job.end() == 0, job.text
     assert sorted(job.said) == ["0: 100 turns", "1: 100 turns"]
 
