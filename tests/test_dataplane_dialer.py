@@ -129,6 +129,7 @@ def test_it_is_open_when_it_is_welcome_and_not_before(router: zmq.Socket[bytes],
     [
         ([Header(Kind.REFUSED, 0).pack(), b"ProtocolError\nnot you"], "the listener turned this process away: not you"),
         ([Header(Kind.ANSWER, 0).pack(), b""], "the listener said ANSWER where a WELCOME was due"),
+        ([Header(Kind.WELCOME, 0).pack(), b""], "the listener sent a WELCOME without a seal, which anybody could"),
         ([b"welcome"], "the listener sent 1 frames where a WELCOME was due"),
         (
             [bytes(200), b""],

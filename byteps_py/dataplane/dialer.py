@@ -247,8 +247,9 @@ def _said(frames: list[zmq.Frame], due: Kind, opening: Seal | None = None) -> by
     if len(frames) != 2:
         raise ProtocolError(f"sent {len(frames)} frames where a {due.name} was due")
     packed, payload = frames[0].bytes, frames[1]
+    is_bare = len(packed) == HEADER_BYTES  # as a refusal always is
     try:
-        if opening is not None and len(packed) != HEADER_BYTES:  # a refusal is not sealed
+        if opening is not None and not is_bare:
             packed, payload = opening.open(packed, payload)
         header = Header.unpack(packed)
     except ProtocolError as error:
@@ -257,4 +258,6 @@ def _said(frames: list[zmq.Frame], due: Kind, opening: Seal | None = None) -> by
         raise ProtocolError(f"turned this process away: {payload.bytes.decode(errors='replace').partition(chr(10))[2]}")
     if header.kind is not due:
         raise ProtocolError(f"said {header.kind.name} where a {due.name} was due")
+    if opening is not None and is_bare:
+        raise ProtocolError(f"sent a {due.name} without a seal, which anybody could")
     return payload.bytes
