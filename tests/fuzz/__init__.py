@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`, also where nobody has said where it is
 
 from .base import Target
+from .calling import DialerHears
 from .control import Control, JournalFile, Streams
 from .mutator import Mutator
 from .requests import Nearby, Requests
@@ -33,6 +34,7 @@ TARGETS: dict[str, type[Target]] = {
         Control,
         Streams,
         JournalFile,
+        DialerHears,
     )
 }
 
