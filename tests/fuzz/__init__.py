@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`, also where nobody has said where it is
 
 from .base import Target
+from .beside import ServerBeside
 from .calling import DialerHears
 from .control import Control, JournalFile, Streams
 from .mutator import Mutator
@@ -35,6 +36,7 @@ TARGETS: dict[str, type[Target]] = {
         Streams,
         JournalFile,
         DialerHears,
+        ServerBeside,
     )
 }
 
