@@ -56,12 +56,19 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """A new segment of ``nbytes`` (rounded up to pages). Its pages cost nothing until they are touched."""
+        """A new segment of ``nbytes`` (rounded up to pages). Its pages cost nothing until they are touched.
+
+        Raises OSError if there is no room for so many.
+        """
         nbytes = -(-nbytes // PAGE) * PAGE
         fd = os.memfd_create("byteps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
-        return cls(fd, nbytes)
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+            return cls(fd, nbytes)
+        except OSError:
+            os.close(fd)
+            raise
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Fault pages in now, so that the first use does not (a fresh page costs 20 times a warm one). Any thread; the

@@ -246,7 +246,7 @@ class Desk:
                     self._leave(rank, here, protocol.fields_of(message))
                     return False
                 elif kind is Kind.NOTE:
-                    rank.note = str(protocol.fields_of(message)["text"])[:MAX_NOTE_CHARS]
+                    rank.note = text_of(protocol.fields_of(message)["text"])[:MAX_NOTE_CHARS]
                 else:
                     raise ProtocolError(f"local rank {rank.local_rank} sent a {kind.name} message")
             return True
@@ -254,6 +254,8 @@ class Desk:
             self._died(rank)
         except (ProtocolError, KeyError, TypeError, ValueError, OverflowError) as error:
             self._on_death(f"{here.describe(rank.local_rank, rank.pid)} broke the protocol: {error}")
+        except OSError as error:
+            self._on_death(f"{here.describe(rank.local_rank, rank.pid)} asked for what can't be had: {error}")
         return False
 
     def settled(self, local_rank: int) -> None:
@@ -288,10 +290,10 @@ class Desk:
         self._on_death(f"{here.describe(rank.local_rank, rank.pid)} died: its process ended without shutdown()")
 
     def _leave(self, rank: RankConnection, here: Requests, fields: dict[str, Any]) -> None:
-        if error := fields.get("error", ""):
+        if error := text_of(fields.get("error", "")):
             self._remove(rank, here)
             rank.forget()
-            trace = str(fields.get("traceback", ""))[-MAX_NOTE_CHARS:]
+            trace = text_of(fields.get("traceback", ""))[-MAX_NOTE_CHARS:]
             sentence = f"{here.describe(rank.local_rank, rank.pid)} was ended by an exception: {error}"
             self._on_death(f"{sentence}\n{trace}" if trace else sentence)
             return
@@ -327,3 +329,8 @@ class Desk:
         if self._open:
             for rank in self._open.executor.ranks.values():
                 rank.close()
+
+
+def text_of(said: object) -> str:
+    """In letters that can be passed on: the name of a file, in an error, may hold others."""
+    return str(said).encode(errors="backslashreplace").decode()

@@ -23,7 +23,7 @@ from byteps_py.loop import EventLoop
 from byteps_py.scheduler.words import ranks_text
 from byteps_py.session import protocol
 from byteps_py.session.protocol import Kind
-from byteps_py.worker.desk import Desk
+from byteps_py.worker.desk import Desk, text_of
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests
 
@@ -248,7 +248,7 @@ class ElasticDesk(Desk):
     # ---- going -----------------------------------------------------------------------------------------
 
     def _leave(self, rank: RankConnection, here: Requests, fields: dict[str, Any]) -> None:
-        if not (reason := str(fields.get("again", ""))):
+        if not (reason := text_of(fields.get("again", ""))):
             super()._leave(rank, here, fields)
             return
         who = here.describe(rank.local_rank, rank.pid)

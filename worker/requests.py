@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -135,10 +136,14 @@ class Requests:
                     told.send(protocol.pack(Kind.MET, key=action.key))
 
     def waits(self, rank: RankConnection, fields: dict[str, Any]) -> None:
-        """A rank has waited for others of this machine for a while."""
-        since = time.monotonic() - float(fields["age_s"])
-        group = tuple(int(each) for each in fields["group"])
-        rank.direct_waits[int(fields["id"])] = DirectWait(str(fields["name"]), int(fields["round"]), since, group)
+        """A rank has waited for others of this machine for a while. Raises ValueError or TypeError for what the
+        scheduler can't be told."""
+        age_s = float(fields["age_s"])
+        if not 0 <= age_s < math.inf:
+            raise ProtocolError(f"local rank {rank.local_rank} has waited for {age_s} s")
+        said = pb.Waiting(name=fields["name"], round=fields["round"], group=fields["group"])
+        wait = DirectWait(said.name, said.round, time.monotonic() - age_s, tuple(said.group))
+        rank.direct_waits[int(fields["id"])] = wait
 
     def poll_barrier(self) -> None:
         """A local rank has come to a barrier, or joined: tell the scheduler when all have come to the next one."""

@@ -48,8 +48,12 @@ class Sights:
             elif rank.stack_fd < 0:
                 self._say(rank, "its Python stack can't be had")
             else:
-                os.ftruncate(rank.stack_fd, 0)
-                os.lseek(rank.stack_fd, 0, os.SEEK_SET)  # the rank's own position: the description is one
+                try:
+                    os.ftruncate(rank.stack_fd, 0)
+                    os.lseek(rank.stack_fd, 0, os.SEEK_SET)  # the rank's own position: the description is one
+                except OSError:  # it is no file
+                    self._say(rank, "its Python stack can't be had")
+                    continue
                 try:
                     signal.pidfd_send_signal(rank.pidfd, SIGNAL)
                 except ProcessLookupError:
