@@ -17,6 +17,7 @@ from .beside import ServerBeside
 from .calling import DialerHears
 from .control import Control, JournalFile, Streams
 from .mutator import Mutator
+from .ranks import Ranks
 from .requests import Nearby, Requests
 from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, WireHeader
 
@@ -37,6 +38,7 @@ TARGETS: dict[str, type[Target]] = {
         JournalFile,
         DialerHears,
         ServerBeside,
+        Ranks,
     )
 }
 

@@ -28,7 +28,7 @@ def main() -> int:
             fuzz(TARGETS[name], inputs, arguments.seed)
         except AssertionError as error:
             failed += 1
-            traceback.print_exception(error.__cause__)
+            traceback.print_exception(error.__cause__ or error)
             print(error)
         print(f"{name}: {inputs // TARGETS[name].cost} inputs, {time.monotonic() - began_s:.0f} s", flush=True)
     return 1 if failed else 0

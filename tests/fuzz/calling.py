@@ -182,6 +182,8 @@ class DialerHears(Target, Owner):
 
     def feed(self, data: bytes) -> None:
         self._turn += 1
+        if self._turn % 5 == 0:
+            self._shake_hands()
         socket = self._around.sockets[-1]
         was_open, self._due = self._is_open, None
         step, said = data[0] % 6 if data else _RAW, data[1:]
@@ -200,6 +202,14 @@ class DialerHears(Target, Owner):
             self._dialer.close()
             assert not self._around.readers
             self._begin()
+
+    def _shake_hands(self) -> None:
+        socket, far = self._around.sockets[-1], self._far
+        for step in (_CHALLENGED, _PROVEN):
+            if not (far.seal if step == _PROVEN else far.challenge):
+                self._say(socket, step, b"")
+                self._around.readers[socket]()
+        assert self._is_open
 
     def _say(self, socket: _Socket, step: int, said: bytes) -> None:
         far = self._far
