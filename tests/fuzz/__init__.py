@@ -17,6 +17,7 @@ from .beside import ServerBeside
 from .calling import DialerHears
 from .control import Control, JournalFile, Streams
 from .mutator import Mutator
+from .orders import Orders
 from .ranks import Ranks
 from .requests import Nearby, Requests
 from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, WireHeader
@@ -39,6 +40,7 @@ TARGETS: dict[str, type[Target]] = {
         DialerHears,
         ServerBeside,
         Ranks,
+        Orders,
     )
 }
 
