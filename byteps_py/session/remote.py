@@ -37,6 +37,10 @@ _log = logging.getLogger("byteps_py")
 
 _DONE = int(Kind.DONE)  # a plain integer: by far the most frequent
 _STRIP = int(Kind.STRIP)
+_FACTS = (
+    "rank", "size", "local_rank", "local_size", "is_continued", "since_epoch", "machine_index", "num_machines",
+    "is_homogeneous",
+)  # fmt: skip
 
 
 class RemoteSession(Line):
@@ -300,39 +304,51 @@ class RemoteSession(Line):
     # ---- what the service says ---------------------------------------------------------------------------
 
     def _handle(self, message: bytes, fds: list[int]) -> None:
-        if message[0] == _DONE:
-            self._slots.done(protocol.records_of(message), self.observer)
-            return
-        if message[0] == _STRIP:
-            self._slots.arrived(protocol.records_of(message))
-            return
-        kind = protocol.kind_of(message)
-        fields = protocol.fields_of(message)
+        try:
+            if message[0] == _DONE:
+                self._slots.done(protocol.records_of(message), self.observer)
+            elif message[0] == _STRIP:
+                self._slots.arrived(protocol.records_of(message))
+            else:
+                self._take(protocol.kind_of(message), protocol.fields_of(message), fds)
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError, OSError) as error:
+            kind = protocol.kind_of(message).name
+            raise ProtocolError(f"the communication service sent a {kind} message that can't be: {error!r}") from error
+        finally:
+            for fd in fds:  # nobody has taken it
+                os.close(fd)
+
+    def _take(self, kind: Kind, fields: dict[str, Any], fds: list[int]) -> None:
+        """Descriptors that are kept are taken out of ``fds``."""
         if kind is Kind.SEGMENT:
             self._slots.add_segment(fields["id"], fds[0], fields["nbytes"])
+            del fds[0]
         elif kind is Kind.DECLARED:
             # At once: the next message may be about them.
             pairs = zip(self._asked.pop(fields["request"]), fields["slots"], strict=True)
             self._declared[fields["request"]] = [self._slots.add(spec, place) for spec, place in pairs]
         elif kind is Kind.WELCOME:
+            if not all(isinstance(fields[name], int) for name in _FACTS):
+                raise ProtocolError(f"the communication service welcomes this rank with {fields}")
             self._welcome, self._is_welcome = fields, True
         elif kind is Kind.RELEASED:
-            self._released = fields["sequence"]
+            self._released = int(fields["sequence"])
         elif kind is Kind.JOINED:
             self._last_joined = int(fields["last"])
             if self._nearby is not None:
                 self._nearby.start_anew()
         elif kind is Kind.NEIGHBOUR and self._nearby is not None:
-            self._nearby.introduce(fields["local_rank"], fds[0])
+            self._nearby.introduce(int(fields["local_rank"]), fds[0])
+            del fds[0]
         elif kind is Kind.MET and self._nearby is not None:
-            self._nearby.met(fields["key"])
+            self._nearby.met(int(fields["key"]))
         elif kind is Kind.SETTLED:
             self._is_settled = True
         elif kind is Kind.HOSTS:
-            self._hosts = (self._hosts[0] or fields["added"], self._hosts[1] or fields["removed"])
+            self._hosts = (self._hosts[0] or bool(fields["added"]), self._hosts[1] or bool(fields["removed"]))
         elif kind is Kind.FAILED:
-            self._slots.fail(fields["slots"], from_name(fields["error"], fields["message"]))
+            self._slots.fail(fields["slots"], from_name(fields["error"], str(fields["message"])))
         elif kind is Kind.FATAL:
-            self._fail(from_name(fields["error"], fields["message"]))
+            self._fail(from_name(fields["error"], str(fields["message"])))
         elif kind is not Kind.PONG:
             raise ProtocolError(f"the communication service sent a {kind.name} message, which only ranks send")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from byteps_py.errors import BytePSError
+from byteps_py.errors import BytePSError, ProtocolError
 from byteps_py.session.base import Observer, Slot
 from byteps_py.shm import Segment
 from byteps_py.tensors import TensorSpec
@@ -28,21 +28,26 @@ class Slots:
         return self._by_id.get(slot.id) is slot
 
     def add_segment(self, number: int, fd: int, nbytes: int) -> None:
+        if number in self._segments:
+            raise ProtocolError(f"segment {number} comes twice")
         self._segments[number] = Segment(fd, nbytes)
 
     def add(self, spec: TensorSpec, fields: dict[str, Any]) -> Slot:
         """The slot for ``spec`` that a DECLARED message describes, in place of the name's earlier one."""
         inputs = tuple(self._view(place, spec.nbytes) for place in fields["inputs"])
-        slot = Slot(spec, inputs, self._view(fields["result"], fields["nbytes"]), fields["id"])
-        slot.round = slot.done_round = fields["round"]
+        slot = Slot(spec, inputs, self._view(fields["result"], fields["nbytes"]), int(fields["id"]))
+        slot.round = slot.done_round = int(fields["round"])
         if (before := self._by_name.get(spec.name)) is not None:
             del self._by_id[before.id]
         self._by_name[spec.name] = self._by_id[slot.id] = slot
         return slot
 
     def _view(self, place: list[int], nbytes: int) -> memoryview:
-        segment, offset = place
-        return self._segments[segment].view[offset : offset + nbytes]
+        number, offset = place
+        view = self._segments[number].view
+        if not 0 <= offset <= offset + nbytes <= len(view):
+            raise ProtocolError(f"{nbytes} bytes at {offset} of segment {number}, which has {len(view)}")
+        return view[offset : offset + nbytes]
 
     def done(self, records: Iterable[tuple[int, int, int]], observer: Observer | None = None) -> None:
         for slot_id, round_, blame in records:

@@ -1,0 +1,71 @@
+"""A communication service that says what can't be: the rank gets a ProtocolError, and nothing stays open."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from byteps_py.channel import Channel
+from byteps_py.errors import ProtocolError
+from byteps_py.session import protocol
+from byteps_py.session.protocol import Kind
+from byteps_py.session.remote import RemoteSession
+from byteps_py.shm import Segment
+from byteps_py.tensors import DType, TensorSpec
+
+_WELCOME = {
+    "rank": 0, "size": 2, "local_rank": 0, "local_size": 2, "is_continued": False, "since_epoch": 1,
+    "machine_index": 0, "num_machines": 1, "is_homogeneous": True,
+}  # fmt: skip
+_PLACE = {"id": 1, "inputs": [[0, 0]], "result": [0, 0], "nbytes": 16, "round": 0}
+
+
+@pytest.fixture(name="service")
+def far_end() -> Iterator[Channel]:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    service = Channel(theirs)
+    service.rank = Channel(mine)  # type: ignore[attr-defined]
+    yield service
+    service.close()
+
+
+def session_of(service: Channel, **welcome: object) -> RemoteSession:
+    service.send(protocol.pack(Kind.WELCOME, **{**_WELCOME, **welcome}))
+    return RemoteSession(service.rank, 0, 2, 5.0, 5.0)  # type: ignore[attr-defined]
+
+
+def test_a_welcome_without_a_rank(service: Channel) -> None:
+    with pytest.raises(ProtocolError, match="welcomes this rank with"):
+        session_of(service, rank="first")
+    service.rank.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (protocol.pack(Kind.RELEASED), "sent a RELEASED message that can't be: KeyError"),
+        (protocol.pack(Kind.RELEASED, sequence="one"), "sent a RELEASED message that can't be: ValueError"),
+        (protocol.pack(Kind.DECLARED, request=9, slots=[]), "sent a DECLARED message that can't be: KeyError"),
+        (protocol.pack(Kind.DECLARED, request=1, slots=[]), "sent a DECLARED message that can't be: ValueError"),
+        (protocol.pack(Kind.DECLARED, request=1, slots=[{**_PLACE, "result": [0, 4090]}]), "16 bytes at 4090 of"),
+        (protocol.pack(Kind.DECLARED, request=1, slots=[{**_PLACE, "inputs": [[0, -16]]}]), "16 bytes at -16 of"),
+        (protocol.pack(Kind.SEGMENT, id=0, nbytes=4096), "segment 0 comes twice"),
+        (protocol.pack(Kind.SEGMENT, id=1, nbytes=8192), "has 4096 bytes, its sender claims 8192"),
+        (protocol.pack(Kind.SEGMENT, id=1, nbytes=-1), "sent a SEGMENT message that can't be"),
+        (b"\xff", "unknown kind of local message"),
+    ],
+)
+def test_what_can_not_be(service: Channel, said: bytes, text: str) -> None:
+    session, memory = session_of(service), Segment.create(4096)
+    before = len(os.listdir("/proc/self/fd"))
+    session._asked[1] = [TensorSpec("w", DType.FLOAT32, (4,))]
+    service.send(protocol.pack(Kind.SEGMENT, id=0, nbytes=4096), (memory.fd,))
+    service.send(said, (memory.fd,))
+    with pytest.raises(ProtocolError, match=text):
+        session.barrier()
+    session.close()
+    memory.close()
+    assert len(os.listdir("/proc/self/fd")) < before
