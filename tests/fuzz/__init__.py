@@ -20,6 +20,7 @@ from .mutator import Mutator
 from .orders import Orders
 from .ranks import Ranks
 from .requests import Nearby, Requests
+from .sessions import Sessions
 from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, WireHeader
 
 TARGETS: dict[str, type[Target]] = {
@@ -41,6 +42,7 @@ TARGETS: dict[str, type[Target]] = {
         ServerBeside,
         Ranks,
         Orders,
+        Sessions,
     )
 }
 
