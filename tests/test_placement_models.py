@@ -92,6 +92,8 @@ def test_shapes_are_read(tmp_path):
     ("text", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('[["w\\ud800", [1]]]', "row 1 must be a name"),
         ("{}", "list of"),
         ("[]", "no elements"),
         ('[["w", [0]]]', "no elements"),

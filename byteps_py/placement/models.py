@@ -41,7 +41,7 @@ def read_shapes(path: str) -> Shapes:
         rows = json.loads(Path(path).read_text())
     except OSError as error:
         raise ConfigurationError(f"{path} can't be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not JSON: {error}") from error
     return _checked(rows, path)
 
@@ -62,7 +62,7 @@ def _checked(rows: object, source: str) -> Shapes:
     shapes: Shapes = []
     for number, row in enumerate(rows, start=1):
         match row:
-            case [str(name), [*shape]] if all(type(d) is int and d >= 0 for d in shape):
+            case [str(name), [*shape]] if _is_text(name) and all(type(d) is int and d >= 0 for d in shape):
                 shapes.append((name, tuple(shape)))
             case _:
                 raise ConfigurationError(
@@ -75,3 +75,8 @@ def _checked(rows: object, source: str) -> Shapes:
     if not any(math.prod(shape) for _, shape in shapes):
         raise ConfigurationError(f"{source} holds no elements: there is nothing to place")
     return shapes
+
+
+def _is_text(name: str) -> bool:
+    """JSON can name what is no letter, and so has no key."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
