@@ -16,6 +16,7 @@ from .base import Target
 from .beside import ServerBeside
 from .calling import DialerHears
 from .control import Control, JournalFile, Streams
+from .files import GpuList, ModelFile
 from .mutator import Mutator
 from .orders import Orders
 from .ranks import Ranks
@@ -43,6 +44,8 @@ TARGETS: dict[str, type[Target]] = {
         Ranks,
         Orders,
         Sessions,
+        ModelFile,
+        GpuList,
     )
 }
 
