@@ -21,6 +21,7 @@ from .mutator import Mutator
 from .orders import Orders
 from .ranks import Ranks
 from .requests import Nearby, Requests
+from .server_orders import ServerOrders
 from .sessions import Sessions
 from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, WireHeader
 
@@ -43,6 +44,7 @@ TARGETS: dict[str, type[Target]] = {
         ServerBeside,
         Ranks,
         Orders,
+        ServerOrders,
         Sessions,
         ModelFile,
         GpuList,

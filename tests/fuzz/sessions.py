@@ -126,7 +126,7 @@ class Sessions(Target):
         self._read()
         session = self._session
         assert isinstance(session.hosts_changed(), tuple)
-        assert session._released >= 0 or said[0] == Kind.RELEASED
+        assert type(session._released) is int
         if session._fatal is not None or self._turn - self._asked > 200:
             self._ended += session._fatal is not None
             self._finish()
