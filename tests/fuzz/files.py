@@ -18,7 +18,7 @@ from .base import Target
 class ModelFile(Target):
     """A file of names and shapes is an error that names it, or can be placed, all of it."""
 
-    cost = 4
+    cost = 10
     _rows = (["conv1.weight", [64, 3, 7, 7]], ["fc.bias", [1000]], ["scale", []])
     seeds = (
         json.dumps(_rows).encode(),
@@ -50,7 +50,7 @@ class ModelFile(Target):
             return
         try:
             table = PlacementTable([(1, 1), (2, 3)], 4 << 20)
-            placed = [entry for entry in listed if entry.nbytes < 1 << 30]  # more is many partitions
+            placed = [entry for entry in listed if entry.nbytes < 1 << 28]  # more is many partitions
             table.add(placed)
         except BytePSError as error:
             str(error).encode()

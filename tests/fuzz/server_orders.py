@@ -53,7 +53,7 @@ class _Member(Peer):
 class ServerOrders(Target):
     """Nothing is raised: the server goes on, or ends by a status or an error of ours. Epochs never go back."""
 
-    cost = 10
+    cost = 20
     seeds = tuple(message.SerializeToString() for message in _SAID)
 
     def __init__(self) -> None:
