@@ -24,7 +24,7 @@ from byteps_py.machine import require_secret
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler import restoring, rpc
+from byteps_py.scheduler import restoring, rpc, unfinished
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.ending import Finish
 from byteps_py.scheduler.journal import Journal, journal_path
@@ -101,7 +101,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 "goes on where a scheduler before it stopped, by the journal %s (%d records): waiting for its members",
                 self._journal.path, restored.records,
             )  # fmt: skip
-        server = grpc.aio.server(options=rpc.server_options())
+        server = grpc.aio.server(interceptors=[unfinished.Interceptor()], options=rpc.server_options())
         control_pb2_grpc.add_SchedulerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         try:
             rpc.add_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._settings)

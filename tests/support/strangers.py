@@ -70,6 +70,16 @@ def _http2_headers(nbytes: int, said: int) -> bytes:
     return nbytes.to_bytes(3, "big") + b"\x01" + bytes(4) + b"\x01" + bytes(said)
 
 
+def _http2_call(method: str) -> bytes:
+    """All of the HEADERS of a call, nothing of its request."""
+    fields = {":method": "POST", ":scheme": "http", ":path": f"/byteps.Scheduler/{method}", ":authority": "x"}
+    fields |= {"content-type": "application/grpc", "te": "trailers"}
+    block = b"".join(
+        b"\x00" + b"".join(bytes((len(text),)) + text.encode() for text in field) for field in fields.items()
+    )
+    return len(block).to_bytes(3, "big") + b"\x01\x04" + b"\0\0\0\x01" + block
+
+
 SILENT = Stranger("silent", b"")
 HALF_OPEN = (
     SILENT,
@@ -84,6 +94,10 @@ HALF_OPEN = (
     Stranger("HTTP/2: a byte of HEADERS", _http2_headers(1 << 14, 1), HTTP2),
     Stranger("HTTP/2: all but a byte of HEADERS", _http2_headers(1 << 14, (1 << 14) - 1), HTTP2),
     Stranger("HTTP/2: 16 MB of HEADERS begin", _http2_headers((1 << 24) - 1, 0), HTTP2),
+    *(Stranger(f"gRPC: {method} without a request", _http2_call(method), HTTP2) for method in ("Status", "Attend")),
+    Stranger(
+        "gRPC: a byte of a request", _http2_call("Status") + b"\0\0\x01" + bytes(2) + b"\0\0\0\x01" + b"\0", HTTP2
+    ),
     Stranger("HTTP/1", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
     Stranger("the beginning of TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
 )
