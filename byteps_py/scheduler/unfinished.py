@@ -16,7 +16,7 @@ import grpc.aio
 PATIENCE_S = 2.0
 
 
-class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, type-arg]
+class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """For a server's calls with a single request and a single answer."""
 
     async def intercept_service(
