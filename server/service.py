@@ -5,7 +5,8 @@ Owns the process's life: it registers, serves, and says when and how the process
 
     Stop from the scheduler: the job is over                          0
     ``stop``: SIGTERM, SIGINT                                         0, after Leave; if it may hold keys, once they
-                                                                      have moved, or after ``DRAIN_LIMIT_S``
+                                                                      have moved, or after ``DRAIN_LIMIT_S``; sooner
+                                                                      if no scheduler comes back to say where
     Failure from the scheduler: the job can't go on                   1
     Refused by the scheduler, which had taken it for dead             75: it may be started again
     Refused, or the scheduler lost before the cluster was complete    the error is raised
@@ -157,11 +158,14 @@ class Service:
 
     def _drain(self, reason: str) -> None:
         self._reason = reason
-        if self._is_draining or self._rounds.epoch == 0 or self._is_headless or self._link is None:
+        if self._is_draining or self._rounds.epoch == 0 or self._link is None:
             self._loop.stop()
             return
         self._is_draining = True
-        self._link.send(pb.MemberMessage(drain=pb.Drain(reason=reason)))
+        self._link.send(
+            pb.MemberMessage(drain=pb.Drain(reason=reason))
+        )  # the next scheduler's to hear, if this is away
+        self._loop.call_later(_ORPHAN_S, lambda: self._loop.stop() if self._is_headless else None)
         self._loop.call_later(DRAIN_LIMIT_S, self._loop.stop)
 
     def _close(self) -> None:
@@ -336,7 +340,7 @@ class Service:
         now = time.monotonic()
         if self._network.connections or (self._local is not None and self._local.connections):
             self._orphaned_since_s = now
-        elif now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.patience_s):
+        elif self._is_draining or now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.patience_s):
             logger.warning("neither a scheduler nor a worker is left")
             self._end(0, "nobody is left")
             return

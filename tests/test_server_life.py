@@ -116,6 +116,26 @@ def test_it_leaves_when_told(server: Server) -> None:
     assert [message.drain.reason for message in server.link.sent if message.HasField("drain")] == ["SIGTERM"]
 
 
+def test_it_leaves_when_the_scheduler_is_back_to_move_its_keys(server: Server) -> None:
+    """If it left before, all machines would lose it, and have nobody to say where its keys are."""
+    machine = server.machine(0)
+    assert_works(server, machine)
+    server.link.go_away(PeerLostError("the scheduler is gone"))
+    server.service.stop("SIGTERM")
+    assert server.link.has_sent.wait(WAIT_S)
+    machine.push(bytes(4), key=99)
+    server.machine(1).push(bytes(4), key=99)
+    assert machine.result() == bytes(4)
+    server.link.come_back()
+    assert server.join() == 0
+
+
+def test_it_leaves_when_neither_a_scheduler_nor_a_worker_is_there(server: Server) -> None:
+    server.link.go_away(PeerLostError("the scheduler is gone"))
+    server.service.stop("SIGTERM")
+    assert server.join() == 0
+
+
 def test_it_needs_a_scheduler() -> None:
     with pytest.raises(ConfigurationError, match="DMLC_PS_ROOT_URI"):
         Service(Settings(), pb.MACHINE_KIND_CPU, HandLink().connect)

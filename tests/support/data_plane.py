@@ -155,6 +155,8 @@ class HandLink:
     def __init__(self) -> None:
         self.sent: list[pb.MemberMessage] = []
         self.closed_because: str | None = None
+        self.has_sent = threading.Event()
+        self._is_away = False
 
     def connect(
         self,
@@ -174,6 +176,11 @@ class HandLink:
 
     def send(self, message: pb.MemberMessage) -> None:
         self.sent.append(message)
+        if not self._is_away:
+            self._hear(message)
+        self.has_sent.set()
+
+    def _hear(self, message: pb.MemberMessage) -> None:
         if message.HasField("drain"):
             self.say(stop=pb.Stop(reason="its keys have moved"))
 
@@ -187,10 +194,21 @@ class HandLink:
         self._loop.post(lambda: self._on_lost(error))
 
     def go_away(self, error: BytePSError) -> None:
-        self._loop.post(lambda: self._on_away(error))
+        def go() -> None:
+            self._is_away = True
+            self.has_sent.clear()
+            self._on_away(error)
+
+        self._loop.post(go)
 
     def come_back(self) -> None:
-        self._loop.post(lambda: self._on_back())
+        def come() -> None:
+            self._is_away = False
+            self._on_back()
+            for message in self.sent:
+                self._hear(message)
+
+        self._loop.post(come)
 
     def statistics(self) -> pb.Statistics:
         """The next heartbeat's, taken in the loop's thread after what the server has received so far."""
