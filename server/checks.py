@@ -49,14 +49,19 @@ def difference(gave: list[tuple[int, Facts]]) -> str:
     return f"machines disagree about {' and '.join(names)}: {said}"
 
 
-def objection(header: Header, nbytes: int, since_epoch: int, num_machines: int, partition_bytes: int) -> str:
-    """Why a contribution with ``nbytes`` of payload can't be used whatever the others give; empty if it can.
+def belated(header: Header, since_epoch: int) -> str:
+    """Why it is no contribution of today's machines, which are the same since ``since_epoch``; empty if it may be."""
+    if header.epoch >= max(since_epoch, 1):
+        return ""
+    return (
+        f"the other machines have gone on without this one: what it gave is of epoch {header.epoch}, and since epoch "
+        f"{since_epoch} the job has other machines"
+    )
 
-    The ``num_machines`` machines are the same since ``since_epoch``.
-    """
+
+def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: int) -> str:
+    """Why a contribution with ``nbytes`` of payload can't be used whatever the others give; empty if it can."""
     what = f"partition {header.index} of tensor key {header.key:#018x} from machine {header.sender}"
-    if header.epoch < max(since_epoch, 1):
-        return f"stale epoch: {what} was sent in epoch {header.epoch}; the machines are others since {since_epoch}"
     if header.sender >= num_machines:
         return f"{what}: there are {num_machines} machines, from 0"
     if header.machines > num_machines:

@@ -29,9 +29,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic
 
-from byteps_py.errors import BytePSError, CommunicationError, ProtocolError
+from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError
 from byteps_py.server.actions import Action, Answer, Counters, Reduce, Refuse, Stall, Want
-from byteps_py.server.checks import Facts, difference, objection
+from byteps_py.server.checks import Facts, belated, difference, objection
 from byteps_py.server.partition import C, Partition, Round, State
 from byteps_py.wire import Header, Kind
 
@@ -81,8 +81,9 @@ class Rounds(Generic[C]):
         header = new.header
         if header.epoch > self.epoch:
             return self._hold(new)
-        text = objection(header, new.nbytes, self._since_epoch, self.num_machines, self._partition_bytes)
-        if text:
+        if text := belated(header, self._since_epoch):
+            return self._refuse([new], PeerLostError, text)
+        if text := objection(header, new.nbytes, self.num_machines, self._partition_bytes):
             return self._refuse([new], ProtocolError, text)
         partition = self._find(header)
         if partition is None and (header.kind is Kind.PASS or header.is_supply):

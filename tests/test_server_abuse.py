@@ -49,7 +49,7 @@ REFUSED = [
     (header_for(1, bytes(4)), bytes(4), "PUSH in the name of machine 1 is not for machine 0 to send"),
     (Header(Kind.SEGMENT, 0, length=4), bytes(4), "SEGMENT in the name of machine 0 is not for"),
     (Header(Kind.ANSWER, 0, length=4), bytes(4), "ANSWER in the name of machine 0 is not for"),
-    (header_for(0, bytes(4), epoch=0), bytes(4), "stale epoch"),
+    (header_for(0, bytes(4), epoch=0), bytes(4), "without this one: what it gave is of epoch 0"),
 ]
 
 
