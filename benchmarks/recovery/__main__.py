@@ -26,6 +26,7 @@ from benchmarks.recovery.rows import HEADER, Row
 
 ACTS: dict[str, Callable[[int, survived.History], list[Row]]] = {
     "server-killed": survived.server_killed,
+    "all-servers-but-one-killed": survived.all_but_one_killed,
     "server-frozen": survived.server_frozen,
     "server-comes-and-goes": survived.server_comes_and_goes,
     "scheduler-killed": survived.scheduler_killed,
@@ -36,6 +37,7 @@ ACTS: dict[str, Callable[[int, survived.History], list[Row]]] = {
     "exception": ended.exception,
     "elastic-rank-killed": regrouped.rank_killed,
     "elastic-machine-killed": regrouped.machine_killed,
+    "elastic-machine-preempted": regrouped.machine_preempted,
     "elastic-machine-joins": regrouped.machine_joins,
     "network-fails": network.network_fails,
     "connection-cut": network.connection_cut,

@@ -57,6 +57,19 @@ def machine_killed(repeat: int, _: History) -> list[Row]:
     return regrouped(row, repeat, 2, act)
 
 
+def machine_preempted(repeat: int, _: History) -> list[Row]:
+    row = Row("elastic: a machine told to go (SIGTERM), until the others have done a step", 3.0)
+
+    def act(job: Job) -> None:
+        launcher = job.launchers["m1"].process
+        at_s = send(signal.SIGTERM, [launcher.pid])
+        done_s = job.until_step(at_s, ("m0.0", "m0.1"), size=2)
+        row.check(launcher.wait(START_S) == 0, f"its launcher ended with status {launcher.returncode}")
+        row.add(done_s - at_s, until_it_has_ended=time.monotonic() - at_s)
+
+    return regrouped(row, repeat, 2, act)
+
+
 def machine_joins(repeat: int, _: History) -> list[Row]:
     row = Row("elastic: a machine joins, from its init() to a step with it", 3.0)
 

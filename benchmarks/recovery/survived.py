@@ -134,6 +134,23 @@ def _server_killed(kind: str, machine: str, repeat: int, history: History) -> Ro
     return row
 
 
+def all_but_one_killed(repeat: int, history: History) -> list[Row]:
+    row = Row("all servers but the last killed at once, until a step is done", 3.0)
+
+    def kill(job: Job) -> float:
+        return max(job.launchers[name].signal(signal.SIGKILL, _SERVER) for name in ("s0", "m1"))
+
+    def until_back(job: Job, at_s: float) -> None:
+        first = job.until_said("m0", "has come", at_s)
+        job.until_said("m0", "has come", first.at + 1e-9)
+
+    def hit(job: Job) -> None:
+        went_on(job, row, lambda: kill(job), lambda at_s: until_back(job, at_s))
+
+    survive(history, [row], repeat, hit)
+    return [row]
+
+
 def server_frozen(repeat: int, history: History) -> list[Row]:
     row = Row("server frozen (SIGSTOP), until a step is done", 1.5)
 

@@ -12,8 +12,8 @@ supervisor's thread alone calls it.
 RUNNING: nothing happened yet, but that a process that can go on where it stopped was killed and started again.
 LOSING: a rank or a service is gone; the ranks notice by themselves and say what they miss. LEAVING (elastic jobs,
 SIGTERM): the communication service was told that the ranks are to leave at their next commit. DRAINING: services that
-stay for the ranks' sake are told to end, the others follow by themselves. ENDING: all are told to. OVER: what survived
-SIGKILL is left.
+stay for the ranks' sake are told to end, the others follow by themselves; after LEAVING all are told to, in order.
+ENDING: all are told to, whatever state they are in. OVER: what survived SIGKILL is left.
 """
 
 from __future__ import annotations
@@ -250,7 +250,8 @@ class Policy:
         orderly = (Phase.RUNNING, Phase.LEAVING, Phase.LOSING)
         if self.code == 0 and self.phase in orderly and not self._is_headless:
             self._enter(Phase.DRAINING, now)
-            return self._send(self._dismissed(), signal.SIGTERM)
+            # Who leaves while others go on waits in vain to hear that the job is over.
+            return self._send(tuple(self._alive) if self._is_leaving else self._dismissed(), signal.SIGTERM)
         return self._end_services(now)
 
     def _stop_mains(self, signum: int, now: float) -> list[Action]:
