@@ -18,8 +18,8 @@ MIN_PARTITION_BYTES = 32 << 10
 _PIPELINE_S = 0.02  # what the pipeline may take
 #: What a message takes on the wire at least: the services need 0.2 ms of processor time for it at either end, and what
 #: else there is to do, beside them, should have most of it.
-_MESSAGE_S = 0.003
-_IN_FLIGHT_OVER_LEAST = 2.0
+_MESSAGE_S = 0.006
+_IN_FLIGHT_OVER_LEAST = 1.5
 _ANSWER_OVER_LEAST = 3.0
 #: Freed memory that a process keeps for messages, before it knows what it will have in flight.
 USUAL_CREDIT_BYTES = 64 << 20
@@ -29,7 +29,7 @@ def partition_bytes(link_mbit: float, machines: int) -> int:
     """The largest partition for links of this rate each way between so many GPU machines: a power of two.
 
     >>> [partition_bytes(rate, 4) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
-    [32, 128, 256, 2048, 4096]
+    [64, 256, 512, 4096, 4096]
     """
     rate = link_mbit * 1e6 / 8
     wire_bytes = int(rate * max(_PIPELINE_S / (2 * machines), _MESSAGE_S))
