@@ -4,7 +4,8 @@ With n machines a server's link brings in n contributions to a partition of p by
 out n answers: 2·n·p/B from the first byte pushed to the last one answered. That pipeline has to be filled, so 2·n·p
 bytes in flight is the least; and it has to run empty at the end, so all that is more is lost there, and waits in
 queues ahead of more urgent tensors. Small partitions make it short, but cost processor time for every message.
-docs/performance.md has the measurements. Pure; any thread.
+Where GPU machines sum, too, their links carry what others push beside what is their own, and both wait for each other:
+smaller partitions and more in flight are better there. docs/performance.md has the measurements. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -18,28 +19,36 @@ MIN_PARTITION_BYTES = 32 << 10
 _PIPELINE_S = 0.02  # what the pipeline may take
 #: What a message takes on the wire at least: the services need 0.2 ms of processor time for it at either end, and what
 #: else there is to do, beside them, should have most of it.
-_MESSAGE_S = 0.006
-_IN_FLIGHT_OVER_LEAST = 1.5
+_MESSAGE_S, _SHARED_MESSAGE_S = 0.006, 0.003
+_IN_FLIGHT_OVER_LEAST, _SHARED_IN_FLIGHT_OVER_LEAST = 1.5, 2.0
 _ANSWER_OVER_LEAST = 3.0
 #: Freed memory that a process keeps for messages, before it knows what it will have in flight.
 USUAL_CREDIT_BYTES = 64 << 20
 
 
-def partition_bytes(link_mbit: float, machines: int) -> int:
+def is_shared(cpu_servers: int, gpu_servers: int) -> bool:
+    """True if GPU machines sum for others in a job with so many summation services of either kind."""
+    return cpu_servers < gpu_servers
+
+
+def partition_bytes(link_mbit: float, machines: int, is_shared: bool) -> int:
     """The largest partition for links of this rate each way between so many GPU machines: a power of two.
 
-    >>> [partition_bytes(rate, 4) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
+    >>> [partition_bytes(rate, 4, False) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
     [64, 256, 512, 4096, 4096]
+    >>> [partition_bytes(rate, 4, True) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
+    [32, 128, 256, 2048, 4096]
     """
     rate = link_mbit * 1e6 / 8
-    wire_bytes = int(rate * max(_PIPELINE_S / (2 * machines), _MESSAGE_S))
+    wire_bytes = int(rate * max(_PIPELINE_S / (2 * machines), _SHARED_MESSAGE_S if is_shared else _MESSAGE_S))
     power = 1 << max(0, wire_bytes.bit_length() - 1)
     return min(max(power, MIN_PARTITION_BYTES), MAX_PARTITION_BYTES)
 
 
-def credit_bytes(partition: int, machines: int) -> int:
+def credit_bytes(partition: int, machines: int, is_shared: bool) -> int:
     """How much a machine has in flight, for partitions of this size."""
-    return round(_IN_FLIGHT_OVER_LEAST * 2 * machines * partition)
+    over_least = _SHARED_IN_FLIGHT_OVER_LEAST if is_shared else _IN_FLIGHT_OVER_LEAST
+    return round(over_least * 2 * machines * partition)
 
 
 def answer_s(credit: int, link_mbit: float) -> float:

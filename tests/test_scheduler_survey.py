@@ -87,7 +87,7 @@ def test_the_job_starts_when_the_links_are_measured() -> None:
     assert cluster.core.state == states.RUNNING
     membership = next(m.membership for m in cluster.told[1] if m.HasField("membership"))
     assert [member.link_mbit for member in (*membership.workers, *membership.servers)] == [400.0] * 5
-    assert membership.partition_bytes == 256 << 10
+    assert membership.partition_bytes == 128 << 10
 
 
 def test_who_does_not_report_is_not_waited_for() -> None:
@@ -111,4 +111,4 @@ def test_a_member_that_leaves_is_waited_for_again() -> None:
 def test_told_rates_need_no_turns() -> None:
     cluster = gather(link_mbit=100.0, partition_bytes=0)
     assert cluster.core.state == states.RUNNING
-    assert cluster.core.status(0.0).partition_bytes == 64 << 10
+    assert cluster.core.status(0.0).partition_bytes == 32 << 10

@@ -241,7 +241,9 @@ class Roster:
             first_rank += worker.facts.local_size
         for member, rate in zip((*cpu, *workers), link_mbit, strict=True):
             member.link_mbit = rate
-        self.partition_bytes = workers[0].facts.partition_bytes or tuning.partition_bytes(min(link_mbit), len(workers))
+        is_shared = tuning.is_shared(len(cpu), len(self.gpu_servers()))
+        usual_bytes = tuning.partition_bytes(min(link_mbit), len(workers), is_shared)
+        self.partition_bytes = workers[0].facts.partition_bytes or usual_bytes
         self.epoch = self.first_epoch - 1
         self.workers_since = self.first_epoch
         return self._open_epoch("")
