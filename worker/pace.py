@@ -31,7 +31,7 @@ _LEAST_WEIGHT_S = 1e-6
 #: What an answer takes however small it is: a busy machine's scheduling.
 _BASE_S = 0.005
 #: Others are waited for this long as a matter of course.
-LEAST_WAIT_S = 0.005
+_LEAST_WAIT_S = 0.005
 
 
 class Typical:
@@ -156,7 +156,7 @@ class ServerPace:
         self.forget(part)
         since, ahead = pushed
         answer_s = max(0.0, now - since - waited_s)
-        if waited_s > answer_s + LEAST_WAIT_S:
+        if waited_s > answer_s + _LEAST_WAIT_S:
             return
         mbit = self._link_mbit[part.server]
         due_s = _BASE_S + (ahead * 8 / (mbit * 1e6) if mbit else 0.0)
