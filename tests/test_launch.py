@@ -21,6 +21,12 @@ import os, subprocess, sys, signal
 child = subprocess.Popen([sys.executable, '-S', '-c', 'import signal; signal.pause()'], start_new_session=True)
 print(child.pid)
 """
+#: ``pid``. Who waits for less, for a connection's end, may itself end before it: the system ends a process in steps.
+UNTIL_IT_HAS_ENDED = """
+import contextlib, os, select, sys
+with contextlib.suppress(ProcessLookupError):
+    select.select([os.pidfd_open(pid)], [], [])
+"""
 
 
 class TestExitCodes:
@@ -43,8 +49,9 @@ class TestExitCodes:
 
     def test_ranks_say_themselves_that_one_has_failed(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "link")
-        fail = f"import os; os.open({str(tmp_path / 'link')!r}, os.O_WRONLY); raise SystemExit(3)"  # closed by its end
-        rank = f"open({str(tmp_path / 'link')!r}).read(); import sys; sys.exit('rank 1 is gone')"
+        link = str(tmp_path / "link")
+        fail = f"import os; print(os.getpid(), file=open({link!r}, 'w')); raise SystemExit(3)"
+        rank = f"pid = int(open({link!r}).read())" + UNTIL_IT_HAS_ENDED + "sys.exit('rank 1 is gone')"
         with supervised(rank, fail) as job:
             status, _, err = job.finish()
         assert status == 3
