@@ -40,8 +40,9 @@ run on the machine of DMLC_WORKER_ID=0. Only the first rank reads this terminal'
 no such program is found, the Python that runs bpslaunch is used.
 
 exit code: that of the first rank that failed (128 + signal number if a signal killed it); 2 when the configuration
-is unusable; 126 or 127 when CMD can't be run or found. When a rank fails, the others have 15 s to end with an error that
-says what they miss; then they get SIGTERM and, after the grace period, SIGKILL. In an elastic job a rank that fails stops no other, and the exit code is 0 if one ends well.
+is unusable; 126 or 127 when CMD can't be run or found. When a rank fails, the others have 15 s to end with an error
+that says what they miss; then they get SIGTERM and, after the grace period, SIGKILL. In an elastic job a rank that
+fails stops no other, and the exit code is 0 if one ends well.
 SIGINT, SIGTERM and SIGHUP are passed on to the ranks and end the job (SIGTERM to a part of an elastic job: its ranks
 leave at their next commit); a second Ctrl-C kills it. SIGUSR1 and SIGUSR2 are passed on. Whatever the ranks have
 started ends with the job.
