@@ -21,11 +21,24 @@ import os, subprocess, sys, signal
 child = subprocess.Popen([sys.executable, '-S', '-c', 'import signal; signal.pause()'], start_new_session=True)
 print(child.pid)
 """
-#: ``pid``. Who waits for less, for a connection's end, may itself end before it: the system ends a process in steps.
-UNTIL_IT_HAS_ENDED = """
-import contextlib, os, select, sys
+#: Tells who it is, and fails.
+FAILS = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print('ready')
+signal.sigwait([signal.SIGUSR1])
+print(os.getpid(), file=open(link, 'w'))
+raise SystemExit(3)
+"""
+#: Fails when the other has ended. Who waits for less, for a connection's end, may itself end before it: the system ends a
+#: process in steps.
+OUTLIVES = """
+import contextlib, os, select, signal, sys
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+print('ready')
 with contextlib.suppress(ProcessLookupError):
-    select.select([os.pidfd_open(pid)], [], [])
+    select.select([os.pidfd_open(int(open(link).read()))], [], [])
+sys.exit('rank 1 is gone')
 """
 
 
@@ -48,11 +61,11 @@ class TestExitCodes:
             assert job.finish()[::2] == (status, f"bpslaunch: {told}\nbpslaunch: {late}\n")
 
     def test_ranks_say_themselves_that_one_has_failed(self, tmp_path: Path) -> None:
-        os.mkfifo(tmp_path / "link")
-        link = str(tmp_path / "link")
-        fail = f"import os; print(os.getpid(), file=open({link!r}, 'w')); raise SystemExit(3)"
-        rank = f"pid = int(open({link!r}).read())" + UNTIL_IT_HAS_ENDED + "sys.exit('rank 1 is gone')"
-        with supervised(rank, fail) as job:
+        """The launcher passes the signal on when it watches both: before, it might see both end at once."""
+        os.mkfifo(link := tmp_path / "link")
+        with supervised(f"link = {str(link)!r}{OUTLIVES}", f"link = {str(link)!r}{FAILS}") as job:
+            assert [job.line(), job.line()] == ["ready", "ready"]
+            job.process.send_signal(signal.SIGUSR1)
             status, _, err = job.finish()
         assert status == 3
         assert "rank 1 is gone" in err
