@@ -25,17 +25,17 @@ print(child.pid)
 FAILS = """
 import os, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-print('ready')
+os.write(1, b'ready\\n')
 signal.sigwait([signal.SIGUSR1])
 print(os.getpid(), file=open(link, 'w'))
 raise SystemExit(3)
 """
-#: Fails when the other has ended. Who waits for less, for a connection's end, may itself end before it: the system ends a
-#: process in steps.
+#: Fails when the other has ended. Who waits for less, for a connection's end, may itself end before it: the system
+#: ends a process in steps.
 OUTLIVES = """
 import contextlib, os, select, signal, sys
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-print('ready')
+os.write(1, b'ready\\n')
 with contextlib.suppress(ProcessLookupError):
     select.select([os.pidfd_open(int(open(link).read()))], [], [])
 sys.exit('rank 1 is gone')
