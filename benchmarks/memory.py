@@ -137,7 +137,7 @@ def main() -> None:
     results = []
     for title, (machines, ranks, launcher) in LAYOUTS.items():
         # Loopback is so fast that partitions are as large as they may be.
-        credit = settings.credit_bytes or tuning.credit_bytes(settings.max_partition_bytes, machines, True)
+        credit = settings.credit_bytes or tuning.credit_bytes(settings.max_partition_bytes, machines, is_shared=True)
         before, peak, shared = run(launcher, tensors, arguments.rounds)
         print(f"\n{title}: {whole / 1e6:.0f} MB of gradients per rank, credit {credit / 1e6:.0f} MB; MB, largest seen")
         print(f"{'process':12}" + "".join(f"{field:>12}" for field in (*FIELDS, "own, idle", "own, grown")))

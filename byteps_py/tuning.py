@@ -26,17 +26,18 @@ _ANSWER_OVER_LEAST = 3.0
 USUAL_CREDIT_BYTES = 64 << 20
 
 
-def is_shared(cpu_servers: int, gpu_servers: int) -> bool:
+def gpu_machines_sum(cpu_servers: int, gpu_servers: int) -> bool:
     """True if GPU machines sum for others in a job with so many summation services of either kind."""
     return cpu_servers < gpu_servers
 
 
 def partition_bytes(link_mbit: float, machines: int, is_shared: bool) -> int:
     """The largest partition for links of this rate each way between so many GPU machines: a power of two.
+    ``is_shared``: these machines sum, too.
 
-    >>> [partition_bytes(rate, 4, False) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
+    >>> [partition_bytes(rate, 4, is_shared=False) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
     [64, 256, 512, 4096, 4096]
-    >>> [partition_bytes(rate, 4, True) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
+    >>> [partition_bytes(rate, 4, is_shared=True) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
     [32, 128, 256, 2048, 4096]
     """
     rate = link_mbit * 1e6 / 8

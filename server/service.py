@@ -162,9 +162,8 @@ class Service:
             self._loop.stop()
             return
         self._is_draining = True
-        self._link.send(
-            pb.MemberMessage(drain=pb.Drain(reason=reason))
-        )  # the next scheduler's to hear, if this is away
+        # Where the scheduler is away, the next one hears it: who left now would be missed, with nobody to say where to.
+        self._link.send(pb.MemberMessage(drain=pb.Drain(reason=reason)))
         self._loop.call_later(_ORPHAN_S, lambda: self._loop.stop() if self._is_headless else None)
         self._loop.call_later(DRAIN_LIMIT_S, self._loop.stop)
 

@@ -116,7 +116,7 @@ class Group:
         """How much may be on the wire at once."""
         credit = self._around.settings.credit_bytes
         gpu = sum(server.kind == pb.MACHINE_KIND_GPU for server in topology.servers)
-        is_shared = tuning.is_shared(len(topology.servers) - gpu, gpu)
+        is_shared = tuning.gpu_machines_sum(len(topology.servers) - gpu, gpu)
         usual = tuning.credit_bytes(topology.partition_bytes, topology.machines, is_shared)
         self.queue.credit_bytes = usual if credit is None else credit
         slowest_mbit = min(member.link_mbit for member in (*topology.servers, *topology.workers))

@@ -8,7 +8,7 @@ about at once, then again every ``again_s`` while it lasts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +56,12 @@ def _median(said: Iterable[_Answers]) -> _Answers:
     return answers
 
 
+def _median_without(ordered: Sequence[float], one: float) -> float:
+    """The lower median of ``ordered``, of which ``one`` is to be left out."""
+    middle = (len(ordered) - 2) // 2
+    return ordered[middle + (one <= ordered[middle])]
+
+
 class PaceWatch:
     def __init__(self, factor: float, again_s: float) -> None:
         self._factor = factor
@@ -88,20 +94,25 @@ class PaceWatch:
         return found
 
     def _slow_servers(self, present: Collection[int]) -> list[Slow]:
-        reports = [[p for p in self._servers.get(member, ()) if p.member_id in present] for member in present]
+        here = frozenset(present)
+        reports = [[p for p in self._servers.get(member, ()) if p.member_id in here] for member in present]
         evidence: dict[int, list[_Answers]] = {}
         for report in reports:
+            # As the same machine finds the others, so that it makes no server slow by being slow itself. It may know
+            # none, where each has the server of the other.
+            others = report
+            if len(report) == 1:
+                others = [*report, *(p for each in reports for p in each if p.member_id != report[0].member_id)]
+            if len(others) < 2:
+                continue
+            ratios = sorted(other.ratio for other in others)
+            answers_s = sorted(other.answer_s for other in others)
             for pace in report:
-                # As the same machine finds the others, so that it makes no server slow by being slow itself. It may
-                # know none, where each has the server of the other.
-                others = [p for p in report if p is not pace]
-                others = others or [p for each in reports for p in each if p.member_id != pace.member_id]
-                if others:
-                    # Measured against 1 at least: who is faster than its link should be makes nobody slow.
-                    usual = max(1.0, statistics.median_low(other.ratio for other in others))
-                    others_s = statistics.median_low(other.answer_s for other in others)
-                    answers = _Answers(pace.ratio / usual, pace.answer_s, others_s, pace.awaited)
-                    evidence.setdefault(pace.member_id, []).append(answers)
+                # Measured against 1 at least: who is faster than its link should be makes nobody slow.
+                usual = max(1.0, _median_without(ratios, pace.ratio))
+                others_s = _median_without(answers_s, pace.answer_s)
+                answers = _Answers(pace.ratio / usual, pace.answer_s, others_s, pace.awaited)
+                evidence.setdefault(pace.member_id, []).append(answers)
         found = []
         for server, said in evidence.items():
             median = _median(said)

@@ -241,7 +241,7 @@ class Roster:
             first_rank += worker.facts.local_size
         for member, rate in zip((*cpu, *workers), link_mbit, strict=True):
             member.link_mbit = rate
-        is_shared = tuning.is_shared(len(cpu), len(self.gpu_servers()))
+        is_shared = tuning.gpu_machines_sum(len(cpu), len(self.gpu_servers()))
         usual_bytes = tuning.partition_bytes(min(link_mbit), len(workers), is_shared)
         self.partition_bytes = workers[0].facts.partition_bytes or usual_bytes
         self.epoch = self.first_epoch - 1

@@ -13,6 +13,9 @@ from byteps_py.scheduler.member import MemberRecord
 from byteps_py.scheduler.outgoing import Outgoing, to_each
 from byteps_py.scheduler.pace import PaceWatch, Slow, sentences
 
+#: Who is slow shows after seconds, and each of many machines tells of as many servers.
+_COMPARE_S = 0.5
+
 
 class Watch:
     """Over one group."""
@@ -21,6 +24,7 @@ class Watch:
         self._job, self._group = job, group
         self._stalls = stalls.StallWatch(job.config.stall_warn_s)
         self._pace = PaceWatch(job.config.straggler, job.config.stall_warn_s)
+        self._compared_s = -_COMPARE_S
 
     def heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
         if heartbeat.bare:
@@ -31,8 +35,10 @@ class Watch:
             raise ProtocolError("it says how ranks keep up that are not its own")
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         roster, out = self._job.roster, Outgoing()
-        for sentence in self._sentences(self._pace.due(self._slow(), now_s)):
-            out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=sentence)))
+        if now_s - self._compared_s >= _COMPARE_S:
+            self._compared_s = now_s
+            for sentence in self._sentences(self._pace.due(self._slow(), now_s)):
+                out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=sentence)))
         if not heartbeat.waiting or not self._job.is_running:
             return out
         due = self._stalls.due(self._current_stalls(), now_s)

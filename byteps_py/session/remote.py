@@ -311,6 +311,8 @@ class RemoteSession(Line):
                 self._slots.arrived(protocol.records_of(message))
             else:
                 self._take(protocol.kind_of(message), protocol.fields_of(message), fds)
+        except BytePSError:
+            raise
         except (LookupError, TypeError, ValueError, OverflowError, AttributeError, OSError) as error:
             kind = protocol.kind_of(message).name
             raise ProtocolError(f"the communication service sent a {kind} message that can't be: {error!r}") from error
