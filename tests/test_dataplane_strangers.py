@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 import pytest
 
@@ -21,13 +24,14 @@ class Door:
         self.strangers = Strangers(lambda: self.now_s)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.strangers.port = self._listener.getsockname()[1]
+        self.here: socket.socket | None = None  # our end of the last that came
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._listener)
 
     def come(self, nbytes: int = 0) -> socket.socket:
         """The other end of a connection that has brought so many bytes."""
         end = self._stack.enter_context(socket.create_connection(self._listener.getsockname()))
-        here = self._stack.enter_context(self._listener.accept()[0])
+        self.here = here = self._stack.enter_context(self._listener.accept()[0])
         end.sendall(bytes(nbytes))
         assert len(here.recv(nbytes, socket.MSG_WAITALL)) == nbytes
         self.strangers.came(here.fileno())
@@ -84,3 +88,40 @@ def test_they_are_looked_at_while_there_are_any(door: Door) -> None:
     timers[1][1]()
     assert len(door.strangers) == 0
     assert len(timers) == 2  # nobody is left to look at
+
+
+def another_connection(stack: contextlib.ExitStack) -> socket.socket:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stack.enter_context(socket.create_connection(listener.getsockname()))
+        return stack.enter_context(listener.accept()[0])
+
+
+def a_local_socket(stack: contextlib.ExitStack) -> socket.socket:
+    here, there = socket.socketpair()
+    stack.enter_context(there)
+    return stack.enter_context(here)
+
+
+def a_datagram_socket(stack: contextlib.ExitStack) -> socket.socket:
+    return stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+
+
+def no_socket(stack: contextlib.ExitStack) -> BinaryIO:
+    return stack.enter_context(tempfile.TemporaryFile())
+
+
+@pytest.mark.parametrize("other", [another_connection, a_local_socket, a_datagram_socket, no_socket])
+def test_a_number_that_is_now_of_something_else(
+    door: Door, other: Callable[[contextlib.ExitStack], socket.socket | BinaryIO]
+) -> None:
+    """ZeroMQ closed a connection whose end has not been told yet, and the process opened something else: it stays."""
+    door.come()
+    assert door.here is not None
+    with contextlib.ExitStack() as stack:
+        thing = other(stack)
+        number = door.here.fileno()
+        os.dup2(thing.fileno(), number)
+        door.now_s = PATIENCE_S
+        door.strangers.sweep()
+        assert len(door.strangers) == 0
+        assert door.strangers.cut_off == 0

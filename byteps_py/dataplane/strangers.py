@@ -9,6 +9,7 @@ memory that ZeroMQ holds.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -111,10 +112,14 @@ def _received(fd: int) -> int:
 
 
 def _borrow(fd: int) -> socket.socket:
-    """A duplicate. Raises OSError if there is none, or it is no socket."""
+    """A duplicate. Raises OSError if there is none, or it is not of a network's socket: the number is another's by now."""
     copy = os.dup(fd)
     try:
-        return socket.socket(fileno=copy)
+        end = socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
+    if end.family not in (socket.AF_INET, socket.AF_INET6):
+        end.close()
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+    return end
