@@ -9,6 +9,7 @@ from torch import nn
 from torch_training import assert_same, state_of, wrap
 
 import byteps_py.torch as bps
+from byteps_py.errors import MismatchError
 from byteps_py.torch.sparse import SparseBucket
 
 MACHINES = (2, 1)
@@ -242,5 +243,21 @@ def test_a_mismatch_of_dense_gradients_is_still_told() -> None:
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(bps.MismatchError, match=r"Gradient.weight\+1 .*rank 0 gave .*rank 1 gave"):
             optimizer.step()
+
+    ThreadedCluster((1, 1)).run(main)
+
+
+def test_indices_outside_of_the_table_are_an_error_and_nothing_is_written() -> None:
+    """Torch would not look. Who has the larger table does not know."""
+
+    def main(rank: int):
+        model = nn.Embedding(8 - 4 * rank, WIDTH, sparse=True)
+        optimizer = wrap(model)
+        model(torch.tensor([7 - 4 * rank])).sum().backward()
+        if rank == 0:
+            optimizer.synchronize()
+            return
+        with pytest.raises(MismatchError, match="rank 0 has index 7 in dimension 0 of a shape \\[4, 3\\]"):
+            optimizer.synchronize()
 
     ThreadedCluster((1, 1)).run(main)

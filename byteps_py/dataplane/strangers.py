@@ -112,7 +112,7 @@ def _received(fd: int) -> int:
 
 
 def _borrow(fd: int) -> socket.socket:
-    """A duplicate. Raises OSError if there is none, or it is not of a network's socket: the number is another's by now."""
+    """A duplicate. Raises OSError if there is none, or not of a network's socket: the number is another's by now."""
     copy = os.dup(fd)
     try:
         end = socket.socket(fileno=copy)

@@ -9,6 +9,7 @@ holds the lock of the GradientReducer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from byteps_py.session import Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.bucket import Bucket, Scheme
 from byteps_py.torch.context import Context, Request
+from byteps_py.torch.coo import check_count, check_dimensions, check_indices
 from byteps_py.torch.nonfinite import is_finite
 from byteps_py.torch.ops import Average, Sum
 
@@ -89,12 +91,15 @@ class SparseBucket(Bucket):
         found = np.frombuffer(self._headers.result, np.int64)[: 2 * members].reshape(members, 2).tolist()
         dimensions = {dims for _, dims in found if dims}
         if len(dimensions) > 1:
-            said = ", ".join(str(dims) for _, dims in found)
+            each = ", ".join(str(dims) for _, dims in found)
             raise MismatchError(
-                f"the sparse gradient of {self.names[0]!r} has {said} sparse dimensions on its ranks, in order; they "
-                "must be equal (0: no gradient)"
+                f"{self._what} has {each} sparse dimensions on its ranks, in order; they must be equal (0: no gradient)"
             )
         self._dimensions = dimensions.pop() if dimensions else 1
+        shape = self.params[0].shape
+        for rank, (rows, said) in zip(self._ranks, found, strict=True):
+            check_dimensions(self._what, rank, said, shape)
+            check_count(self._what, rank, rows, self._dimensions, shape)
         lengths = [self._nbytes(rows) for rows, _ in found]
         offsets = np.cumsum([0, *lengths]).tolist()
         self._pieces = [(offset, rows) for offset, (rows, _) in zip(offsets, found, strict=False)]
@@ -113,6 +118,8 @@ class SparseBucket(Bucket):
         self.check_untouched()
         param = self.params[0]
         parts = [self._unpack(self._payload.result, offset, rows) for offset, rows in self._pieces]
+        for rank, (indices, _) in zip(self._ranks, parts, strict=True):
+            check_indices(self._what, rank, indices, param.shape)
         values = torch.cat([part[1] for part in parts])
         exact = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
         gathered = torch.sparse_coo_tensor(
@@ -135,11 +142,18 @@ class SparseBucket(Bucket):
     def _blame_of(self, given: list[torch.Tensor]) -> int:
         """Who it was, of the ranks that have given these values."""
         size = self._context.session.size
-        ranks = self.scheme.group or range(size)
-        guilty = [rank for rank, values in zip(ranks, given, strict=True) if not is_finite(values)]
+        guilty = [rank for rank, values in zip(self._ranks, given, strict=True) if not is_finite(values)]
         return sum(blames.of_rank(rank, size) for rank in guilty) or blames.OVERFLOW
 
     # ---- memory ----------------------------------------------------------------------------------------
+
+    @property
+    def _what(self) -> str:
+        return f"the sparse gradient of {self.names[0]!r}"
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return self.scheme.group or range(self._context.session.size)
 
     @property
     def _members(self) -> int:

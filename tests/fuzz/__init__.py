@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`, also where n
 from .base import Target
 from .beside import ServerBeside
 from .calling import DialerHears
+from .collectives import Calls, Collectives
 from .control import Control, JournalFile, Streams
 from .files import GpuList, ModelFile
 from .mutator import Mutator
@@ -48,6 +49,8 @@ TARGETS: dict[str, type[Target]] = {
         Sessions,
         ModelFile,
         GpuList,
+        Collectives,
+        Calls,
     )
 }
 

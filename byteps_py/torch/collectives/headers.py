@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from byteps_py.errors import MismatchError, UsageError
+from byteps_py.errors import MismatchError, ProtocolError, UsageError
 
 Words = npt.NDArray[np.int64]
 
@@ -27,6 +27,8 @@ _DTYPES = (
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 KINDS = ("allgather", "alltoall")
+#: Of one rank, even if they are empty: those of all are counted in 64 bits, received splits are of 32.
+_MOST_ROWS = {"allgather": 1 << 46, "alltoall": (1 << 31) - 1}
 
 
 def header(
@@ -70,7 +72,10 @@ def check_numbers(name: str, members: Sequence[int], headers: Words) -> None:
 
 def check(kind: str, name: str, members: Sequence[int], headers: Words) -> None:
     """``headers``: [position in members, tensor, word]. Raises MismatchError, the same on every rank, if ranks gave
-    different dtypes or dimensions (but for the first)."""
+    different dtypes or dimensions (but for the first), and ProtocolError for a number of rows that there can't be."""
+    rows = headers[:, :, 3]
+    for position, tensor in np.argwhere((rows < 0) | (rows > _MOST_ROWS[kind]))[:1]:
+        raise ProtocolError(f"tensor {name!r}: rank {members[position]} announces {rows[position, tensor]} rows")
     differs = headers != headers[:1]
     differs[:, :, 3] = False  # rows
     if not differs.any():
@@ -104,8 +109,9 @@ def _difference(kind: str, one: Words, other: Words) -> str:
 def _describe(words: Words) -> str:
     kind, dtype, dimensions = int(words[0]) & ((1 << _KIND_BITS) - 1), int(words[1]), int(words[2])
     shape = ", ".join(["*", *(str(int(word)) for word in words[_FIXED : _FIXED + dimensions - 1])])
-    known = 0 <= dtype < len(_DTYPES)
-    return f"{KINDS[kind]} of {str(_DTYPES[dtype]).removeprefix('torch.') if known else '?'}[{shape}]"
+    kind_name = KINDS[kind] if kind < len(KINDS) else "?"
+    dtype_name = str(_DTYPES[dtype]).removeprefix("torch.") if 0 <= dtype < len(_DTYPES) else "?"
+    return f"{kind_name} of {dtype_name}[{shape}]"
 
 
 def _gave(camps: dict[str, list[int]]) -> str:

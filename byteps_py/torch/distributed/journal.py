@@ -45,16 +45,18 @@ class Journal:
         with self._lock:
             own = {number: (": ".join(map(str, what)), name) for number, what, name in self._calls}
         key = f"{self._members.prefix}/calls"
-        written: dict[int, str] = {}
+        written: dict[int, bytes] = {}
         with contextlib.suppress(RuntimeError):  # a store whose process has gone: its end is reported elsewhere
             self._store.set(f"{key}/{self._members.position}", json.dumps(list(own.items())))
             for position, rank in enumerate(self._members.ranks):
                 if position != self._members.position and self._store.check([f"{key}/{position}"]):
-                    written[rank] = self._store.get(f"{key}/{position}").decode()
+                    written[rank] = self._store.get(f"{key}/{position}")
         found: list[str] = []
         for rank, text in written.items():
-            theirs = {n: (what, name) for n, (what, name) in json.loads(text)}
+            theirs = _read(text)
             self._check(number, own, rank, theirs)
+            if not theirs:  # its call begins only now, or it writes in another way: nothing to compare
+                continue
             last = max(theirs)
             found.append(f"rank {rank} has called {theirs[last][0]} (its operation {last} of the group)")
         return "; ".join(found)
@@ -74,3 +76,11 @@ class Journal:
                 f"{theirs[first][0]}; call the same operations in the same order, with the same shapes and dtypes, on "
                 "every rank. The group can't be used any more"
             )
+
+
+def _read(text: bytes) -> dict[int, tuple[str, str]]:
+    """What a member has written: its calls by number; none if it is something else."""
+    try:
+        return {int(number): (str(what), str(name)) for number, (what, name) in json.loads(text)}
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return {}

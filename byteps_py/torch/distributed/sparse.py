@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from byteps_py.errors import MismatchError
+from byteps_py.torch.coo import check_count, check_indices
 from byteps_py.torch.distributed.direct import After, Direct
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.work import Pending
@@ -33,13 +34,18 @@ def sum_up(
     direct.gather(what, [torch.tensor(own)], [[header] for header in headers], timeout_s).wait()
     found = [header.tolist() for header in headers]
     _check(members, what, found)
+    for rank, (count, *_) in zip(members.ranks, found, strict=True):
+        check_count(what, rank, count, indices.shape[0], tensor.shape)
     pieces = [
         [indices.new_empty(indices.shape[0], count), values.new_empty(count, *values.shape[1:])] for count, *_ in found
     ]
 
     def add() -> None:
+        for rank, piece in zip(members.ranks, pieces, strict=True):
+            check_indices(what, rank, piece[0], tensor.shape)
         at = torch.cat([piece[0] for piece in pieces], 1)
-        total = torch.sparse_coo_tensor(at, torch.cat([piece[1] for piece in pieces]), tensor.shape).coalesce()
+        each = torch.cat([piece[1] for piece in pieces])
+        total = torch.sparse_coo_tensor(at, each, tensor.shape, check_invariants=False).coalesce()
         with torch.no_grad():
             tensor.copy_(total / members.count if is_average else total)
 
@@ -58,4 +64,7 @@ def _check(members: Members, what: str, found: list[list[int]]) -> None:
 
 def _described(header: list[int]) -> str:
     _, dtype, dimensions, *shape = header
-    return f"{_DTYPES[dtype]}{shape} with {dimensions} sparse dimension{'' if dimensions == 1 else 's'}"
+    known = 0 <= dtype < len(_DTYPES)
+    return (
+        f"{_DTYPES[dtype] if known else '?'}{shape} with {dimensions} sparse dimension{'' if dimensions == 1 else 's'}"
+    )

@@ -1,0 +1,266 @@
+"""What other ranks send in the collectives of torch, and write down for each other there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from byteps_py.errors import BytePSError, MismatchError
+from byteps_py.session import Session, Slot
+from byteps_py.settings import Settings
+from byteps_py.tensors import DType, Layout, TensorSpec
+from byteps_py.torch.bucket import Scheme
+from byteps_py.torch.collectives import headers
+from byteps_py.torch.collectives.alltoall import Alltoall
+from byteps_py.torch.collectives.gather import Gather
+from byteps_py.torch.context import Context, Request
+from byteps_py.torch.distributed.completion import Completer
+from byteps_py.torch.distributed.direct import Direct
+from byteps_py.torch.distributed.journal import Journal
+from byteps_py.torch.distributed.members import Members
+from byteps_py.torch.distributed.sparse import sum_up
+from byteps_py.torch.distributed.work import Surroundings
+from byteps_py.torch.sparse import SparseBucket
+
+from .base import Target
+
+_RANKS = 3
+_MOST_BYTES = 1 << 24  # what the service of this machine has
+_SETTINGS = Settings(num_workers=_RANKS, job_id="fuzz")
+
+
+class _Session(Session):
+    """Rank 1 of three, on a machine each. What the others give is ``said``, in turn, and begins with zeros anew; what
+    this one gives is there as it is."""
+
+    rank, size, local_rank, local_size, machine_index, num_machines = 1, _RANKS, 0, 1, 1, _RANKS
+
+    def __init__(self) -> None:
+        self.said: list[bytes] = []
+        self.largest = 0  # memory asked for, in bytes
+        self._slots: dict[str, Slot] = {}
+
+    def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
+        return [self._declare(spec) for spec in specs]
+
+    def _declare(self, spec: TensorSpec) -> Slot:
+        slot = self._slots.get(spec.name)
+        if slot is None or not spec.fits_in(slot.spec):
+            self.largest = max(self.largest, spec.nbytes, spec.result_nbytes(self.rank, self.size))
+            if self.largest > _MOST_BYTES:
+                raise BytePSError("there is not so much memory")
+            memory = [memoryview(bytearray(n)) for n in (spec.nbytes, spec.result_nbytes(self.rank, self.size))]
+            slot = self._slots[spec.name] = Slot(spec, (memory[0],), memory[1])
+        return slot
+
+    def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
+        assert layout is not None
+        layout.check(slot.spec, _RANKS)
+        given = bytes(slot.input)
+        for rank, (offset, length) in enumerate(layout.receives):
+            if rank == self.rank:
+                start, sent = layout.sends[0 if len(layout.sends) == 1 else rank]
+                assert length in (0, sent)  # 0: it is there
+                data = given[start : start + length]
+            else:
+                data = self.said.pop(0)[:length] if self.said else b""
+            slot.result[offset : offset + length] = data.ljust(length, b"\0")
+        slot.round += 1
+        slot.done_round = slot.round
+
+    def is_done(self, slot: Slot) -> bool:
+        return True
+
+    def wait(self, slot: Slot, timeout_s: float | None = None) -> None: ...
+    def barrier(self, timeout_s: float | None = None) -> None: ...
+
+    def join(self, timeout_s: float | None = None) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+def _words(*numbers: int) -> bytes:
+    return np.array(numbers, np.int64).tobytes()
+
+
+def _row_header(kind: str, rows: int, number: int = 1) -> bytes:
+    return _words(*headers.header(kind, torch.zeros(1, 3), None, rows, number))
+
+
+def _elements(*indices: int) -> bytes:
+    """Indices, then values."""
+    return _words(*indices) + np.ones(3 * len(indices), np.float32).tobytes()
+
+
+_GATHER, _ALLTOALL, _ROWS, _SUM = range(4)
+_LIMITS = (0, 1, 2, 3, 11, 12, 13, -1, 1 << 20, 1 << 40, 1 << 62, -(1 << 63))
+
+
+_AGREED = (
+    _row_header("allgather", 2), _row_header("alltoall", 2), _words(3, 1), _words(3, 0, 1, 12, 3)
+)  # fmt: skip
+
+
+class Collectives(Target):
+    """Gathers and exchanges of tensors, sparse gradients, sparse sums: what comes is taken, or an error of ours; memory
+    is as much as was agreed on, and all that a sparse tensor says of itself is true."""
+
+    cost = 10
+    #: Which operation; then, cut in four, what the others say at first, and what they say then.
+    seeds = (
+        *[bytes((_GATHER,)) + _row_header("allgather", rows) for rows in _LIMITS],
+        *[bytes((_ALLTOALL,)) + _row_header("alltoall", rows) for rows in _LIMITS],
+        *[bytes((kind,)) + 2 * _row_header("allgather", 2, 2) for kind in (_GATHER, _ALLTOALL)],
+        *[
+            bytes((_ROWS,)) + _words(rows, dimensions)
+            for rows in _LIMITS
+            for dimensions in (0, 1, 1, 1, 2, 3, -1, 1 << 62)
+        ],
+        *[bytes((_SUM,)) + _words(rows, dtype, *shape) for rows in _LIMITS for dtype, *shape in (
+            (0, 1, 12, 3), (0, 1, 12, 3), (1, 1, 12, 3), (99, 1, 12, 3), (0, 2, 12, 3), (0, 1, 13, 3), (-1, -1, -1, -1),
+        )],
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._session = _Session()
+        self._context = Context(lambda settings: self._session)
+        self._context.open(_SETTINGS)
+        self._turn = self._done = self._failed = 0
+        members = Members(self._context, self._session, tuple(range(_RANKS)), 1, "fuzz")
+        self._members = members
+        around = Surroundings(5.0, Journal(members, cast(Any, _Store())), 1.0)
+        self._direct = Direct(members, around, Completer())
+        indices = torch.tensor([[1, 4, 11]])
+        self._gradient = torch.sparse_coo_tensor(
+            indices, torch.ones(3, 3), (12, 3), is_coalesced=True, check_invariants=True
+        )
+
+    def feed(self, data: bytes) -> None:
+        self._turn += 1
+        if not data:
+            return
+        which, first = data[0] % 4, data[1:]
+        # Where they lie is as the header says, or not.
+        places = [0, 5, 11] if self._turn % 3 else [number * 7919 - 3 for number in range(len(data) % 16)]
+        then = _elements(*places) if self._turn % 2 else data * 9
+        self._session.said = [first, first, then, then, then, then]
+        for other in range(2):
+            if self._turn // 4 % 4 > 2 - other:  # one, or both, agree with this rank
+                self._session.said[other] = _AGREED[which]
+        self._session.largest = 0
+        try:
+            (self._gather, self._alltoall, self._rows, self._sum)[which]()
+        except BytePSError as error:
+            str(error).encode()
+            self._failed += 1
+        else:
+            self._done += 1
+        if which in (_ROWS, _SUM):
+            assert self._session.largest < 1 << 14
+        if self._session.largest:  # what has room is not declared again
+            self._session._slots.clear()
+            self._context._leave()
+            self._context.open(_SETTINGS)
+            self._direct = Direct(self._members, self._direct._around, Completer())
+
+    def _gather(self) -> None:
+        tensors = [torch.ones(2, 3)] * (1 + self._turn % 2)
+        words = [headers.header("allgather", tensor, None, number_of_tensors=len(tensors)) for tensor in tensors]
+        gather = Gather(self._context, "gather", tensors, words, ())
+        outputs = gather.complete()
+        assert [tuple(output.shape[1:]) for output in outputs] == [(3,)] * len(tensors)
+
+    def _alltoall(self) -> None:
+        tensor = torch.ones(6, 0 if self._turn % 8 == 0 else 3)
+        output, splits = Alltoall(self._context, "alltoall", tensor, [2] * 3, (), torch.device("cpu")).complete()
+        assert len(output) == int(splits.sum())
+
+    def _rows(self) -> None:
+        param = torch.nn.Parameter(torch.zeros(12, 3))
+        param.grad = self._gradient.clone() if self._turn % 8 else None
+        spec = TensorSpec("rows", DType.FLOAT32, (36,))
+        request = Request(spec, torch.float32, ((36,),), torch.device("cpu"))
+        bucket = SparseBucket(self._context, request, "rows", param, Scheme())
+        bucket.mark(0)
+        bucket.start()
+        bucket.travel()
+        bucket.receive()
+        assert param.grad is not None
+        self._check(param.grad)
+
+    def _sum(self) -> None:
+        tensor = self._gradient.clone()
+        sum_up(self._direct, self._members, "all_reduce", tensor, False, 5.0).wait()
+        self._check(tensor)
+
+    @staticmethod
+    def _check(tensor: torch.Tensor) -> None:
+        torch.sparse_coo_tensor(tensor.indices(), tensor.values(), tensor.shape, check_invariants=True)
+
+    def end(self) -> None:
+        assert self._done
+        assert self._failed
+
+    def close(self) -> None:
+        self._context.close()
+
+
+class _Store:
+    """torch's, with what one other member has written."""
+
+    def __init__(self) -> None:
+        self.written = b"[]"
+
+    def set(self, key: str, value: str) -> None:
+        json.loads(value)
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def get(self, key: str) -> bytes:
+        return self.written
+
+
+class Calls(Target):
+    """What members of a group have called last, as they wrote it down: they differ, or not, or it can't be read."""
+
+    _own = ((1, "all_reduce: 4 float32", "a"), (2, "broadcast", "b"), (3, "barrier", "c"))
+    seeds = (
+        json.dumps([(number, (what, name)) for number, what, name in _own]).encode(),
+        json.dumps([(2, ("broadcast", "other")), (3, ("barrier", "other"))]).encode(),
+        json.dumps([(2, ("all_gather", "other")), (7, ("\ud800", "x"))]).encode(),
+        json.dumps([(1 << 80, ("x", 1)), (-1, (None, []))]).encode(),
+        b"[[1e999, [1, 2]]]",
+        b"[]",
+        b"{}",
+        b"null",
+        b"[" * 9000,
+        b"9" * 5000,
+        b"\xff\xfe",
+    )
+
+    def __init__(self) -> None:
+        context = Context(lambda settings: _Session())
+        context.open(_SETTINGS)
+        self._store = _Store()
+        members = Members(context, context.session, (0, 1, 2), 1, "fuzz")
+        self._journal = Journal(members, cast(Any, self._store))
+        for _, what, name in self._own:
+            self._journal.record((what,), name)
+        self._said = self._differ = 0
+
+    def feed(self, data: bytes) -> None:
+        self._store.written = data
+        try:
+            self._said += bool(self._journal.compare(3))
+        except MismatchError:
+            self._differ += 1
+
+    def end(self) -> None:
+        assert self._said
+        assert self._differ
