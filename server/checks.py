@@ -64,6 +64,8 @@ def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: i
     what = f"partition {header.index} of tensor key {header.key:#018x} from machine {header.sender}"
     if header.sender >= num_machines:
         return f"{what}: there are {num_machines} machines, from 0"
+    if header.machines == 1:
+        return f"{what}: one machine alone needs no server"
     if header.machines > num_machines:
         return f"{what}: {header.machines} machines were to contribute, there are {num_machines}"
     if not 0 < header.length <= partition_bytes:

@@ -31,6 +31,7 @@ from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError
 from byteps_py.server.actions import Action, Answer, Counters, Reduce, Refuse, Stall, Want
+from byteps_py.server.beginnings import Beginnings
 from byteps_py.server.checks import Facts, belated, difference, objection
 from byteps_py.server.partition import C, Partition, Round, State
 from byteps_py.wire import Header, Kind
@@ -53,6 +54,7 @@ class Rounds(Generic[C]):
         self._partition_bytes = partition_bytes
         self._since_epoch = 0  # the machines are the same since then
         self._generations: dict[int, dict[int, Partition[C]]] = {}  # by key: the newest generation's, by index
+        self._beginnings = Beginnings()
         self._wanting: dict[Round[C], None] = {}  # resent, and not complete
         self._held: list[C] = []
         self._held_bytes = 0
@@ -85,6 +87,10 @@ class Rounds(Generic[C]):
             return self._refuse([new], PeerLostError, text)
         if text := objection(header, new.nbytes, self.num_machines, self._partition_bytes):
             return self._refuse([new], ProtocolError, text)
+        if header.index not in self._generations.get(header.key, {}) and (
+            text := self._beginnings.objection(header.key)
+        ):
+            return self._refuse([new], ProtocolError, text)
         partition = self._find(header)
         if partition is None and (header.kind is Kind.PASS or header.is_supply):
             return []  # it does not know yet that the others have moved on without it, and misses nothing
@@ -116,6 +122,8 @@ class Rounds(Generic[C]):
             partition.broken_round = round_.number
             partition.reason = f"{partition}, round {round_.number}: could not be reduced: {error}"
             return self._refuse(waiting, CommunicationError, partition.reason)
+        if partition.last_round < 0:
+            self._beginnings.ended(partition.key)
         partition.last_round = max(partition.last_round, round_.number)
         self.counters.rounds += 1
         self.counters.bytes_summed += contributions[0].header.length
@@ -130,6 +138,7 @@ class Rounds(Generic[C]):
         round_ = partition.rounds.get(header.round)
         if round_ is not None and round_.state is State.COLLECTING:
             self._take_back(round_, header.sender)
+            self._tidy(partition)
 
     def gone(self, origin: object) -> None:
         """Nobody can be answered at ``origin`` any more. What is being reduced goes on, for the others."""
@@ -137,6 +146,7 @@ class Rounds(Generic[C]):
         for round_ in self._rounds(State.COLLECTING):
             for machine in [m for m, c in round_.contributions.items() if c.origin is origin]:
                 self._take_back(round_, machine)
+            self._tidy(round_.partition)
 
     def tick(self, now: float) -> list[Action[C]]:
         """Call it soon after a contribution that is RESENT, and as long as ``is_wanting``."""
@@ -187,6 +197,7 @@ class Rounds(Generic[C]):
                 self._drop(partitions)
                 partitions.clear()
             partition = partitions[header.index] = Partition(header.key, header.generation, header.index)
+            self._beginnings.begun(header.key)
         return partition
 
     def _accept(self, partition: Partition[C], new: C, now: float) -> list[Action[C]]:
@@ -329,8 +340,20 @@ class Rounds(Generic[C]):
         if all(contribution.header.is_supply for contribution in round_.contributions.values()):
             self._forget(round_)  # nobody waits for its result
 
+    def _tidy(self, partition: Partition[C]) -> None:
+        """Forget a partition if all that was given to it was taken back."""
+        if partition.rounds or partition.last_round >= 0 or partition.broken_round >= 0:
+            return
+        partitions = self._generations[partition.key]
+        if partitions.pop(partition.index, None) is not None:
+            self._beginnings.ended(partition.key)
+        if not partitions:
+            del self._generations[partition.key]
+
     def _drop(self, partitions: dict[int, Partition[C]]) -> None:
         for partition in partitions.values():
+            if partition.last_round < 0:
+                self._beginnings.ended(partition.key)
             for round_ in list(partition.rounds.values()):
                 if round_.state is State.COLLECTING:  # else the engine still works in its memory
                     self._forget(round_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -9,10 +10,13 @@ from collections.abc import Iterator
 import pytest
 import zmq
 from support.data_plane import WAIT_S, Server, header_for
+from support.strangers import resident_bytes
 from support.summation import SETTINGS, assert_works
 from zmq.utils import garbage
 
+from byteps_py.dataplane import listener
 from byteps_py.errors import PeerLostError
+from byteps_py.server import beginnings
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 
@@ -86,6 +90,78 @@ def test_the_last_words_of_a_dead_connection_do_not_take_the_place_of_the_next(s
     first.send(Header(Kind.PROBE, 0), b"there and back")
     assert first.receive()[1] == b"there and back"  # the proof has been read
     assert_works(server, second)
+
+
+def test_codes_that_there_are_none_of_are_dropped_and_nothing_else_happens(server: Server) -> None:
+    """From a machine that has proven itself: sealed, so that they reach the parser."""
+    machine = server.machine(0)
+    good = bytearray(header_for(0, bytes(4)).pack())
+    codes = {"magic": 0, "version": 4, "kind": 5, "dtype": 6, "op": 7}
+    for at, code in itertools.product(codes.values(), (0, 99, 255)):
+        header = good.copy()
+        header[at] = code
+        machine.send(bytes(header), bytes(4))
+    assert_works(server, machine)
+    assert server.service._traffic.malformed == 3 * len(codes)
+    assert server.link.statistics().bytes_in_flight == 0
+
+
+@pytest.mark.parametrize("future", [2, 1 << 40, (1 << 64) - 1])
+def test_a_future_round_of_a_key_that_nobody_has_used_is_not_added(server: Server, future: int) -> None:
+    machine, other = server.machine(0), server.machine(1)
+    machine.push(bytes(4), key=99, round=future)
+    machine.send(Header(Kind.PROBE, 0), b"it has arrived")
+    assert machine.receive()[1] == b"it has arrived"
+    other.push(bytes(4), key=99)
+    if future == 2:
+        assert "disagree about round" in machine.refusal()
+        assert "disagree about round" in other.refusal()
+    else:
+        assert f"round {future} is under way, and all gave to those before" in other.refusal()
+    assert server.link.statistics().rounds == 0
+    assert_works(server, machine)
+
+
+@pytest.mark.parametrize(
+    ("keys", "most"), [(3000, 1000), pytest.param(1_000_000, beginnings.MOST_KEYS, marks=pytest.mark.long)]
+)
+@pytest.mark.timeout(1200)
+def test_keys_that_a_machine_makes_up_take_a_bounded_memory(
+    server: Server, keys: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not read what it is told about them, either."""
+    monkeypatch.setattr(beginnings, "MOST_KEYS", most)
+    machine, other = server.machine(0), server.machine(1)
+    other.prove()
+    before = resident_bytes(os.getpid())
+    for key in range(keys):
+        machine.push(bytes(4), key=1_000_000 + key)
+    other.push(bytes(4), key=1_000_000)  # those that came first are as good as any
+    assert other.result() == bytes(4)
+    while (here := server.link.statistics()).bytes_in_flight < 4 * (most - 1):
+        other.send(Header(Kind.PROBE, 1), b"")
+        other.receive()
+    assert here.bytes_in_flight <= 4 * most
+    assert resident_bytes(os.getpid()) - before < (256 << 20)
+    machine.close()
+    server.machine(0).push(bytes(4), key=1_000_000, round=2)
+    other.push(bytes(4), key=1_000_000, round=2)
+    assert other.result() == bytes(4)
+    assert server.link.statistics().bytes_in_flight == 0  # gone with its connection
+
+
+def test_a_machine_that_asks_on_and_on_and_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_MOST_UNREAD", 100)
+    with Server(SETTINGS) as server:
+        machine, network = server.machine(0), server.service._network
+        machine.prove()
+        machine.enter()
+        for _ in range(1_000_000):  # more than lies between them unread
+            machine.push(b"")  # refused
+            if network.peer_of(0) is None:
+                break
+        assert network.peer_of(0) is None
+        assert_works(server, server.machine(0))
 
 
 def test_a_machine_number_that_does_not_exist_is_refused(server: Server) -> None:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from byteps_py.server import beginnings
 from byteps_py.server.actions import Action, Answer, Reduce, Refuse
 from byteps_py.server.partition import Contribution, Round
 from byteps_py.server.rounds import HELD_COUNT, Rounds
@@ -116,6 +117,7 @@ REFUSED_ALONE = [
     ({"offset": 2}, "64 bytes at offset 2 are no whole float32s"),
     ({"kind": Kind.PASS, "op": Op.BROADCAST, "root": 1}, "a broadcast does without nobody"),
     ({"kind": Kind.PASS, "nbytes": 4}, "promises 0 bytes of payload, 4 came"),
+    ({"machines": 1}, "one machine alone needs no server"),
     ({"machines": 3}, "3 machines were to contribute, there are 2"),
     ({"nbytes": 60}, "its header promises 64 bytes of payload, 60 came"),
     ({"nbytes": 1 << 40}, "its header promises 64 bytes of payload, 1099511627776 came"),
@@ -246,6 +248,43 @@ def test_what_waits_for_an_epoch_is_bounded() -> None:
     rounds.gone(ORIGINS[0])
     assert rounds.counters.bytes_in_flight == 0
     assert "too much waits for it" in refusal(rounds.contribution(given(0, nbytes=1 << 40), 0.0))[1]
+
+
+def test_keys_that_one_machine_alone_gives_to_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beginnings, "MOST_KEYS", 3)
+    rounds = started(2)
+
+    def give(sender: int, key: int, **facts: object) -> Actions:
+        return rounds.contribution(given(sender, key=key, **facts), 0.0)
+
+    for key in range(3):
+        assert give(0, key) == []
+    assert "key 0x0000000000000003: 3 others have begun here" in refusal(give(0, 3))[1]
+    assert give(0, 2, index=1) == []  # of one that has begun
+    reduced = rounds.reduced(reduction(give(1, 0)))
+    assert len(answered(reduced)) == 2
+    assert give(0, 3) == []
+    assert "3 others have begun here" in refusal(give(1, 4))[1]
+    assert give(0, 0, round=2) == []  # one that is known
+    rounds.withdraw(given(0, key=3).header)
+    assert give(0, 4) == []
+    assert give(0, 4, generation=2) == []  # in the place of the first
+    assert "3 others have begun here" in refusal(give(0, 5))[1]
+    rounds.gone(ORIGINS[0])
+    for key in (5, 6, 7):
+        assert give(0, key) == []
+    assert rounds.membership(2, 3, now=0.0, since_epoch=2) == []
+    for key in range(3):
+        assert give(0, key, epoch=2) == []
+    assert rounds.counters.bytes_in_flight == 3 * 64
+
+
+def test_partitions_that_one_machine_alone_gives_to_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beginnings, "MOST_PARTITIONS", 3)
+    rounds = started(2)
+    for index in range(3):
+        assert rounds.contribution(given(0, index=index), 0.0) == []
+    assert "3 partitions have begun here" in refusal(rounds.contribution(given(0, index=3), 0.0))[1]
 
 
 def test_rounds_outlive_an_epoch_of_the_same_machines_and_no_other() -> None:

@@ -41,6 +41,8 @@ _STRANGER_REFUSALS_PER_S = 100
 _MOST_CHALLENGES = 256
 #: Of so many that have gone, what is still unread is dropped without a word.
 _REMEMBERED = 256
+#: Answers that wait for a peer to read them. A machine keeps 8192 requests for a second try.
+_MOST_UNREAD = 1 << 16
 #: Damaged messages in a row after which a peer is a stranger again.
 _MOST_DAMAGED = 16
 
@@ -132,9 +134,8 @@ class DataListener:
             zmq.HEARTBEAT_TIMEOUT: timeout_ms,
             zmq.HEARTBEAT_TTL: min(timeout_ms, 6_553_000),
             zmq.RCVHWM: 1024,  # in messages; what a CS has in flight is limited in bytes by its own credit
-            # Answers are at most as many as requests, and strangers get few: no bound of its own, so that the
-            # loop thread never waits and no answer is lost.
-            zmq.SNDHWM: 0,
+            # Far more than anybody asks for at once: a peer that asks on and on, and reads no answer, counts as gone.
+            zmq.SNDHWM: _MOST_UNREAD,
         }
         for option, value in options.items():
             self.socket.setsockopt(option, value)
