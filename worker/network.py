@@ -87,7 +87,8 @@ class Network:
         number = server.member_id
 
         def on_answer(header: Header, frame: zmq.Frame | None) -> None:
-            self._on_answer(header, frame, number)
+            if header.epoch >= topology.group:  # else it speaks of a group that is over: of other machines' rounds
+                self._on_answer(header, frame, number)
 
         def on_lost(sentence: str) -> None:
             self._on_lost(sentence, number)
