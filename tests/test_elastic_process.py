@@ -99,9 +99,16 @@ class Training:
         self.took.append(f"{what}: {time.monotonic() - since_s:.2f} s")
         found = re.search(r"step (\d+): ([\d ]+)", line)
         assert found is not None, line
+        assert int(found[1]) >= self.committed(job), f"lost more than the steps since the last commit: {line}"
         self.reference.go(int(found[1]), self.machines)
         self.machines = [int(count) for count in found[2].split()]
         return self.machines
+
+    @staticmethod
+    def committed(job: Job) -> int:
+        """The last step that all had committed, as far as ``job`` has been heard."""
+        steps = [int(line.split()[-1]) for line in job.said if "committed is step" in line]
+        return max(steps, default=0)
 
     def train(self, job: Job, steps: int) -> None:
         """All take so many steps more; ``job`` has rank 0."""
@@ -123,6 +130,7 @@ def test_one_group_after_another(tmp_path, record_property) -> None:
 
         # One rank of two, in the middle of training.
         training.tell(training.reference.step + 40)
+        jobs[0].until(f"committed is step {training.reference.step + 6}")
         victim = jobs[0].pid(str(PROGRAM), BYTEPS_LOCAL_RANK="1")
         began_s = time.monotonic()
         os.kill(victim, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Trains elastically, so many steps as a file says: ``python elastic.py FILE``; FILE: ``STEPS IS_LAST``.
 
-Says where each group begins ("group from step 8: 2 1 1", the ranks of each machine), and, when it has taken its steps,
-what the parameters are. In a group all must be equal, bit for bit: each checks that.
+Says where each group begins ("group from step 8: 2 1 1", the ranks of each machine), each step that all have committed,
+and, when it has taken its steps, what the parameters are. In a group all must be equal, bit for bit: each checks that.
 """
 
 from __future__ import annotations
@@ -59,7 +59,15 @@ def main() -> None:
         if bps.rank() == 0:
             sizes = " ".join(str(machines.count(machine)) for machine in range(bps.cross_size()))
             say(f"group from step {state.step}: {sizes}")
-        said = -1
+        said = committed = -1
+
+        def commit() -> None:
+            nonlocal committed
+            state.commit()  # returns once all have saved
+            if state.step != committed:
+                committed = state.step
+                say(f"rank {bps.rank()}: committed is step {committed}")
+
         while True:
             steps, is_last = told(file)
             while state.step < steps:
@@ -68,7 +76,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 state.step += 1
                 if state.step % STEPS_PER_COMMIT == 0:
-                    state.commit()
+                    commit()
             if said != steps:
                 said = steps
                 check(model)
@@ -76,7 +84,7 @@ def main() -> None:
                     say(f"after {state.step} steps {digest_of(model)}")
             if is_last:
                 return
-            state.commit()
+            commit()
 
     train(bps.elastic.TorchState(model, optimizer, step=0))
     say(f"rank {bps.rank()} of {bps.size()} ends after {digest_of(model)}")
