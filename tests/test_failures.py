@@ -230,6 +230,20 @@ def test_the_front_end_says_what_is_wrong_and_goes_on() -> None:
     assert "bpslaunch: rank 1 exited with status 1" in job.text
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_forked_child_is_told_that_it_is_no_rank(ranks: int) -> None:
+    """Also where there is nobody to talk to: with more ranks it would not work."""
+    with launch(f"-np {ranks}", program=ROOT / "tests" / "programs" / "forked.py") as job:
+        assert job.end() == 0
+    for rank in range(ranks):
+        said = [line.removeprefix(f"{rank}: ") for line in job.said if line.startswith(f"{rank}: ")]
+        *told, went_on = said
+        assert [line.partition(": ")[0] for line in told] == ["sum", "broadcast", "gather", "join", "step", "adasum"]
+        for line in told:
+            assert re.search(rf": UsageError: process \d+ was forked from rank {rank}, which alone may ", line), line
+        assert went_on == f"went on: {[float(ranks)] * 3}"
+
+
 # ---- coming and going ------------------------------------------------------------------------------------------------
 
 

@@ -78,6 +78,9 @@ class Session(ABC):
         """Of an elastic job: this rank has the state of this group. Those with that of the latest come first in the
         next one, as all take the state of its rank 0."""
 
+    def check_open(self) -> None:  # noqa: B027  whoever has nothing to say is open
+        """Raises what every call would raise: the session is closed, or this is a forked child of the rank."""
+
     @property
     def nearby(self) -> Neighbours | None:
         """This rank's dealings with the other ranks of its machine, if it has any."""

@@ -6,7 +6,6 @@ The GIL is free while somebody waits. Any thread may call; a forked child may no
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import threading
 import time
@@ -15,20 +14,10 @@ from collections.abc import Callable, Iterable
 
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, ProtocolError, StallError
-from byteps_py.session import protocol, words
+from byteps_py.session import forks, protocol, words
 from byteps_py.session.base import Session
 from byteps_py.session.nearby import Neighbours
 from byteps_py.session.protocol import Kind
-
-_forks = 0  # in this process's ancestry since this module was loaded; asking the kernel for the pid costs more
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 class Line(Session):
@@ -38,7 +27,7 @@ class Line(Session):
     def __init__(self, channel: Channel, silence_s: float) -> None:
         self._channel = channel
         self._silence_s = silence_s
-        self._forks = _forks
+        self._forks = forks.count
         self._is_welcome = False  # before that, the service hears nobody
         self._is_asked = False  # whether it is alive
         self._fatal: BytePSError | None = None
@@ -55,7 +44,7 @@ class Line(Session):
     @property
     def is_forked(self) -> bool:
         """This is a child of the process whose rank it was."""
-        return self._forks != _forks
+        return self._forks != forks.count
 
     @property
     def nearby(self) -> Neighbours | None:

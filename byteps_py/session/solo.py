@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from byteps_py.errors import MismatchError, NotInitializedError, UsageError
+from byteps_py.session import forks, words
 from byteps_py.session.base import Session, Slot
 from byteps_py.tensors import Layout, Op, TensorSpec, differing
 
@@ -21,9 +22,10 @@ class SoloSession(Session):
         self._ids = itertools.count()
         self._layouts: dict[int, Layout] = {}  # by id of the slot
         self._closed = False
+        self._forks = forks.count
 
     def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
-        self._check_open()
+        self.check_open()
         return [self._declare(spec) for spec in specs]
 
     def _declare(self, spec: TensorSpec) -> Slot:
@@ -39,7 +41,7 @@ class SoloSession(Session):
         return slot
 
     def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
-        self._check_open()
+        self.check_open()
         if slot.spec.op.is_direct:
             layout = layout or self._layouts[slot.id]
             layout.check(slot.spec, 1)
@@ -58,23 +60,25 @@ class SoloSession(Session):
             self.observer.delivered(slot)
 
     def is_done(self, slot: Slot) -> bool:
-        self._check_open()
+        self.check_open()
         return not slot.pending
 
     def wait(self, slot: Slot, timeout_s: float | None = None) -> None:
-        self._check_open()
+        self.check_open()
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        self._check_open()
+        self.check_open()
 
     def join(self, timeout_s: float | None = None) -> int:
-        self._check_open()
+        self.check_open()
         return 0
 
     def close(self) -> None:
         self._closed = True
         self._slots.clear()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._closed:
             raise NotInitializedError("the session is closed; call byteps_py.init() first")
+        if self._forks != forks.count:  # with more ranks it could not go on, either
+            raise words.forked(self.rank)

@@ -40,8 +40,9 @@ class Deltas:
 
     @property
     def alone(self) -> bool:
-        """There is nobody to combine with: this rank steps by itself."""
+        """There is nobody to combine with: this rank steps by itself. Raises as the session does."""
         session = self._context.session
+        session.check_open()
         return (len(self._group) or session.size) == 1 or session.rank not in (self._group or (session.rank,))
 
     @property

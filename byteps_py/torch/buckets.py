@@ -292,6 +292,7 @@ class GradientReducer:
 
     def _exchanges_needed(self) -> bool:
         session = self._context.session
+        session.check_open()  # with nobody to exchange with it would not be asked
         if session is not self._session:  # the first round, or the first one of another job
             self._session = session
             for bucket in self._buckets:
