@@ -49,6 +49,40 @@ def offered_host(settings: Settings) -> str:
     return host
 
 
+def check_offered_host(settings: Settings) -> None:
+    """What a GPU machine's services would fail of; for whoever starts them, and can say it where it is read.
+
+    Raises ConfigurationError that names the variable.
+    """
+    listens = settings.num_workers > 1 or settings.elastic
+    if not listens and settings.link_mbit:
+        return  # nobody asks
+    host = offered_host(settings)
+    if listens and host == settings.node_host and (why := _unusable(host)):
+        raise ConfigurationError(
+            f"DMLC_NODE_HOST={host} is no address of this machine ({why}): give the one under which the other machines "
+            "reach it, or leave it out and name its interface (DMLC_INTERFACE)"
+        )
+
+
+def _unusable(host: str) -> str:
+    """Why nothing can listen there; empty if it can."""
+    if host in (name for _, name in socket.if_nameindex()):
+        return ""  # ZeroMQ takes it
+    why = ""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM):
+            try:
+                with socket.socket(family, kind) as sock:
+                    sock.bind(address)
+                return ""
+            except OSError as error:
+                why = error.strerror or str(error)
+    except OSError as error:
+        why = error.strerror or str(error)
+    return why
+
+
 def link_mbit(settings: Settings) -> float:
     """Rate of this machine's link each way, Mbit/s; 0: not known, to be measured."""
     if settings.link_mbit:

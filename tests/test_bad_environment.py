@@ -15,6 +15,7 @@ import byteps_py.server.__main__ as server
 import byteps_py.worker.__main__ as worker
 from byteps_py import channel, forms
 from byteps_py.errors import ConfigurationError
+from byteps_py.machine import check_offered_host
 from byteps_py.session.starting import open_session
 from byteps_py.settings import Settings
 from byteps_py.variables import VARIABLES, Variable
@@ -168,3 +169,37 @@ def test_processes_name_the_variable_and_print_no_traceback() -> None:
             assert name in job.text
             assert "Traceback" not in job.text
             assert len(job.text) < 1000
+
+
+@pytest.mark.parametrize(
+    ("variable", "sentence"),
+    [
+        ({"DMLC_INTERFACE": "nosuch0"}, "DMLC_INTERFACE=nosuch0 has no IPv4 address"),
+        ({"DMLC_NODE_HOST": "192.0.2.77"}, "DMLC_NODE_HOST=192.0.2.77 is no address of this machine"),
+        ({"DMLC_NODE_HOST": "nosuch.invalid"}, "DMLC_NODE_HOST=nosuch.invalid is no address of this machine"),
+    ],
+    ids=["interface", "host", "name"],
+)
+def test_an_address_that_is_none_here_is_named_before_anything_starts(variable: dict[str, str], sentence: str) -> None:
+    """By the launcher, and without one by every rank, not by services whose end is all that the ranks see."""
+    around = {**AROUND, **variable, "DMLC_NUM_SERVER": "0", "BYTEPS_SECRET": "x" * 16}
+    with contextlib.ExitStack() as stack:
+        launcher = stack.enter_context(
+            launch("", "short", DMLC_ROLE="worker", DMLC_WORKER_ID="0", BYTEPS_LOCAL_SIZE="2", **around)
+        )
+        ranks = [
+            stack.enter_context(alone("short", BYTEPS_LOCAL_SIZE="2", BYTEPS_LOCAL_RANK=local_rank, **around))
+            for local_rank in "01"
+        ]
+        assert launcher.end() == 2
+        assert launcher.text.startswith(f"bpslaunch: {sentence}")
+        for local_rank, rank in enumerate(ranks):
+            assert rank.end() == ERROR_STATUS
+            assert rank.text.startswith(f"0.{local_rank}: ConfigurationError: {sentence}")
+        assert {len(job.said) for job in (launcher, *ranks)} == {1}  # nobody else had anything to say
+
+
+def test_addresses_of_this_machine_are_taken() -> None:
+    for host in ("127.0.0.1", "0.0.0.0", "localhost", "lo", socket.gethostname()):
+        check_offered_host(Settings(num_workers=2, node_host=host, secret="x" * 16))
+    check_offered_host(Settings(num_workers=2, interface="lo"))

@@ -13,8 +13,10 @@ from byteps_py.launch.cluster import cluster_plan, free_port
 from byteps_py.launch.gpus import visible_gpus
 from byteps_py.launch.output import say
 from byteps_py.launch.plan import role_plan
-from byteps_py.launch.spec import ProcessSpec
+from byteps_py.launch.spec import Kind, ProcessSpec
 from byteps_py.launch.supervisor import Supervisor
+from byteps_py.machine import check_offered_host
+from byteps_py.settings import Settings
 
 _STARTS = 3
 
@@ -72,7 +74,10 @@ def _plan(given: options.Options, environ: Mapping[str, str], command: Sequence[
     cores = len(os.sched_getaffinity(0))
     if not given.ranks:
         gpus = 0 if environ.get("BYTEPS_LOCAL_SIZE") else visible_gpus(environ)
-        return role_plan(environ, command, visible_gpus=gpus, cores=cores, token=token, port=free_port())
+        specs = role_plan(environ, command, visible_gpus=gpus, cores=cores, token=token, port=free_port())
+        if (service := next((spec for spec in specs if spec.kind is Kind.SERVICE), None)) is not None:
+            check_offered_host(Settings.from_env({**environ, **service.env}))
+        return specs
     port = free_port()
     return cluster_plan(
         environ,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from byteps_py import channel, launchers
 from byteps_py.errors import ConfigurationError, RendezvousError
-from byteps_py.machine import local_socket
+from byteps_py.machine import check_offered_host, local_socket
 from byteps_py.session import endings
 from byteps_py.session.base import Session
 from byteps_py.session.remote import RemoteSession
@@ -48,6 +48,7 @@ def open_session(settings: Settings | None = None) -> Session:
     if not settings.socket_name:
         is_given = bool(settings.scheduler_host)
         settings = _complete(settings, os.environ)
+        check_offered_host(settings)
         if before := _opened.get(settings.job, 0):
             settings = dataclasses.replace(settings, socket_name=f"{local_socket(settings, 'cs')}-{before + 1}")
         if settings.local_rank == 0:
