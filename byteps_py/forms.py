@@ -87,7 +87,7 @@ def _size(text: str) -> int:
 _HOST = Form("the name of a host (letters, digits, '-', '_' and '.', at most 253) or its IP address", is_host)
 _IDENTIFIER = Form(f"printable characters, at most {_MAX_IDENTIFIER}", _is_identifier)
 _PATH = Form(f"a path of at most {_MAX_PATH_BYTES} bytes, {_MAX_PART_BYTES} in each of its parts", _is_path)
-_COUNT = Form("a whole number below 2^62", lambda number: number < _MAX_COUNT)
+_COUNT = Form("a whole number from 0 to 2^62 - 1", lambda number: number < _MAX_COUNT)
 
 #: By field of Settings. Secrets may be anything; what is not here has its range or its choices in VARIABLES.
 FORMS: dict[str, Form] = {

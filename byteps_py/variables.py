@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from byteps_py.errors import ConfigurationError
+from byteps_py.forms import FORMS
 
 _FAR = float(1 << 31)  # a limit against overflows only
 
@@ -30,8 +31,10 @@ class Variable:
             return "one of " + ", ".join(self.choices)
         if self.kind is bool:
             return "0 or 1"
+        if self.field in FORMS:
+            return FORMS[self.field].takes
         if self.kind is str:
-            return "a text"
+            return "any text in UTF-8"
         noun = "a whole number" if self.kind is int else "a number"
         if self.high is not None and self.high < _FAR:
             return f"{noun} from {self.low:.15g} to {self.high:.15g}"
