@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -25,8 +26,11 @@ from support.schedulers import (
 )
 
 from byteps_py import errors
+from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query, remote
+from byteps_py.scheduler.service import NOBODY, SchedulerService
+from byteps_py.scheduler.session import Sent
 from byteps_py.scheduler.steady import retry_steadily
 from byteps_py.settings import Settings
 
@@ -195,3 +199,17 @@ def test_a_signal_ends_the_job_in_order(start: Factory, attend: Attend, number: 
     member.link.close()
     assert scheduler.ended()[0] == 0
     assert member.lost.empty()
+
+
+def test_a_flood_of_strangers_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    service = SchedulerService(Settings(num_workers=2))
+    service._strangers = Traffic(_log_limiter=Limiter(5, clock=lambda: 0.0))
+    refused = pb.SchedulerMessage(refused=pb.Refused(error="ProtocolError", message="not registered after 4 s"))
+    stranger, member = (SimpleNamespace(who=who, put=lambda sent: None) for who in (NOBODY, "worker 3"))
+    for stream in range(100):
+        service._links[stream] = stranger if stream % 10 else member  # type: ignore[assignment]
+        service._say(Sent(stream, refused))
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count("turned away a process: not registered after 4 s") == 5
+    assert said.count("turned away worker 3: not registered after 4 s") == 10
+    assert len(said) == 15

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from byteps_py import auth
+from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ConfigurationError, UsageError
 from byteps_py.log import logger
 from byteps_py.machine import require_secret
@@ -38,6 +39,7 @@ from byteps_py.settings import Settings
 TICK_S = 0.2
 STOP_GRACE_S = 1.0
 SHORT_SECRET = 16
+NOBODY = "a process"  # that has yet to say who it is
 MAX_BACKLOG = 20_000  # messages that wait for one connection; who takes none of so many is cut off
 
 Context = grpc.aio.ServicerContext[pb.MemberMessage, pb.SchedulerMessage]
@@ -49,7 +51,7 @@ class _Link:
     def __init__(self) -> None:
         self.backlog: asyncio.Queue[Sent | None] = asyncio.Queue(MAX_BACKLOG)
         self.handler = asyncio.current_task()
-        self.who = "a process"
+        self.who = NOBODY
 
     def put(self, sent: Sent | None) -> None:
         try:
@@ -70,6 +72,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._clock_s = -time.monotonic()  # of the scheduler's own clock, which begins at 0, less that of the system
         self._links: dict[int, _Link] = {}
         self._streams = itertools.count(1)
+        self._strangers = Traffic()
         self._held: list[Sent] = []  # until the journal has what they follow from
         self._is_flushing = False
         self._said = ""
@@ -210,10 +213,13 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         if link is None:
             return
         if sent.message is not None and sent.message.HasField("refused"):
-            logger.log(
-                logging.DEBUG if sent.message.refused.later else logging.WARNING,
-                "turned away %s: %s", link.who, sent.message.refused.message,
-            )  # fmt: skip
+            refused = sent.message.refused
+            if refused.later:
+                logger.debug("turned away %s: %s", link.who, refused.message)
+            elif link.who == NOBODY:
+                self._strangers.note("turned away", link.who, refused.message)  # there may be many
+            else:
+                logger.warning("turned away %s: %s", link.who, refused.message)
         link.put(sent if sent.message is not None else None)
 
     def _give_up_journal(self, journal: Journal, error: OSError) -> None:
