@@ -26,7 +26,7 @@ from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.watch import Watch
 from byteps_py.scheduler.words import count_text
 
-REGISTER_TIMEOUT_S = 4.0  # a connection that has not said by then who it is, is turned away
+REGISTER_TIMEOUT_S = 3.5  # a connection that has not said by then who it is, is turned away
 
 
 class SchedulerCore:

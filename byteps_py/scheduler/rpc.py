@@ -48,7 +48,7 @@ def server_options() -> Options:
         ("grpc.so_reuseport", 0),  # a second scheduler on this port must fail, not share its connections
         # Connections that say nothing that makes sense are closed within 5 s, and get to say little before.
         ("grpc.server_handshake_timeout_ms", 4_000),
-        ("grpc.max_connection_idle_ms", 2_000),
+        ("grpc.max_connection_idle_ms", 500),  # looked at as often: up to twice that
         ("grpc.max_concurrent_streams", 64),
         ("grpc.max_metadata_size", 8 << 10),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
