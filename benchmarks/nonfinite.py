@@ -45,6 +45,7 @@ class Case(NamedTuple):
 
 CASES = {
     "mlp": Case("4 linear layers of 1024, batch 64", "mlp"),
+    "small": Case("4 linear layers of 256, batch 64", "small"),
     "cnn": Case("10 convolutions of 128, batch 1 of 32 x 32", "cnn"),
     "mlp-machines": Case("4 linear layers, 2 machines of a rank", "mlp", 2),
     "resnet50": Case("ResNet-50's gradients, nothing computed", "resnet50"),
@@ -97,9 +98,10 @@ def build(name: str) -> tuple[Any, list[Any]]:
         def forward(self) -> torch.Tensor:
             return torch.stack([parameter.sum() for parameter in self.all])
 
-    if name == "mlp":
-        layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
-        return nn.Sequential(*layers), [torch.randn(64, 1024)]
+    if name in ("mlp", "small"):
+        width = 1024 if name == "mlp" else 256
+        layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+        return nn.Sequential(*layers), [torch.randn(64, width)]
     if name == "cnn":
         layers = [layer for _ in range(10) for layer in (nn.Conv2d(128, 128, 3, padding=1), nn.ReLU())]
         return nn.Sequential(nn.Conv2d(3, 128, 3, padding=1), *layers), [torch.randn(1, 3, 32, 32)]

@@ -107,6 +107,7 @@ class Server:
         self._server = benchmark.start("--serve", "sums", "--workers", 2)
         self._address = benchmark.line_of(self._server)
         self._runs = 0
+        self._rate = 0.0
         self._options = argparse.Namespace(
             workers=2, in_flight=8, gigabytes=0.5, partition_bytes=benchmark.settings(2).max_partition_bytes
         )
@@ -115,10 +116,11 @@ class Server:
         return Port(self._address, self._server.pid, self._goodput)
 
     def _goodput(self, seconds: float) -> float:
+        if self._rate:  # known since the first run, which warms up
+            self._options.gigabytes = self._options.workers * self._rate / 8 * seconds
         rate, *_ = benchmark.measure(self._server, self._address, self._options, self._runs, True)
         self._runs += 1
-        if self._runs == 1:  # it was to warm up, and tells how much there is to do
-            self._options.gigabytes *= max(1.0, seconds / (self._options.gigabytes * 4 / rate))
+        self._rate = self._rate or rate
         return rate
 
     def close(self) -> None:
