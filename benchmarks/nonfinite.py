@@ -1,6 +1,6 @@
 """What it costs to look for NaN and infinity in gradients: training steps with BYTEPS_NONFINITE=raise and with allow.
 
-    python benchmarks/nonfinite.py [--starts 12] [--turns 30] [--only mlp …] [--skip] [--json FILE]
+    python benchmarks/nonfinite.py [--starts 12] [--turns 30] [--only [mlp …]] [--skip] [--json FILE]
 
 One job of two ranks for each contender, all alive at once. They take turns step by step, in an order that changes,
 and whoever has no turn waits in a read; so whatever slows the machine down slows all of them. A figure is the median
@@ -8,12 +8,14 @@ over all turns of a step's time over that of ``allow`` in the same turn, with th
 medians of resampled starts and turns: where its memory lies makes one start of a job differ from the next. A second
 job with ``allow`` shows what differs where nothing does. Fastest tenth: the tenth percentile of all steps over that of
 ``allow``; on a busy machine those are the steps that others disturbed least. CPU time: of all processes of a job,
-services too; idle: what all jobs together use while nobody has a turn.
+services too; idle: what all jobs together use while nobody has a turn. Before them: the kernel that looks, call by call
+beside the one that does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -28,11 +30,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from turns import Job, orders
 
+from byteps_py.kernels.reduction import reduce, reduce_checked
+from byteps_py.tensors import Checks, DType, Op
 from server import used
 
 CONTENDERS = {"allow": "allow", "again": "allow", "raise": "raise", "skip": "skip"}
 RANKS = 2
 WARM_UP = 10
+SUMMED_BYTES = 64 << 20
+SUMS_S = 5.0
 IDLE_S = 2.0
 RESAMPLES = 2000
 
@@ -179,12 +185,39 @@ def interval(figure: Figure, steps: np.ndarray, base: np.ndarray, rng: np.random
     return float(low), float(high)
 
 
+def sums(nbytes: int) -> dict[str, float]:
+    """The kernel alone, call by call with the check and without, on memory that no cache holds: microseconds without,
+    and the median ratio."""
+    whole = [np.ones(SUMMED_BYTES // 4, np.float32) for _ in range(2)]
+    count = SUMMED_BYTES // nbytes
+    times: dict[bool, list[float]] = {False: [], True: []}
+    until = time.perf_counter() + SUMS_S
+    for turn in itertools.count():
+        for place, checked in enumerate((True, False) if turn % 2 else (False, True)):
+            at = (2 * turn + place) % count * nbytes
+            inputs = [array.ctypes.data + at for array in whole]
+            began = time.perf_counter()
+            if checked:
+                reduce_checked(Checks.FINITE, Op.SUM, DType.FLOAT32, inputs, inputs[:1], nbytes // 4)
+            else:
+                reduce(Op.SUM, DType.FLOAT32, inputs, inputs[:1], nbytes // 4)
+            times[checked].append(time.perf_counter() - began)
+        if began > until:
+            break
+    checked_s, plain_s = np.array(times[True][WARM_UP:]), np.array(times[False][WARM_UP:])
+    found = {"plain_us": float(np.median(plain_s)) * 1e6, "ratio": float(np.median(checked_s / plain_s))}
+    print(
+        f"sum of two inputs of {nbytes >> 10} KB: {found['plain_us']:.1f} us, with the check {found['ratio']:.3f} of it"
+    )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=12, help="of fresh processes, per case")
     parser.add_argument("--turns", type=int, default=30, help="steps of each contender, per start")
     parser.add_argument("--skip", action="store_true", help="BYTEPS_NONFINITE=skip, too")
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--only", nargs="*", choices=CASES, default=["mlp", "cnn", "mlp-machines", "resnet50"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--door", help=argparse.SUPPRESS)
@@ -194,7 +227,7 @@ def main() -> None:
         return
     contenders = [each for each in CONTENDERS if each != "skip" or options.skip]
     rng = np.random.default_rng(0)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"sums": {nbytes: sums(nbytes) for nbytes in (64 << 10, 1 << 20, 4 << 20)}}
     for name in options.only:
         starts = []
         for start in range(options.starts):
