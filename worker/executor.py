@@ -283,7 +283,8 @@ class Executor:
         self.run(self._pipeline.answered(part, header.round, source, self._moved_at))
 
     def lacks(self, ranks: set[int]) -> bool:
-        """Something was given to a round in which these ranks take part, and the result is not there."""
+        """Something was given to a round in which these ranks take part, and the result is not there, or what was given
+        has not been taken."""
         return self._direct.lacks(ranks) or any(
             self._is_due(part)
             for part in self._parts.values()
@@ -294,9 +295,9 @@ class Executor:
 
     @staticmethod
     def _is_due(part: Part) -> bool:
-        """Its result, or what other machines have for it."""
+        """Its result, what other machines have for it, or its way to them."""
         if isinstance(part, ScatterPart):
-            return part.stage is Stage.IN_FLIGHT and bool(part.missing)
+            return part.stage is Stage.IN_FLIGHT
         is_given = part.stage is Stage.IN_FLIGHT or (part.stage is Stage.QUEUED and part.is_resent)
         return part.server >= 0 and is_given
 

@@ -38,6 +38,7 @@ from byteps_py.worker.tensor import SumRequest
 _TICK_S = 0.25
 _STALLS_KEPT = 20
 _WORD_OF_SCHEDULER_S = 1.0
+_UNHEARD_TIMEOUTS = 2
 _HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to come back
 #: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
 _LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
@@ -132,8 +133,12 @@ class Service:
             self._loop.stop()
             return
         self._farewell.go()
+        if self._is_headless:  # nobody says so, and whose connections are not back by then will not ask any more
+            self._loop.call_later(_UNHEARD_TIMEOUTS * self._settings.heartbeat_timeout_s, self._dismiss_if_headless)
+
+    def _dismiss_if_headless(self) -> None:
         if self._is_headless:
-            self._farewell.dismissed()  # nobody else will say so; what others have yet to ask for is known here
+            self._farewell.dismissed()
 
     def _close(self) -> None:
         self._link.close("the communication service ends")

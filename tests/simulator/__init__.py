@@ -8,6 +8,15 @@ is put in its place by ``surroundings``. ``run`` is the one entry.
 
 from .cluster import Cluster, Report, run
 from .elastic import ElasticCluster
+from .outages import ElasticOutageCluster, OutageCluster
 from .world import InvariantError
 
-__all__ = ["Cluster", "ElasticCluster", "InvariantError", "Report", "run"]
+#: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network.
+KINDS: dict[str, type[Cluster]] = {
+    "fixed": Cluster,
+    "elastic": ElasticCluster,
+    "outages": OutageCluster,
+    "elastic-outages": ElasticOutageCluster,
+}
+
+__all__ = ["KINDS", "Cluster", "ElasticCluster", "ElasticOutageCluster", "InvariantError", "OutageCluster", "Report", "run"]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from . import Cluster, ElasticCluster, run
+from . import KINDS, Cluster, run
 
 
 def main() -> int:
@@ -18,15 +18,15 @@ def main() -> int:
     parser.add_argument("--tail", type=int, default=60, help="lines of the log to print of a failing seed")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many failing seeds")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds; 0: one per core")
-    parser.add_argument("--elastic", action="store_true", help="elastic jobs, whose machines come and go")
+    parser.add_argument("--kind", choices=KINDS, default="fixed", help="of job: see KINDS")
     arguments = parser.parse_args()
     first, _, end = arguments.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
     jobs = arguments.jobs or len(os.sched_getaffinity(0))
     if jobs > 1 and len(seeds) > 1:
         options = ["--tail", str(arguments.tail), "--failures", str(arguments.failures)]
-        return _share(seeds, jobs, [*options, *(["--elastic"] if arguments.elastic else [])])
-    return _run(seeds, ElasticCluster if arguments.elastic else Cluster, arguments.tail, arguments.failures)
+        return _share(seeds, jobs, [*options, "--kind", arguments.kind])
+    return _run(seeds, KINDS[arguments.kind], arguments.tail, arguments.failures)
 
 
 def _share(seeds: range, jobs: int, options: list[str]) -> int:

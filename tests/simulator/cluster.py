@@ -30,7 +30,7 @@ _MAX_EVENTS = 200_000
 FAULTS = (
     "kill a rank", "kill a worker", "kill all servers", "a rank leaves", "freeze a machine", "kill the scheduler",
 )  # fmt: skip
-_STALL_LIMIT_S = 40.0
+STALL_LIMIT_S = 40.0
 _NOTICED_S = 6.0  # connections to a machine that is silent end by then
 
 
@@ -117,7 +117,7 @@ class Cluster:
             credit_bytes=self.world.random.choice(_CREDITS),
             start_timeout_s=25.0,  # longer than a scheduler that was started again waits for its members
             stall_warn_s=4.0,
-            stall_limit_s=_STALL_LIMIT_S,
+            stall_limit_s=STALL_LIMIT_S,
             heartbeat_interval_s=0.5,
             heartbeat_timeout_s=3.0,
             **self.special,
@@ -189,7 +189,7 @@ class Cluster:
             candidates = [*self.servers]
         elif self.fault == "kill the scheduler":
             candidates = [self.scheduler]
-            self.world.hang_s += _STALL_LIMIT_S  # for what needs a scheduler
+            self.world.hang_s += STALL_LIMIT_S  # for what needs a scheduler
         else:
             candidates = [rank for rank in self.ranks if rank.has_connected]
         candidates = [process for process in candidates if process.is_alive]
@@ -233,11 +233,14 @@ class Cluster:
         others = [p.name for p in self.world.processes if p.is_alive and not isinstance(p, Rank)]
         return "; ".join([*ranks, *others])
 
+    def is_blind(self, rank: Rank) -> bool:
+        """It may have nothing but the stall limit to find out that it waits in vain."""
+        # Every restart of the scheduler gives those who are missing time once more.
+        return self.fault == "kill the scheduler" or any("scheduler again" in it for it in self.world.trials)
+
     def check_end(self) -> None:
         for rank in self.ranks:
-            # Every restart of the scheduler gives those who are missing time once more.
-            is_blind = self.fault == "kill the scheduler" or any("scheduler again" in it for it in self.world.trials)
-            allowed = (PeerLostError, RendezvousError, *((StallError,) if is_blind else ()))
+            allowed = (PeerLostError, RendezvousError, *((StallError,) if self.is_blind(rank) else ()))
             if rank.error is not None and not isinstance(rank.error, allowed):
                 raise InvariantError(f"{rank.name} fails with {rank.error!r} after {self.world.faults}")
         if not self.world.faults:

@@ -163,7 +163,8 @@ class Stream:
         self.is_open = True
         self._is_heard = True  # what the scheduler has said arrives yet
         self.is_welcome = False
-        self._up, self._down = Wire(), Wire()
+        self._up, self._down = Wire((link.host, scheduler.host)), Wire((scheduler.host, link.host))
+        self.way = self._up.way
         self._world = scheduler.world
 
     def send_up(self, message: pb.MemberMessage) -> None:
@@ -231,7 +232,7 @@ class ControlLink:
         self._interval_s = settings.heartbeat_interval_s
         self._patience_s = settings.start_timeout_s
         self.process: Process | None = loop.process
-        self.name = loop.process.name
+        self.name, self.host = loop.process.name, loop.process.host
         self._loop = loop
         self._on_message = on_message
         self._on_lost = on_lost
@@ -312,7 +313,10 @@ class ControlLink:
 
     @property
     def can_break(self) -> bool:
-        return self._stream is not None and self._stream.is_open and not self._is_closed
+        """Both ends would know of it."""
+        stream = self._stream
+        is_open = stream is not None and stream.is_open and not self._is_closed
+        return is_open and not self._world.is_interrupted(stream.way)
 
     def break_(self) -> None:
         if self._stream is not None:

@@ -28,7 +28,7 @@ from byteps_py.worker.links import ServerLink
 
 from .local import Loop
 from .memory import Frame, Memory
-from .world import InvariantError, Process, Wire, World
+from .world import InvariantError, Process, Way, Wire, World
 
 if TYPE_CHECKING:
     from .peers import PeerDialer, PeerListener
@@ -62,9 +62,11 @@ def describe(header: Header) -> str:
 class Connection:
     """One of a link. What would arrive at either end after ``up_ends_s`` or ``down_ends_s`` is lost."""
 
-    def __init__(self, world: World) -> None:
-        self.up, self.down = world.new_wire(), world.new_wire()
+    def __init__(self, world: World, caller: Process, listener: Process) -> None:
+        self.up = world.new_wire((caller.host, listener.host))
+        self.down = world.new_wire((listener.host, caller.host))
         self.up_ends_s = self.down_ends_s = math.inf
+        self.is_counted = False  # among those of its listener
         self._world = world
 
     def cut(
@@ -78,6 +80,13 @@ class Connection:
         world.after(world.delay(), listener, "a peer is gone", on_gone)
         # What has arrived by then is read; what comes later never is, for then this socket is closed.
         world.after(world.delay(), caller, "a connection breaks", on_broken)
+
+    def end(self, listener: Process, on_gone: Callable[[], None]) -> None:
+        """In order, by its caller."""
+        world = self._world
+        world.carry(self.up, listener, "a peer is gone", on_gone)
+        if world.is_interrupted(self.up.way):
+            world.after(world.notice_s(), listener, "a peer is gone", on_gone)
 
 
 class TcpLink(ServerLink):
@@ -127,12 +136,19 @@ class TcpLink(ServerLink):
     def is_open(self) -> bool:
         return self._is_up
 
+    @property
+    def way(self) -> Way:
+        return (self.process.host, self.server.process.host)
+
     def _open(self) -> None:
-        connection = self.connection = Connection(self._world)
+        connection = self.connection = Connection(self._world, self.process, self.server.process)
         peer = self._peer = TcpPeer(self.server, self, connection, self._machine, self._group)
-        if not self.server.process.is_gone:
+        if self.server.process.is_gone:
+            return
+        if not self._world.is_interrupted(self.way):
             self.server.connections += 1
-            self._carry_up("hello", lambda: self.server.hello(peer))
+            connection.is_counted = True
+        self._carry_up("hello", lambda: self.server.hello(peer))
 
     def is_current(self, connection: Connection) -> bool:
         return connection is self.connection and not self.is_closed
@@ -199,10 +215,7 @@ class TcpLink(ServerLink):
         if not self.is_closed:
             self.is_closed = True
             del self.network.links[self]
-            connection = self.connection
-            self._world.carry(
-                connection.up, self.server.process, "a peer is gone", lambda: self.server.forget(connection)
-            )
+            self.connection.end(self.server.process, functools.partial(self.server.forget, self.connection))
 
 
 class TcpPeer(Peer):
@@ -271,6 +284,9 @@ class ServerNetwork:
         # It stands for a handshake, which needs both ends: one that has hung up does not come to its end.
         if link.is_current(peer.connection) and peer.connection not in self._peers:
             self._peers[peer.connection] = peer
+            if not peer.connection.is_counted:
+                self.connections += 1
+                peer.connection.is_counted = True
             latest = self._by_machine.get(peer.machine)
             if latest is None or latest.group <= peer.group:  # as DataListener does
                 self._by_machine[peer.machine] = peer
@@ -286,7 +302,7 @@ class ServerNetwork:
         """It has ended. Messages that came before may still have to be read."""
         if connection not in self.gone:
             self.gone.add(connection)
-            self.connections -= 1
+            self.connections -= connection.is_counted
 
     def lose(self, peer: TcpPeer) -> None:
         """It can't be answered."""

@@ -23,7 +23,7 @@ from byteps_py.wire import Header, Kind
 from .local import Loop
 from .memory import Frame, address_of
 from .network import Connection, Network, describe
-from .world import InvariantError, Process
+from .world import InvariantError, Process, Way
 
 _RETRY_S = 0.2
 
@@ -60,6 +60,10 @@ class PeerDialer:
         self.server.process.on_end.append(self.break_)
         self._connect()
 
+    @property
+    def way(self) -> Way:
+        return (self.process.host, self.server.process.host)
+
     # ---- the connection's life ---------------------------------------------------------------------------
 
     def _connect(self) -> None:
@@ -68,7 +72,7 @@ class PeerDialer:
         if self.server.process.is_gone or self.server.is_closed:
             self._loop.call_later(_RETRY_S, self._connect)
             return
-        connection = self.connection = Connection(self._world)
+        connection = self.connection = Connection(self._world, self.process, self.server.process)
         self._carry_up("hello", lambda: self.server.hello(self, connection))
 
     def challenged(self, connection: Connection) -> None:
@@ -106,9 +110,7 @@ class PeerDialer:
         self._is_closed, self.is_open = True, False
         del self.network.links[self]
         if (connection := self.connection) is not None:
-            self._world.carry(
-                connection.up, self.server.process, "a peer is gone", lambda: self.server.forget(connection)
-            )
+            connection.end(self.server.process, functools.partial(self.server.forget, connection))
 
     # ---- messages ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, cast
 
-from byteps_py.errors import BytePSError
+from byteps_py.errors import BytePSError, StallError
 from byteps_py.machine import local_socket
 from byteps_py.session import Slot, protocol
 from byteps_py.session.protocol import Kind
@@ -23,6 +23,9 @@ from .program import Program
 from .turn import Life, Turn
 from .uses import Use
 from .world import InvariantError, Process, World
+
+_PATIENCE_S = 5.0
+_NOTICE_S = 2.0  # until a deadline that has passed is noticed, and told
 
 
 class Rank(Process):
@@ -41,6 +44,7 @@ class Rank(Process):
         super().__init__(world, f"rank {rank}")
         self.has_connected = self.has_joined = False
         self.machine = settings.worker_id
+        self.host = f"machine {self.machine}"
         self.doing = "to start"
         self.error: BytePSError | None = None
         self.memory = memory
@@ -108,12 +112,18 @@ class Rank(Process):
         return self._local.connect(local_socket(self._settings, "cs"), self)
 
     def _join_job(self) -> Life:
+        settings = self._settings
         channel = self._channel = self._connect()
         channel.on_arrival = self._on_arrival
         self.has_connected = True
-        local_rank, local_size = self._settings.local_rank, self._settings.local_size
+        local_rank, local_size = settings.local_rank, settings.local_size
         hello = protocol.hello(local_rank, local_size, self.pid, self.synced_in)
-        yield from self._ask(hello, Kind.WELCOME)
+        patience_s = max(settings.start_timeout_s, settings.elastic_timeout_s if settings.elastic else 0) + _PATIENCE_S
+        due_s = self.world.now_s + patience_s
+        self.world.after(patience_s, self, None, self._on_arrival)
+        yield from self._ask(hello, Kind.WELCOME, lambda: self.world.now_s >= due_s)
+        if self.world.now_s >= due_s:
+            raise StallError("the communication service of this machine did not answer")
         self.session = RemoteSession(cast(Any, channel), local_rank, local_size, 10.0, 60.0, 10.0, self.synced_in)
         self.has_joined = True
 
@@ -142,14 +152,17 @@ class Rank(Process):
         """It had joined when the others went through this step."""
         return number < self._back_at
 
-    def _ask(self, message: bytes, answer: Kind) -> Life:
+    def _ask(self, message: bytes, answer: Kind, is_late: Callable[[], bool] = lambda: False) -> Life:
         """Send what the session is about to send, and wait for what it is about to wait for."""
         channel: Channel = self._channel
         self.doing = f"waiting for {answer.name}"
         channel.send(message)
         channel.is_muted = True
         yield (
-            lambda: any(m[0][0] in (answer, Kind.FATAL) for m in channel.take()) or channel.is_over or self._has_failed
+            lambda: any(m[0][0] in (answer, Kind.FATAL) for m in channel.take())
+            or channel.is_over
+            or self._has_failed
+            or is_late()
         )
 
     @property
@@ -177,6 +190,15 @@ class Rank(Process):
         for use in rng.sample(step, len(step)):
             yield from Turn(self, use, slots[use.id]).wait()
             yield self.pause()
+
+    def check_waited(self, since_s: float) -> None:
+        """For a handle, which has its result, or an error, by now."""
+        if self.world.now_s > since_s + self._settings.stall_limit_s + _NOTICE_S:
+            raise InvariantError(f"{self.name}, {self.doing}, since {since_s:.2f} s: it resolves after its deadline")
+
+    @property
+    def now_s(self) -> float:
+        return self.world.now_s
 
     def pause(self) -> float:
         return self.world.delay() if self.random.random() < 0.5 else 0.0

@@ -73,6 +73,7 @@ class Worker(Process):
     def __init__(self, world: World, memory: Memory, index: int, ledger: Ledger) -> None:
         super().__init__(world, f"worker {index}")
         self.machine = index
+        self.host = f"machine {index}"
         self._memory = memory
         self._ledger = ledger
         self._service: service.Service
@@ -197,6 +198,7 @@ class Server(Process):
     def __init__(self, world: World, memory: Memory, name: str, machine: int) -> None:
         super().__init__(world, name)
         self.machine = machine
+        self.host = f"machine {machine}" if machine >= 0 else name
         self.is_leaving = False
         self._memory = memory
         self._service: ServerService

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .services import Worker
@@ -14,6 +15,8 @@ SHOCKS = (
     "kill a rank", "kill a machine", "kill a communication service", "freeze a machine",
     "a machine freezes for a while", "a machine comes", "a machine is told to leave", "a rank goes back",
 )  # fmt: skip
+CUT_OFF = "a machine is cut off for long"
+FOR_GOOD_S = 1e6
 _PLANNED = ("a machine comes", "a machine is told to leave")
 _MOST = 6
 
@@ -21,10 +24,10 @@ _MOST = 6
 class Shocks(Strikes):
     """What each does."""
 
-    def __init__(self, cluster: ElasticCluster) -> None:
+    def __init__(self, cluster: ElasticCluster, known: Sequence[str] = SHOCKS) -> None:
         rng = cluster.world.random
         spacing = rng.choice((20, 100, 400))
-        kinds = rng.sample(SHOCKS, rng.randint(1, len(SHOCKS)))
+        kinds = rng.sample(known, rng.randint(1, len(known)))
         super().__init__(cluster, spacing, [rng.choice(kinds) for _ in range(rng.choice((1, 1, 2, 3, _MOST)))])
         self._cluster = cluster
         self.are_losses = self.may_shrink = False  # so far
@@ -104,6 +107,8 @@ class Shocks(Strikes):
             cluster.workers[machine]._service.stop()
         elif kind == "kill a communication service":
             cluster.workers[machine].die()
+        elif kind == CUT_OFF:
+            return cluster.cut_off(machine, self._random.choice((4.0, 8.0, 20.0, FOR_GOOD_S)))
         elif kind == "a machine freezes for a while":
             for_s = self._random.choice((0.5, 4.0, 8.0)) * self._random.random()
             for process in here:

@@ -33,6 +33,11 @@ class Taker(Protocol):
     results: dict[int, bytes]  # by use: what all get, or, of an error, what all are told
     in_strips: set[int]  # slots whose results are taken so
 
+    @property
+    def now_s(self) -> float: ...
+
+    def check_waited(self, since_s: float) -> None: ...
+
     def pause(self) -> float: ...
 
     def say(self, what: str) -> None: ...
@@ -90,10 +95,12 @@ class Turn:
     def wait(self) -> Life:
         rank, use, slot, session = self._rank, self._use, self._slot, self._rank.session
         rank.doing = f"waiting for {self._what}"
+        since_s = rank.now_s
         try:
             if slot.id in rank.in_strips:
                 yield from self._take_strips()
             yield lambda: session.is_done(slot)
+            rank.check_waited(since_s)
             session.wait(slot, 1.0)
         except UsageError as error:
             if not use.is_unsupported or use.name not in str(error) or "joined" not in str(error):

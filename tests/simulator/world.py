@@ -10,12 +10,16 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 #: Nothing but timers for so long, and processes still there: they hang. Longer than the deadlines that turn a
 #: silence, or a departure, into an error.
 HANG_S = 8.0
 #: What a slow wire takes at most: nobody is lost by that.
 _SLOWEST_S = 0.3
+
+
+Way = tuple[str, str]
 
 
 class InvariantError(AssertionError):
@@ -28,6 +32,7 @@ class Process:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
+        self.host = name  # what its network is of
         self.pid = 1000 + len(world.processes)
         self.is_alive = True
         self.is_gone = False  # not alive, and not frozen
@@ -71,11 +76,24 @@ class Process:
 
 
 class Wire:
-    """One direction of a connection: what is sent later never arrives earlier."""
+    """One direction of a connection: what is sent later never arrives earlier. ``way``: from which host to which."""
 
-    def __init__(self, slowness: float = 1.0) -> None:
+    def __init__(self, way: Way = ("", ""), slowness: float = 1.0) -> None:
+        self.way = way
         self.last_arrival_s = 0.0
         self.slowness = slowness
+
+
+class Outage(NamedTuple):
+    """Nothing comes to this host, or from it."""
+
+    host: str
+    to_it: bool
+    from_it: bool
+    until_s: float
+
+    def affects(self, way: Way) -> bool:
+        return way[0] != way[1] and ((self.to_it and way[1] == self.host) or (self.from_it and way[0] == self.host))
 
 
 class World:
@@ -88,6 +106,7 @@ class World:
         self.active: Process | None = None  # whose event this is
         self.faults: list[str] = []  # that have ended the job, as they may
         self.trials: list[str] = []  # that it has to survive
+        self.outages: list[Outage] = []
         self.hang_s = HANG_S
         self._pace_s = self.random.choice((0.0002, 0.001, 0.005))
         self._last_work_s = 0.0
@@ -104,9 +123,20 @@ class World:
         mean_s = self._pace_s * (15 if self.random.random() < 0.02 else 1)
         return self.random.expovariate(1 / mean_s)
 
-    def new_wire(self) -> Wire:
+    def new_wire(self, way: Way) -> Wire:
         """Between machines: some are slow in some runs."""
-        return Wire(30.0 if self.random.random() < self._slow_wires else 1.0)
+        return Wire(way, 30.0 if self.random.random() < self._slow_wires else 1.0)
+
+    def is_interrupted(self, way: Way) -> bool:
+        """What is sent now that way, or back, arrives only when an outage is over."""
+        return max(self._clear_s(way), self._clear_s(way[::-1])) > self.now_s
+
+    def notice_s(self) -> float:
+        """Until a connection on which nothing comes is given up."""
+        return self.random.uniform(2.5, 6.0)
+
+    def _clear_s(self, way: Way) -> float:
+        return max((outage.until_s for outage in self.outages if outage.affects(way)), default=0.0)
 
     def expect_quiet(self, for_s: float) -> None:
         """It may be that nothing but timers happens for so long."""
@@ -124,7 +154,8 @@ class World:
         delay_s = self.delay()
         if wire.slowness > 1.0:
             delay_s = min(delay_s * wire.slowness, _SLOWEST_S)
-        wire.last_arrival_s = max(wire.last_arrival_s, self.now_s + delay_s)
+        leaves_s = max(self.now_s, self._clear_s(wire.way)) if self.outages else self.now_s
+        wire.last_arrival_s = max(wire.last_arrival_s, leaves_s + delay_s)
         self._at(wire.last_arrival_s, process, label, act)
 
     def note(self, who: str, what: str) -> None:
