@@ -268,19 +268,18 @@ class Rounds(Generic[C]):
 
     def _is_overtaken(self, partition: Partition[C], new: C) -> bool:
         """A machine that gives to a round has the results of those before it. What it gave to these on an earlier
-        connection is left from the time when another server took the partition over: it was taken back, but that got
-        lost with the connection, or comes only now."""
+        connection, and what any machine gave in an earlier epoch, is left from the time when another server took the
+        partition over: it was taken back, but that got lost with the connection, or comes only now."""
         header = new.header
-        for other in list(partition.rounds.values()):
+        for other in [r for r in partition.rounds.values() if r.state is State.COLLECTING]:
             given = other.contributions.get(header.sender)
-            if other.state is not State.COLLECTING or given is None or given.header.is_supply:
-                continue
-            if given.origin is new.origin:
-                continue
-            if other.number > header.round:
+            is_left = given is not None and not given.header.is_supply and given.origin is not new.origin
+            if is_left and other.number > header.round:
                 return True
             if other.number < header.round:
-                self._take_back(other, header.sender)
+                earlier = [m for m, c in other.contributions.items() if _is_left(c.header, header.epoch)]
+                for machine in [*earlier, *([header.sender] if is_left else [])]:
+                    self._take_back(other, machine)
         return False
 
     def _out_of_step(self, partition: Partition[C], new: C) -> str:
@@ -371,6 +370,12 @@ class Rounds(Generic[C]):
 
     def _rounds(self, state: State) -> list[Round[C]]:
         return [r for partition in self._partitions() for r in partition.rounds.values() if r.state is state]
+
+
+def _is_left(given: Header, epoch: int) -> bool:
+    """In an earlier epoch, by a machine that has got the result if another one has. (Who says that it lacks it may have
+    said so in an epoch that left the partition where it was.)"""
+    return given.epoch < epoch and not given.is_resent
 
 
 def _is_same(one: Header, other: Header) -> bool:

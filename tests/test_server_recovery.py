@@ -107,6 +107,34 @@ def test_what_is_left_of_an_earlier_connection_does_not_count(first: int) -> Non
     assert rounds.counters.bytes_in_flight == 0
 
 
+def test_what_is_left_of_an_earlier_epoch_does_not_count() -> None:
+    """As before, but another machine is the first to come back."""
+    rounds = started(3)
+    for machine in (0, 1):
+        assert rounds.contribution(given(machine, round=1), 0.0) == []
+    assert rounds.membership(rounds.epoch + 2, 3, 0.1, since_epoch=1) == []
+    new = [given(machine, round=2, epoch=rounds.epoch, origin="new", flags=RESENT) for machine in (1, 2, 0)]
+    assert rounds.contribution(new[0], 0.1) == []
+    assert rounds.counters.bytes_in_flight == new[0].nbytes
+    assert rounds.contribution(new[1], 0.1) == []
+    round_ = reduction(rounds.contribution(new[2], 0.1))
+    assert [c.header.round for c in round_.in_order()] == [2, 2, 2]
+    rounds.reduced(round_)
+    assert rounds.counters.bytes_in_flight == 0
+
+
+def test_who_lacks_a_result_since_an_earlier_epoch_still_gets_it() -> None:
+    """The partition stayed where it is when the epoch changed."""
+    rounds = started(2)
+    behind = given(0, round=1, flags=RESENT)
+    assert rounds.contribution(behind, 0.0) == []
+    assert rounds.membership(rounds.epoch + 1, 2, 0.0, since_epoch=1) == []
+    assert rounds.contribution(given(1, round=2, epoch=rounds.epoch), 0.1) == []
+    assert wanted(rounds.tick(1.0)) == (1, (1,))
+    round_ = reduction(rounds.contribution(given(1, round=1, flags=RESENT | SUPPLY), 1.1))
+    assert answered(rounds.reduced(round_)) == [behind]
+
+
 @pytest.mark.parametrize("flags", [0, RESENT])
 def test_what_is_left_of_a_round_that_all_have_does_not_count(flags: int) -> None:
     """It was given here, then the partition went to another server, and word of it was lost; now it comes back: who

@@ -14,34 +14,38 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from simulator import Cluster, ElasticCluster, run
+from simulator import KINDS, Cluster, ElasticCluster, ElasticOutageCluster, OutageCluster, run
 from simulator import __main__ as command
 from simulator.cluster import FAULTS
 from simulator.elastic_mutations import ELASTIC_MUTATIONS
 from simulator.mutations import MUTATIONS, order_by_arrival
+from simulator.outage_mutations import OUTAGE_MUTATIONS
+from simulator.outages import OUTAGES
 from simulator.peer_mutations import PEER_MUTATIONS
-from simulator.shocks import SHOCKS
+from simulator.shocks import CUT_OFF, SHOCKS
 from simulator.trials import TRIALS
 
-KNOWN = {**MUTATIONS, **PEER_MUTATIONS, **ELASTIC_MUTATIONS}
+KNOWN = {**MUTATIONS, **PEER_MUTATIONS, **ELASTIC_MUTATIONS, **OUTAGE_MUTATIONS}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("options", [["--seeds", "0:1001"], ["--elastic", "--seeds", "0:200"]], ids=["jobs", "elastic"])
-def test_the_invariants_hold(options: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "seeds"), [("fixed", 700), ("elastic", 150), ("outages", 150), ("elastic-outages", 50)]
+)
+def test_the_invariants_hold(kind: str, seeds: int) -> None:
     """By the command, and on all cores: about 40 ms a seed, 80 of an elastic job."""
-    arguments = [sys.executable, "-m", "simulator", *options, "--jobs", "0"]
+    arguments = [sys.executable, "-m", "simulator", "--kind", kind, "--seeds", f"0:{seeds}", "--jobs", "0"]
     done = subprocess.run(arguments, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("0 failed") >= 1
 
 
 def digests(seeds: Iterable[int]) -> list[str]:
-    reports = [run(seed, kind) for kind in (Cluster, ElasticCluster) for seed in seeds]
+    reports = [run(seed, kind) for kind in KINDS.values() for seed in seeds]
     return [hashlib.sha256(report.log.encode()).hexdigest() for report in reports]
 
 
-@pytest.mark.parametrize("kind", [Cluster, ElasticCluster])
+@pytest.mark.parametrize("kind", KINDS.values())
 def test_a_seed_gives_one_log(kind: type[Cluster]) -> None:
     for seed in (3, 5, 8, 25):
         assert run(seed, kind) == run(seed, kind)
@@ -50,7 +54,7 @@ def test_a_seed_gives_one_log(kind: type[Cluster]) -> None:
 
 def test_a_seed_gives_one_log_in_every_process() -> None:
     """Neither addresses nor the order of sets and hashes have a say in it."""
-    seeds = range(400, 420)
+    seeds = range(400, 410)
     program = f"import test_simulator; print(*test_simulator.digests(range({seeds.start}, {seeds.stop})))"
     other = subprocess.run(
         [sys.executable, "-c", program],
@@ -63,7 +67,15 @@ def test_a_seed_gives_one_log_in_every_process() -> None:
     assert other.stdout.split() == digests(seeds)
 
 
-@pytest.mark.parametrize(("kind", "names"), [(Cluster, FAULTS), (ElasticCluster, SHOCKS)])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Cluster, FAULTS),
+        (ElasticCluster, SHOCKS),
+        (OutageCluster, (*OUTAGES, CUT_OFF)),
+        (ElasticOutageCluster, (*SHOCKS, *OUTAGES, CUT_OFF)),
+    ],
+)
 def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str]) -> None:
     """Otherwise the seeds above show little."""
     missing = {*names, *TRIALS}
@@ -80,7 +92,7 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
 def test_a_broken_core_is_found(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the seed that is known to show it. After a change of the simulator that may be another one."""
     mutate(monkeypatch)
-    kind = ElasticCluster if mutate in ELASTIC_MUTATIONS else Cluster
+    kind = ElasticCluster if mutate in ELASTIC_MUTATIONS else OutageCluster if mutate in OUTAGE_MUTATIONS else Cluster
     seeds = [KNOWN[mutate], *range(1000)]
     seed, found = next(((seed, violation) for seed in seeds if (violation := run(seed, kind).violation)), (-1, ""))
     assert found, "no seed shows it"

@@ -19,4 +19,13 @@ KINDS: dict[str, type[Cluster]] = {
     "elastic-outages": ElasticOutageCluster,
 }
 
-__all__ = ["KINDS", "Cluster", "ElasticCluster", "ElasticOutageCluster", "InvariantError", "OutageCluster", "Report", "run"]
+__all__ = [
+    "KINDS",
+    "Cluster",
+    "ElasticCluster",
+    "ElasticOutageCluster",
+    "InvariantError",
+    "OutageCluster",
+    "Report",
+    "run",
+]

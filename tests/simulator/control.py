@@ -318,6 +318,11 @@ class ControlLink:
         is_open = stream is not None and stream.is_open and not self._is_closed
         return is_open and not self._world.is_interrupted(stream.way)
 
+    @property
+    def is_heard(self) -> bool:
+        """The scheduler knows it on this connection."""
+        return self.can_break and self._stream is not None and self._stream.is_welcome
+
     def break_(self) -> None:
         if self._stream is not None:
             self._stream.break_()

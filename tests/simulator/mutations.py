@@ -398,4 +398,5 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     lose_what_was_on_the_wire: 55,
     keep_rounds_that_were_answered_elsewhere: 207,
     give_up_before_a_server_is_reached: 1628,
+    be_late_with_a_deadline: 28,
 }

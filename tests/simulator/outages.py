@@ -51,9 +51,9 @@ class Outages(Strikes):
 
     def _cut_machine_off_briefly(self) -> str:
         """Not where a connection is just being made again, for which there is less time."""
-        there = {link.host for link in self._cluster.place.links if link.can_break}
+        unheard = {link.host for link in self._cluster.place.links if not (link.is_heard or link.is_over)}
         workers = [worker for worker in self._cluster.workers if worker.is_alive and self._is_rested(worker.host)]
-        workers = [worker for worker in workers if worker.host in there]
+        workers = [worker for worker in workers if worker.host not in unheard]
         if not workers:
             return ""
         return self.cut(self._random.choice(workers).host, self._shorter_s * self._random.random())
@@ -68,9 +68,11 @@ class Outages(Strikes):
         world = self._world
         to_it, from_it = self._random.choice(((True, True), (True, False), (False, True)))
         until_s = self._cleared_s[host] = world.now_s + for_s
-        world.outages.append(Outage(host, to_it, from_it, until_s))
+        outage = Outage(host, to_it, from_it, until_s)
+        world.outages.append(outage)
         for connection in [*self._cluster.network.links, *self._cluster.place.streams]:
-            self._give_up_later(connection, until_s)
+            if outage.affects(connection.way) or outage.affects(connection.way[::-1]):
+                self._give_up_later(connection, until_s)
         ways = "both ways" if to_it and from_it else "to it" if to_it else "from it"
         return f"{host}, {ways}, " + ("for good" if for_s >= FOR_GOOD_S else f"for {for_s:.2f} s")
 

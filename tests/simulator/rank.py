@@ -159,10 +159,12 @@ class Rank(Process):
         channel.send(message)
         channel.is_muted = True
         yield (
-            lambda: any(m[0][0] in (answer, Kind.FATAL) for m in channel.take())
-            or channel.is_over
-            or self._has_failed
-            or is_late()
+            lambda: (
+                any(m[0][0] in (answer, Kind.FATAL) for m in channel.take())
+                or channel.is_over
+                or self._has_failed
+                or is_late()
+            )
         )
 
     @property
