@@ -128,28 +128,36 @@ class Heartbeat(_message.Message):
     def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., bare: bool = ...) -> None: ...
 
 class RankPace(_message.Message):
-    __slots__ = ("rank", "step_s", "wait_s", "pid")
+    __slots__ = ("rank", "step_s", "wait_s", "pid", "last_step_s", "last_wait_s")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step_s: float
     wait_s: float
     pid: int
-    def __init__(self, rank: _Optional[int] = ..., step_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., pid: _Optional[int] = ...) -> None: ...
+    last_step_s: float
+    last_wait_s: float
+    def __init__(self, rank: _Optional[int] = ..., step_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., pid: _Optional[int] = ..., last_step_s: _Optional[float] = ..., last_wait_s: _Optional[float] = ...) -> None: ...
 
 class ServerPace(_message.Message):
-    __slots__ = ("member_id", "answer_s", "ratio", "awaited")
+    __slots__ = ("member_id", "answer_s", "ratio", "awaited", "last_answer_s", "last_ratio")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ANSWER_S_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     AWAITED_FIELD_NUMBER: _ClassVar[int]
+    LAST_ANSWER_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_RATIO_FIELD_NUMBER: _ClassVar[int]
     member_id: int
     answer_s: float
     ratio: float
     awaited: float
-    def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ..., awaited: _Optional[float] = ...) -> None: ...
+    last_answer_s: float
+    last_ratio: float
+    def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ..., awaited: _Optional[float] = ..., last_answer_s: _Optional[float] = ..., last_ratio: _Optional[float] = ...) -> None: ...
 
 class Statistics(_message.Message):
     __slots__ = ("bytes_received", "bytes_sent", "bytes_local", "rounds", "bytes_summed", "cpu_s", "resident_bytes", "bytes_in_flight")
@@ -298,12 +306,20 @@ class Applied(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., moved: _Optional[int] = ...) -> None: ...
 
 class Unreachable(_message.Message):
-    __slots__ = ("member_id", "reason")
+    __slots__ = ("member_id", "reason", "is_sure")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    IS_SURE_FIELD_NUMBER: _ClassVar[int]
     member_id: int
     reason: str
-    def __init__(self, member_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    is_sure: bool
+    def __init__(self, member_id: _Optional[int] = ..., reason: _Optional[str] = ..., is_sure: bool = ...) -> None: ...
+
+class Still(_message.Message):
+    __slots__ = ("member_id",)
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    member_id: int
+    def __init__(self, member_id: _Optional[int] = ...) -> None: ...
 
 class Sight(_message.Message):
     __slots__ = ("rank", "text")
@@ -354,7 +370,7 @@ class Measured(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., mbit: _Optional[float] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "sight", "hosts", "slow", "dismissed")
+    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "sight", "hosts", "still", "slow", "dismissed")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +387,7 @@ class SchedulerMessage(_message.Message):
     ALL_JOINED_FIELD_NUMBER: _ClassVar[int]
     SIGHT_FIELD_NUMBER: _ClassVar[int]
     HOSTS_FIELD_NUMBER: _ClassVar[int]
+    STILL_FIELD_NUMBER: _ClassVar[int]
     SLOW_FIELD_NUMBER: _ClassVar[int]
     DISMISSED_FIELD_NUMBER: _ClassVar[int]
     number: int
@@ -389,9 +406,10 @@ class SchedulerMessage(_message.Message):
     all_joined: AllJoined
     sight: Sight
     hosts: Hosts
+    still: Still
     slow: Slow
     dismissed: Dismissed
-    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., hosts: _Optional[_Union[Hosts, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., sight: _Optional[_Union[Sight, _Mapping]] = ..., hosts: _Optional[_Union[Hosts, _Mapping]] = ..., still: _Optional[_Union[Still, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("member_id",)

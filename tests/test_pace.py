@@ -65,14 +65,13 @@ def test_who_becomes_slow_is_named_after_two_steps_and_no_sooner() -> None:
         assert bool(slow_ranks(paces)) == named, late
 
 
-def test_a_second_of_short_steps_is_too_little() -> None:
-    """The operating system may keep a process waiting for so long."""
-    for count, named in ((3, False), (6, False), (30, True)):
-        paces = steps(4, 200 + count, lambda rank, step: 0.2 if rank == 2 and step > 200 else 0.02)
-        assert bool(slow_ranks(paces)) == named, count
-    for count, named in ((10, False), (30, True)):  # from the beginning on
-        paces = steps(4, count, lambda rank, step: 0.2 if rank == 2 else 0.02)
-        assert bool(slow_ranks(paces)) == named, count
+@pytest.mark.parametrize("before", [0, 200])
+def test_of_short_steps_a_second_shows_who_is_ten_times_slower_and_three_who_is_seven(before: int) -> None:
+    """For less the operating system may keep a process waiting. ``before``: steps in which all are equally fast."""
+    for slow_s, counts in ((0.2, ((3, False), (10, True))), (0.14, ((12, False), (30, True)))):
+        for count, named in counts:
+            paces = steps(4, before + count, lambda rank, step, t=slow_s: t if rank == 2 and step > before else 0.02)
+            assert bool(slow_ranks(paces)) == named, (slow_s, count)
 
 
 def test_what_is_slow_by_milliseconds_is_the_operating_systems_doing() -> None:
@@ -167,6 +166,12 @@ def test_a_server_ten_times_slower_is_named(servers: int) -> None:
     (slow,) = slow_servers(report, report)
     assert (slow.is_rank, slow.who) == (False, 2)
     assert not slow_servers(answers(usual))
+
+
+def test_a_server_ten_times_slower_is_named_after_a_second_if_its_answers_are_short() -> None:
+    for rounds, named in ((4, False), (12, True)):
+        report = answers({1: 0.012, 2: 0.13, 3: 0.012}, rounds)
+        assert [slow.who for slow in slow_servers(report, report)] == [2] * named, rounds
 
 
 def test_one_long_round_is_no_evidence_however_many_answers_it_has() -> None:

@@ -123,13 +123,19 @@ def test_an_idle_server_drains_at_once() -> None:
 def test_a_server_that_a_worker_can_not_reach_is_no_member_any_more() -> None:
     cluster, workers, servers = running(n=2, k=1)
     (member,) = (m for m in cluster.last(workers[0]).membership.servers if m.kind == CPU)
-    cluster.say(workers[1], unreachable=pb.Unreachable(member_id=member.member_id, reason="no route"))
+    lost = pb.Unreachable(member_id=member.member_id, reason="no route")
+    asked = cluster.say(workers[1], unreachable=lost)  # who is cut off from all others is not to take their servers away
+    assert [(to, message.still.member_id) for to, message in asked] == [(workers[1], member.member_id)]
+    assert cluster.last(workers[0]).membership.epoch == 1
+    lost.is_sure = True
+    cluster.say(workers[1], unreachable=lost)
     assert (
         "worker 1 (ranks 2-3, host gpu1, pid 101) can't reach it: no route"
         in cluster.last(workers[0]).membership.reason
     )
     assert cluster.last(servers[0]).HasField("refused")  # should it live, it ends
-    cluster.say(workers[0], unreachable=pb.Unreachable(member_id=member.member_id, reason="no route"))
+    for lost.is_sure in (False, True):
+        assert cluster.say(workers[0], unreachable=lost) == []
     assert cluster.last(workers[0]).membership.epoch == 2
 
 

@@ -45,7 +45,8 @@ class Surroundings:
     """What a group finds in its communication service, and whom it calls there.
 
     ``stay``: the service waits for ranks that come back. ``prefault``: does its argument on another thread.
-    ``server_lost(sentence, member id)``, ``machine_lost(sentence, index)``: it can't be reached.
+    ``server_lost(sentence, member id, whether its process has ended)``, ``machine_lost(sentence, index)``: it can't be
+    reached.
     """
 
     loop: EventLoop
@@ -57,7 +58,7 @@ class Surroundings:
     send: Callable[[pb.MemberMessage], None]
     fail: Callable[[BytePSError], None]
     prefault: Callable[[Callable[[], None]], None]
-    server_lost: Callable[[str, int], None]
+    server_lost: Callable[[str, int, bool], None]
     machine_lost: Callable[[str, int], None]
 
 

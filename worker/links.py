@@ -82,8 +82,8 @@ class TcpLink(ServerLink, Owner):
     """Payloads are sent from, and answers read in, the memory where they lie.
 
     When a connection breaks, what was on its way is lost, or is not: nobody knows. So a new one takes its place, with
-    nothing in its queues, and ``on_again`` sends once more what has no answer. If there is none for
-    ``PS_HEARTBEAT_TIMEOUT``, ``on_lost`` is told, and this link goes on trying. The first one may take longer:
+    nothing in its queues, and ``on_again`` sends once more what has no answer. As long as there is none, ``on_lost`` is
+    told every ``PS_HEARTBEAT_TIMEOUT``, and this link goes on trying. The first one may take longer:
     ``BYTEPS_START_TIMEOUT_S`` while the cluster starts, ten timeouts if it ``is_late``, as all others are at work.
 
     A message that comes damaged is sent again. If an answer does, nobody can tell whose it was, and the connection
@@ -200,6 +200,7 @@ class TcpLink(ServerLink, Owner):
     def _give_up(self, opened: int, after_s: float) -> None:
         if not (self._is_closed or self._dialer.is_open) and opened == self._opened:
             self._on_lost(f"{self._who} can't be reached since {after_s:g} s")
+            self._loop.call_later(self._silence_s, lambda: self._give_up(opened, after_s + self._silence_s))
 
     def on_refused(self, error: ProtocolError) -> None:
         raise error

@@ -33,8 +33,8 @@ class _Bytes:
 
 class Network:
     """``on_answer(header, frame, server)``: server, by member id, has sent a message. ``on_again(server)``: the
-    connection to it was made anew, and what was not answered on the one before is lost. ``on_lost(sentence, server)``:
-    it can't be reached."""
+    connection to it was made anew, and what was not answered on the one before is lost. ``on_lost(sentence, server,
+    has_ended)``: it can't be reached, or its process has ended, as only that of this machine's own server shows."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Network:
         memory: Memory,
         on_answer: Callable[[Header, zmq.Frame | None, int], None],
         on_again: Callable[[int], None],
-        on_lost: Callable[[str, int], None],
+        on_lost: Callable[[str, int, bool], None],
     ) -> None:
         self._loop = loop
         self._settings = settings
@@ -91,12 +91,12 @@ class Network:
                 self._on_answer(header, frame, number)
 
         def on_lost(sentence: str) -> None:
-            self._on_lost(sentence, number)
+            self._on_lost(sentence, number, False)
 
         def on_gone(sentence: str) -> None:
             self._gone.add(number)
             self._memory.free_abandoned(number)
-            on_lost(sentence)
+            self._on_lost(sentence, number, True)
 
         if _is_here(server, topology):
             name, arena = server.local_address, self._memory.machine

@@ -23,8 +23,8 @@ from byteps_py.worker.tensor import Part
 #: Values of so many seconds count as one, their mean, weighted by how long each took: of a server that stands still
 #: nine tenths of the time, most answers come at once, but who waits for one mostly waits long.
 SPAN_S = 0.5
-#: The median of the latest spans is typical, of those of so many seconds: what is shorter is the operating system's
-#: doing. At least two: a single long one is a checkpoint, or an accident.
+#: The median of the latest spans is typical, of those of so many seconds: what is shorter may be the operating system's
+#: doing. At least two: a single long one is a checkpoint, or an accident. (Who is very much slower is named after two.)
 WINDOW_S = 3.0
 _MOST = 16
 _LEAST_WEIGHT_S = 1e-6
@@ -70,6 +70,12 @@ class Typical:
         if left_s > 0 or len(latest) < 2:
             return None
         return tuple(statistics.median_low(column) for column in zip(*latest, strict=True))
+
+    def latest(self) -> tuple[float, ...] | None:
+        """The least of the last two spans; None before there are two."""
+        if len(self._spans) < 2:
+            return None
+        return tuple(min(column) for column in zip(self._spans[-2][2], self._spans[-1][2], strict=True))
 
     @property
     def awaited(self) -> float:
@@ -124,9 +130,11 @@ class RankPace:
         found = []
         for local_rank in here:
             rank = self._ranks.get(local_rank)
-            if rank is not None and (typical := rank.typical.values()) is not None:
-                own_s, wait_s = typical
-                found.append(pb.RankPace(rank=self._first_rank + local_rank, pid=rank.pid, step_s=own_s, wait_s=wait_s))
+            if rank is not None and (latest := rank.typical.latest()) is not None:
+                step_s, wait_s = rank.typical.values() or (0.0, 0.0)
+                pace = pb.RankPace(rank=self._first_rank + local_rank, pid=rank.pid, step_s=step_s, wait_s=wait_s)
+                pace.last_step_s, pace.last_wait_s = latest
+                found.append(pace)
         return found
 
 
@@ -173,9 +181,10 @@ class ServerPace:
 
     def report(self) -> list[pb.ServerPace]:
         found = []
-        for server, latest in self._typical.items():
-            if (typical := latest.values()) is not None:
-                answer_s, ratio = typical
-                pace = pb.ServerPace(member_id=server, answer_s=answer_s, ratio=ratio, awaited=latest.awaited)
+        for server, typical in self._typical.items():
+            if (latest := typical.latest()) is not None:
+                answer_s, ratio = typical.values() or (0.0, 0.0)
+                pace = pb.ServerPace(member_id=server, answer_s=answer_s, ratio=ratio, awaited=typical.awaited)
+                pace.last_answer_s, pace.last_ratio = latest
                 found.append(pace)
         return found

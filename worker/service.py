@@ -21,6 +21,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import ControlLink, connect
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
+from byteps_py.worker.accusations import Accusations
 from byteps_py.worker.credit import PATIENCE_S
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.elastic_desk import ElasticDesk
@@ -69,6 +70,7 @@ class Service:
         self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
+        self._accusations = Accusations(2 * settings.heartbeat_timeout_s)
         self._is_headless = False  # the scheduler is away
         self._headless_since = 0.0
         self._link: ControlLink = connect(
@@ -181,6 +183,8 @@ class Service:
         elif body == "measure":
             # Not while kernels keep the processor busy.
             self._ready.when_done(functools.partial(self._measure, message.measure))
+        elif body == "still":
+            self._accusations.asked(message.still.member_id, time.monotonic())
         elif body == "stalled":
             self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
             logger.warning("%s", message.stalled.message)
@@ -323,17 +327,19 @@ class Service:
         else:
             self._wants_group(str(error), False)
 
-    def _server_lost(self, sentence: str, member_id: int) -> None:
+    def _server_lost(self, sentence: str, member_id: int, has_ended: bool) -> None:
         """Others can do its work, once the scheduler says which. Not later than the stall limit allows."""
         logger.warning("%s", sentence)
-        self._link.send(pb.MemberMessage(unreachable=pb.Unreachable(member_id=member_id, reason=sentence)))
+        is_sure = has_ended or self._accusations.is_sure(member_id, time.monotonic())
+        lost = pb.Unreachable(member_id=member_id, reason=sentence, is_sure=is_sure)
+        self._link.send(pb.MemberMessage(unreachable=lost))
         if self._is_headless:
             error = PeerLostError(f"{sentence}; the scheduler, which would give its work to others, is lost too")
             since = self._headless_since  # another absence of the scheduler has a time of its own
 
             def give_up() -> None:
                 if self._is_headless and self._headless_since == since:
-                    self._fail(error)
+                    self._group_lost(error)
 
             self._loop.call_later(_HEADLESS_S, give_up)
 

@@ -9,7 +9,7 @@ from byteps_py.placement.links import LinkOptimum
 from byteps_py.settings import Settings
 
 #: Version of the control protocol; a member that speaks another is refused.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)

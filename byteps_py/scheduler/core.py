@@ -395,5 +395,7 @@ class SchedulerCore:
         server = self._services.find(unreachable.member_id)
         if not self._job.is_running or server is None:
             return []
+        if not unreachable.is_sure:
+            return to_each([member], pb.SchedulerMessage(still=pb.Still(member_id=server.id)))
         why = f"{member.describe()} can't reach it: {unreachable.reason}"
         return self._lose(server, why, now_s, tell_it_too=True)

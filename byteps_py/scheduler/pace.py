@@ -1,14 +1,13 @@
 """Who is much slower than the others: ranks and summation services. Pure.
 
-Communication services report with their heartbeats what is typical (worker/pace.py). Slow is who takes
-BYTEPS_STRAGGLER times as long as the median of the others, a rank only if these wait for it meanwhile. It is warned
-about at once, then again every ``again_s`` while it lasts.
+Communication services report with their heartbeats what is typical, and the least of the latest (worker/pace.py). Slow
+is who takes BYTEPS_STRAGGLER times as long as the median of the others, or lately half as much again; a rank only if
+these wait for it meanwhile. It is warned about at once, then again every ``again_s`` while it lasts.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +18,8 @@ from byteps_py.scheduler.words import count_text, ranks_text
 #: processes are more than processors, that is nobody's fault and changes all the time.
 LEAST_STEP_S = 0.1
 LEAST_ANSWER_S = 0.05
+#: What has lasted for two steps only is told of who is so much slower than what is typical would have to be.
+_LATELY = 1.5
 #: Of the time that a slow rank takes longer, others must spend this part waiting.
 _WAITING = 0.5
 
@@ -62,6 +63,65 @@ def _median_without(ordered: Sequence[float], one: float) -> float:
     return ordered[middle + (one <= ordered[middle])]
 
 
+class _Rank(NamedTuple):
+    rank: int
+    pid: int
+    step_s: float
+    wait_s: float
+
+
+class _Server(NamedTuple):
+    member_id: int
+    answer_s: float
+    ratio: float
+    awaited: float
+
+
+def _typical(pace: pb.ServerPace) -> _Server:
+    return _Server(pace.member_id, pace.answer_s, pace.ratio, pace.awaited)
+
+
+def _latest(pace: pb.ServerPace) -> _Server:
+    return _Server(pace.member_id, pace.last_answer_s, pace.last_ratio, pace.awaited)
+
+
+def _slow_ranks(paces: Sequence[_Rank], factor: float) -> Iterator[Slow]:
+    if len(paces) < 2:
+        return
+    steps_s, waits_s = sorted(pace.step_s for pace in paces), sorted(pace.wait_s for pace in paces)
+    for pace in paces:
+        others_s = _median_without(steps_s, pace.step_s)
+        longer_s = pace.step_s - others_s
+        is_slow = longer_s >= LEAST_STEP_S and pace.step_s >= factor * others_s
+        if is_slow and _median_without(waits_s, pace.wait_s) >= _WAITING * longer_s:
+            yield Slow(True, pace.rank, pace.pid, pace.step_s, others_s, pace.step_s / max(others_s, 1e-6))
+
+
+def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float) -> Iterator[Slow]:
+    """``reports``: of each machine."""
+    evidence: dict[int, list[_Answers]] = {}
+    for report in reports:
+        # As the same machine finds the others, so that it makes no server slow by being slow itself. It may know
+        # none, where each has the server of the other.
+        others = report
+        if len(report) == 1:
+            others = [*report, *(p for each in reports for p in each if p.member_id != report[0].member_id)]
+        if len(others) < 2:
+            continue
+        ratios = sorted(other.ratio for other in others)
+        answers_s = sorted(other.answer_s for other in others)
+        for pace in report:
+            # Measured against 1 at least: who is faster than its link should be makes nobody slow.
+            usual = max(1.0, _median_without(ratios, pace.ratio))
+            others_s = _median_without(answers_s, pace.answer_s)
+            answers = _Answers(pace.ratio / usual, pace.answer_s, others_s, pace.awaited)
+            evidence.setdefault(pace.member_id, []).append(answers)
+    for server, said in evidence.items():
+        median = _median(said)
+        if median.takes_s - median.others_s >= LEAST_ANSWER_S and median.times >= factor:
+            yield Slow(False, server, 0, median.takes_s, median.others_s, median.times)
+
+
 class PaceWatch:
     def __init__(self, factor: float, again_s: float) -> None:
         self._factor = factor
@@ -76,49 +136,17 @@ class PaceWatch:
 
     def slow(self, present: Collection[int]) -> list[Slow]:
         """Who is slow, of the members with these ids."""
-        return [*self._slow_ranks(present), *self._slow_servers(present)]
-
-    def _slow_ranks(self, present: Collection[int]) -> list[Slow]:
-        paces = [pace for member in present for pace in self._ranks.get(member, ())]
-        found = []
-        for pace in paces:
-            others = [other for other in paces if other is not pace]
-            if not others:
-                continue
-            others_s = statistics.median_low(other.step_s for other in others)
-            longer_s = pace.step_s - others_s
-            waiting_s = statistics.median_low(other.wait_s for other in others)
-            is_slow = longer_s >= LEAST_STEP_S and pace.step_s >= self._factor * others_s
-            if is_slow and waiting_s >= _WAITING * longer_s:
-                found.append(Slow(True, pace.rank, pace.pid, pace.step_s, others_s, pace.step_s / max(others_s, 1e-6)))
-        return found
-
-    def _slow_servers(self, present: Collection[int]) -> list[Slow]:
         here = frozenset(present)
-        reports = [[p for p in self._servers.get(member, ()) if p.member_id in here] for member in present]
-        evidence: dict[int, list[_Answers]] = {}
-        for report in reports:
-            # As the same machine finds the others, so that it makes no server slow by being slow itself. It may know
-            # none, where each has the server of the other.
-            others = report
-            if len(report) == 1:
-                others = [*report, *(p for each in reports for p in each if p.member_id != report[0].member_id)]
-            if len(others) < 2:
-                continue
-            ratios = sorted(other.ratio for other in others)
-            answers_s = sorted(other.answer_s for other in others)
-            for pace in report:
-                # Measured against 1 at least: who is faster than its link should be makes nobody slow.
-                usual = max(1.0, _median_without(ratios, pace.ratio))
-                others_s = _median_without(answers_s, pace.answer_s)
-                answers = _Answers(pace.ratio / usual, pace.answer_s, others_s, pace.awaited)
-                evidence.setdefault(pace.member_id, []).append(answers)
-        found = []
-        for server, said in evidence.items():
-            median = _median(said)
-            if median.takes_s - median.others_s >= LEAST_ANSWER_S and median.times >= self._factor:
-                found.append(Slow(False, server, 0, median.takes_s, median.others_s, median.times))
-        return found
+        ranks = [pace for member in present for pace in self._ranks.get(member, ())]
+        servers = [[pace for pace in self._servers.get(member, ()) if pace.member_id in here] for member in present]
+        late = _LATELY * self._factor
+        slow = [
+            *_slow_ranks([_Rank(p.rank, p.pid, p.step_s, p.wait_s) for p in ranks if p.step_s], self._factor),
+            *_slow_ranks([_Rank(p.rank, p.pid, p.last_step_s, p.last_wait_s) for p in ranks], late),
+            *_slow_servers([[_typical(p) for p in report if p.answer_s] for report in servers], self._factor),
+            *_slow_servers([[_latest(p) for p in report] for report in servers], late),
+        ]
+        return list({(each.is_rank, each.who): each for each in reversed(slow)}.values())[::-1]
 
     def due(self, slow: list[Slow], now_s: float) -> list[Slow]:
         """Those of ``slow`` that are to be warned about now; they then count as told."""

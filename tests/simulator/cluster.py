@@ -30,7 +30,7 @@ _MAX_EVENTS = 200_000
 FAULTS = (
     "kill a rank", "kill a worker", "kill all servers", "a rank leaves", "freeze a machine", "kill the scheduler",
 )  # fmt: skip
-STALL_LIMIT_S = 40.0
+_STALL_LIMIT_S = 40.0
 _NOTICED_S = 6.0  # connections to a machine that is silent end by then
 
 
@@ -117,7 +117,7 @@ class Cluster:
             credit_bytes=self.world.random.choice(_CREDITS),
             start_timeout_s=25.0,  # longer than a scheduler that was started again waits for its members
             stall_warn_s=4.0,
-            stall_limit_s=STALL_LIMIT_S,
+            stall_limit_s=_STALL_LIMIT_S,
             heartbeat_interval_s=0.5,
             heartbeat_timeout_s=3.0,
             **self.special,
@@ -189,7 +189,7 @@ class Cluster:
             candidates = [*self.servers]
         elif self.fault == "kill the scheduler":
             candidates = [self.scheduler]
-            self.world.hang_s += STALL_LIMIT_S  # for what needs a scheduler
+            self.world.hang_s += _STALL_LIMIT_S  # for what needs a scheduler
         else:
             candidates = [rank for rank in self.ranks if rank.has_connected]
         candidates = [process for process in candidates if process.is_alive]

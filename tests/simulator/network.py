@@ -210,6 +210,7 @@ class TcpLink(ServerLink):
     def _give_up(self, connection: Connection) -> None:
         if self.is_current(connection) and not self._is_up:
             self._on_lost(f"the summation service at {self._address} can't be reached")
+            self._loop.call_later(self._patience_s, lambda: self._give_up(connection))
 
     def close(self) -> None:
         if not self.is_closed:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .cluster import STALL_LIMIT_S, Cluster
+from .cluster import Cluster
 from .elastic import ElasticCluster
 from .rank import Rank
 from .shocks import CUT_OFF, FOR_GOOD_S, SHOCKS, Shocks
@@ -111,7 +111,7 @@ class OutageCluster(Cluster):
             worker = self.world.random.choice(workers)
             for_s = self.world.random.choice((4.0, 20.0, FOR_GOOD_S))
             self._blind = worker.host
-            self.world.hang_s += STALL_LIMIT_S  # who hears of nobody has nothing but this
+            self.world.hang_s += 60.0  # who hears of nobody has only the limits of a start, or of a stall
             self.world.faults.append(f"{self.fault}: {self.outages.cut(worker.host, for_s)}")
             self.world.note("world", self.world.faults[-1])
 
@@ -122,6 +122,7 @@ class ElasticOutageCluster(ElasticCluster):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.shocks = Shocks(self, (*SHOCKS, CUT_OFF, CUT_OFF))
+        self.world.hang_s += 60.0
         self.outages = Outages(self)
 
     def strike_more(self) -> None:

@@ -24,7 +24,7 @@ from .turn import Life, Turn
 from .uses import Use
 from .world import InvariantError, Process, World
 
-_PATIENCE_S = 5.0
+_PATIENCE_S = 30.0
 _NOTICE_S = 2.0  # until a deadline that has passed is noticed, and told
 
 
