@@ -124,7 +124,7 @@ def test_a_server_that_a_worker_can_not_reach_is_no_member_any_more() -> None:
     cluster, workers, servers = running(n=2, k=1)
     (member,) = (m for m in cluster.last(workers[0]).membership.servers if m.kind == CPU)
     lost = pb.Unreachable(member_id=member.member_id, reason="no route")
-    asked = cluster.say(workers[1], unreachable=lost)  # who is cut off from all others is not to take their servers away
+    asked = cluster.say(workers[1], unreachable=lost)  # else who is cut off would take all servers away
     assert [(to, message.still.member_id) for to, message in asked] == [(workers[1], member.member_id)]
     assert cluster.last(workers[0]).membership.epoch == 1
     lost.is_sure = True

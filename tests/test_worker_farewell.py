@@ -16,6 +16,7 @@ from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.farewell import Farewell
 from byteps_py.worker.group import Group, Surroundings
+from byteps_py.worker.overdue import Overdue
 from byteps_py.worker.pieces import Receipt, Request, Serve
 from byteps_py.worker.service import Service
 from byteps_py.worker.tensor import RankSlot
@@ -169,7 +170,7 @@ def test_other_machines_may_ask_once_whoever_answers_knows_the_group() -> None:
 def test_a_machine_whose_ranks_were_done_is_not_missed(gone: list[int], timers: int) -> None:
     service, machine = object.__new__(Service), Machine()
     service._group = cast(Any, SimpleNamespace(topology=SimpleNamespace(ranks_of=lambda index: range(1, 3))))
-    service._farewell, service._loop, service._is_headless = machine.farewell, cast(Any, machine.loop), False
+    service._farewell, service._loop, service._overdue = machine.farewell, cast(Any, machine.loop), Overdue(0.0)
     machine.farewell.departed(gone)
     service._machine_lost("it can't be reached", 1)
     assert len(machine.loop.timers) == timers
@@ -187,6 +188,6 @@ def test_a_machine_that_was_told_to_leave_stays_until_the_others_have_the_last_r
     service._rejoining = cast(Any, SimpleNamespace(is_leaving=is_leaving))
     service._loop = cast(Any, SimpleNamespace(stop=lambda: did.append("stop")))
     service._farewell = cast(Any, SimpleNamespace(go=lambda: did.append("farewell")))
-    service._is_headless = False
+    service._overdue = Overdue(0.0)
     service._go()
     assert did == [done]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from byteps_py.channel import Listener
-from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
+from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, from_name
 from byteps_py.kernels.engine import Engine, default_threads
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.log import logger
@@ -27,17 +27,16 @@ from byteps_py.worker.desk import Desk
 from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.farewell import Farewell
 from byteps_py.worker.group import Group, Surroundings
+from byteps_py.worker.overdue import Overdue
 from byteps_py.worker.peers import PeerMachines
 from byteps_py.worker.pieces import Receipt, Request
 from byteps_py.worker.probe import Probe
 from byteps_py.worker.rejoining import Rejoining
-from byteps_py.worker.requests import describe_waiting
 from byteps_py.worker.starting import Starting
 from byteps_py.worker.statistics import heartbeat
 from byteps_py.worker.tensor import SumRequest
 
 _TICK_S = 0.25
-_STALLS_KEPT = 20
 _WORD_OF_SCHEDULER_S = 1.0
 _UNHEARD_TIMEOUTS = 2
 _HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to come back
@@ -65,14 +64,12 @@ class Service:
         if settings.num_workers > 1 or settings.elastic:
             self._peers = PeerMachines(self._loop, settings, self._requested, self._machine_gone)
         self._probe: Probe | None = None
-        self._stalled: list[str] = []  # what the scheduler said about stalls, the latest first
+        self._overdue = Overdue(settings.stall_limit_s)
         self._member_id = 0
         self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
         self._accusations = Accusations(2 * settings.heartbeat_timeout_s)
-        self._is_headless = False  # the scheduler is away
-        self._headless_since = 0.0
         self._link: ControlLink = connect(
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
             self._scheduler_away, self._scheduler_back,
@@ -136,11 +133,8 @@ class Service:
             return
         self._farewell.go()
         if self._is_headless:  # nobody says so, and whose connections are not back by then will not ask any more
-            self._loop.call_later(_UNHEARD_TIMEOUTS * self._settings.heartbeat_timeout_s, self._dismiss_if_headless)
-
-    def _dismiss_if_headless(self) -> None:
-        if self._is_headless:
-            self._farewell.dismissed()
+            unheard_s = _UNHEARD_TIMEOUTS * self._settings.heartbeat_timeout_s
+            self._loop.call_later(unheard_s, lambda: self._farewell.dismissed() if self._is_headless else None)
 
     def _close(self) -> None:
         self._link.close("the communication service ends")
@@ -186,7 +180,7 @@ class Service:
         elif body == "still":
             self._accusations.asked(message.still.member_id, time.monotonic())
         elif body == "stalled":
-            self._stalled = [message.stalled.message, *self._stalled[:_STALLS_KEPT]]
+            self._overdue.said(message.stalled.message)
             logger.warning("%s", message.stalled.message)
             if self._group is not None:
                 self._group.look_at(message.stalled.missing)
@@ -262,15 +256,18 @@ class Service:
             self._scheduler_away(error)
 
     def _scheduler_away(self, error: BytePSError) -> None:
-        if not self._is_headless:
-            self._headless_since = time.monotonic()
-        self._is_headless = True
+        if self._overdue.away_since_s is None:
+            self._overdue.away_since_s = time.monotonic()
         # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
         if self._group is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
 
     def _scheduler_back(self) -> None:
-        self._is_headless = False
+        self._overdue.away_since_s = None
+
+    @property
+    def _is_headless(self) -> bool:
+        return self._overdue.away_since_s is not None
 
     def _heartbeat(self) -> pb.Heartbeat:
         return heartbeat(self._past, self._group, self._peers, self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
@@ -287,22 +284,14 @@ class Service:
         why, is_news = self._group.waits.vain(now) if self._group is not None else ("", False)
         if why:
             self._group_lost(PeerLostError(why), report=is_news)
-        limit = self._settings.stall_limit_s
-        is_alone = limit and self._is_headless and now - self._headless_since > limit
+        limit = self._overdue.limit_s
+        is_alone = self._overdue.is_alone(now)
         if is_alone and self._group is not None:
             self._group.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
         if limit and (waiting := self._waiting(limit)):
-            # The scheduler knows whom they wait for: the last that it said about it.
-            name = repr(waiting[0].name) if waiting[0].name else "a barrier"
-            why = next((f": {sentence}" for sentence in self._stalled if name in sentence), "")
-            if self._is_headless:
-                why = "; the scheduler is away, and new tensors and barriers need it"
-            self._fail(
-                StallError(f"{describe_waiting(waiting[0])} longer than BYTEPS_STALL_LIMIT_S={limit:g} allows{why}")
-            )
+            self._fail(self._overdue.wait(waiting[0]))
         if is_alone and self._group is not None and self._group.joining.here:
-            text = f"join(): the scheduler is away for longer than BYTEPS_STALL_LIMIT_S={limit:g}, and only it knows"
-            self._fail(StallError(f"{text} when all have joined"))
+            self._fail(self._overdue.join())
         if not self._stay and not self._starting.has_had_ranks and now - self._started > self._settings.start_timeout_s:
             logger.error("no rank came within %g s", self._settings.start_timeout_s)
             self._exit_code = 1
@@ -335,10 +324,10 @@ class Service:
         self._link.send(pb.MemberMessage(unreachable=lost))
         if self._is_headless:
             error = PeerLostError(f"{sentence}; the scheduler, which would give its work to others, is lost too")
-            since = self._headless_since  # another absence of the scheduler has a time of its own
+            since = self._overdue.away_since_s  # another absence of the scheduler has a time of its own
 
             def give_up() -> None:
-                if self._is_headless and self._headless_since == since:
+                if self._overdue.away_since_s == since:
                     self._group_lost(error)
 
             self._loop.call_later(_HEADLESS_S, give_up)

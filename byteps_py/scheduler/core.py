@@ -16,7 +16,7 @@ from byteps_py.scheduler.elastic import Elastic
 from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.forming import Forming
 from byteps_py.scheduler.group import Group
-from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Job, ranks_of
+from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Job
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
 from byteps_py.scheduler.reforming import Break, GiveUp, Open
@@ -391,11 +391,7 @@ class SchedulerCore:
         return self._services.drain(member, reason, now_s)
 
     def _unreachable(self, member: MemberRecord, unreachable: pb.Unreachable, now_s: float) -> Outgoing:
-        ranks_of(member)
-        server = self._services.find(unreachable.member_id)
-        if not self._job.is_running or server is None:
-            return []
-        if not unreachable.is_sure:
-            return to_each([member], pb.SchedulerMessage(still=pb.Still(member_id=server.id)))
-        why = f"{member.describe()} can't reach it: {unreachable.reason}"
-        return self._lose(server, why, now_s, tell_it_too=True)
+        server, question = self._services.accused(member, unreachable)
+        if server is None:
+            return question
+        return self._lose(server, f"{member.describe()} can't reach it: {unreachable.reason}", now_s, tell_it_too=True)

@@ -113,7 +113,12 @@ class Services:
         drained = [server for server in servers if server.is_draining and not server.holds_keys]
         return to_each(drained, pb.SchedulerMessage(stop=pb.Stop(reason="its keys have moved")))
 
-    def find(self, member_id: int) -> MemberRecord | None:
-        """The service with this id, if it is there."""
-        servers = (m for m in self._roster.present() if not m.is_worker and m.id == member_id)
-        return next(servers, None)
+    def accused(self, member: MemberRecord, unreachable: pb.Unreachable) -> tuple[MemberRecord | None, Outgoing]:
+        """A machine can't reach a service: the service, if that is sure and it is there; else what to ask the machine,
+        for it may be cut off itself."""
+        ranks_of(member)
+        servers = (m for m in self._roster.present() if not m.is_worker and m.id == unreachable.member_id)
+        server = next(servers, None) if self._job.is_running else None
+        if server is None or unreachable.is_sure:
+            return server, []
+        return None, to_each([member], pb.SchedulerMessage(still=pb.Still(member_id=server.id)))

@@ -25,7 +25,8 @@ def leave_at_once_without_a_scheduler(core: pytest.MonkeyPatch) -> None:
 
     def go(self: Service) -> None:
         real(self)
-        self._dismiss_if_headless()
+        if self._is_headless:
+            self._farewell.dismissed()
 
     core.setattr(Service, "_go", go)
 

@@ -195,7 +195,7 @@ class Rank(Process):
 
     def check_waited(self, since_s: float) -> None:
         """For a handle, which has its result, or an error, by now."""
-        if self.world.now_s > since_s + self._settings.stall_limit_s + _NOTICE_S:
+        if self.world.now_s > since_s + self._settings.stall_limit_s + _NOTICE_S + self.paused_s:
             raise InvariantError(f"{self.name}, {self.doing}, since {since_s:.2f} s: it resolves after its deadline")
 
     @property

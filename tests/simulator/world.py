@@ -37,6 +37,7 @@ class Process:
         self.is_alive = True
         self.is_gone = False  # not alive, and not frozen
         self.is_paused = False
+        self.paused_s = 0.0  # so far
         self.backlog: list[tuple[str | None, Callable[[], None]]] = []  # what happens to it once it wakes
         self.exit_code: int | None = None  # None: killed, or still there
         self.group = 0  # of ranks, that it works for: in an elastic job one follows another
@@ -56,6 +57,7 @@ class Process:
     def freeze_for(self, for_s: float) -> None:
         """Do nothing for so long. What comes meanwhile is waiting then."""
         self.is_paused = True
+        self.paused_s += for_s
         self.world.after(for_s, None, None, self._wake)
         self.world.expect_quiet(for_s)
 
