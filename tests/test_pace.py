@@ -57,6 +57,14 @@ def test_a_rank_ten_times_slower_is_named(ranks: int, usual_s: float) -> None:
     assert slow.times == pytest.approx(10, rel=0.1)
 
 
+@pytest.mark.parametrize("usual_s", [0.05, 0.1, 0.4])
+def test_who_becomes_ten_times_slower_is_named_after_two_steps(usual_s: float) -> None:
+    """However short the steps before were. (The next one must have begun.)"""
+    for late, named in ((1, False), (2, True), (3, True)):
+        paces = steps(4, 101 + late, lambda rank, step: usual_s * (10 if rank == 3 and step > 100 else 1))
+        assert bool(slow_ranks(paces)) == named, late
+
+
 def test_who_becomes_slow_is_named_after_two_steps_and_no_sooner() -> None:
     for late, named in ((0, False), (1, False), (2, True)):
         paces = steps(4, 21 + late, lambda rank, step: 1.0 if rank == 3 and step > 20 else 0.6)

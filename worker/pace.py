@@ -92,6 +92,19 @@ class _Rank:
         self.mark = 0.0  # of the last hand-over, or of the last delivery if nothing is pending
         self.own_s = self.wait_s = 0.0  # of this step
         self.typical = Typical()
+        self._last: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=2)  # steps: how long, own and waiting
+
+    def end_step(self, now: float) -> None:
+        """The next one begins."""
+        self.typical.add(self.since, now, self.own_s, self.wait_s)
+        self._last.append((now - self.since, (self.own_s, self.wait_s)))
+
+    def latest(self) -> tuple[float, ...] | None:
+        """The least of the last two steps, or of as many as took a second."""
+        if len(self._last) < 2 or any(took_s < SPAN_S for took_s, _ in self._last):
+            return self.typical.latest()
+        (_, first), (_, second) = self._last
+        return tuple(map(min, first, second))
 
 
 class RankPace:
@@ -112,7 +125,7 @@ class RankPace:
         rank.pending.add(slot)
         if round_ > rank.step:
             if rank.step:
-                rank.typical.add(rank.since, now, rank.own_s, rank.wait_s)
+                rank.end_step(now)
             rank.own_s = rank.wait_s = 0.0
             rank.step, rank.since = round_, now
 
@@ -130,7 +143,7 @@ class RankPace:
         found = []
         for local_rank in here:
             rank = self._ranks.get(local_rank)
-            if rank is not None and (latest := rank.typical.latest()) is not None:
+            if rank is not None and (latest := rank.latest()) is not None:
                 step_s, wait_s = rank.typical.values() or (0.0, 0.0)
                 pace = pb.RankPace(rank=self._first_rank + local_rank, pid=rank.pid, step_s=step_s, wait_s=wait_s)
                 pace.last_step_s, pace.last_wait_s = latest

@@ -396,7 +396,7 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     go_on_before_the_scheduler_knows: 1106,
     leave_without_farewell: 95,
     lose_what_was_on_the_wire: 55,
-    keep_rounds_that_were_answered_elsewhere: 207,
+    keep_rounds_that_were_answered_elsewhere: 640,
     give_up_before_a_server_is_reached: 1628,
     be_late_with_a_deadline: 28,
 }
