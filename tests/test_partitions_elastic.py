@@ -48,7 +48,17 @@ def start(host: Host, scheduler: Host, port: int, *words: str, **own: str) -> co
     return command(*line, **{**environ, **own})
 
 
-def test_a_machine_that_is_cut_off_commits_nothing_more(hosts: list[Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("to_it", "from_it"),
+    [
+        pytest.param(True, True, id="both ways"),
+        pytest.param(True, False, id="it hears nobody"),
+        pytest.param(False, True, id="nobody hears it", marks=pytest.mark.long),
+    ],
+)
+def test_a_machine_that_is_cut_off_commits_nothing_more(
+    hosts: list[Host], tmp_path: Path, to_it: bool, from_it: bool
+) -> None:
     torch.set_num_threads(1)
     port, training = free_port(), Training(tmp_path / "told")
     training.tell(0)
@@ -66,7 +76,8 @@ def test_a_machine_that_is_cut_off_commits_nothing_more(hosts: list[Host], tmp_p
         assert training.group(jobs[0], "start", time.monotonic()) == [1, 1, 1]
         training.train(jobs[0], 10)
         away = hosts[2]
-        with lost(*[way for host in hosts[:2] for way in ((away, host), (host, away))]):
+        ways = [*[(host, away) for host in hosts[:2] if to_it], *[(away, host) for host in hosts[:2] if from_it]]
+        with lost(*ways):
             training.tell(training.reference.step + 40)
             assert training.group(jobs[0], "a machine was cut off", time.monotonic()) == [1, 1]
             training.train(jobs[0], 50)
