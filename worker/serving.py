@@ -80,4 +80,19 @@ def takers(channel: Channel, member: Member, here: int) -> Iterator[list[int]]:
         for taker in (*offer.left, *offer.unseen):
             machine = channel.machines[taker] if taker >= 0 else -1 - taker
             if machine != here:
-                yield [channel.ranks[taker]] if taker >= 0 else channel.ranks_of(machine)
+                yield _ranks(channel, taker)
+
+
+def needs(channel: Channel, member: Member) -> set[int]:
+    """The ranks that a member's round waits for: who has something for it, or has yet to take, or to agree to, what it
+    has for them."""
+    needed = {channel.ranks[source] for source in member.due}
+    for round_, offer in member.offers.items():
+        for taker in offer.unseen.union(offer.left if round_ < member.round else ()):
+            needed.update(_ranks(channel, taker))
+    return needed
+
+
+def _ranks(channel: Channel, taker: int) -> list[int]:
+    """As in ``Offer.left``: those for whom it takes."""
+    return [channel.ranks[taker]] if taker >= 0 else channel.ranks_of(-1 - taker)

@@ -8,6 +8,7 @@ from byteps_py.worker.desk import Desk
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.network import Network
 from byteps_py.worker.requests import Requests, describe_waiting
+from byteps_py.worker.serving import needs
 from byteps_py.worker.tensor import RankSlot
 
 #: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
@@ -44,34 +45,39 @@ class Waits:
 
     def longer_than(self, age_s: float, now: float) -> list[pb.Waiting]:
         """Tensors, and a barrier without a name, that local ranks have waited for longer than ``age_s``."""
-        first_rank = self._requests.topology.first_rank
-        found = []
+        return [waiting for waiting, _ in self._longer_than(age_s, now)]
 
-        def add(name: str, round_: int, slots: list[RankSlot]) -> None:
+    def _longer_than(self, age_s: float, now: float) -> list[tuple[pb.Waiting, set[int]]]:
+        """With the ranks that they wait for, or some of them."""
+        topology = self._requests.topology
+        first_rank, everybody = topology.first_rank, set(range(topology.size))
+        found: list[tuple[pb.Waiting, set[int]]] = []
+
+        def add(name: str, round_: int, slots: list[RankSlot], needed: set[int] | None = None) -> None:
             age = max((now - slot.ready_since for slot in slots), default=0.0)
             if age > age_s:
                 ready = [first_rank + slot.local_rank for slot in slots]
                 groups = {slot.spec.group for slot in slots}  # while they are not agreed, they may differ
                 group = () if () in groups else sorted(set().union(*groups))
-                found.append(pb.Waiting(name=name, round=round_, ready_ranks=ready, age_s=age, group=group))
+                waiting = pb.Waiting(name=name, round=round_, ready_ranks=ready, age_s=age, group=group)
+                found.append((waiting, set(group or everybody) if needed is None else needed))
 
         for name, slots in self._agreement.undecided():
             add(name, 0, slots)
         for tensor in self._agreement.tensors():
             add(tensor.name, tensor.round, [slot for slot in tensor.slots if slot.waits])
         for channel, member in self._direct.members():
-            add(channel.spec.name, member.round, [member.slot] if member.is_waited_for else [])
+            if member.is_waited_for:
+                add(channel.spec.name, member.round, [member.slot], needs(channel, member))
         for rank in self._requests.executor.ranks.values():
             for wait in rank.direct_waits.values():
                 if (age := now - wait.since) > age_s:
-                    ready = [first_rank + rank.local_rank]
-                    group = wait.group
-                    found.append(
-                        pb.Waiting(name=wait.name, round=wait.round, ready_ranks=ready, age_s=age, group=group)
-                    )
+                    ready, group = [first_rank + rank.local_rank], wait.group
+                    waiting = pb.Waiting(name=wait.name, round=wait.round, ready_ranks=ready, age_s=age, group=group)
+                    found.append((waiting, set(group or everybody)))
         there, waited_s = self._requests.at_barrier()
         if there and waited_s > age_s:
-            found.append(pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s))
+            found.append((pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s), everybody))
         return found
 
     def vain(self, now: float) -> tuple[str, bool]:
@@ -88,14 +94,14 @@ class Waits:
         idle_s = here.executor.idle_s(now)
         if not (left or departed) or idle_s < DEPARTURE_GRACE_S or self.is_unserved:
             return "", False
-        if self._may_be_lost(idle_s) and here.executor.lacks(set(range(topology.size))):
-            return "", False  # what these ranks gave is asked for once more
-        for waiting in self.longer_than(DEPARTURE_GRACE_S, now):
-            group = set(waiting.group or range(topology.size))
+        everybody = set(range(topology.size))
+        if self._may_be_lost(idle_s) and (here.executor.lacks(everybody) or self._direct.keeps_for(everybody)):
+            return "", False  # what these ranks gave is asked for once more, and what they took said once more
+        for waiting, needed in self._longer_than(DEPARTURE_GRACE_S, now):
             for _, sentence, ranks in departed:
-                if group & ranks:
+                if needed & ranks:
                     return f"{describe_waiting(waiting)}, but {sentence}", False
-            if ours := [rank for rank in left if topology.first_rank + rank in group]:
+            if ours := [rank for rank in left if topology.first_rank + rank in needed]:
                 return f"{describe_waiting(waiting)}, but {topology.describe_ranks(ours)} shut down", True
         return "", False
 
