@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import select
+import socket
+import threading
 from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from byteps_py.errors import ProtocolError
+from byteps_py.session.nearby import ledger as nearby_ledger
 from byteps_py.session.nearby import messages
 from byteps_py.session.nearby.ledger import Ledger, Stream
 from byteps_py.session.nearby.memory import Incoming, Outgoing, size_class
 from byteps_py.session.nearby.messages import Kind, Message
+from byteps_py.session.nearby.neighbours import Neighbours
 from byteps_py.session.nearby.post import Inbox, Outbox
 from byteps_py.shm import Segment
+from byteps_py.tensors import key_of
 from byteps_py.worker.meetings import Introduce, Meetings, Tell
 
 # ---- the ledger ----------------------------------------------------------------------------------------------------
@@ -74,6 +82,39 @@ def test_a_block_is_free_once_all_have_taken_it() -> None:
     assert stream.unacknowledged == 0
     with pytest.raises(ProtocolError, match="not for it"):
         ledger.came(Message(Kind.TAKEN, 1, 0, id=parcel_id), None)
+
+
+@pytest.mark.parametrize(("total", "ready"), [(11, 11), (9, 9), (10, 3)])
+def test_more_of_a_parcel_is_of_the_same_one(total: int, ready: int) -> None:
+    other = Ledger(1)
+    other.came(Message(Kind.LAID, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
+    with pytest.raises(ProtocolError, match=f"{ready} of {total} bytes of a parcel, after 4 of 10"):
+        other.came(Message(Kind.MORE, 0, 0, total=total, ready=ready, id=5), None)
+
+
+def test_a_parcel_begins_once() -> None:
+    other = Ledger(1)
+    other.came(Message(Kind.LAID, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
+    with pytest.raises(ProtocolError, match="begun parcel 5 twice"):
+        other.came(Message(Kind.LAID, 0, 0, 3, 77, 2, 10, 4, 5, 64), None)
+
+
+def test_what_nobody_here_knows_is_kept_but_not_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearby_ledger, "MAX_EARLY", 3)
+    one, known = Ledger(1), [f"stream {number}" for number in range(5)]
+    for name in known:  # these are known once their names are
+        one.came(Message(Kind.INLINE, 0, 0, 0, key_of(name), 1), b"")
+        assert 1 in one.stream(name, (0,)).flows[0].parcels
+    for number in range(3):
+        one.came(Message(Kind.INLINE, 0, 0, 0, number, 1), b"")
+    with pytest.raises(ProtocolError, match="streams that are not known"):
+        one.came(Message(Kind.INLINE, 0, 0, 0, 3, 1), b"")
+    one.start_anew()
+    one.came(Message(Kind.INLINE, 0, 1, 0, 3, 1), b"")
+    for number in (2, 3):
+        one.came(Message(Kind.INLINE, 0, 1, 0, 3, number), b"")
+    with pytest.raises(ProtocolError, match="nobody takes"):
+        one.came(Message(Kind.INLINE, 0, 1, 0, 3, 4), b"")
 
 
 def test_all_begin_anew_when_all_have_joined() -> None:
@@ -150,6 +191,7 @@ def test_messages_come_back_as_they_were() -> None:
         b"short",
         messages.pack(*Message(9, 0, 0)),
         messages.pack(*Message(Kind.INLINE, 0, 0, total=3)) + b"ab",
+        messages.pack(*Message(Kind.INLINE, 0, 0, total=3, ready=2)) + b"abc",
         messages.pack(*Message(Kind.MORE, 0, 0, total=3, ready=4)),
     ],
 )
@@ -208,6 +250,40 @@ def test_memory_of_a_neighbour() -> None:
             mine.find(1, number, end)
     mine.close()
     theirs.close()
+
+
+@pytest.mark.parametrize(("number", "nbytes"), [(0, 4097), (0, 1 << 63), (1, 4096)])
+def test_memory_of_a_neighbour_that_can_not_be_had(number: int, nbytes: int) -> None:
+    theirs, mine = Segment.create(4096), Incoming()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ProtocolError, match="can't be had"):
+        mine.add(1, number, os.dup(theirs.fd), nbytes)
+    assert len(os.listdir("/proc/self/fd")) == before
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"short", "a message of 5 bytes"),
+        (messages.pack(*Message(Kind.JOINED, 1, 0)), "no neighbour"),
+        (messages.pack(*Message(Kind.JOINED, 2, 0)), "no neighbour"),
+        (messages.pack(*Message(Kind.SEGMENT, 0, 0, total=1 << 40)), "can't be had"),
+        (messages.pack(*Message(Kind.MORE, 0, 0, id=9)), "never began"),
+        (b"", ""),
+    ],
+)
+def test_a_descriptor_that_nobody_wants_is_closed(data: bytes, what: str) -> None:
+    host = SimpleNamespace(state=threading.Condition())
+    nearby, segment = Neighbours(cast(Any, host), 1, 2, 0), Segment.create(4096)
+    before = len(os.listdir("/proc/self/fd"))
+    with socket.socket(fileno=os.dup(nearby._inbox.door)) as door:
+        socket.send_fds(door, [data], [segment.fd])
+    with pytest.raises(ProtocolError, match=what) if what else contextlib.nullcontext():
+        nearby.take_message()
+    assert len(os.listdir("/proc/self/fd")) == before
+    nearby.close()
+    segment.close()
 
 
 # ---- sockets -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from .collectives import Calls, Collectives
 from .control import Control, JournalFile, Streams
 from .files import GpuList, ModelFile
 from .mutator import Mutator
+from .neighbours import NeighboursHear
 from .orders import Orders
 from .ranks import Ranks
 from .requests import Nearby, Requests
@@ -37,6 +38,7 @@ TARGETS: dict[str, type[Target]] = {
         Requests,
         LocalProtocol,
         Nearby,
+        NeighboursHear,
         Environment,
         Control,
         Streams,

@@ -16,7 +16,8 @@ from byteps_py.errors import ProtocolError
 from byteps_py.session.nearby.messages import Kind, Message
 from byteps_py.tensors import key_of
 
-#: Messages of the next era that may come before this rank hears of it.
+#: Messages of the next era that may come before this rank hears of it; flows of streams that it does not know yet;
+#: parcels of one flow that it has not taken. More can't come from correct ranks.
 MAX_EARLY = 1 << 16
 
 
@@ -89,6 +90,7 @@ class Ledger:
         self.era = 0
         self.joined: set[int] = set()  # neighbours that have no more data
         self._flows: dict[tuple[int, int], Flow] = {}  # by stream and source
+        self._unclaimed: dict[tuple[int, int], Flow] = {}  # the same, of what this rank has no stream for
         self._streams: dict[int, Stream] = {}
         self._coming: dict[tuple[int, int], Parcel] = {}  # by source and id: not complete yet
         self._sent: dict[int, _Sent] = {}
@@ -100,7 +102,8 @@ class Ledger:
         key = key_of(name)
         stream = self._streams.get(key)
         if stream is None:
-            flows = {other: self._flow(key, other) for other in others}
+            flows = {other: self._unclaimed.pop((key, other), Flow()) for other in others}
+            self._flows.update({(key, other): flow for other, flow in flows.items()})
             stream = self._streams[key] = Stream(name, key, flows, {}, {})
         return stream
 
@@ -131,6 +134,11 @@ class Ledger:
             parcel = self._coming.get((source, message.id))
             if parcel is None:
                 raise ProtocolError(f"local rank {source} has more of a parcel that it never began")
+            if message.total != parcel.total or message.ready < parcel.ready:
+                raise ProtocolError(
+                    f"local rank {source} has {message.ready} of {message.total} bytes of a parcel, after "
+                    f"{parcel.ready} of {parcel.total}"
+                )
             parcel.ready = message.ready
             if parcel.ready == parcel.total:
                 del self._coming[source, message.id]
@@ -143,8 +151,13 @@ class Ledger:
             flow = self._flow(message.stream, source)
             if message.number in flow.parcels:
                 raise ProtocolError(f"local rank {source} sent parcel {message.number} of a stream twice")
+            if len(flow.parcels) >= MAX_EARLY:
+                raise ProtocolError(f"local rank {source} sends too much that nobody takes")
+            is_coming = payload is None and parcel.ready < parcel.total
+            if is_coming and (source, message.id) in self._coming:
+                raise ProtocolError(f"local rank {source} has begun parcel {message.id} twice")
             flow.parcels[message.number] = parcel
-            if payload is None and parcel.ready < parcel.total:
+            if is_coming:
                 self._coming[source, message.id] = parcel
         return None
 
@@ -155,6 +168,7 @@ class Ledger:
         self.joined.clear()
         self._sent.clear()
         self._coming.clear()
+        self._unclaimed.clear()
         for flow in self._flows.values():
             flow.parcels.clear()
         for stream in self._streams.values():
@@ -167,9 +181,11 @@ class Ledger:
         return blocks
 
     def _flow(self, key: int, source: int) -> Flow:
-        flow = self._flows.get((key, source))
+        flow = self._flows.get((key, source)) or self._unclaimed.get((key, source))
         if flow is None:
-            flow = self._flows[key, source] = Flow()
+            if len(self._unclaimed) >= MAX_EARLY:
+                raise ProtocolError(f"local rank {source} sends too much of streams that are not known here")
+            flow = self._unclaimed[key, source] = Flow()
         return flow
 
     def _taken(self, id_: int, source: int) -> object:

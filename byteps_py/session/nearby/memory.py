@@ -6,6 +6,8 @@ the last process that maps them. Not locked: see Neighbours.
 
 from __future__ import annotations
 
+import os
+
 from byteps_py.errors import ProtocolError
 from byteps_py.shm import PAGE, Arena, Block, Segment
 
@@ -73,8 +75,14 @@ class Incoming:
         self._segments: dict[tuple[int, int], Segment] = {}  # by owner and number
 
     def add(self, source: int, number: int, fd: int, nbytes: int) -> None:
-        """Raises ProtocolError for a descriptor that can't hold as much for good."""
-        segment = Segment(fd, nbytes)
+        """Takes the descriptor, in any case. Raises ProtocolError for one that can't hold as much for good."""
+        try:
+            if number and (source, number - 1) not in self._segments:
+                raise ProtocolError(f"local rank {source} has told of segment {number} before those that come first")
+            segment = Segment(fd, nbytes)
+        except (ProtocolError, OSError, ValueError, OverflowError) as error:
+            os.close(fd)
+            raise ProtocolError(f"local rank {source} has told of {nbytes} bytes that can't be had: {error}") from error
         segment.let_go()  # it is mapped
         self._segments[source, number] = segment
 

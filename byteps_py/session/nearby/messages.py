@@ -53,7 +53,9 @@ def unpack(data: memoryview, nbytes: int) -> Message:
     if nbytes < RECORD_BYTES:
         raise ProtocolError(f"a message of {nbytes} bytes from a rank of this machine; records have {RECORD_BYTES}")
     message = Message._make(_RECORD.unpack_from(data))
-    extra = message.total if message.kind == Kind.INLINE else 0
-    if message.kind not in _KINDS or nbytes != RECORD_BYTES + extra or message.ready > message.total:
+    is_inline = message.kind == Kind.INLINE
+    extra = message.total if is_inline else 0
+    is_wrong = message.ready > message.total or (is_inline and message.ready < message.total)
+    if message.kind not in _KINDS or nbytes != RECORD_BYTES + extra or is_wrong:
         raise ProtocolError(f"a malformed message of {nbytes} bytes from a rank of this machine: {message}")
     return message

@@ -46,6 +46,7 @@ class Neighbours:
         self._host = host
         self._first_rank = first_rank
         self._me = local_rank
+        self._local_size = local_size
         self._patience = Patience(host, local_rank, local_size, first_rank, self.take_message)
         self._books = threading.Lock()  # guards the ledger and the outgoing memory
         self._ledger = Ledger(local_rank)
@@ -289,17 +290,23 @@ class Neighbours:
         """Take one, if there is any. Called with the host's ``state`` held while nobody else reads. Raises
         ProtocolError."""
         nbytes, fd = self._inbox.receive()
-        if not nbytes:
-            return False
-        buffer = self._inbox.buffer
-        message = messages.unpack(buffer, nbytes)
-        if message.kind == _SEGMENT:
-            if fd < 0:
-                raise ProtocolError(f"local rank {message.source} told of memory without its descriptor")
-            self._incoming.add(message.source, message.segment, fd, message.total)
-            return True
-        if fd >= 0:
-            os.close(fd)
+        try:
+            if not nbytes:
+                return False
+            buffer = self._inbox.buffer
+            message = messages.unpack(buffer, nbytes)
+            source = message.source
+            if source == self._me or source >= self._local_size:
+                raise ProtocolError(f"local rank {source} is no neighbour of local rank {self._me}: {message}")
+            if message.kind == _SEGMENT:
+                if fd < 0:
+                    raise ProtocolError(f"local rank {source} told of memory without its descriptor")
+                given, fd = fd, -1
+                self._incoming.add(source, message.segment, given, message.total)
+                return True
+        finally:
+            if fd >= 0:  # nobody has taken it
+                os.close(fd)
         payload = bytes(buffer[RECORD_BYTES:nbytes]) if message.kind == _INLINE else None
         with self._books:
             freed = self._ledger.came(message, payload)
