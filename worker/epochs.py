@@ -42,12 +42,13 @@ class Epochs:
         self._send = send
 
     def change(self, membership: pb.Membership) -> None:
-        """Other servers, the same workers."""
+        """Other servers, the same workers. Raises ProtocolError for servers that can't be."""
         if membership.epoch <= self._topology.epoch or self._network is None:
             return
         topology = self._topology = dataclasses.replace(
             self._topology, epoch=membership.epoch, servers=tuple(membership.servers)
         )
+        topology.check()
         self._placing.change(topology)
         self._network.change(topology)
         self._queue.set_weights({server.member_id: server.weight for server in topology.servers})

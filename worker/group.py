@@ -63,12 +63,14 @@ class Surroundings:
 
 
 class Group:
-    """``membership``: of the group's first epoch; ``place``: of this machine among its workers."""
+    """``membership``: of the group's first epoch; ``place``: of this machine among its workers. Raises ProtocolError if
+    there can't be one like that."""
 
     def __init__(self, around: Surroundings, membership: pb.Membership, place: int) -> None:
         settings, send, fail = around.settings, around.send, around.fail
         self._around = around
         topology = self.topology = Topology.of(membership, place)
+        topology.check()
         memory = Memory(topology.machines, topology.local_size, around.prefault, (topology.first_rank, topology.size))
         machine_of = [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)]
         self.queue: PushQueue[Part] = PushQueue()

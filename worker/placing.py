@@ -18,6 +18,8 @@ from byteps_py.worker.topology import Topology
 #: Where one machine is alone nothing is sent; a tensor is cut only so that several threads can sum it.
 LOCAL_PIECE_BYTES = 1 << 20
 NO_SERVER = -1
+#: Of all tensors: those of other ranks, too, take room in the table here.
+MAX_PARTITIONS = 1 << 22
 
 
 class Placing:
@@ -25,6 +27,7 @@ class Placing:
 
     def __init__(self, topology: Topology) -> None:
         self._table: PlacementTable | None = None
+        self._partitions = 0  # at least so many
         self._topology = topology
         if topology.machines == 1:
             return
@@ -53,11 +56,19 @@ class Placing:
         return ids[(key + part.tensor.generation + part.index) % len(ids)]
 
     def add(self, batch: Iterable[TensorSpec]) -> None:
-        """Enter the tensors of one message of verdicts: those whose partitions the table places."""
-        if self._table is not None:
-            self._table.add(
-                (key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in batch if self._is_placed(spec)
+        """Enter the tensors of one message of verdicts: those whose partitions the table places. Raises ProtocolError
+        if they would be too many."""
+        if self._table is None:
+            return
+        placed = [spec for spec in batch if self._is_placed(spec)]
+        size = self._topology.partition_bytes
+        self._partitions += sum(-(-spec.nbytes // size) for spec in placed if not self._table.has(key_of(spec.name)))
+        if self._partitions > MAX_PARTITIONS:
+            raise ProtocolError(
+                f"tensors would be cut into {self._partitions} partitions of {size} bytes, {MAX_PARTITIONS} are the "
+                "most; raise BYTEPS_PARTITION_BYTES"
             )
+        self._table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in placed)
 
     def _is_placed(self, spec: TensorSpec) -> bool:
         """It is summed by servers; else it stays on one machine, goes from machine to machine, or is handed on."""

@@ -167,6 +167,8 @@ class Service:
             self._member_id = message.welcome.member_id
         elif body == "membership":
             if self._rejoining is not None and self._rejoining.is_new(message.membership):
+                if self._group is not None and self._group.executor.ranks:  # no correct scheduler: nobody heard them
+                    self._rejoining.dissolve(PeerLostError("the scheduler has begun another group without a word"))
                 self._end_group()
             if self._group is None:
                 self._begin(message.membership)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass
 
+from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import TensorSpec
+
+#: As many as can be asked for (see variables.py): more, and memory would be taken for those that are not there.
+MAX_LOCAL_SIZE = 1024
+MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,31 @@ class Topology:
             membership.workers_since,
             membership.continued,
         )
+
+    def check(self) -> None:
+        """Raises ProtocolError for what no correct scheduler says: workers are in order, with all their ranks, servers
+        may hold something, and rates are numbers."""
+        first_rank, why = 0, ""
+        for place, worker in enumerate(self.workers):
+            if worker.machine_index != place or worker.first_rank != first_rank:
+                why = f"worker {place} is machine {worker.machine_index}, and its ranks begin at {worker.first_rank}"
+            if not 1 <= worker.local_size <= MAX_LOCAL_SIZE:
+                why = f"worker {place} has {worker.local_size} ranks"
+            first_rank += worker.local_size
+            if why or first_rank > MAX_RANKS:
+                break
+        if first_rank > MAX_RANKS:
+            why = why or f"there are more than {MAX_RANKS} ranks"
+        for member in (*self.workers, *self.servers):
+            if not 0 <= member.link_mbit < math.inf:
+                why = why or f"the link of {member.host} has {member.link_mbit} Mbit/s"
+        for server in self.servers:
+            if not server.weight:
+                why = why or f"server {server.member_id} is to hold nothing"
+        if not self.partition_bytes:
+            why = why or "partitions are empty"
+        if why:
+            raise ProtocolError(f"the scheduler's membership of epoch {self.epoch} can't be: {why}")
 
     @property
     def machines(self) -> int:

@@ -132,7 +132,11 @@ class Dialer:
         for option, value in options.items():
             socket.setsockopt(option, value)
         self._monitor = socket.get_monitor_socket(_EVENTS)
-        socket.connect(self._address)
+        try:
+            socket.connect(self._address)
+        except zmq.ZMQError as error:
+            self._hang_up()
+            raise ProtocolError(f"{self._who} can't be reached at {self._address[:80]!r}: {error}") from error
         socket.send_multipart([Header(Kind.HELLO, self._sender, self._group).pack(), self._caller.hello])
         self._loop.add_reader(self._monitor, self._watch)
         self._loop.add_reader(socket, self._drain)

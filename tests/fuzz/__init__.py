@@ -24,6 +24,7 @@ from .orders import Orders
 from .ranks import Ranks
 from .requests import Nearby, Requests
 from .server_orders import ServerOrders
+from .services import ServiceHears
 from .sessions import Sessions
 from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, WireHeader
 
@@ -48,6 +49,7 @@ TARGETS: dict[str, type[Target]] = {
         Ranks,
         Orders,
         ServerOrders,
+        ServiceHears,
         Sessions,
         ModelFile,
         GpuList,

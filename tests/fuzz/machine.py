@@ -35,6 +35,7 @@ class Loop:
     def __init__(self) -> None:
         self.readers: dict[int, Callable[[], None]] = {}
         self.posted: list[Callable[[], None]] = []
+        self.is_stopped = False
 
     def add_reader(self, source: int, callback: Callable[[], None]) -> None:
         assert source >= 0
@@ -45,6 +46,10 @@ class Loop:
     def remove(self, source: int) -> None:
         self.readers.pop(source, None)
 
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def close(self) -> None: ...
     def add_writer(self, fd: int, callback: Callable[[], None]) -> None: ...
     def remove_writer(self, fd: int) -> None: ...
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None: ...
@@ -58,7 +63,7 @@ class Loop:
             callback()
 
 
-class _Kernels:
+class Kernels:
     """None is loaded: what is to be done is checked for where it reads and writes, and said to be done."""
 
     def __init__(self) -> None:
@@ -70,6 +75,9 @@ class _Kernels:
 
     def expect(self, pairs: Iterable[Pair]) -> None:
         list(pairs)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        callback()
 
     def submit(self, pair: Pair, priority: int, work: Any, done: Callable[[None], None]) -> None:
         if isinstance(work.args[0], Compute):
@@ -89,7 +97,7 @@ class _Kernels:
         assert any(s.address <= address <= address + nbytes <= s.address + s.nbytes for s in segments)
 
 
-class _Door:
+class Door:
     """What ranks knock at: it has no name, and so costs nothing."""
 
     def __init__(self) -> None:
@@ -108,7 +116,7 @@ class Machine:
     """Two ranks have come, which are all of the job. ``deaths``: why it can't go on."""
 
     def __init__(self, is_elastic: bool) -> None:
-        self.loop, self._door, self._kernels = Loop(), _Door(), _Kernels()
+        self.loop, self._door, self._kernels = Loop(), Door(), Kernels()
         self.is_elastic = is_elastic
         self.deaths: list[str] = []
         self.returns = 0
