@@ -266,6 +266,10 @@ class Executor:
         if frame is None:  # of the service of this machine
             if server != part.server:
                 return  # of a place that was given up
+            if part.answer is None and part.tensor.root_slot is None and part.tensor.slots:
+                raise ProtocolError(
+                    f"tensor {part.tensor.name!r}: an answer lies in memory that was given to no server"
+                )
             source = part.answer.address if part.answer is not None else 0
         elif part.tensor.root_slot is None and part.tensor.slots:
             if len(frame) != part.length:

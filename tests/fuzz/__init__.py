@@ -18,6 +18,7 @@ from .calling import DialerHears
 from .collectives import Calls, Collectives
 from .control import Control, JournalFile, Streams
 from .files import GpuList, ModelFile
+from .machines import Machines
 from .mutator import Mutator
 from .neighbours import NeighboursHear
 from .orders import Orders
@@ -40,6 +41,7 @@ TARGETS: dict[str, type[Target]] = {
         LocalProtocol,
         Nearby,
         NeighboursHear,
+        Machines,
         Environment,
         Control,
         Streams,
