@@ -6,9 +6,19 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import zmq
 from fuzz import TARGETS, fuzz
+from zmq.utils import garbage
 
 INPUTS = 3000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def zeromq_collector() -> Iterator[None]:
+    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
+    zmq.Frame(bytearray(1 << 20))
+    yield
+    garbage.gc.stop()
 
 
 @pytest.fixture(autouse=True)

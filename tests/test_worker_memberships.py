@@ -54,8 +54,9 @@ def test_tensors_of_others_take_no_more_room_than_there_is() -> None:
     placing = Placing(Topology.of(membership(), 0))
     placing.add([TensorSpec("some", DType.UINT8, (8192,))])
     placing.add([TensorSpec("some", DType.UINT8, (8192,))])
-    with pytest.raises(ProtocolError, match="cut into 4194305 partitions of 4096 bytes"):
-        placing.add([TensorSpec("vast", DType.UINT8, (4096 * (MAX_PARTITIONS - 1),))])
+    for name, count in (("vast", MAX_PARTITIONS + 1), ("some", MAX_PARTITIONS - 1)):  # a new one, and one anew
+        with pytest.raises(ProtocolError, match=r"cut into \d+ partitions of 4096 bytes"):
+            placing.add([TensorSpec(name, DType.UINT8, (4096 * count,)), TensorSpec("more", DType.UINT8, (8192,))])
 
 
 def test_what_is_no_address_is_an_error_of_ours() -> None:

@@ -27,7 +27,7 @@ class Placing:
 
     def __init__(self, topology: Topology) -> None:
         self._table: PlacementTable | None = None
-        self._partitions = 0  # at least so many
+        self._partitions: dict[int, int] = {}  # by key: about so many
         self._topology = topology
         if topology.machines == 1:
             return
@@ -62,10 +62,10 @@ class Placing:
             return
         placed = [spec for spec in batch if self._is_placed(spec)]
         size = self._topology.partition_bytes
-        self._partitions += sum(-(-spec.nbytes // size) for spec in placed if not self._table.has(key_of(spec.name)))
-        if self._partitions > MAX_PARTITIONS:
+        self._partitions.update({key_of(spec.name): -(-spec.nbytes // size) for spec in placed})
+        if (count := sum(self._partitions.values())) > MAX_PARTITIONS:
             raise ProtocolError(
-                f"tensors would be cut into {self._partitions} partitions of {size} bytes, {MAX_PARTITIONS} are the "
+                f"tensors would be cut into {count} partitions of {size} bytes, {MAX_PARTITIONS} are the "
                 "most; raise BYTEPS_PARTITION_BYTES"
             )
         self._table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in placed)

@@ -212,7 +212,7 @@ class PlacementTable:
                     raise ProtocolError(f"the partitions of key {entry.key:#x} don't cover its {entry.nbytes} bytes")
                 table._tensors[entry.key] = _Tensor(entry.itemsize, entry.nbytes, placed)
                 table._account(placed, 1)
-        except (KeyError, TypeError, ValueError) as error:
+        except (UsageError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"a snapshot of the placement table is malformed: {error!r}") from error
         return table
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from byteps_py.errors import CommunicationError, UsageError
+from byteps_py.errors import CommunicationError, ProtocolError, UsageError
 from byteps_py.torch import context as contexts
 from byteps_py.torch.context import Context
 from byteps_py.torch.dtypes import as_bytes
@@ -80,6 +80,8 @@ def broadcast_object(
     payload, failure = packed(obj) if is_root else (b"", None)
     length = torch.tensor([len(payload)])
     broadcast_stream(context, [as_bytes(length)], root_rank, label, group)
+    if int(length) < 1:
+        raise ProtocolError(f"rank {root_rank} broadcasts an object of {int(length)} bytes")
     data = (
         torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         if is_root

@@ -21,7 +21,7 @@ from byteps_py.torch.api import result_of
 from byteps_py.torch.collectives.alltoall import Splits, start_alltoall
 from byteps_py.torch.collectives.gather import start_gather
 from byteps_py.torch.ops import Average, listed
-from byteps_py.torch.pickling import NotPickledError, packed, unpacked
+from byteps_py.torch.pickling import NotPickledError, check_lengths, packed, unpacked
 from byteps_py.torch.plans import How
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, members_of
 from byteps_py.torch.reductions import start_reduction
@@ -104,9 +104,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     both = [torch.frombuffer(bytearray(payload), dtype=torch.uint8), torch.tensor([len(payload)])]
     own = f"allgather_object.{name or 'noname'}"
     handle = start_gather(context, both, own, group_of(process_set), is_group=True, background=False)
-    data, lengths = result_of(handle)
+    data, said = result_of(handle)
+    lengths = said.tolist()
+    check_lengths(lengths, len(members), len(data))
     objects = []
-    for rank, piece in zip(members, data.split(lengths.tolist()), strict=True):
+    for rank, piece in zip(members, data.split(lengths), strict=True):
         try:
             objects.append(unpacked(piece.numpy().tobytes()))
         except NotPickledError as reason:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
+from collections.abc import Sequence
 from typing import Any
+
+from byteps_py.errors import ProtocolError
 
 _OBJECT, _FAILURE = b"o", b"f"
 
@@ -26,10 +29,18 @@ def packed(obj: Any) -> tuple[bytes, Exception | None]:
         return _FAILURE + f"{type(error).__name__}: {error}".encode(), error
 
 
+def check_lengths(lengths: Sequence[int], count: int, total: int) -> None:
+    """Raises ProtocolError unless ``count`` ranks say how long their objects are, in ``total`` bytes."""
+    if len(lengths) != count or min(lengths, default=0) < 0 or sum(lengths) != total:
+        raise ProtocolError(f"{count} ranks gave objects of {list(lengths[:8])} bytes, {total} bytes in all")
+
+
 def unpacked(data: bytes) -> Any:
-    """The object. Raises NotPickledError if its rank could not pack it."""
+    """The object. Raises NotPickledError if its rank could not pack it, ProtocolError if it is nothing of that kind."""
     if data[:1] == _FAILURE:
-        raise NotPickledError(data[1:].decode())
+        raise NotPickledError(data[1:].decode(errors="replace"))
+    if data[:1] != _OBJECT:
+        raise ProtocolError(f"{len(data)} bytes came where a rank's object was due")
     return pickle.loads(memoryview(data)[1:])
 
 

@@ -17,7 +17,7 @@ from .beside import ServerBeside
 from .calling import DialerHears
 from .collectives import Calls, Collectives
 from .control import Control, JournalFile, Streams
-from .files import GpuList, ModelFile
+from .files import GpuList, ModelFile, Objects, Snapshot
 from .machines import Machines
 from .mutator import Mutator
 from .neighbours import NeighboursHear
@@ -55,6 +55,8 @@ TARGETS: dict[str, type[Target]] = {
         Sessions,
         ModelFile,
         GpuList,
+        Snapshot,
+        Objects,
         Collectives,
         Calls,
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
 from pathlib import Path
 
-from byteps_py.errors import BytePSError, ConfigurationError
+from byteps_py.errors import BytePSError, ConfigurationError, ProtocolError
 from byteps_py.launch.gpus import visible_gpus
 from byteps_py.placement.models import entries, load_model, read_shapes
 from byteps_py.placement.table import PlacementTable
+from byteps_py.torch.pickling import NotPickledError, check_lengths, packed, unpacked
 
 from .base import Target
 
@@ -83,3 +85,66 @@ class GpuList(Target):
             found = visible_gpus({name: text}, lambda: 77)
             assert found == 77 or 0 <= found <= text.count(",") + 1
             assert found != 77 or "," in text or (name != "CUDA_VISIBLE_DEVICES" and text.strip() == "all")
+
+
+def _snapshot() -> dict[str, object]:
+    table = PlacementTable([(7, 6), (8, 2)], 4096)
+    table.add([(1, 8192, 4), (2, 16384, 4)])
+    return table.snapshot()
+
+
+_SNAPSHOT = _snapshot()
+
+
+class Snapshot(Target):
+    """A placement table's snapshot is one, and comes back as it was, or is a ProtocolError."""
+
+    seeds = (
+        json.dumps(_SNAPSHOT).encode(),
+        *[
+            json.dumps(_SNAPSHOT | change).encode()
+            for change in (
+                {"servers": []}, {"servers": [[7, -1]]}, {"partition_bytes": 0}, {"tensors": [[1, 3, 2, []]]},
+                {"tensors": [[1 << 64, 4, 4, [[0, 4, 7]]]]}, {"servers": [[1e400, 1]]}, {"tensors": [[1, 0, 1, []]]},
+            )
+        ],
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._restored = 0
+
+    def feed(self, data: bytes) -> None:
+        try:
+            snapshot = json.loads(data)
+        except (ValueError, RecursionError):
+            return
+        try:
+            table = PlacementTable.restore(snapshot)
+        except ProtocolError as error:
+            str(error)
+            return
+        again = json.loads(json.dumps(table.snapshot()))
+        assert PlacementTable.restore(again).snapshot() == again
+        self._restored += 1
+
+    def end(self) -> None:
+        assert self._restored
+
+
+class Objects(Target):
+    """What surrounds a rank's pickled object: how long it is, and why there is none."""
+
+    seeds = (packed(None)[0], packed(lambda: 0)[0], b"f", b"f\xff", b"", bytes(range(24)), bytes(8))
+
+    def feed(self, data: bytes) -> None:
+        lengths = [int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(0, len(data) - 7, 8)]
+        with contextlib.suppress(ProtocolError):
+            check_lengths(lengths, 1 + len(data) % 3, sum(lengths))
+            assert all(length >= 0 for length in lengths)
+        if data[:1] != packed(None)[0][:1]:  # what pickle makes of the rest is its own affair
+            try:
+                unpacked(data)
+            except (NotPickledError, ProtocolError) as error:
+                str(error).encode()
+            else:
+                raise AssertionError("an object came out of nothing")

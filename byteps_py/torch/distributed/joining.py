@@ -89,7 +89,7 @@ def _settle(settings: Settings, store: Store, rank: int, size: int) -> Settings:
     store.set(f"machine/{rank}", machine_id(settings))
     if rank == 0:
         store.set("job", uuid.uuid4().hex)
-    machines = [store.get(f"machine/{other}").decode() for other in range(size)]
+    machines = [store.get(f"machine/{other}").decode(errors="replace") for other in range(size)]
     order = list(dict.fromkeys(machines))
     local_size = size // len(order)
     if machines != [machine for machine in order for _ in range(local_size)]:
@@ -103,7 +103,7 @@ def _settle(settings: Settings, store: Store, rank: int, size: int) -> Settings:
         worker_id=order.index(machines[rank]),
         local_size=local_size,
         local_rank=rank % local_size,
-        job_id=settings.job_id or store.get("job").decode(),
+        job_id=settings.job_id or store.get("job").decode(errors="replace"),
     )
     return found if len(order) == 1 else _with_scheduler(found)
 
