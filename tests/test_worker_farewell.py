@@ -191,3 +191,33 @@ def test_a_machine_that_was_told_to_leave_stays_until_the_others_have_the_last_r
     service._overdue = Overdue(0.0)
     service._go()
     assert did == [done]
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_without_a_scheduler_a_machine_ends_when_connections_had_the_time_to_come_back(is_back: bool) -> None:
+    """Over them it may yet be asked, also for the size of nothing, which nobody keeps."""
+    did: list[str] = []
+    timers: list[Callable[[], None]] = []
+    service = object.__new__(Service)
+    service._group = cast(Any, SimpleNamespace(network=object(), topology=SimpleNamespace(local_size=0)))
+    service._desk = cast(Any, SimpleNamespace(failure=None, left={}))
+    service._rejoining = None
+    service._settings = Settings(heartbeat_timeout_s=1.5)
+    delays_s: list[float] = []
+
+    def call_later(delay_s: float, act: Callable[[], None]) -> None:
+        delays_s.append(delay_s)
+        timers.append(act)
+
+    service._loop = cast(Any, SimpleNamespace(call_later=call_later))
+    service._farewell = cast(
+        Any, SimpleNamespace(go=lambda: did.append("go"), dismissed=lambda: did.append("dismissed"))
+    )
+    service._overdue = Overdue(0.0)
+    service._overdue.away_since_s = 7.0
+    service._go()
+    assert (did, delays_s) == (["go"], [3.0])
+    if is_back:
+        service._overdue.away_since_s = None  # it says who needs what
+    timers[0]()
+    assert did == ["go"] if is_back else ["go", "dismissed"]
