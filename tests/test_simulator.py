@@ -19,13 +19,13 @@ from simulator import __main__ as command
 from simulator.cluster import FAULTS
 from simulator.elastic_mutations import ELASTIC_MUTATIONS
 from simulator.mutations import MUTATIONS, order_by_arrival
-from simulator.outage_mutations import OUTAGE_MUTATIONS
+from simulator.outage_mutations import ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
 from simulator.outages import OUTAGES
 from simulator.peer_mutations import PEER_MUTATIONS
 from simulator.shocks import CUT_OFF, SHOCKS
 from simulator.trials import TRIALS
 
-KNOWN = {**MUTATIONS, **PEER_MUTATIONS, **ELASTIC_MUTATIONS, **OUTAGE_MUTATIONS}
+KNOWN = {**MUTATIONS, **PEER_MUTATIONS, **ELASTIC_MUTATIONS, **OUTAGE_MUTATIONS, **ELASTIC_OUTAGE_MUTATIONS}
 
 
 @pytest.mark.timeout(600)

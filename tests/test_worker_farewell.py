@@ -220,4 +220,4 @@ def test_without_a_scheduler_a_machine_ends_when_connections_had_the_time_to_com
     if is_back:
         service._overdue.away_since_s = None  # it says who needs what
     timers[0]()
-    assert did == ["go"] if is_back else ["go", "dismissed"]
+    assert did == (["go"] if is_back else ["go", "dismissed"])

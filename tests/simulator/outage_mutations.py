@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from byteps_py.server import rounds
+from byteps_py.worker import waits
+from byteps_py.worker.accusations import Accusations
+from byteps_py.worker.direct import Direct
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.scatter import ScatterPart
-from byteps_py.worker.service import Service
 from byteps_py.worker.tensor import Part, Stage
-
-
-def keep_what_was_given_in_earlier_epochs(core: pytest.MonkeyPatch) -> None:
-    """A partition comes back to a server where something is left of the time before it went."""
-    core.setattr(rounds, "_is_left", lambda given, epoch: False)
-
-
-def leave_at_once_without_a_scheduler(core: pytest.MonkeyPatch) -> None:
-    """Whoever lost its connection meanwhile has yet to ask for what is here for it, and so for the size of nothing."""
-    real = Service._go
-
-    def go(self: Service) -> None:
-        real(self)
-        if self._is_headless:
-            self._farewell.dismissed()
-
-    core.setattr(Service, "_go", go)
 
 
 def count_on_nobody_who_has_yet_to_ask(core: pytest.MonkeyPatch) -> None:
@@ -43,9 +26,20 @@ def count_on_nobody_who_has_yet_to_ask(core: pytest.MonkeyPatch) -> None:
     core.setattr(Executor, "_is_due", staticmethod(is_due))
 
 
+def blame_whoever_has_left(core: pytest.MonkeyPatch) -> None:
+    """For what others have yet to take."""
+    core.setattr(waits, "needs", lambda channel, member: set(channel.ranks))
+    core.setattr(Direct, "keeps_for", lambda self, gone: False)
+
+
+def believe_every_accusation(core: pytest.MonkeyPatch) -> None:
+    """A machine that reaches nobody takes the others' servers away."""
+    core.setattr(Accusations, "is_sure", lambda self, member_id, now: True)
+
+
 #: Each with a seed that shows it.
-OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], Any], int] = {
-    keep_what_was_given_in_earlier_epochs: 11647,
-    leave_at_once_without_a_scheduler: 1310,
+OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     count_on_nobody_who_has_yet_to_ask: 3400,
+    blame_whoever_has_left: 3660,
 }
+ELASTIC_OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {believe_every_accusation: 616}
