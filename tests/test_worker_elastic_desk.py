@@ -116,3 +116,25 @@ def test_ranks_with_the_same_state_are_in_the_launchers_order(monkeypatch: pytes
         one.come(seat, synced_in=7)
     one.open()
     assert welcome == [0, 1]
+
+
+@pytest.mark.parametrize(("said", "shut_down"), [({}, 1), ({"error": "ValueError: x"}, 0)])
+def test_who_shuts_down_as_the_group_ends_may_come_back(said: dict[str, str], shut_down: int) -> None:
+    """It has not heard that the group can't go on, and it may be that all ranks shut down, to initialize again."""
+    one = Desk()
+    one.open()
+    words = [protocol.pack(Kind.LEAVE, **said)]
+    ends: list[str] = []
+    rank = SimpleNamespace(
+        local_rank=0, pid=7, fd=-1, pidfd=-1, send=ignore, hang_up=lambda: ends.append("hung up"),
+        receive=lambda: words.pop() if words else None, forget=ignore, close=lambda: ends.append("closed"),
+    )  # fmt: skip
+    cast(Any, one.desk._open).executor.ranks[0] = rank
+    one.desk.dissolve(PeerLostError("rank 5 goes back"))
+    assert (one.desk.may_return, one.desk.shut_down) == (1, 0)
+    one.desk._hear_former(0, cast(Any, rank))
+    assert (one.desk.may_return, one.desk.shut_down) == (0, shut_down)
+    assert ends == ["hung up" if shut_down else "closed"]
+    if shut_down:
+        one.desk._is_gone(cast(Any, rank))
+        assert one.desk.shut_down == 0

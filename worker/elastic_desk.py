@@ -273,15 +273,26 @@ class ElasticDesk(Desk):
                 if kind is Kind.PING:
                     rank.send(protocol.pack(Kind.PONG))
                 elif kind is Kind.LEAVE:
-                    if protocol.fields_of(message).get("again"):
+                    fields = protocol.fields_of(message)
+                    if fields.get("again"):
                         rank.hang_up()  # it comes again, on another connection
-                    else:
+                    elif fields.get("error"):
                         self._forget_former(seat, rank)
+                    else:
+                        self._former_shut_down(seat, rank)
                     return
         except PeerLostError:
             rank.hang_up()
         except ProtocolError:
             self._forget_former(seat, rank)
+
+    def _former_shut_down(self, seat: int, rank: RankConnection) -> None:
+        """As others may have done, before they heard that the group can't go on; it may initialize again."""
+        del self._former[seat]
+        rank.hang_up()
+        self._may_return[rank.local_rank] = rank
+        self._loop.change_reader(rank.pidfd, functools.partial(self._is_gone, rank))
+        self._on_change()
 
     def _former_ended(self, seat: int, rank: RankConnection) -> None:
         self._forget_former(seat, rank)

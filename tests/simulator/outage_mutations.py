@@ -9,6 +9,7 @@ import pytest
 from byteps_py.worker import waits
 from byteps_py.worker.accusations import Accusations
 from byteps_py.worker.direct import Direct
+from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.scatter import ScatterPart
 from byteps_py.worker.tensor import Part, Stage
@@ -37,9 +38,17 @@ def believe_every_accusation(core: pytest.MonkeyPatch) -> None:
     core.setattr(Accusations, "is_sure", lambda self, member_id, now: True)
 
 
+def take_who_shuts_down_late_for_done(core: pytest.MonkeyPatch) -> None:
+    """All ranks shut down, to initialize again, and one hears only afterwards that another has gone back."""
+    core.setattr(ElasticDesk, "_former_shut_down", ElasticDesk._forget_former)
+
+
 #: Each with a seed that shows it.
 OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     count_on_nobody_who_has_yet_to_ask: 3400,
     blame_whoever_has_left: 3660,
 }
-ELASTIC_OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {believe_every_accusation: 616}
+ELASTIC_OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
+    believe_every_accusation: 616,
+    take_who_shuts_down_late_for_done: 21054,
+}
