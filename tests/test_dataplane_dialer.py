@@ -124,6 +124,32 @@ def test_it_is_open_when_it_is_welcome_and_not_before(router: zmq.Socket[bytes],
     assert (script.caller.times_open, script.pushed) == (1, [PUSHED])
 
 
+class Ended:
+    """A connection that ends after so many parts of a message, as ZeroMQ tells of it."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+
+    def send(self, data: bytes, flags: int, copy: bool = True) -> None:
+        if not self.parts:
+            raise zmq.Again
+        self.parts -= 1
+
+
+@pytest.mark.parametrize("parts", [0, 1])
+def test_a_connection_may_end_in_the_middle_of_a_message(
+    router: zmq.Socket[bytes], call: Call, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """It happens once in thousands of kills. Whoever sends hears that it broke."""
+    script = Welcoming(router, call)
+    script.caller.run()
+    dialer = script.caller.dialer
+    monkeypatch.setattr(dialer, "_socket", Ended(parts))
+    numbers = [dialer.send(header_for(0, PUSHED), PUSHED) for _ in range(2)]
+    assert numbers[1] == numbers[0] + 1
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize(
     ("says", "text"),
     [

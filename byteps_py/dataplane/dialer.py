@@ -6,6 +6,8 @@ the next: what is to be said again, the owner says again once ``on_open`` is cal
 
 from __future__ import annotations
 
+import contextlib
+
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -99,11 +101,11 @@ class Dialer:
             raise ProtocolError(f"a message for {self._who} before its connection was open")
         number = self._sealing.number
         sealed, shown = self._sealing.seal(header.pack(), payload)
-        try:
+        # The connection may have ended, before the first part or between the two (ZeroMQ takes back the first then). This
+        # end is about to hear so, and then all is said again.
+        with contextlib.suppress(zmq.Again):
             self._socket.send(sealed, _NOW_MORE)
-        except zmq.Again:  # the connection has ended, which this end is about to hear: then all is said again
-            return number
-        self._socket.send(shown, _NOW, copy=len(shown) < COPY_BYTES)
+            self._socket.send(shown, _NOW, copy=len(shown) < COPY_BYTES)
         return number
 
     # ---- the connection's life -----------------------------------------------------------------------------
