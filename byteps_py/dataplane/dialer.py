@@ -6,8 +6,6 @@ the next: what is to be said again, the owner says again once ``on_open`` is cal
 
 from __future__ import annotations
 
-import contextlib
-
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -101,11 +99,13 @@ class Dialer:
             raise ProtocolError(f"a message for {self._who} before its connection was open")
         number = self._sealing.number
         sealed, shown = self._sealing.seal(header.pack(), payload)
-        # The connection may have ended, before the first part or between the two (ZeroMQ takes back the first then). This
-        # end is about to hear so, and then all is said again.
-        with contextlib.suppress(zmq.Again):
+        try:
             self._socket.send(sealed, _NOW_MORE)
             self._socket.send(shown, _NOW, copy=len(shown) < COPY_BYTES)
+        except zmq.Again:
+            # The connection has ended, before the first part or between the two (then ZeroMQ has taken the first one
+            # back). This end is about to hear so, and then all is said again.
+            return number
         return number
 
     # ---- the connection's life -----------------------------------------------------------------------------
