@@ -21,6 +21,11 @@ class Overdue:
         """The scheduler knows whom others wait for."""
         self._said = [sentence, *self._said[:_SAID_KEPT]]
 
+    def away(self, now: float) -> None:
+        """The scheduler is, since now if it was not before."""
+        if self.away_since_s is None:
+            self.away_since_s = now
+
     def is_alone(self, now: float) -> bool:
         """The scheduler is away for too long."""
         return bool(self.limit_s) and self.away_since_s is not None and now - self.away_since_s > self.limit_s

@@ -28,6 +28,7 @@ class Placing:
     def __init__(self, topology: Topology) -> None:
         self._table: PlacementTable | None = None
         self._partitions: dict[int, int] = {}  # by key: about so many
+        self._count = 0  # of all
         self._topology = topology
         if topology.machines == 1:
             return
@@ -62,10 +63,13 @@ class Placing:
             return
         placed = [spec for spec in batch if self._is_placed(spec)]
         size = self._topology.partition_bytes
-        self._partitions.update({key_of(spec.name): -(-spec.nbytes // size) for spec in placed})
-        if (count := sum(self._partitions.values())) > MAX_PARTITIONS:
+        for spec in placed:
+            key, count = key_of(spec.name), -(-spec.nbytes // size)
+            self._count += count - self._partitions.get(key, 0)
+            self._partitions[key] = count
+        if self._count > MAX_PARTITIONS:
             raise ProtocolError(
-                f"tensors would be cut into {count} partitions of {size} bytes, {MAX_PARTITIONS} are the "
+                f"tensors would be cut into {self._count} partitions of {size} bytes, {MAX_PARTITIONS} are the "
                 "most; raise BYTEPS_PARTITION_BYTES"
             )
         self._table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in placed)

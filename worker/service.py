@@ -167,7 +167,7 @@ class Service:
             self._member_id = message.welcome.member_id
         elif body == "membership":
             if self._rejoining is not None and self._rejoining.is_new(message.membership):
-                if self._group is not None and self._group.executor.ranks:  # no correct scheduler: nobody heard them
+                if self._group is not None and self._group.executor.ranks:  # no correct scheduler
                     self._rejoining.dissolve(PeerLostError("the scheduler has begun another group without a word"))
                 self._end_group()
             if self._group is None:
@@ -258,8 +258,7 @@ class Service:
             self._scheduler_away(error)
 
     def _scheduler_away(self, error: BytePSError) -> None:
-        if self._overdue.away_since_s is None:
-            self._overdue.away_since_s = time.monotonic()
+        self._overdue.away(time.monotonic())
         # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
         if self._group is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
@@ -286,8 +285,7 @@ class Service:
         why, is_news = self._group.waits.vain(now) if self._group is not None else ("", False)
         if why:
             self._group_lost(PeerLostError(why), report=is_news)
-        limit = self._overdue.limit_s
-        is_alone = self._overdue.is_alone(now)
+        limit, is_alone = self._overdue.limit_s, self._overdue.is_alone(now)
         if is_alone and self._group is not None:
             self._group.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
         if limit and (waiting := self._waiting(limit)):
