@@ -225,9 +225,12 @@ class Rounds(Generic[C]):
                 return []
             # The machine has connected again and repeats itself: the same bits, but the answer goes there.
             self.counters.bytes_in_flight -= known.nbytes
+        count = new.header.machines or self.num_machines
+        if known is None and len(others) == count:  # they all pass: there is nothing that it could add to
+            return self._refuse([new], ProtocolError, _not_among(round_, machine))
         others[machine] = new
         self.counters.bytes_in_flight += new.nbytes
-        if len(others) < (new.header.machines or self.num_machines):
+        if len(others) < count:
             if round_.is_resent:
                 self._wanting[round_] = None
             return []
@@ -244,8 +247,7 @@ class Rounds(Generic[C]):
         """All machines have given, and the result is on its way: a repetition."""
         known = round_.contributions.get(new.header.sender)
         if known is None:
-            text = f"machine {new.header.sender} is not among those of round {round_.number} of {round_.partition}"
-            return self._refuse([new], ProtocolError, text)
+            return self._refuse([new], ProtocolError, _not_among(round_, new.header.sender))
         self.counters.duplicates += 1
         if known.origin is not new.origin and not new.header.is_supply:
             round_.redirected[new.header.sender] = new
@@ -370,6 +372,10 @@ class Rounds(Generic[C]):
 
     def _rounds(self, state: State) -> list[Round[C]]:
         return [r for partition in self._partitions() for r in partition.rounds.values() if r.state is state]
+
+
+def _not_among(round_: Round[C], machine: int) -> str:
+    return f"machine {machine} is not among those of round {round_.number} of {round_.partition}"
 
 
 def _is_left(given: Header, epoch: int) -> bool:

@@ -91,6 +91,16 @@ def test_machines_whose_ranks_have_joined_give_nothing_and_are_told_when_to_say_
         assert rounds.contribution(given(machine, kind=Kind.PASS, nbytes=0, round=2), 0.0) == []
 
 
+def test_who_is_not_of_a_group_adds_nothing_where_all_of_it_pass() -> None:
+    rounds = started(3)
+    for machine in (0, 1):
+        assert rounds.contribution(given(machine, machines=2, kind=Kind.PASS), 0.0) == []
+    machines, text = refusal(rounds.contribution(given(2, machines=2), 0.0))
+    assert machines == [2]
+    assert "machine 2 is not among those of round 1" in text
+    assert rounds.counters.bytes_in_flight == 0
+
+
 def test_a_machine_that_passes_may_be_behind() -> None:
     """The others agreed on another spec without it."""
     rounds = started(2)
