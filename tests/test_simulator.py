@@ -10,7 +10,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,12 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
 def test_a_broken_core_is_found(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the seed that is known to show it. After a change of the simulator that may be another one."""
     mutate(monkeypatch)
-    kind = ElasticCluster if mutate in ELASTIC_MUTATIONS else OutageCluster if mutate in OUTAGE_MUTATIONS else Cluster
+    kinds: list[tuple[type[Cluster], Collection[object]]] = [
+        (ElasticCluster, ELASTIC_MUTATIONS),
+        (OutageCluster, OUTAGE_MUTATIONS),
+        (ElasticOutageCluster, ELASTIC_OUTAGE_MUTATIONS),
+    ]
+    kind = next((kind for kind, mutations in kinds if mutate in mutations), Cluster)
     seeds = [KNOWN[mutate], *range(1000)]
     seed, found = next(((seed, violation) for seed in seeds if (violation := run(seed, kind).violation)), (-1, ""))
     assert found, "no seed shows it"
