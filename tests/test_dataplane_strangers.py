@@ -38,6 +38,7 @@ class Door:
         return end
 
     def close(self) -> None:
+        self.strangers.close()
         self._stack.close()
 
 
@@ -111,17 +112,24 @@ def no_socket(stack: contextlib.ExitStack) -> BinaryIO:
 
 
 @pytest.mark.parametrize("other", [another_connection, a_local_socket, a_datagram_socket, no_socket])
+@pytest.mark.parametrize("comes_late", [False, True])
 def test_a_number_that_is_now_of_something_else(
-    door: Door, other: Callable[[contextlib.ExitStack], socket.socket | BinaryIO]
+    door: Door, other: Callable[[contextlib.ExitStack], socket.socket | BinaryIO], comes_late: bool
 ) -> None:
-    """ZeroMQ closed a connection whose end has not been told yet, and the process opened something else: it stays."""
-    door.come()
+    """ZeroMQ closed a connection whose end, or beginning, has not been told yet, and the process opened something else:
+    that stays."""
+    end = door.come()
     assert door.here is not None
     with contextlib.ExitStack() as stack:
         thing = other(stack)
         number = door.here.fileno()
         os.dup2(thing.fileno(), number)
+        if comes_late:
+            door.strangers.came(number)
         door.now_s = PATIENCE_S
         door.strangers.sweep()
         assert len(door.strangers) == 0
-        assert door.strangers.cut_off == 0
+        assert is_cut_off(end)
+        assert door.strangers.cut_off == (0 if comes_late else 1)
+        if isinstance(thing, socket.socket) and thing.type == socket.SOCK_STREAM:
+            thing.sendall(b"it is not cut off")

@@ -333,4 +333,5 @@ class DataListener:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close()
+        self._strangers.close()
         self._context.term()

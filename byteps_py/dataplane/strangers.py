@@ -32,11 +32,12 @@ MOST = 256
 @dataclass(frozen=True, slots=True)
 class _Connection:
     since_s: float
-    peer: object  # its address
+    end: socket.socket  # a duplicate of our own: ZeroMQ's number may be another connection's by now
 
 
 class Strangers:
-    """``port``: of the listener; nothing else's connections are ever touched."""
+    """``port``: of the listener; nothing else's connections are ever touched. ``close`` gives back what is held of
+    those that are left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.port = 0
@@ -65,24 +66,23 @@ class Strangers:
         return len(self._waiting)
 
     def came(self, fd: int) -> None:
-        self._waiting.pop(fd, None)
+        self.known(fd)
         with contextlib.suppress(OSError):  # gone already
-            end = _borrow(fd)
-            with end:
-                self._waiting[fd] = _Connection(self._clock(), end.getpeername())
+            self._waiting[fd] = _Connection(self._clock(), _duplicate(fd, self.port))
         if len(self._waiting) > MOST:
             self._cut_off(next(iter(self._waiting)))
         self._look_later()
 
     def known(self, fd: int) -> None:
         """It has proven who it is, or is gone."""
-        self._waiting.pop(fd, None)
+        if (connection := self._waiting.pop(fd, None)) is not None:
+            connection.end.close()
 
     def sweep(self) -> None:
         """Cut off who is late, or has said too much."""
         late_s = self._clock() - PATIENCE_S
         for fd, connection in list(self._waiting.items()):
-            if connection.since_s <= late_s or _received(fd) > MOST_BYTES:
+            if connection.since_s <= late_s or _received(connection.end) > MOST_BYTES:
                 self._cut_off(fd)
 
     def cut(self, fd: int) -> None:
@@ -90,36 +90,34 @@ class Strangers:
         if fd in self._waiting:
             self._cut_off(fd)
 
+    def close(self) -> None:
+        for fd in list(self._waiting):
+            self.known(fd)
+
     def _cut_off(self, fd: int) -> None:
         connection = self._waiting.pop(fd)
-        # The number may be another's by now. A duplicate stays what it is while it is looked at.
-        with contextlib.suppress(OSError):
-            end = _borrow(fd)
-            with end:
-                if end.getsockname()[1] == self.port and end.getpeername() == connection.peer:
-                    self.cut_off += 1
-                    end.shutdown(socket.SHUT_RDWR)
+        with connection.end, contextlib.suppress(OSError):  # the other end was faster
+            connection.end.shutdown(socket.SHUT_RDWR)
+            self.cut_off += 1
 
 
-def _received(fd: int) -> int:
-    """So many bytes, of a connection that may be gone by now."""
+def _received(end: socket.socket) -> int:
+    """So many bytes."""
     with contextlib.suppress(OSError, struct.error):
-        end = _borrow(fd)
-        with end:
-            facts = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        facts = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         return int(_BYTES_RECEIVED.unpack_from(facts, _BYTES_RECEIVED_AT)[0])
     return 0
 
 
-def _borrow(fd: int) -> socket.socket:
-    """A duplicate. Raises OSError if there is none, or not of a network's socket: the number is another's by now."""
+def _duplicate(fd: int, port: int) -> socket.socket:
+    """Raises OSError if it is no connection to that port: the number is something else's by now."""
     copy = os.dup(fd)
     try:
         end = socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
-    if end.family not in (socket.AF_INET, socket.AF_INET6):
+    if end.family not in (socket.AF_INET, socket.AF_INET6) or end.getsockname()[1] != port:
         end.close()
         raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
     return end
