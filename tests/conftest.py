@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
+from zmq.utils import garbage
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import `support`
 
@@ -35,3 +37,12 @@ def leaves_nothing() -> Iterator[None]:
     yield
     leaks = before.leaks()
     assert not leaks, "left behind: " + "; ".join(leaks)
+
+
+@pytest.fixture(scope="module")
+def zeromq_collector() -> Iterator[None]:
+    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use. For modules
+    that send so in this process."""
+    zmq.Frame(bytearray(1 << 20))
+    yield
+    garbage.gc.stop()

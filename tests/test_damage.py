@@ -14,7 +14,6 @@ import zmq
 from support.damage import Flipper
 from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_values
 from support.proxy import Proxy
-from zmq.utils import garbage
 
 from byteps_py.errors import BytePSError, IntegrityError, ProtocolError
 from byteps_py.loop import EventLoop
@@ -37,12 +36,7 @@ ENCRYPTED = dataclasses.replace(SIGNED, encrypt=True)
 COUNT = 50_000
 
 
-@pytest.fixture(scope="module", autouse=True)
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 class Line:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator
 
 import pytest
 import zmq
-from zmq.utils import garbage
 
 from byteps_py.dataplane import handshake
 from byteps_py.dataplane.handshake import Caller, Doorkeeper
@@ -26,12 +24,7 @@ HEADER = Header(Kind.PUSH, 3, key=7, length=100_000).pack()
 KEY = bytes(range(16))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 def opened(seal: Seal, sealed: tuple[bytes, object]) -> tuple[bytes, bytes]:

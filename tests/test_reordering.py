@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import zmq
 from support.data_plane import WAIT_S, Machine, Server, exact_sum, random_values
 from support.summation import SETTINGS
-from zmq.utils import garbage
 
 from byteps_py.tensors import DType
 from byteps_py.wire import RESENT, SUPPLY, Kind
@@ -21,12 +18,7 @@ MACHINES, KEYS, ROUNDS = 3, 5, 15
 COUNT = 300
 
 
-@pytest.fixture(scope="module", autouse=True)
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 def contribution(machine: int, key: int, round_: int) -> np.ndarray:
@@ -121,6 +113,11 @@ def test_sums_are_exact_whatever_comes_twice_or_late_or_in_another_order(seed: i
             has_acted = sum(peer.act() for peer in chance.sample(peers, MACHINES)) > 0
             for peer in peers:
                 while peer.machine.socket.poll(0 if has_acted else 5):
+                    peer.hear()
+        while server.link.statistics().bytes_in_flight:  # what came late is summed once more, of what others supply
+            assert time.monotonic() < deadline_s
+            for peer in peers:
+                while peer.machine.socket.poll(5):
                     peer.hear()
         assert [peer.first for peer in peers] == [KEYS * ROUNDS] * MACHINES
         for happened in ("again", "stale", "supplied", "connected"):

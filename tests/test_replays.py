@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import zmq
 from support.data_plane import Server, header_for
 from support.summation import SETTINGS
-from zmq.utils import garbage
 
 from byteps_py.server.actions import Answer, Reduce, Refuse
 from byteps_py.server.partition import Contribution
@@ -20,12 +17,7 @@ REPLAYS = 1_000_000
 ONE, TWO, THREE = b"\0\0\x80?", b"\0\0\0@", b"\0\0@@"  # as float32
 
 
-@pytest.fixture(scope="module", autouse=True)
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 def given(sender: int, round_: int, origin: object, flags: int = 0) -> Contribution:

@@ -8,24 +8,16 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-import zmq
 from support.data_plane import WAIT_S, Server, header_for
 from support.strangers import resident_bytes
 from support.summation import SETTINGS, assert_works
-from zmq.utils import garbage
 
 from byteps_py.dataplane import listener
 from byteps_py.errors import PeerLostError
 from byteps_py.server import beginnings
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
-
-@pytest.fixture(scope="module", autouse=True)
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 @pytest.fixture(name="server")

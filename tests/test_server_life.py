@@ -14,7 +14,6 @@ import pytest
 import zmq
 from support.data_plane import WAIT_S, HandLink, LocalMachine, Machine, Server, exact_sum, random_values
 from support.summation import SETTINGS, assert_works
-from zmq.utils import garbage
 
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError, StallError
 from byteps_py.launch.cluster import free_port
@@ -27,13 +26,7 @@ from byteps_py.settings import Settings
 from byteps_py.tensors import DType
 from byteps_py.wire import Kind
 
-
-@pytest.fixture(scope="module", autouse=True)
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 @pytest.fixture(name="server")

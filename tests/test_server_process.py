@@ -7,10 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import zmq
 from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_values
 from support.summation import SETTINGS, assert_works
-from zmq.utils import garbage
 
 from byteps_py.errors import PeerLostError
 from byteps_py.tensors import DType, Op
@@ -19,12 +17,7 @@ from byteps_py.wire import HEADER_BYTES, Header, Kind
 BROADCAST = {"op": Op.BROADCAST}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 @pytest.fixture(name="server")

@@ -34,7 +34,6 @@ from support.strangers import (
     zmtp_frame,
 )
 from support.summation import SETTINGS
-from zmq.utils import garbage
 
 from byteps_py.channel import Listener
 from byteps_py.dataplane import listener
@@ -74,12 +73,7 @@ TOO_LONG = Stranger(
 KINDS = (*HALF_OPEN, UNPROVEN, UNFINISHED, TOO_LONG)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 class LoneServer:

@@ -12,7 +12,6 @@ import pytest
 import zmq
 from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_values
 from support.proxy import Proxy
-from zmq.utils import garbage
 
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
@@ -32,12 +31,7 @@ SETTINGS = Settings(
 COUNT = 50_000
 
 
-@pytest.fixture(scope="module", autouse=True)
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 class Worker:

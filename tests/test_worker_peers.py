@@ -15,7 +15,6 @@ from support.damage import Flipper
 from support.data_plane import Machine
 from support.proxy import Proxy
 from support.worker_core import slot, tensor
-from zmq.utils import garbage
 
 from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import MismatchError
@@ -73,12 +72,7 @@ class Service:
         self.loop.close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 @pytest.fixture(name="service")

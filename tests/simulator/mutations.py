@@ -357,7 +357,7 @@ def give_up_before_a_server_is_reached(core: pytest.MonkeyPatch) -> None:
 def be_late_with_a_deadline(core: pytest.MonkeyPatch) -> None:
     """Whoever waits in vain is told, but later than promised."""
     real = Service._waiting
-    core.setattr(Service, "_waiting", lambda self, age_s: real(self, age_s + (5.0 if age_s > 30.0 else 0.0)))
+    core.setattr(Service, "_waiting", lambda self, age_s: real(self, age_s + 5.0 * (age_s > 30.0)))
 
 
 #: With the seed that shows it first, as `tests/test_simulator.py` found it last.
