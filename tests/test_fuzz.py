@@ -6,19 +6,12 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-import zmq
 from fuzz import TARGETS, fuzz
-from zmq.utils import garbage
 
 INPUTS = 3000
 
 
-@pytest.fixture(autouse=True, scope="module")
-def zeromq_collector() -> Iterator[None]:
-    """pyzmq's thread that frees memory sent without copying: one per process, started at the first use."""
-    zmq.Frame(bytearray(1 << 20))
-    yield
-    garbage.gc.stop()
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 @pytest.fixture(autouse=True)

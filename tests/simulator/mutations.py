@@ -350,14 +350,13 @@ def go_on_before_the_scheduler_knows(core: pytest.MonkeyPatch) -> None:
 
 
 def give_up_before_a_server_is_reached(core: pytest.MonkeyPatch) -> None:
-    """Ranks that wait in vain as far as one knows, though nobody knows yet that the server is dead that has the sum."""
+    """Though nobody knows yet that the server is dead that has the sum."""
     core.setattr(Network, "is_whole", True)
 
 
 def be_late_with_a_deadline(core: pytest.MonkeyPatch) -> None:
     """Whoever waits in vain is told, but later than promised."""
-    real = Service._waiting
-    core.setattr(Service, "_waiting", lambda self, age_s: real(self, age_s + 5.0 * (age_s > 30.0)))
+    core.setattr(Service, "_waiting", lambda self, age_s, real=Service._waiting: real(self, age_s + 5 * (age_s > 30)))
 
 
 #: With the seed that shows it first, as `tests/test_simulator.py` found it last.
