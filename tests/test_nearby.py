@@ -23,6 +23,7 @@ from byteps_py.session.nearby.memory import Incoming, Outgoing, size_class
 from byteps_py.session.nearby.messages import Kind, Message
 from byteps_py.session.nearby.neighbours import Neighbours
 from byteps_py.session.nearby.post import Inbox, Outbox
+from byteps_py.session.nearby.waiting import Looks
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
 from byteps_py.worker.meetings import Introduce, Meetings, Tell
@@ -178,6 +179,29 @@ def test_whatever_the_delays_all_arrives_once_and_in_order(seed: int) -> None:
 
 
 # ---- messages ------------------------------------------------------------------------------------------------------
+
+
+def test_who_looks_in_vain_sleeps_at_once_but_for_one_try_in_sixteen() -> None:
+    looks = Looks()
+    for _ in range(2):
+        assert looks.is_due()
+        looks.ended(paid=False)
+    assert [looks.is_due() for _ in range(16)] == [False] * 15 + [True]
+    looks.ended(paid=False)
+    assert not looks.is_due()
+
+
+def test_one_look_that_pays_is_reason_enough_for_the_next() -> None:
+    looks = Looks()
+    for _ in range(2):
+        looks.is_due()
+        looks.ended(paid=False)
+    while not looks.is_due():
+        pass
+    looks.ended(paid=True)
+    assert looks.is_due()
+    looks.ended(paid=False)
+    assert looks.is_due()  # one late rank is no reason not to
 
 
 def test_messages_come_back_as_they_were() -> None:

@@ -18,6 +18,9 @@ from byteps_py.session import protocol
 
 #: To be woken takes 50 µs here, to look at a socket 2: for as long as two wake-ups, it pays to look again and again.
 SPIN_S = 100e-6
+#: Where cores are short, or ranks late, who looks does so in vain, and keeps others from coming: after so many times in
+#: a row, only one of so many waits begins with it, until it pays again.
+_MOST_VAIN, _WAITS_PER_TRY = 2, 16
 #: After so long the communication service is told, which knows who is alive, and says who keeps others waiting.
 _TELL_AFTER_S = 0.3
 
@@ -53,6 +56,23 @@ class Wait:
     id: int = 0
 
 
+class Looks:
+    """Whether it pays to look before one sleeps, from how often it did. Pure."""
+
+    def __init__(self) -> None:
+        self._vain = 0  # in a row
+        self._waits = 0  # since the last look
+
+    def is_due(self) -> bool:
+        """True if this wait is to begin with a look."""
+        self._waits += 1
+        return self._vain < _MOST_VAIN or self._waits >= _WAITS_PER_TRY
+
+    def ended(self, paid: bool) -> None:
+        self._waits = 0
+        self._vain = 0 if paid else self._vain + 1
+
+
 class Patience:
     """``take_message``: takes one, if there is any; called with the host's ``state`` held while nobody else reads."""
 
@@ -65,13 +85,14 @@ class Patience:
         self._take_message = take_message
         # Where ranks have to share cores, one that looks again and again keeps another from coming.
         self._spin_s = SPIN_S if local_size <= len(os.sched_getaffinity(0)) else 0.0
+        self._looks = Looks()
         self._waits = 0
 
     def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float) -> None:
         """Return when ``condition`` holds. Raises StallError and what ends the session."""
         host = self._host
         host.check_open()
-        if self._spin_s and timeout_s > self._spin_s and self._spin(condition):
+        if self._spin_s and timeout_s > self._spin_s and self._looks.is_due() and self._spin(condition):
             return
         if not wait.since:
             wait.since = time.monotonic()
@@ -101,8 +122,10 @@ class Patience:
             while not host.is_being_read:
                 if self._take_message():
                     if condition():
+                        self._looks.ended(paid=True)
                         return True
                 elif time.perf_counter() > limit:
+                    self._looks.ended(paid=False)
                     break
         return condition()
 
