@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.arithmetic import NUMPY, Memory, assert_same, bits, moderate_values, random_values, reference, run
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels import reduce
+from byteps_py.kernels import bind, reduce
 from byteps_py.tensors import DType, Op
 
 INTEGERS = [dtype for dtype in DType if not dtype.is_floating]
@@ -26,6 +26,17 @@ def test_reduce_equals_the_reference(dtype):
     for op, count, ranks, make in itertools.product(FOLDS, COUNTS, (1, 2, 3, 8, 11), (random_values, moderate_values)):
         arrays = [make(rng, dtype, count) for _ in range(ranks)]
         assert_same(dtype, run(op, dtype, arrays, shift=count % 3), reference(op, dtype, arrays))
+
+
+def test_what_is_bound_reads_and_writes_the_same_places_each_time():
+    inputs, result = np.array([[1, 2], [3, 4]], np.float32), np.zeros(2, np.float32)
+    call = bind(Op.SUM, DType.FLOAT32, [row.ctypes.data for row in inputs], [result.ctypes.data], 2)
+    copy = bind(Op.SUM, DType.FLOAT32, [result.ctypes.data], [inputs[0].ctypes.data], 2)
+    call()
+    assert result.tolist() == [4, 6]
+    copy()
+    call()
+    assert result.tolist() == [7, 10]
 
 
 @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)

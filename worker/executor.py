@@ -201,26 +201,23 @@ class Executor:
     def _compute(self, compute: Compute) -> None:
         part = compute.part
         self._at_work += 1
+        dtype = part.tensor.spec.dtype
         # A result that a server has summed, it has looked at as well.
         is_guarded = part.tensor.spec.is_guarded and part.stage is Stage.REDUCING
-        work = compute.work
-        if work is None and is_guarded:
-            work = compute.work = functools.partial(self._guard.reduce, compute)
-        elif work is None:
-            work = compute.work = functools.partial(
-                kernels.reduce,
-                compute.op,
-                part.tensor.spec.dtype,
-                compute.inputs,
-                compute.outputs,
-                part.count,
-                compute.divisor,
-            )
-        dtype = part.tensor.spec.dtype
         pair: Pair = (compute.op, dtype, Checks.FINITE) if is_guarded else (compute.op, dtype)
+        is_ready = pair in self._ready
+        work = compute.work
+        if work is None:
+            call = compute.op, dtype, compute.inputs, compute.outputs, part.count, compute.divisor
+            if is_guarded:
+                work = compute.work = functools.partial(self._guard.reduce, compute)
+            elif is_ready:
+                work = compute.work = kernels.bind(*call)
+            else:  # to bind a kernel that is not there yet would keep everybody waiting
+                work = functools.partial(kernels.reduce, *call)
         touched = part.length * (len(compute.inputs) + len(compute.outputs))
         is_last = part.tensor.is_alone and part is part.tensor.parts[-1]
-        if touched <= (LAST_INLINE_BYTES if is_last else INLINE_BYTES) and pair in self._ready:
+        if touched <= (LAST_INLINE_BYTES if is_last else INLINE_BYTES) and is_ready:
             work()
             self._computed(compute, None)
         else:

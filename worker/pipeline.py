@@ -284,6 +284,8 @@ class Pipeline:
     def forget(self, tensor: Tensor) -> list[Action]:
         """No other machine can lack a result of a tensor that was retired and kept."""
         tensor.is_kept = False
+        if tensor.spec.scatters:
+            self._scatterer.forget(tensor)
         return self._release(tensor)
 
     def _release(self, tensor: Tensor) -> list[Action]:

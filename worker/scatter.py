@@ -71,12 +71,17 @@ class Scatter:
             self._keep(self._part(tensor, request), request)
 
     def retire(self, tensor: Tensor) -> None:
-        """It is void."""
-        self._tensors.pop((tensor.key, tensor.generation), None)
+        """It is void. What was given to its last round is lent until ``forget``, if it is kept."""
         asks = {ask for part in tensor.parts if isinstance(part, ScatterPart) for ask in part.asks}
         self._queue.drop(set(asks))
         for ask in asks:
             self._queue.give_back(ask)
+        if not tensor.is_kept:
+            self.forget(tensor)
+
+    def forget(self, tensor: Tensor) -> None:
+        """No other machine can lack what was given here."""
+        self._tensors.pop((tensor.key, tensor.generation), None)
 
     def offer(self, part: ScatterPart, now: float) -> list[Action]:
         """This machine's sum of a part is there."""
@@ -113,9 +118,12 @@ class Scatter:
             self._early.setdefault((request.key, request.generation), []).append(request)
             return []
         part = self._part(tensor, request)
-        is_there = request.round == tensor.round and part.stage in (Stage.IN_FLIGHT, Stage.DONE)
         # What was lent may have been lost with a connection, and lies there until the next round is over.
-        if is_there or request.round == tensor.round - 1:
+        if request.round == tensor.round - 1:
+            return [Lend(part, request)]
+        if tensor.retired:
+            return []  # nobody gets a result of this round
+        if request.round == tensor.round and part.stage in (Stage.IN_FLIGHT, Stage.DONE):
             return [Lend(part, request)]
         self._keep(part, request)
         return []

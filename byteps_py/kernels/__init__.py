@@ -1,5 +1,5 @@
 """Arithmetic on memory: ``reduce`` sums contributions in one pass, ``engine.Engine`` runs such work in threads."""
 
-from byteps_py.kernels.reduction import Report, prepare, reduce, reduce_checked
+from byteps_py.kernels.reduction import Report, bind, prepare, reduce, reduce_checked
 
-__all__ = ["Report", "prepare", "reduce", "reduce_checked"]
+__all__ = ["Report", "bind", "prepare", "reduce", "reduce_checked"]

@@ -216,6 +216,9 @@ class Kernels:
         for target in targets:
             target[:] = result
 
+    def bind(self, *call: Any) -> Callable[[], None]:
+        return functools.partial(self.reduce, *call)
+
 
 def _use_of(work: Callable[[], None]) -> tuple[DType, Sequence[int], Sequence[int], int] | None:
     """(dtype, inputs, outputs, count) of a kernel; None if it is none."""
