@@ -71,6 +71,17 @@ def test_who_leaves_is_waited_for_until_it_says_what_it_has_taken() -> None:
     assert not direct.keeps_for({2})
 
 
+def test_a_gather_waits_for_all_ranks_of_this_machine_too_as_the_last_asks_for_all() -> None:
+    direct, (slot, other) = local(Op.GATHER)
+    layout = Layout(((0, 0),) * 3, ((0, 0), (0, 0), (8, 4)))  # nothing but rank 2's piece
+    assert direct.ready(slot, 1, layout, 0.0) == []
+    channel, member = next(iter(direct.members(0)))
+    assert serving.needs(channel, member) == {1, 2}
+    (fetch,) = direct.ready(other, 1, layout, 0.0)
+    assert isinstance(fetch, Fetch)
+    assert serving.needs(channel, member) == {2}
+
+
 def test_memory_to_which_a_piece_is_being_copied_is_kept_though_its_round_was_abandoned() -> None:
     queue: PushQueue[Transfer | AskSum] = PushQueue(0)
     direct = Direct(0, [0, 1], 100, 100, queue)

@@ -87,6 +87,10 @@ def needs(channel: Channel, member: Member) -> set[int]:
     """The ranks that a member's round waits for: who has something for it, or has yet to take, or to agree to, what it
     has for them."""
     needed = {channel.ranks[source] for source in member.due}
+    if channel.is_gather and any(source not in channel.here for source in member.due):
+        # The last rank of this machine to come asks others for all.
+        members = channel.members
+        needed.update(channel.ranks[p] for p in channel.here if p not in members or members[p].round < member.round)
     for round_, offer in member.offers.items():
         for taker in offer.unseen.union(offer.left if round_ < member.round else ()):
             needed.update(_ranks(channel, taker))
