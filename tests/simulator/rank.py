@@ -144,9 +144,13 @@ class Rank(Process):
         yield from self._settle()
 
     def _settle(self) -> Life:
-        """Before it leaves."""
+        """Before it leaves, which it does at the latest when the session's patience has ended."""
         if self.session._has_given:
-            yield from self._ask(protocol.pack(Kind.SETTLE), Kind.SETTLED)
+            patience_s = self._settings.stall_limit_s + _PATIENCE_S
+            due_s = self.world.now_s + patience_s
+            self.world.after(patience_s, self, None, self._on_arrival)
+            yield from self._ask(protocol.pack(Kind.SETTLE), Kind.SETTLED, lambda: self.world.now_s >= due_s)
+            self.session._has_given = self.world.now_s < due_s
 
     def _is_away(self, number: int) -> bool:
         """It had joined when the others went through this step."""
