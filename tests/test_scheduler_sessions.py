@@ -11,7 +11,7 @@ from byteps_py.errors import JournalError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler import sessions
+from byteps_py.scheduler import returning, sessions
 from byteps_py.scheduler.restoring import replay
 from byteps_py.scheduler.sessions import Sessions
 
@@ -207,6 +207,21 @@ def test_a_restarted_scheduler_takes_its_members_back_and_waits_for_the_others()
     assert running(plane).core.state == states.RUNNING
     plane.wait(0.2)
     assert running(plane).core.reason.endswith("it did not come back within 5 s after the scheduler was started again")
+
+
+def test_a_restarted_scheduler_does_not_wait_for_the_connections_of_those_who_had_left() -> None:
+    plane, *members = complete()
+    for member in members:
+        member.say(leave=pb.Leave())
+        plane.carry_up(member)
+    plane.flush()
+    plane.crash()  # before it has seen a connection's end
+    plane.members.clear()
+    plane.start()
+    plane.tick(returning.STRANGERS_WAIT * plane.config.heartbeat_timeout_s)  # another job's processes might come
+    finish = running(plane).finished(plane.now)
+    assert finish is not None
+    assert finish.exit_status == 0
 
 
 @pytest.mark.parametrize("asked", [False, True])

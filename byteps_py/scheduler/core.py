@@ -60,6 +60,9 @@ class SchedulerCore:
             return []
         return self._lose(member, "its connection ended; see its log for why", now_s)
 
+    def is_connected(self, connection: int) -> bool:
+        return connection in self._connections
+
     def handle(self, connection: int, message: pb.MemberMessage, now_s: float) -> Outgoing:
         """Never raises for what a member sends: one that breaks the protocol is refused, and the job fails."""
         member = self._roster.of_connection(connection)

@@ -130,6 +130,10 @@ class Sessions:
     def restart(self, now_s: float) -> None:
         """All records have been replayed: members that these tell of may now come back."""
         self._do(JournalRecord(at_s=now_s, restart=True))
+        for session in self._sessions.values():
+            if not self.core.is_member(session.id) and self.core.is_connected(session.id):
+                # It has left, and its connection ended with the scheduler before this one.
+                self._do(JournalRecord(at_s=now_s, session=session.id, ended=True))
         missing = [s for s in self._sessions.values() if self.core.is_member(s.id)]
         return_s = self._returning.begin(now_s, bool(missing), self.core.state == states.FORMING)
         for session in missing:
