@@ -14,14 +14,15 @@ from __future__ import annotations
 LOOPBACK_MBIT = 40_000.0
 
 MAX_PARTITION_BYTES = 4 << 20  # larger messages are slower per byte in ZeroMQ
-MIN_PARTITION_BYTES = 32 << 10
+MIN_PARTITION_BYTES = 64 << 10
 
 _PIPELINE_S = 0.02  # what the pipeline may take
 #: What a message takes on the wire at least: the services need 0.2 ms of processor time for it at either end, and what
 #: else there is to do, beside them, should have most of it.
 _MESSAGE_S, _SHARED_MESSAGE_S = 0.006, 0.003
 _IN_FLIGHT_OVER_LEAST, _SHARED_IN_FLIGHT_OVER_LEAST = 1.5, 2.0
-_ANSWER_OVER_LEAST = 3.0
+#: Longer, and what waits in servers for late machines keeps the links idle.
+_ANSWER_OVER_LEAST = 1.5
 #: Freed memory that a process keeps for messages, before it knows what it will have in flight.
 USUAL_CREDIT_BYTES = 64 << 20
 
@@ -38,7 +39,7 @@ def partition_bytes(link_mbit: float, machines: int, is_shared: bool) -> int:
     >>> [partition_bytes(rate, 4, is_shared=False) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
     [64, 256, 512, 4096, 4096]
     >>> [partition_bytes(rate, 4, is_shared=True) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
-    [32, 128, 256, 2048, 4096]
+    [64, 128, 256, 2048, 4096]
     """
     rate = link_mbit * 1e6 / 8
     wire_bytes = int(rate * max(_PIPELINE_S / (2 * machines), _SHARED_MESSAGE_S if is_shared else _MESSAGE_S))

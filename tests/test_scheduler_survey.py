@@ -111,4 +111,4 @@ def test_a_member_that_leaves_is_waited_for_again() -> None:
 def test_told_rates_need_no_turns() -> None:
     cluster = gather(link_mbit=100.0, partition_bytes=0)
     assert cluster.core.state == states.RUNNING
-    assert cluster.core.status(0.0).partition_bytes == 32 << 10
+    assert cluster.core.status(0.0).partition_bytes == 64 << 10

@@ -15,12 +15,17 @@ GLOO_BUCKET_BYTES = 25 << 20  # DDP's
 
 def ours(counts: list[int]) -> tuple[int, object, object, object]:
     from byteps_py.session import open_session
+    from byteps_py.settings import Settings
     from byteps_py.tensors import DType, TensorSpec
+    from byteps_py.torch.layout import plan_buckets
 
     session = open_session()
-    # Back layers first, as a backward pass produces them; front layers have priority.
-    specs = [TensorSpec(f"t{i}", DType.FLOAT32, (count,), priority=-i) for i, count in enumerate(counts)]
-    slots = session.declare(specs)[::-1]
+    # As DistributedOptimizer does: small gradients travel together, back layers come first, as a backward pass produces
+    # them, and front layers have priority.
+    sizes = [count * 4 for count in counts]
+    buckets = plan_buckets(sizes, [0] * len(counts), Settings.from_env().fusion_bytes)
+    specs = [TensorSpec(f"t{min(b)}", DType.FLOAT32, (sum(counts[i] for i in b),), priority=-min(b)) for b in buckets]
+    slots = session.declare(specs)
     for slot in slots:
         for memory in slot.inputs:
             np.frombuffer(memory, np.float32)[:] = 1 + session.rank
