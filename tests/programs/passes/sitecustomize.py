@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ LEAST = 1 << 16  # smaller ones are no gradients
 _counts: Counter[str] = Counter()
 _lock = threading.Lock()
 _here = threading.local()  # .reducing: what the kernel itself copies with is counted already
-_reduce, _memmove = kernels.reduce, ctypes.memmove
+_bind, _memmove = kernels.bind, ctypes.memmove
 
 
 def _count(read: int, written: int) -> None:
@@ -29,14 +30,23 @@ def _count(read: int, written: int) -> None:
             _counts.update(read=read, written=written)
 
 
-def _counting_reduce(op: Any, dtype: Any, inputs: Any, outputs: Any, count: int, divisor: int = 1) -> None:
+def _counting_bind(op: Any, dtype: Any, inputs: Any, outputs: Any, count: int, divisor: int = 1) -> Callable[[], None]:
+    call = _bind(op, dtype, inputs, outputs, count, divisor)
     nbytes = count * dtype.itemsize
-    _count(len(inputs) * nbytes, len(outputs) * nbytes)
-    _here.reducing = True
-    try:
-        _reduce(op, dtype, inputs, outputs, count, divisor)
-    finally:
-        _here.reducing = False
+
+    def run() -> None:
+        _count(len(inputs) * nbytes, len(outputs) * nbytes)
+        _here.reducing = True
+        try:
+            call()
+        finally:
+            _here.reducing = False
+
+    return run
+
+
+def _counting_reduce(*arguments: Any) -> None:
+    _counting_bind(*arguments)()
 
 
 def _counting_memmove(to: Any, source: Any, nbytes: int) -> Any:
@@ -52,6 +62,6 @@ def _report() -> None:
 
 
 if "PASSES_FOLDER" in os.environ:
-    kernels.reduce = _counting_reduce
+    kernels.bind, kernels.reduce = _counting_bind, _counting_reduce
     ctypes.memmove = _counting_memmove
     atexit.register(_report)
