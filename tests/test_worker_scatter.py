@@ -192,20 +192,20 @@ def test_only_the_owners_machine_is_given_a_part() -> None:
             machine.scatter.requested(SumRequest(None, sender, machine.tensor.key, 1, index, 1))
 
 
-def _of_two_machines(index: int) -> tuple[Scatter, Pipeline, Tensor]:
-    """One rank on each; this machine has given its part to the first round, and got its own."""
+def _of_two_machines() -> tuple[Scatter, Pipeline, Tensor]:
+    """One rank on each; machine 0 has given its part to the first round, and got its own."""
     spec = TensorSpec("g", DType.FLOAT32, (4,), scatters=True)
     queue = PushQueue[Transfer | AskSum](0)
-    scatter = Scatter(index, [0, 1], queue)
+    scatter = Scatter(0, [0, 1], queue)
     pipeline = Pipeline(2, PushQueue(0), scatter)
     mine = make_slot(0, spec, inputs=2)
-    tensor = Tensor("g", 1, spec, (mine,), first_rank=index, machines=2)
+    tensor = Tensor("g", 1, spec, (mine,), machines=2)
     mine.tensor = tensor
     pipeline.start(tensor, pieces(spec, 2, limit=64), 0.0)
     actions = pipeline.ready(mine, 1, spec.nbytes, 0.0)
     (ask,) = [action.item for action in actions if isinstance(action, Fetch)]
     assert isinstance(ask, AskSum)
-    (lent,) = scatter.requested(SumRequest(None, 1 - index, tensor.key, 1, 1 - index, 1))
+    (lent,) = scatter.requested(SumRequest(None, 1, tensor.key, 1, 1, 1))
     assert isinstance(lent, Lend)
     pipeline.lent(lent.part, 1)
     scatter.arrived(ask, 77, 0.0)
@@ -214,7 +214,7 @@ def _of_two_machines(index: int) -> tuple[Scatter, Pipeline, Tensor]:
 
 
 def test_what_was_lost_with_a_connection_is_given_again_after_the_end_of_its_tensor() -> None:
-    scatter, pipeline, tensor = _of_two_machines(0)
+    scatter, pipeline, tensor = _of_two_machines()
     pipeline.retire(tensor, 0.0, keep=True)
     (again,) = scatter.requested(SumRequest(None, 1, tensor.key, 1, 1, 1))
     assert isinstance(again, Lend)
@@ -224,6 +224,6 @@ def test_what_was_lost_with_a_connection_is_given_again_after_the_end_of_its_ten
 
 
 def test_a_void_tensor_whose_last_result_nobody_lacks_is_lent_no_more() -> None:
-    scatter, pipeline, tensor = _of_two_machines(0)
+    scatter, pipeline, tensor = _of_two_machines()
     pipeline.retire(tensor, 0.0)
     assert scatter.requested(SumRequest(None, 1, tensor.key, 1, 1, 1)) == []
