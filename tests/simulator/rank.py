@@ -119,10 +119,7 @@ class Rank(Process):
         local_rank, local_size = settings.local_rank, settings.local_size
         hello = protocol.hello(local_rank, local_size, self.pid, self.synced_in)
         patience_s = max(settings.start_timeout_s, settings.elastic_timeout_s if settings.elastic else 0) + _PATIENCE_S
-        due_s = self.world.now_s + patience_s
-        self.world.after(patience_s, self, None, self._on_arrival)
-        yield from self._ask(hello, Kind.WELCOME, lambda: self.world.now_s >= due_s)
-        if self.world.now_s >= due_s:
+        if not (yield from self._ask_patiently(hello, Kind.WELCOME, patience_s)):
             raise StallError("the communication service of this machine did not answer")
         self.session = RemoteSession(cast(Any, channel), local_rank, local_size, 10.0, 60.0, 10.0, self.synced_in)
         self.has_joined = True
@@ -147,14 +144,21 @@ class Rank(Process):
         """Before it leaves, which it does at the latest when the session's patience has ended."""
         if self.session._has_given:
             patience_s = self._settings.stall_limit_s + _PATIENCE_S
-            due_s = self.world.now_s + patience_s
-            self.world.after(patience_s, self, None, self._on_arrival)
-            yield from self._ask(protocol.pack(Kind.SETTLE), Kind.SETTLED, lambda: self.world.now_s >= due_s)
-            self.session._has_given = self.world.now_s < due_s
+            message = protocol.pack(Kind.SETTLE)
+            self.session._has_given = yield from self._ask_patiently(message, Kind.SETTLED, patience_s)
 
     def _is_away(self, number: int) -> bool:
         """It had joined when the others went through this step."""
         return number < self._back_at
+
+    def _ask_patiently(
+        self, message: bytes, answer: Kind, patience_s: float
+    ) -> Generator[float | Callable[[], bool], None, bool]:
+        """``_ask``, but not for longer. False: that was too long."""
+        due_s = self.world.now_s + patience_s
+        self.world.after(patience_s, self, None, self._on_arrival)
+        yield from self._ask(message, answer, lambda: self.world.now_s >= due_s)
+        return self.world.now_s < due_s
 
     def _ask(self, message: bytes, answer: Kind, is_late: Callable[[], bool] = lambda: False) -> Life:
         """Send what the session is about to send, and wait for what it is about to wait for."""
