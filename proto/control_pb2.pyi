@@ -128,36 +128,44 @@ class Heartbeat(_message.Message):
     def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., bare: bool = ...) -> None: ...
 
 class RankPace(_message.Message):
-    __slots__ = ("rank", "step_s", "wait_s", "pid", "last_step_s", "last_wait_s")
+    __slots__ = ("rank", "step_s", "wait_s", "pid", "last_step_s", "last_wait_s", "row_step_s", "row_waited")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     LAST_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    ROW_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    ROW_WAITED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step_s: float
     wait_s: float
     pid: int
     last_step_s: float
     last_wait_s: float
-    def __init__(self, rank: _Optional[int] = ..., step_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., pid: _Optional[int] = ..., last_step_s: _Optional[float] = ..., last_wait_s: _Optional[float] = ...) -> None: ...
+    row_step_s: float
+    row_waited: float
+    def __init__(self, rank: _Optional[int] = ..., step_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., pid: _Optional[int] = ..., last_step_s: _Optional[float] = ..., last_wait_s: _Optional[float] = ..., row_step_s: _Optional[float] = ..., row_waited: _Optional[float] = ...) -> None: ...
 
 class ServerPace(_message.Message):
-    __slots__ = ("member_id", "answer_s", "ratio", "awaited", "last_answer_s", "last_ratio")
+    __slots__ = ("member_id", "answer_s", "ratio", "awaited", "last_answer_s", "last_ratio", "row_answer_s", "row_ratio")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ANSWER_S_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     AWAITED_FIELD_NUMBER: _ClassVar[int]
     LAST_ANSWER_S_FIELD_NUMBER: _ClassVar[int]
     LAST_RATIO_FIELD_NUMBER: _ClassVar[int]
+    ROW_ANSWER_S_FIELD_NUMBER: _ClassVar[int]
+    ROW_RATIO_FIELD_NUMBER: _ClassVar[int]
     member_id: int
     answer_s: float
     ratio: float
     awaited: float
     last_answer_s: float
     last_ratio: float
-    def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ..., awaited: _Optional[float] = ..., last_answer_s: _Optional[float] = ..., last_ratio: _Optional[float] = ...) -> None: ...
+    row_answer_s: float
+    row_ratio: float
+    def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ..., awaited: _Optional[float] = ..., last_answer_s: _Optional[float] = ..., last_ratio: _Optional[float] = ..., row_answer_s: _Optional[float] = ..., row_ratio: _Optional[float] = ...) -> None: ...
 
 class Statistics(_message.Message):
     __slots__ = ("bytes_received", "bytes_sent", "bytes_local", "rounds", "bytes_summed", "cpu_s", "resident_bytes", "bytes_in_flight")

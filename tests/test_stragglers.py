@@ -99,3 +99,11 @@ def test_a_slow_rank_and_a_slow_server_are_named_and_hold_no_more_than_the_credi
         # Nobody else was said to be slow.
         slow = [line for line in job.said if " from step to step, " in line or " answers after " in line]
         assert all(named in line or answers.search(line) for line in slow), job.text
+
+
+def test_of_short_steps_the_slow_rank_is_named_too() -> None:
+    """By a difference of 40 ms, which is less than an operating system may keep a process waiting, now and then."""
+    with launch("-np 2", "straggles_shortly") as job:
+        job.until("0: training", "1: training")
+        job.until(f"rank 1 (process {job.pid('straggles_shortly', BYTEPS_LOCAL_RANK='1')}; ", "1 rank waits for it")
+        assert job.end() == 0

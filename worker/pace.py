@@ -28,8 +28,13 @@ SPAN_S = 0.5
 WINDOW_S = 3.0
 _MOST = 16
 _LEAST_WEIGHT_S = 1e-6
-#: What an answer takes however small it is: a busy machine's scheduling.
+#: As many steps, or answers, in a row as take so long show what they take at least, if they are two or more: an
+#: operating system that keeps a process waiting does so now and then only.
+ROW_S = 0.5
+_ROW_MOST = 64
+#: What an answer takes however small it is: a busy machine's scheduling; and what it takes at its best.
 _BASE_S = 0.005
+_BEST_S = 0.002
 #: Others are waited for this long as a matter of course.
 _LEAST_WAIT_S = 0.005
 
@@ -79,8 +84,32 @@ class Typical:
 
     @property
     def awaited(self) -> float:
-        """Of what took a time: so much was going on at a time, on average."""
-        return sum(weight for _, weight, _ in self._spans) / sum(span_s for span_s, _, _ in self._spans)
+        """Of what took a time: so much was going on at a time, on average. 0 before the first span is over."""
+        span_s = sum(span_s for span_s, _, _ in self._spans)
+        return sum(weight for _, weight, _ in self._spans) / span_s if span_s else 0.0
+
+
+class Row:
+    """The last values without a gap, about times that do not overlap."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=_ROW_MOST)  # since when, values
+        self._until = 0.0
+
+    def add(self, since: float, now: float, *values: float) -> None:
+        """``values`` are about the time from ``since`` to ``now``."""
+        if since >= self._until:
+            self._until = now
+            self._last.append((since, values))
+
+    def values(self) -> list[tuple[float, ...]] | None:
+        """Those of the latest in a row; None before there are enough."""
+        latest: list[tuple[float, ...]] = []
+        for since, values in reversed(self._last):
+            latest.append(values)
+            if len(latest) >= 2 and (self._until - since >= ROW_S or len(latest) == _ROW_MOST):
+                return latest
+        return None
 
 
 class _Rank:
@@ -92,19 +121,12 @@ class _Rank:
         self.mark = 0.0  # of the last hand-over, or of the last delivery if nothing is pending
         self.own_s = self.wait_s = 0.0  # of this step
         self.typical = Typical()
-        self._last: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=2)  # steps: how long, own and waiting
+        self.row = Row()
 
     def end_step(self, now: float) -> None:
         """The next one begins."""
         self.typical.add(self.since, now, self.own_s, self.wait_s)
-        self._last.append((now - self.since, (self.own_s, self.wait_s)))
-
-    def latest(self) -> tuple[float, ...] | None:
-        """The least of the last two steps, or of as many as took a second."""
-        if len(self._last) < 2 or any(took_s < SPAN_S for took_s, _ in self._last):
-            return self.typical.latest()
-        (_, first), (_, second) = self._last
-        return tuple(map(min, first, second))
+        self.row.add(self.since, now, self.own_s, self.wait_s)
 
 
 class RankPace:
@@ -143,10 +165,12 @@ class RankPace:
         found = []
         for local_rank in here:
             rank = self._ranks.get(local_rank)
-            if rank is not None and (latest := rank.latest()) is not None:
-                step_s, wait_s = rank.typical.values() or (0.0, 0.0)
-                pace = pb.RankPace(rank=self._first_rank + local_rank, pid=rank.pid, step_s=step_s, wait_s=wait_s)
-                pace.last_step_s, pace.last_wait_s = latest
+            if rank is not None and (row := rank.row.values()) is not None:
+                pace = pb.RankPace(rank=self._first_rank + local_rank, pid=rank.pid)
+                pace.row_step_s = min(own_s for own_s, _ in row)
+                pace.row_waited = min(wait_s / max(own_s + wait_s, _LEAST_WEIGHT_S) for own_s, wait_s in row)
+                pace.step_s, pace.wait_s = rank.typical.values() or (0.0, 0.0)
+                pace.last_step_s, pace.last_wait_s = rank.typical.latest() or (0.0, 0.0)
                 found.append(pace)
         return found
 
@@ -160,7 +184,7 @@ class ServerPace:
         self._skip = skip
         self._pushed: dict[Part, tuple[float, int]] = {}  # when, and bytes on their way to the server
         self._on_the_way: dict[int, int] = dict.fromkeys(link_mbit, 0)
-        self._typical: dict[int, Typical] = {}
+        self._answers: dict[int, tuple[Typical, Row]] = {}
 
     def pushed(self, part: Part, now: float) -> None:
         if part.server in self._skip or part.server not in self._on_the_way:
@@ -180,11 +204,13 @@ class ServerPace:
         if waited_s > answer_s + _LEAST_WAIT_S:
             return
         mbit = self._link_mbit[part.server]
-        due_s = _BASE_S + (ahead * 8 / (mbit * 1e6) if mbit else 0.0)
-        typical = self._typical.get(part.server)
-        if typical is None:
-            typical = self._typical[part.server] = Typical()
-        typical.add(since, now, answer_s, answer_s / due_s)
+        link_s = ahead * 8 / (mbit * 1e6) if mbit else 0.0
+        known = self._answers.get(part.server)
+        if known is None:
+            known = self._answers[part.server] = Typical(), Row()
+        typical, row = known
+        typical.add(since, now, answer_s, answer_s / (_BASE_S + link_s))
+        row.add(since, now, answer_s, answer_s / (_BEST_S + link_s))
 
     def forget(self, part: Part) -> None:
         """No answer is waited for any more."""
@@ -194,10 +220,11 @@ class ServerPace:
 
     def report(self) -> list[pb.ServerPace]:
         found = []
-        for server, typical in self._typical.items():
-            if (latest := typical.latest()) is not None:
-                answer_s, ratio = typical.values() or (0.0, 0.0)
-                pace = pb.ServerPace(member_id=server, answer_s=answer_s, ratio=ratio, awaited=typical.awaited)
-                pace.last_answer_s, pace.last_ratio = latest
+        for server, (typical, row) in self._answers.items():
+            if (latest := row.values()) is not None:
+                pace = pb.ServerPace(member_id=server, awaited=typical.awaited)
+                pace.answer_s, pace.ratio = typical.values() or (0.0, 0.0)
+                pace.last_answer_s, pace.last_ratio = typical.latest() or (0.0, 0.0)
+                pace.row_answer_s, pace.row_ratio = map(min, zip(*latest, strict=True))
                 found.append(pace)
         return found

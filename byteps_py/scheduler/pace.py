@@ -1,8 +1,9 @@
 """Who is much slower than the others: ranks and summation services. Pure.
 
 Communication services report with their heartbeats what is typical, and the least of the latest (worker/pace.py). Slow
-is who takes BYTEPS_STRAGGLER times as long as the median of the others, or lately half as much again; a rank only if
-these wait for it meanwhile. It is warned about at once, then again every ``again_s`` while it lasts.
+is who takes BYTEPS_STRAGGLER times as long as the median of the others, or lately, or in each of a row, half as much
+again; a rank only if these wait for it meanwhile. It is warned about at once, then again every ``again_s`` while it
+lasts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from byteps_py.scheduler.words import count_text, ranks_text
 #: processes are more than processors, that is nobody's fault and changes all the time.
 LEAST_STEP_S = 0.1
 LEAST_ANSWER_S = 0.05
-#: What has lasted for two steps only is told of who is so much slower than what is typical would have to be.
+#: Not so who takes as long each time, without a quicker one in between.
+LEAST_ROW_STEP_S = 0.002
+LEAST_ROW_ANSWER_S = 0.01
+#: What has lasted for a second, or two steps, is told only of who is slower by this factor than who always has been.
 _LATELY = 1.5
 #: Of the time that a slow rank takes longer, others must spend this part waiting.
 _WAITING = 0.5
@@ -85,6 +89,10 @@ def _latest(pace: pb.ServerPace) -> _Server:
     return _Server(pace.member_id, pace.last_answer_s, pace.last_ratio, pace.awaited)
 
 
+def _row(pace: pb.ServerPace) -> _Server:
+    return _Server(pace.member_id, pace.row_answer_s, pace.row_ratio, pace.awaited)
+
+
 def _slow_ranks(paces: Sequence[_Rank], factor: float) -> Iterator[Slow]:
     if len(paces) < 2:
         return
@@ -97,8 +105,20 @@ def _slow_ranks(paces: Sequence[_Rank], factor: float) -> Iterator[Slow]:
             yield Slow(True, pace.rank, pace.pid, pace.step_s, others_s, pace.step_s / max(others_s, 1e-6))
 
 
-def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float) -> Iterator[Slow]:
-    """``reports``: of each machine."""
+def _slow_in_a_row(paces: Sequence[pb.RankPace], factor: float) -> Iterator[Slow]:
+    """Who works most of the time, while the others wait most of it, and takes so much longer in each step."""
+    if len(paces) < 2:
+        return
+    steps_s, waited = sorted(pace.row_step_s for pace in paces), sorted(pace.row_waited for pace in paces)
+    for pace in paces:
+        others_s = _median_without(steps_s, pace.row_step_s)
+        is_slow = pace.row_step_s >= max(others_s + LEAST_ROW_STEP_S, factor * others_s)
+        if is_slow and pace.row_waited <= _WAITING <= _median_without(waited, pace.row_waited):
+            yield Slow(True, pace.rank, pace.pid, pace.row_step_s, others_s, pace.row_step_s / max(others_s, 1e-6))
+
+
+def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float, least_s: float) -> Iterator[Slow]:
+    """``reports``: of each machine; ``least_s``: what differs by less is no evidence."""
     evidence: dict[int, list[_Answers]] = {}
     for report in reports:
         # As the same machine finds the others, so that it makes no server slow by being slow itself. It may know
@@ -118,7 +138,7 @@ def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float) -> Iterat
             evidence.setdefault(pace.member_id, []).append(answers)
     for server, said in evidence.items():
         median = _median(said)
-        if median.takes_s - median.others_s >= LEAST_ANSWER_S and median.times >= factor:
+        if median.takes_s - median.others_s >= least_s and median.times >= factor:
             yield Slow(False, server, 0, median.takes_s, median.others_s, median.times)
 
 
@@ -142,9 +162,11 @@ class PaceWatch:
         late = _LATELY * self._factor
         slow = [
             *_slow_ranks([_Rank(p.rank, p.pid, p.step_s, p.wait_s) for p in ranks if p.step_s], self._factor),
-            *_slow_ranks([_Rank(p.rank, p.pid, p.last_step_s, p.last_wait_s) for p in ranks], late),
-            *_slow_servers([[_typical(p) for p in report if p.answer_s] for report in servers], self._factor),
-            *_slow_servers([[_latest(p) for p in report] for report in servers], late),
+            *_slow_ranks([_Rank(p.rank, p.pid, p.last_step_s, p.last_wait_s) for p in ranks if p.last_step_s], late),
+            *_slow_in_a_row([p for p in ranks if p.row_step_s], late),
+            *_slow_servers([[_typical(p) for p in of if p.answer_s] for of in servers], self._factor, LEAST_ANSWER_S),
+            *_slow_servers([[_latest(p) for p in of if p.last_answer_s] for of in servers], late, LEAST_ANSWER_S),
+            *_slow_servers([[_row(p) for p in of if p.row_answer_s] for of in servers], late, LEAST_ROW_ANSWER_S),
         ]
         return list({(each.is_rank, each.who): each for each in reversed(slow)}.values())[::-1]
 

@@ -75,10 +75,15 @@ def train(rank: Rank) -> None:
 
 def straggles(rank: Rank) -> None:
     """The same, but the odd rank takes ten times as long from step to step."""
-    told(rank, count=1 << 18, usual_s=0.08)
+    told(rank, count=1 << 18, usual_s=0.08, odd_s=0.8)
 
 
-def told(rank: Rank, count: int = 4, usual_s: float = 0.0) -> None:
+def straggles_shortly(rank: Rank) -> None:
+    """Steps that are far shorter than a heartbeat's interval."""
+    told(rank, usual_s=0.002, odd_s=0.04)
+
+
+def told(rank: Rank, count: int = 4, usual_s: float = 0.0, odd_s: float = 0.0) -> None:
     """Reduce until the end of rank 0's input tells all to stop."""
     rank.open()
     never = threading.Event()
@@ -91,7 +96,7 @@ def told(rank: Rank, count: int = 4, usual_s: float = 0.0) -> None:
         rank.session.wait(slot)
         is_over = bytes(slot.result) != bytes(8)
         if usual_s:
-            never.wait(10 * usual_s if rank.is_odd else usual_s)
+            never.wait(odd_s if rank.is_odd else usual_s)
         rank.reduce(count=count)
         if slot.round == 1:
             rank.say("training")
@@ -366,8 +371,8 @@ def fork_and_fail() -> None:
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        train, told, stretches, declares, straggles, short, disagree, dies, dies_once, leaves, skips, absent, repeat,
-        crashes, exits, forks,
+        train, told, stretches, declares, straggles, straggles_shortly, short, disagree, dies, dies_once, leaves, skips,
+        absent, repeat, crashes, exits, forks,
     )
 }  # fmt: skip
 
