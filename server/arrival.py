@@ -23,6 +23,7 @@ class Memory(ABC):
 
     address: int
     nbytes: int
+    digest: bytes  # of what is to be sent from it; empty if none has been made
 
     @abstractmethod
     def message(self) -> zmq.Frame:
@@ -32,10 +33,11 @@ class Memory(ABC):
 class FrameMemory(Memory):
     """The payload of a received message. May be overwritten: nobody else has it."""
 
-    __slots__ = ("_frame", "address", "nbytes")
+    __slots__ = ("_frame", "address", "digest", "nbytes")
 
     def __init__(self, frame: zmq.Frame) -> None:
         self._frame = frame
+        self.digest = b""
         self.nbytes = len(frame)
         self.address = np.frombuffer(frame.buffer, np.uint8).__array_interface__["data"][0] if self.nbytes else 0
 
@@ -46,9 +48,10 @@ class FrameMemory(Memory):
 class SharedMemory(Memory):
     """A piece of a segment that another process owns. The caller has checked its bounds."""
 
-    __slots__ = ("_offset", "_segment", "address", "nbytes")
+    __slots__ = ("_offset", "_segment", "address", "digest", "nbytes")
 
     def __init__(self, segment: Segment, offset: int, nbytes: int) -> None:
+        self.digest = b""
         self._segment = segment  # keeps the mapping
         self._offset = offset
         self.nbytes = nbytes

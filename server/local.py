@@ -50,7 +50,7 @@ class LocalPeer(Peer):
 
     # ---- out ---------------------------------------------------------------------------------------------
 
-    def answer(self, header: Header, result: zmq.Frame | None) -> None:
+    def answer(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> None:
         self._send(reply(header, Kind.ANSWER))
 
     def want(self, header: Header) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from byteps_py import kernels
 from byteps_py.blame import OVERFLOW
+from byteps_py.dataplane.seal import Digester
 from byteps_py.kernels.engine import Engine, default_threads
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.log import logger
@@ -84,10 +85,12 @@ def hand_on(arrivals: Sequence[Arrival], waiting: Sequence[Arrival], result: Mem
 
 
 class Reducer:
-    """The kernels and their threads. ``on_prepared``: called once, when the likely kernels are loaded or compiled."""
+    """The kernels and their threads. ``digest``: makes the results' digests, while they are in the caches.
+    ``on_prepared``: called once, when the likely kernels are loaded or compiled."""
 
-    def __init__(self, loop: EventLoop, threads: int, on_prepared: Callable[[], None]) -> None:
+    def __init__(self, loop: EventLoop, threads: int, digest: Digester, on_prepared: Callable[[], None]) -> None:
         self._loop = loop
+        self._digest = digest
         self._engine = Engine(default_threads(threads), "sum")
         self._ready = Readiness(self._engine, loop, self._failed)
         self._ready.expect((Op.SUM, dtype) for dtype in _LIKELY)
@@ -99,23 +102,32 @@ class Reducer:
     def start(self, op: Op, dtype: DType, nbytes: int, plan: Plan, done: Done) -> None:
         """Carry out ``plan`` over ``nbytes`` per input, then call ``done``: at once, or later from the loop."""
         if not plan.outputs:
+            self._finish(plan)
             done(None, 0)
             return
         pair: Pair = (op, dtype, plan.checks) if plan.blames else (op, dtype)
         count = nbytes // dtype.itemsize
         if nbytes <= INLINE_BYTES and pair in self._ready:
-            done(None, plan.carry_out(op, dtype, count))
+            blame = plan.carry_out(op, dtype, count)
+            self._finish(plan)
+            done(None, blame)
             return
         blame = 0
 
         def work() -> None:
             nonlocal blame
             blame = plan.carry_out(op, dtype, count)
+            self._finish(plan)
 
         def finished(error: BaseException | None) -> None:  # on an engine thread
             self._loop.post(lambda: done(error, blame))
 
         self._ready.submit(pair, 0, work, finished)
+
+    def _finish(self, plan: Plan) -> None:
+        """Any thread."""
+        if plan.result is not None:
+            plan.result.digest = self._digest(plan.result.message().buffer)
 
     def close(self) -> None:
         """Waits for the sum in hand, at most one partition per thread."""

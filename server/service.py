@@ -113,7 +113,7 @@ class Service:
             )
         # Beside trainers, whose communication service says it too, it would be the same sentence once more.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
-        self._reducer = Reducer(self._loop, settings.server_threads, self._prepared)
+        self._reducer = Reducer(self._loop, settings.server_threads, self._network.digest, self._prepared)
 
     @property
     def address(self) -> str:
@@ -226,7 +226,7 @@ class Service:
                 case Want():
                     self._ask(action)
                 case Answer(contributions):
-                    message = result.message() if result is not None else None
+                    message, digest = (result.message(), result.digest) if result is not None else (None, b"")
                     for arrival in contributions:
                         # A local machine has it in its memory by now, and a broadcast's root had it all along.
                         header = arrival.header
@@ -234,7 +234,7 @@ class Service:
                         is_needed = is_needed and header.kind is not Kind.PASS
                         waited_s = max(0.0, complete_s - arrival.came_s)
                         header.blame, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
-                        arrival.origin.answer(header, message if is_needed else None)
+                        arrival.origin.answer(header, message if is_needed else None, digest)
                 case Refuse(contributions, error, text):
                     self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)
                     for arrival in contributions:

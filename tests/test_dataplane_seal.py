@@ -11,7 +11,7 @@ import zmq
 
 from byteps_py.dataplane import handshake
 from byteps_py.dataplane.handshake import Caller, Doorkeeper
-from byteps_py.dataplane.seal import DamagedError, Protection, Seal, new_seal
+from byteps_py.dataplane.seal import DamagedError, Protection, Seal, new_digester, new_seal
 from byteps_py.errors import ConfigurationError, ProtocolError
 from byteps_py.settings import Settings
 from byteps_py.wire import HEADER_BYTES, Header, Kind
@@ -21,7 +21,7 @@ SIGNED = Settings(secret="known to members", job_id="a")
 OPEN = Settings(job_id="a")
 ENCRYPTED = dataclasses.replace(SIGNED, encrypt=True)
 HEADER = Header(Kind.PUSH, 3, key=7, length=100_000).pack()
-KEY = bytes(range(16))
+KEY, DIGEST_KEY = bytes(range(16)), bytes(range(16, 32))
 
 
 pytestmark = pytest.mark.usefixtures("zeromq_collector")
@@ -42,7 +42,7 @@ def shake(caller: Caller, keeper: Doorkeeper, machine: int = 3, address: str = A
 @pytest.mark.parametrize("protection", Protection)
 @pytest.mark.parametrize("size", [0, 1, 16, 17, 100_000])
 def test_what_is_sealed_is_opened_in_order_and_nothing_else_is(protection: Protection, size: int) -> None:
-    out, back = new_seal(protection, KEY), new_seal(protection, KEY)
+    out, back = new_seal(protection, KEY, DIGEST_KEY), new_seal(protection, KEY, DIGEST_KEY)
     payloads = [os.urandom(size) for _ in range(3)]
     messages = [out.seal(HEADER, payload) for payload in payloads]
     for message, payload in zip(messages, payloads, strict=True):
@@ -54,33 +54,79 @@ def test_what_is_sealed_is_opened_in_order_and_nothing_else_is(protection: Prote
     assert opened(back, out.seal(HEADER, b"on")) == (HEADER, b"on")  # one damaged message does not spoil the next
 
 
+@pytest.mark.parametrize("is_digested", [False, True])
 @pytest.mark.parametrize("protection", Protection)
-def test_every_flipped_bit_is_found(protection: Protection) -> None:
+def test_every_flipped_bit_is_found(protection: Protection, is_digested: bool) -> None:
     payload = os.urandom(64)
-    sealed, hidden = (bytes(part) for part in new_seal(protection, KEY).seal(HEADER, payload))
+    digest = new_digester(protection, DIGEST_KEY)(payload) if is_digested else b""
+    sealed, hidden = (bytes(part) for part in new_seal(protection, KEY, DIGEST_KEY).seal(HEADER, payload, digest))
     whole = sealed + hidden
     for bit in range(8 * len(whole)):
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedError):
-            opened(new_seal(protection, KEY), (bytes(changed[: len(sealed)]), bytes(changed[len(sealed) :])))
+            opened(
+                new_seal(protection, KEY, DIGEST_KEY), (bytes(changed[: len(sealed)]), bytes(changed[len(sealed) :]))
+            )
 
 
 @pytest.mark.parametrize("protection", Protection)
 def test_payloads_can_not_be_left_out_or_exchanged(protection: Protection) -> None:
-    seal = new_seal(protection, KEY)
+    seal = new_seal(protection, KEY, DIGEST_KEY)
     (one, shown), (two, other), (empty, _) = (seal.seal(HEADER, payload) for payload in (b"a" * 99, b"b" * 99, b""))
     for number, header, payload in ((0, one, b""), (0, one, other), (1, two, shown), (2, empty, shown)):
-        back = new_seal(protection, KEY)
+        back = new_seal(protection, KEY, DIGEST_KEY)
         back.number = number
         with pytest.raises(DamagedError):
             opened(back, (header, payload))
 
 
+@pytest.mark.parametrize("size", [0, 1, 100_000])
+@pytest.mark.parametrize("protection", Protection)
+def test_what_many_are_sent_is_read_once(protection: Protection, size: int) -> None:
+    """By one digest, which is of no use for another payload, on another connection, or a second time."""
+    digest = new_digester(protection, DIGEST_KEY)
+    payload, other = os.urandom(size), os.urandom(size + 1)
+    ours, theirs = digest(payload), digest(other)
+    assert bool(ours) is (protection is not Protection.ENCRYPTED)
+    for key in (KEY, KEY[::-1]):
+        out, back = (new_seal(protection, key, DIGEST_KEY) for _ in range(2))
+        sealed = out.seal(HEADER, payload, ours)
+        assert opened(back, sealed) == (HEADER, payload)
+        with pytest.raises(DamagedError):
+            opened(back, sealed)  # once more
+        out.number = back.number
+        with pytest.raises(DamagedError):
+            opened(back, (out.seal(HEADER, payload, ours)[0], other))
+        assert opened(back, out.seal(HEADER, b"on")) == (HEADER, b"on")
+        if protection is Protection.SIGNED:
+            with pytest.raises(DamagedError):
+                opened(back, out.seal(HEADER, payload, theirs))
+            with pytest.raises(DamagedError):
+                opened(new_seal(protection, key, KEY), sealed)  # of another listener
+
+
+def test_digests_are_made_with_a_key_of_their_listener_that_only_members_know() -> None:
+    payload = b"weights" * 100
+    for settings in (SIGNED, OPEN, ENCRYPTED):
+        keeper = Doorkeeper(settings)
+        digest = keeper.digest(payload)
+        for machine in (3, 4):
+            _, down, _, out = shake(Caller(settings, machine, ADDRESS), keeper, machine)
+            assert opened(down, out.seal(HEADER, payload, digest)) == (HEADER, payload)
+    keeper = Doorkeeper(SIGNED)
+    guessed = new_digester(Protection.SIGNED, handshake._digest_key("guessed", keeper._keys.public))
+    for other in (guessed, Doorkeeper(SIGNED).digest):
+        _, down, _, out = shake(Caller(SIGNED, 3, ADDRESS), keeper)
+        with pytest.raises(DamagedError):
+            opened(down, out.seal(HEADER, payload, other(payload)))
+    assert keeper.digest(payload) != keeper.digest(payload)  # no nonce comes twice
+
+
 def test_encrypted_payloads_and_signed_headers_can_not_be_read() -> None:
     payload = b"weights " * 100
     for protection, is_readable in ((Protection.OPEN, True), (Protection.SIGNED, True), (Protection.ENCRYPTED, False)):
-        sealed, shown = new_seal(protection, KEY).seal(HEADER, payload)
+        sealed, shown = new_seal(protection, KEY, DIGEST_KEY).seal(HEADER, payload)
         assert (b"weights" in bytes(shown)) is is_readable
         assert (HEADER in sealed) is (protection is Protection.OPEN)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from byteps_py.dataplane.seal import KEY_BYTES, Protection, Seal, new_seal
+from byteps_py.dataplane.seal import KEY_BYTES, Digester, Protection, Seal, new_digester, new_seal
 from byteps_py.errors import ProtocolError
 from byteps_py.settings import Settings
 from byteps_py.wire import VERSION
@@ -51,6 +51,12 @@ def protection_of(settings: Settings) -> Protection:
 @lru_cache(maxsize=4)
 def _proof_key(secret: str) -> bytes:
     return hmac.digest(secret.encode(), b"byteps_py data plane: proofs", "sha256")
+
+
+def _digest_key(secret: str, listener_public: bytes) -> bytes:
+    """Of one listener's Digester: each process has a fresh public key. HKDF-SHA256, one block."""
+    extracted = hmac.digest(listener_public, _proof_key(secret), "sha256")
+    return hmac.digest(extracted, b"byteps_py data plane: digests\x01", "sha256")[:KEY_BYTES]
 
 
 class KeyPair:
@@ -112,7 +118,8 @@ class _Transcript:
 
     def seals(self, shared: bytes) -> tuple[Seal, Seal]:
         """(CS to listener, listener to CS)"""
-        up, down = (new_seal(self.protection, self.key(shared, way)) for way in (b"up", b"down"))
+        digest_key = _digest_key(self.secret, self.listener_public)
+        up, down = (new_seal(self.protection, self.key(shared, way), digest_key) for way in (b"up", b"down"))
         return up, down
 
 
@@ -155,6 +162,7 @@ class Doorkeeper:
         self._settings = settings
         self.protection = protection_of(settings)
         self._keys = KeyPair(self.protection)
+        self.digest: Digester = new_digester(self.protection, _digest_key(settings.secret, self._keys.public))
 
     def challenge(self, hello: bytes, machine: int, address: str, group: int = 0) -> tuple[bytes, Challenge]:
         """What to send, and what to keep until it is answered. ``address``: the listener's, as others know it.

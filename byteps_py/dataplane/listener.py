@@ -65,12 +65,12 @@ class RemotePeer(Peer):
         """Like ``answer``, from memory that may change once the tracker is done. None: the peer is gone."""
         return self._network.send_tracked(self, reply(header, Kind.ANSWER), view)
 
-    def answer(self, header: Header, result: zmq.Frame | None) -> None:
-        self.give(header, result)
+    def answer(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> None:
+        self.give(header, result, digest)
 
-    def give(self, header: Header, result: zmq.Frame | None) -> bool:
+    def give(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> bool:
         """Like ``answer``. False: the peer is gone."""
-        return self._network.send_result(self, reply(header, Kind.ANSWER), result)
+        return self._network.send_result(self, reply(header, Kind.ANSWER), result, digest)
 
     def want(self, header: Header) -> None:
         self._network.send(self, header.pack(), zmq.Frame())
@@ -99,6 +99,8 @@ class DataListener:
         self._peers: dict[bytes, RemotePeer] = {}
         self._by_machine: dict[int, RemotePeer] = {}  # its latest connection
         self._doorkeeper = Doorkeeper(settings)
+        #: Of what many are sent. Any thread.
+        self.digest = self._doorkeeper.digest
         self._challenges: dict[bytes, tuple[int, Challenge]] = {}
         self._numbers = itertools.count()
         self._departed: deque[bytes] = deque(maxlen=_REMEMBERED)  # identities
@@ -292,11 +294,11 @@ class DataListener:
             self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
             self.socket.send(text, zmq.NOBLOCK)
 
-    def send(self, peer: RemotePeer, header: bytes, payload: zmq.Frame) -> bool:
+    def send(self, peer: RemotePeer, header: bytes, payload: zmq.Frame, digest: bytes = b"") -> bool:
         """Send without waiting. False: the peer is gone; it is forgotten, and ``on_gone`` is told."""
         if not self._address_to(peer.identity):
             return False
-        sealed, shown = peer.sealing.seal(header, payload.buffer)
+        sealed, shown = peer.sealing.seal(header, payload.buffer, digest)
         self.socket.send(sealed, _NOW_MORE)
         self.socket.send(payload if shown is payload.buffer else shown, _NOW, copy=False)
         return True
@@ -324,10 +326,12 @@ class DataListener:
         self._traffic.bytes_sent += len(payload)
         return self.socket.send(shown, zmq.NOBLOCK, copy=False, track=True)
 
-    def send_result(self, peer: RemotePeer, header: bytes, result: zmq.Frame | None) -> bool:
+    def send_result(self, peer: RemotePeer, header: bytes, result: zmq.Frame | None, digest: bytes = b"") -> bool:
         """Send an answer, and count it. False: the peer is gone."""
-        self._traffic.bytes_sent += len(result) if result is not None else 0
-        return self.send(peer, header, result if result is not None else zmq.Frame())
+        if result is None:
+            return self.send(peer, header, zmq.Frame())
+        self._traffic.bytes_sent += len(result)
+        return self.send(peer, header, result, digest)
 
     def close(self) -> None:
         self.socket.disable_monitor()

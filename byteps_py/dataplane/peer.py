@@ -15,8 +15,9 @@ class Peer(ABC):
     machine: int
 
     @abstractmethod
-    def answer(self, header: Header, result: zmq.Frame | None) -> None:
-        """Send what was asked for; None: it lies where the peer wants it, or the peer has it. Never blocks."""
+    def answer(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> None:
+        """Send what was asked for; None: it lies where the peer wants it, or the peer has it. ``digest``: of the
+        result, if there is one (seal.py). Never blocks."""
 
     @abstractmethod
     def want(self, header: Header) -> None:

@@ -40,7 +40,7 @@ _SAID = (
 class _Member(Peer):
     """Whose contributions lack their payload: they are refused, sooner or later."""
 
-    def answer(self, header: Header, result: zmq.Frame | None) -> None:
+    def answer(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> None:
         raise AssertionError("a contribution without a payload was taken")
 
     def want(self, header: Header) -> None:

@@ -61,10 +61,12 @@ class WireHeader(Target):
 class Seals(Target):
     """What was changed is never opened."""
 
-    seeds = tuple(new_seal(protection, bytes(16)).seal(HEADERS[0], b"payload" * 9)[0] for protection in Protection)
+    seeds = tuple(
+        new_seal(protection, bytes(16), bytes(16)).seal(HEADERS[0], b"payload" * 9)[0] for protection in Protection
+    )
 
     def __init__(self) -> None:
-        self._seals = [new_seal(protection, bytes(16)) for protection in Protection]
+        self._seals = [new_seal(protection, bytes(16), bytes(16)) for protection in Protection]
 
     def feed(self, data: bytes) -> None:
         for seal in self._seals:

@@ -229,7 +229,7 @@ class TcpPeer(Peer):
         self.link = link
         self._server = server
 
-    def answer(self, header: Header, result: Any) -> None:
+    def answer(self, header: Header, result: Any, digest: bytes = b"") -> None:
         self._send(reply(header, Kind.ANSWER), result.buffer if result is not None else b"")
 
     def want(self, header: Header) -> None:
@@ -277,6 +277,9 @@ class ServerNetwork:
         network.servers[self.address] = self
 
     def attach(self, loop: Loop) -> None: ...
+
+    def digest(self, payload: Any) -> bytes:
+        return b""
 
     def open_echo(self) -> None: ...
 
