@@ -220,7 +220,7 @@ class PeerListener:
     def send(self, peer: RemotePeer, raw: bytes, payload: Any) -> bool:
         return self.send_result(peer, raw, payload.bytes)
 
-    def send_result(self, peer: RemotePeer, raw: bytes, result: bytes) -> bool:
+    def send_result(self, peer: RemotePeer, raw: bytes, result: bytes, digest: bytes = b"") -> bool:
         if not self._is_there(peer):
             return False
         data = np.frombuffer(bytearray(result), np.uint8)
