@@ -148,24 +148,20 @@ class RankPace(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., step_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., pid: _Optional[int] = ..., last_step_s: _Optional[float] = ..., last_wait_s: _Optional[float] = ..., row_step_s: _Optional[float] = ..., row_waited: _Optional[float] = ...) -> None: ...
 
 class ServerPace(_message.Message):
-    __slots__ = ("member_id", "answer_s", "ratio", "awaited", "last_answer_s", "last_ratio", "row_answer_s", "row_ratio")
+    __slots__ = ("member_id", "answer_s", "ratio", "awaited", "row_answer_s", "row_ratio")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ANSWER_S_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     AWAITED_FIELD_NUMBER: _ClassVar[int]
-    LAST_ANSWER_S_FIELD_NUMBER: _ClassVar[int]
-    LAST_RATIO_FIELD_NUMBER: _ClassVar[int]
     ROW_ANSWER_S_FIELD_NUMBER: _ClassVar[int]
     ROW_RATIO_FIELD_NUMBER: _ClassVar[int]
     member_id: int
     answer_s: float
     ratio: float
     awaited: float
-    last_answer_s: float
-    last_ratio: float
     row_answer_s: float
     row_ratio: float
-    def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ..., awaited: _Optional[float] = ..., last_answer_s: _Optional[float] = ..., last_ratio: _Optional[float] = ..., row_answer_s: _Optional[float] = ..., row_ratio: _Optional[float] = ...) -> None: ...
+    def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ..., awaited: _Optional[float] = ..., row_answer_s: _Optional[float] = ..., row_ratio: _Optional[float] = ...) -> None: ...
 
 class Statistics(_message.Message):
     __slots__ = ("bytes_received", "bytes_sent", "bytes_local", "rounds", "bytes_summed", "cpu_s", "resident_bytes", "bytes_in_flight")

@@ -164,7 +164,7 @@ def answers(
 ) -> list[pb.ServerPace]:
     """Each round pushes a part to every server. A server takes ``service_s``; before that others keep it waiting."""
     pace, now = ServerPace(links or dict.fromkeys(service_s, 1000.0), skip=()), 0.0
-    for _ in range(rounds):
+    for step in range(rounds):
         events = []
         for server, takes in service_s.items():
             pushed = part(server)
@@ -173,7 +173,7 @@ def answers(
             noise = 1.0 if dice is None else min(10.0, dice.paretovariate(2))
             events.append((now + waited + takes * noise, pushed, waited))
         for time, pushed, waited in sorted(events, key=lambda event: event[0]):
-            pace.answered(pushed, waited, time)
+            pace.answered(pushed, waited, step, time)
             now = time
         now += 0.02
     return pace.report()
@@ -196,9 +196,9 @@ def test_a_server_ten_times_slower_is_named(servers: int) -> None:
 
 
 @pytest.mark.parametrize("usual_s", [0.0025, 0.012, 0.2])
-def test_a_server_ten_times_slower_is_named_after_two_answers(usual_s: float) -> None:
+def test_a_server_ten_times_slower_is_named_after_two_steps(usual_s: float) -> None:
     """Of short ones after so many as take half a second."""
-    needed = max(2, math.ceil(ROW_S / (11 * usual_s + 0.02)))
+    needed = max(3, math.ceil(ROW_S / (11 * usual_s + 0.02)))
     for rounds, named in ((1, False), (needed - 1, False), (needed + 1, True), (50, True)):
         report = answers({1: usual_s, 2: 11 * usual_s, 3: usual_s}, rounds, dict.fromkeys((1, 2, 3), 10_000.0))
         assert [slow.who for slow in slow_servers(report, report)] == [2] * named, rounds
@@ -213,8 +213,21 @@ def test_one_long_round_is_no_evidence_however_many_answers_it_has() -> None:
             for each in parts:
                 pace.pushed(each, begins)
             for number, each in enumerate(parts):
-                pace.answered(each, 0.0, begins + takes[server] + number * 1e-4)
+                pace.answered(each, 0.0, int(begins), begins + takes[server] + number * 1e-4)
         assert not slow_servers(pace.report())
+
+
+def test_a_full_link_is_no_slow_server() -> None:
+    """Of one long step, all parts of the last half go to the same server, and their answers take long."""
+    for steps, named in ((1, False), (3, True)):
+        pace, now = ServerPace({1: 1000.0, 2: 1000.0}, ()), 0.0
+        for step in range(steps):
+            for server, takes in (*(((1, 0.05), (2, 0.05)) * 4 if steps == 1 else ()), (1, 0.05), (2, 0.7), (2, 0.7)):
+                pushed = part(server)
+                pace.pushed(pushed, now)
+                now += takes
+                pace.answered(pushed, 0.0, step, now)
+        assert bool(slow_servers(pace.report())) == named
 
 
 def test_a_server_that_runs_in_bursts_is_named() -> None:
@@ -225,7 +238,7 @@ def test_a_server_that_runs_in_bursts_is_named() -> None:
             pushed = part(server, 4096)
             pace.pushed(pushed, now)
             now += takes
-            pace.answered(pushed, 0.0, now)
+            pace.answered(pushed, 0.0, number, now)
     assert [slow.who for slow in slow_servers(pace.report())] == [2]
 
 
@@ -270,8 +283,8 @@ def test_the_server_of_its_own_machine_is_no_measure_and_what_is_forgotten_does_
     for pushed in (ours, void):
         pace.pushed(pushed, 0.0)
     pace.forget(void)
-    pace.answered(ours, 0.0, 9.0)
-    pace.answered(void, 0.0, 9.0)
+    pace.answered(ours, 0.0, 1, 9.0)
+    pace.answered(void, 0.0, 1, 9.0)
     assert pace.report() == []
 
 

@@ -279,7 +279,7 @@ class Executor:
             source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
         self._moved_at = time.monotonic()
         if self.network is not None:
-            self.network.pace.answered(part, header.waited_us / 1e6, self._moved_at)
+            self.network.pace.answered(part, header.waited_us / 1e6, self.pace.step, self._moved_at)
         part.tensor.blame |= header.blame
         self.run(self._pipeline.answered(part, header.round, source, self._moved_at))
 

@@ -123,7 +123,7 @@ class Group:
         usual = tuning.credit_bytes(topology.partition_bytes, topology.machines, is_shared)
         self.queue.credit_bytes = usual if credit is None else credit
         slowest_mbit = min(member.link_mbit for member in (*topology.servers, *topology.workers))
-        self.queue.patience_s = max(PATIENCE_S, tuning.answer_s(self.queue.credit_bytes, slowest_mbit))
+        self.queue.patience_s = max(PATIENCE_S, tuning.answer_s(self.queue.credit_bytes, slowest_mbit, is_shared))
         self.queue.set_weights({server.member_id: server.weight for server in topology.servers})
         self._fetches.credit_bytes = self.queue.credit_bytes
         self._fetches.patience_s = self.queue.patience_s

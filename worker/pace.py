@@ -28,10 +28,11 @@ SPAN_S = 0.5
 WINDOW_S = 3.0
 _MOST = 16
 _LEAST_WEIGHT_S = 1e-6
-#: As many steps, or answers, in a row as take so long show what they take at least, if they are two or more: an
-#: operating system that keeps a process waiting does so now and then only.
+#: What each of so many seconds' steps takes at least, two at least, a rank takes; what each answer of three steps, of
+#: which the first and the last may be incomplete, a server. An operating system keeps a process waiting now and then
+#: only, and a link is full for a while.
 ROW_S = 0.5
-_ROW_MOST = 64
+_ROW_MOST = 64  # steps
 #: What an answer takes however small it is: a busy machine's scheduling; and what it takes at its best.
 _BASE_S = 0.005
 _BEST_S = 0.002
@@ -90,24 +91,27 @@ class Typical:
 
 
 class Row:
-    """The last values without a gap, about times that do not overlap."""
+    """The least values of each of the last steps. Known when there are ``least`` steps."""
 
-    def __init__(self) -> None:
-        self._last: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=_ROW_MOST)  # since when, values
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._steps: deque[tuple[int, float, tuple[float, ...]]] = deque(maxlen=_ROW_MOST)  # number, since when, least
         self._until = 0.0
 
-    def add(self, since: float, now: float, *values: float) -> None:
+    def add(self, step: int, since: float, now: float, *values: float) -> None:
         """``values`` are about the time from ``since`` to ``now``."""
-        if since >= self._until:
-            self._until = now
-            self._last.append((since, values))
+        self._until = now
+        if self._steps and self._steps[-1][0] == step:
+            _, first, before = self._steps.pop()
+            since, values = min(since, first), tuple(map(min, before, values))
+        self._steps.append((step, since, values))
 
     def values(self) -> list[tuple[float, ...]] | None:
         """Those of the latest in a row; None before there are enough."""
         latest: list[tuple[float, ...]] = []
-        for since, values in reversed(self._last):
+        for _, since, values in reversed(self._steps):
             latest.append(values)
-            if len(latest) >= 2 and (self._until - since >= ROW_S or len(latest) == _ROW_MOST):
+            if len(latest) >= self._least and (self._until - since >= ROW_S or len(latest) == _ROW_MOST):
                 return latest
         return None
 
@@ -121,12 +125,12 @@ class _Rank:
         self.mark = 0.0  # of the last hand-over, or of the last delivery if nothing is pending
         self.own_s = self.wait_s = 0.0  # of this step
         self.typical = Typical()
-        self.row = Row()
+        self.row = Row(2)
 
     def end_step(self, now: float) -> None:
         """The next one begins."""
         self.typical.add(self.since, now, self.own_s, self.wait_s)
-        self.row.add(self.since, now, self.own_s, self.wait_s)
+        self.row.add(self.step, self.since, now, self.own_s, self.wait_s)
 
 
 class RankPace:
@@ -135,6 +139,7 @@ class RankPace:
     def __init__(self, first_rank: int) -> None:
         self._first_rank = first_rank
         self._ranks: dict[int, _Rank] = {}
+        self.step = 0  # the latest that any of them has begun
 
     def ready(self, local_rank: int, pid: int, slot: int, round_: int, now: float) -> None:
         """A rank has handed over (part of) its own round number ``round_``."""
@@ -150,6 +155,7 @@ class RankPace:
                 rank.end_step(now)
             rank.own_s = rank.wait_s = 0.0
             rank.step, rank.since = round_, now
+            self.step = max(self.step, round_)
 
     def done(self, local_rank: int, slot: int, now: float) -> None:
         """It has got its result, or an error."""
@@ -193,8 +199,8 @@ class ServerPace:
         self._on_the_way[part.server] += part.length
         self._pushed[part] = now, self._on_the_way[part.server]
 
-    def answered(self, part: Part, waited_s: float, now: float) -> None:
-        """``waited_s``: as the server says."""
+    def answered(self, part: Part, waited_s: float, step: int, now: float) -> None:
+        """``waited_s``: as the server says; ``step``: of the local ranks."""
         pushed = self._pushed.get(part)
         if pushed is None:
             return
@@ -207,10 +213,10 @@ class ServerPace:
         link_s = ahead * 8 / (mbit * 1e6) if mbit else 0.0
         known = self._answers.get(part.server)
         if known is None:
-            known = self._answers[part.server] = Typical(), Row()
+            known = self._answers[part.server] = Typical(), Row(3)
         typical, row = known
         typical.add(since, now, answer_s, answer_s / (_BASE_S + link_s))
-        row.add(since, now, answer_s, answer_s / (_BEST_S + link_s))
+        row.add(step, since, now, answer_s, answer_s / (_BEST_S + link_s))
 
     def forget(self, part: Part) -> None:
         """No answer is waited for any more."""
@@ -224,7 +230,6 @@ class ServerPace:
             if (latest := row.values()) is not None:
                 pace = pb.ServerPace(member_id=server, awaited=typical.awaited)
                 pace.answer_s, pace.ratio = typical.values() or (0.0, 0.0)
-                pace.last_answer_s, pace.last_ratio = typical.latest() or (0.0, 0.0)
                 pace.row_answer_s, pace.row_ratio = map(min, zip(*latest, strict=True))
                 found.append(pace)
         return found

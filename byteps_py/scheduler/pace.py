@@ -1,9 +1,9 @@
 """Who is much slower than the others: ranks and summation services. Pure.
 
 Communication services report with their heartbeats what is typical, and the least of the latest (worker/pace.py). Slow
-is who takes BYTEPS_STRAGGLER times as long as the median of the others, or lately, or in each of a row, half as much
-again; a rank only if these wait for it meanwhile. It is warned about at once, then again every ``again_s`` while it
-lasts.
+is who takes BYTEPS_STRAGGLER times as long as the median of the others, or in each of the last steps half as much again
+(a rank also lately, on average); a rank only if these wait for it meanwhile. It is warned about at once, then again
+every ``again_s`` while it lasts.
 """
 
 from __future__ import annotations
@@ -85,10 +85,6 @@ def _typical(pace: pb.ServerPace) -> _Server:
     return _Server(pace.member_id, pace.answer_s, pace.ratio, pace.awaited)
 
 
-def _latest(pace: pb.ServerPace) -> _Server:
-    return _Server(pace.member_id, pace.last_answer_s, pace.last_ratio, pace.awaited)
-
-
 def _row(pace: pb.ServerPace) -> _Server:
     return _Server(pace.member_id, pace.row_answer_s, pace.row_ratio, pace.awaited)
 
@@ -165,7 +161,6 @@ class PaceWatch:
             *_slow_ranks([_Rank(p.rank, p.pid, p.last_step_s, p.last_wait_s) for p in ranks if p.last_step_s], late),
             *_slow_in_a_row([p for p in ranks if p.row_step_s], late),
             *_slow_servers([[_typical(p) for p in of if p.answer_s] for of in servers], self._factor, LEAST_ANSWER_S),
-            *_slow_servers([[_latest(p) for p in of if p.last_answer_s] for of in servers], late, LEAST_ANSWER_S),
             *_slow_servers([[_row(p) for p in of if p.row_answer_s] for of in servers], late, LEAST_ROW_ANSWER_S),
         ]
         return list({(each.is_rank, each.who): each for each in reversed(slow)}.values())[::-1]
