@@ -230,6 +230,18 @@ def test_a_full_link_is_no_slow_server() -> None:
         assert bool(slow_servers(pace.report())) == named
 
 
+def test_within_one_long_step_a_slow_server_shows_after_three_seconds() -> None:
+    for answers_, named in ((10, False), (30, True)):
+        pace, now = ServerPace({1: 1000.0, 2: 1000.0}, ()), 0.0
+        for _ in range(answers_):
+            for server, takes in ((1, 0.012), (2, 0.13)):
+                pushed = part(server, 4096)
+                pace.pushed(pushed, now)
+                now += takes
+                pace.answered(pushed, 0.0, 1, now)
+        assert [slow.who for slow in slow_servers(pace.report())] == [2] * named
+
+
 def test_a_server_that_runs_in_bursts_is_named() -> None:
     """Most answers come at once, one in ten after 0.9 s: a processor's quota."""
     pace, now = ServerPace({1: 1000.0, 2: 1000.0}, ()), 0.0

@@ -227,9 +227,11 @@ class ServerPace:
     def report(self) -> list[pb.ServerPace]:
         found = []
         for server, (typical, row) in self._answers.items():
-            if (latest := row.values()) is not None:
-                pace = pb.ServerPace(member_id=server, awaited=typical.awaited)
-                pace.answer_s, pace.ratio = typical.values() or (0.0, 0.0)
-                pace.row_answer_s, pace.row_ratio = map(min, zip(*latest, strict=True))
-                found.append(pace)
+            usual, latest = typical.values(), row.values()
+            if usual is None and latest is None:
+                continue
+            pace = pb.ServerPace(member_id=server, awaited=typical.awaited)
+            pace.answer_s, pace.ratio = usual or (0.0, 0.0)
+            pace.row_answer_s, pace.row_ratio = map(min, zip(*latest, strict=True)) if latest else (0.0, 0.0)
+            found.append(pace)
         return found
