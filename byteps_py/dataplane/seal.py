@@ -40,7 +40,7 @@ _FOLLOWS = b"a payload follows"  # so that nobody can leave it out
 _DIGESTED = b"a payload with this digest follows"
 _COUNT_BYTES = 8
 _DIGEST_BYTES = _COUNT_BYTES + _TAG_BYTES
-_DIGESTED_BYTES = HEADER_BYTES + _DIGEST_BYTES + _TAG_BYTES  # of the header's frame
+_LONG_HEADER_BYTES = HEADER_BYTES + _DIGEST_BYTES + _TAG_BYTES  # of a header that brings a digest
 _LARGE_BYTES = 16 << 10  # from here on a buffer of our own is cheaper than one that the library makes
 
 
@@ -94,7 +94,8 @@ class _Open(Seal):
         number = self.number
         self.number = number + 1
         plain = header[:HEADER_BYTES]
-        if header[HEADER_BYTES:] != self._checksum(plain, xxhash.xxh3_64_digest(payload.buffer), number):
+        due = self._checksum(plain, xxhash.xxh3_64_digest(payload.buffer), number)
+        if header[HEADER_BYTES:] != due:
             raise DamagedError(number)
         return plain, payload
 
@@ -131,7 +132,7 @@ class _Signed(Seal):
     def open(self, header: bytes, payload: zmq.Frame) -> tuple[bytes, zmq.Frame]:
         nonce = self._nonce()
         try:
-            if len(header) != _DIGESTED_BYTES:
+            if len(header) != _LONG_HEADER_BYTES:
                 return self._cipher.decrypt(nonce, header, payload.buffer), payload
             plain = self._cipher.decrypt(nonce, header, _DIGESTED)
             count, tag = plain[HEADER_BYTES:-_TAG_BYTES], plain[-_TAG_BYTES:]
