@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -104,6 +105,22 @@ def test_what_many_are_sent_is_read_once(protection: Protection, size: int) -> N
                 opened(back, out.seal(HEADER, payload, theirs))
             with pytest.raises(DamagedError):
                 opened(new_seal(protection, key, KEY), sealed)  # of another listener
+
+
+@pytest.mark.parametrize("protection", [Protection.OPEN, Protection.SIGNED])
+def test_several_threads_make_digests_at_once(protection: Protection) -> None:
+    digest = new_digester(protection, DIGEST_KEY)
+
+    def make(size: int) -> list[tuple[bytes, bytes]]:
+        payload = os.urandom(size)
+        return [(payload, digest(payload)) for _ in range(50)]
+
+    with ThreadPoolExecutor(4) as threads:
+        made = [each for some in threads.map(make, range(100_000, 100_008)) for each in some]
+    out, back = (new_seal(protection, KEY, DIGEST_KEY) for _ in range(2))
+    for payload, made_by_one in made:
+        assert opened(back, out.seal(HEADER, payload, made_by_one)) == (HEADER, payload)
+    assert len({each for _, each in made}) == (8 if protection is Protection.OPEN else len(made))
 
 
 def test_digests_are_made_with_a_key_of_their_listener_that_only_members_know() -> None:

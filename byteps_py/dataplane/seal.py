@@ -35,7 +35,6 @@ Data = bytes | bytearray | memoryview
 
 KEY_BYTES = 16
 _TAG_BYTES = 16
-_CHECKSUM_BYTES = 8
 _FOLLOWS = b"a payload follows"  # so that nobody can leave it out
 _DIGESTED = b"a payload with this digest follows"
 _COUNT_BYTES = 8
