@@ -28,9 +28,8 @@ SPAN_S = 0.5
 WINDOW_S = 3.0
 _MOST = 16
 _LEAST_WEIGHT_S = 1e-6
-#: What each of so many seconds' steps takes at least, two at least, a rank takes; what each answer of three steps, of
-#: which the first and the last may be incomplete, a server. An operating system keeps a process waiting now and then
-#: only, and a link is full for a while.
+#: What is slow in each step of so many seconds is slow: an operating system keeps a process waiting, or a link is full,
+#: now and then only. A rank needs two steps; a server three, as the first and the last may be incomplete.
 ROW_S = 0.5
 _ROW_MOST = 64  # steps
 #: What an answer takes however small it is: a busy machine's scheduling; and what it takes at its best.

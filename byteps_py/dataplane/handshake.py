@@ -53,10 +53,15 @@ def _proof_key(secret: str) -> bytes:
     return hmac.digest(secret.encode(), b"byteps_py data plane: proofs", "sha256")
 
 
+def _derive(salt: bytes, material: bytes, what_for: bytes) -> bytes:
+    """HKDF-SHA256, one block."""
+    extracted = hmac.digest(salt, material, "sha256")
+    return hmac.digest(extracted, b"byteps_py data plane: " + what_for + b"\x01", "sha256")[:KEY_BYTES]
+
+
 def _digest_key(secret: str, listener_public: bytes) -> bytes:
-    """Of one listener's Digester: each process has a fresh public key. HKDF-SHA256, one block."""
-    extracted = hmac.digest(listener_public, _proof_key(secret), "sha256")
-    return hmac.digest(extracted, b"byteps_py data plane: digests\x01", "sha256")[:KEY_BYTES]
+    """Of one listener's Digester: each process has a fresh public key."""
+    return _derive(listener_public, _proof_key(secret), b"digests")
 
 
 class KeyPair:
@@ -111,10 +116,7 @@ class _Transcript:
         return hmac.digest(_proof_key(self.secret), of_whom + self._bytes, "sha256")
 
     def key(self, shared: bytes, direction: bytes) -> bytes:
-        """HKDF-SHA256, one block."""
-        salt = hashlib.sha256(self._bytes).digest()
-        extracted = hmac.digest(salt, shared + _proof_key(self.secret), "sha256")
-        return hmac.digest(extracted, b"byteps_py data plane: " + direction + b"\x01", "sha256")[:KEY_BYTES]
+        return _derive(hashlib.sha256(self._bytes).digest(), shared + _proof_key(self.secret), direction)
 
     def seals(self, shared: bytes) -> tuple[Seal, Seal]:
         """(CS to listener, listener to CS)"""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 Data = bytes | bytearray | memoryview
+#: Makes the digest of a payload that goes to many; empty where messages have none. Any thread, several at once.
+Digester = Callable[[Data], bytes]
 
 KEY_BYTES = 16
 _TAG_BYTES = 16
@@ -75,14 +78,6 @@ class Seal(ABC):
         """What was sealed. Raises DamagedError."""
 
 
-class Digester(ABC):
-    """Makes digests of payloads that go to many. Any thread; they may be several."""
-
-    @abstractmethod
-    def __call__(self, payload: Data) -> bytes:
-        """Empty if messages of this protection have none."""
-
-
 class _Open(Seal):
     def seal(self, header: bytes, payload: Data, digest: bytes = b"") -> tuple[bytes, Data]:
         number = self.number
@@ -102,12 +97,6 @@ class _Open(Seal):
     def _checksum(header: bytes, digest: bytes, number: int) -> bytes:
         whole: bytes = xxhash.xxh3_64_digest(header + digest, seed=number)
         return whole
-
-
-class _OpenDigester(Digester):
-    def __call__(self, payload: Data) -> bytes:
-        digest: bytes = xxhash.xxh3_64_digest(payload)
-        return digest
 
 
 class _Signed(Seal):
@@ -141,18 +130,6 @@ class _Signed(Seal):
         return plain[:HEADER_BYTES], payload
 
 
-class _SignedDigester(Digester):
-    """``cipher``: with a key that nothing else is done with, as no nonce may come twice."""
-
-    def __init__(self, cipher: AESGCM) -> None:
-        self._cipher = cipher
-        self._count = itertools.count()
-
-    def __call__(self, payload: Data) -> bytes:
-        count = next(self._count).to_bytes(_COUNT_BYTES, "little")
-        return count + self._cipher.encrypt(_of_digest(count), b"", payload)
-
-
 class _Encrypted(_Signed):
     def seal(self, header: bytes, payload: Data, digest: bytes = b"") -> tuple[bytes, Data]:
         nonce = self._nonce()
@@ -182,13 +159,6 @@ class _Encrypted(_Signed):
         return plain, zmq.Frame(shown.data)
 
 
-class _NoDigester(Digester):
-    """Each connection encrypts under its own key: there is no part in common."""
-
-    def __call__(self, payload: Data) -> bytes:
-        return b""
-
-
 def _of_payload(nonce: bytes) -> bytes:
     return nonce[:-1] + b"\x01"
 
@@ -211,11 +181,18 @@ def new_seal(protection: Protection, key: bytes, digest_key: bytes) -> Seal:
 
 
 def new_digester(protection: Protection, key: bytes) -> Digester:
-    """For one process; ``key``: its own, of KEY_BYTES."""
+    """For one process; ``key``: its own, of KEY_BYTES, with which nothing else is done, as no nonce may come twice."""
     if protection is Protection.OPEN:
-        return _OpenDigester()
+        checksum: Digester = xxhash.xxh3_64_digest
+        return checksum
     if protection is Protection.ENCRYPTED:
-        return _NoDigester()
+        return lambda payload: b""  # each connection encrypts under its own key: there is no part in common
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    return _SignedDigester(AESGCM(key))
+    cipher, counts = AESGCM(key), itertools.count()
+
+    def sign(payload: Data) -> bytes:
+        count = next(counts).to_bytes(_COUNT_BYTES, "little")
+        return count + cipher.encrypt(_of_digest(count), b"", payload)
+
+    return sign
