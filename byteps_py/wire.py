@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 4
+VERSION = 5
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | blame | waited
@@ -39,6 +40,7 @@ class Kind(enum.IntEnum):
     PASS = 10  # CS → SS: my ranks have joined, and I contribute nothing; tell me, without the result, when it is there
     WANT = 11  # SS → CS: another machine lacks the result of this round; if you have it, give me your part once more
     WITHDRAW = 12  # CS → SS: what I gave to this round goes to another server; no answer
+    AWAITED = 14  # SS → CS: others have given to these rounds, and wait for you; payload: names of rounds; no answer
     TAKEN = 13  # CS → CS: I have all of what a Fetch names, of its round ``taken``; no answer
     CHALLENGE = 20  # back, at a HELLO: prove that you know the secret, as I do
     PROOF = 21  # CS → SS or CS, at a CHALLENGE
@@ -143,6 +145,30 @@ class Header:
 _KINDS = {int(k): k for k in Kind}
 _DTYPES = {int(d): d for d in DType}
 _OPS = {int(o): o for o in Op}
+
+
+#: A round of a partition: key, generation, index, round.
+RoundName = tuple[int, int, int, int]
+
+_NAME = struct.Struct("<QIIQ")
+MAX_NAMES = 64
+
+
+def name_of(header: Header) -> RoundName:
+    """What a contribution has in common with its answer alone."""
+    return header.key, header.generation, header.index, header.round
+
+
+def pack_names(names: Sequence[RoundName]) -> bytes:
+    """The payload of an AWAITED."""
+    return b"".join(_NAME.pack(*name) for name in names)
+
+
+def unpack_names(data: bytes) -> list[RoundName]:
+    """Raises ProtocolError."""
+    if len(data) % _NAME.size or not 0 < len(data) <= MAX_NAMES * _NAME.size:
+        raise ProtocolError(f"{len(data)} bytes are not the names of 1 to {MAX_NAMES} rounds")
+    return list(_NAME.iter_unpack(data))
 
 
 _FETCH = struct.Struct("<IIQBQ")

@@ -53,8 +53,8 @@ class LocalPeer(Peer):
     def answer(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> None:
         self._send(reply(header, Kind.ANSWER))
 
-    def want(self, header: Header) -> None:
-        self._send(header.pack())
+    def tell(self, header: Header, payload: bytes = b"") -> None:
+        self._send(header.pack() + payload)
 
     def refuse(self, header: Header, reason: str) -> None:
         self._send(reply(header, Kind.REFUSED) + reason.encode())

@@ -31,10 +31,11 @@ from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError
 from byteps_py.server.actions import Action, Answer, Counters, Reduce, Refuse, Stall, Want
+from byteps_py.server.awaited import Awaited
 from byteps_py.server.beginnings import Beginnings
 from byteps_py.server.checks import Facts, belated, difference, objection
 from byteps_py.server.partition import C, Partition, Round, State
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import Header, Kind, name_of
 
 #: Contributions that wait for news of a newer epoch; beyond either limit they are refused.
 HELD_COUNT = 4096
@@ -51,6 +52,7 @@ class Rounds(Generic[C]):
         self.epoch = 0
         self.num_machines = 0
         self.counters = Counters()
+        self.awaited: Awaited[C] = Awaited()
         self._partition_bytes = partition_bytes
         self._since_epoch = 0  # the machines are the same since then
         self._generations: dict[int, dict[int, Partition[C]]] = {}  # by key: the newest generation's, by index
@@ -209,6 +211,7 @@ class Rounds(Generic[C]):
             if text := self._out_of_step(partition, new):
                 return self._break(partition, new, text)
             round_ = partition.rounds[header.round] = Round(partition, header.round, now)
+            self.awaited.begin(round_)
         if round_.state is State.REDUCING:
             return self._late(round_, new)
         return self._collect(round_, new, now)
@@ -238,6 +241,7 @@ class Rounds(Generic[C]):
             return []  # all ranks of the group have joined: there will be nothing to sum
         round_.state = State.REDUCING
         self._wanting.pop(round_, None)
+        self.awaited.end(round_)
         for other in [r for r in round_.partition.rounds.values() if r.number < round_.number]:
             if other.state is State.COLLECTING:  # all have its result by now: it came from the server before this one
                 self._forget(other)
@@ -365,6 +369,7 @@ class Rounds(Generic[C]):
         round_.contributions.clear()
         round_.redirected.clear()
         self._wanting.pop(round_, None)
+        self.awaited.end(round_)
         round_.partition.rounds.pop(round_.number, None)
 
     def _partitions(self) -> Iterator[Partition[C]]:
@@ -386,6 +391,4 @@ def _is_left(given: Header, epoch: int) -> bool:
 
 def _is_same(one: Header, other: Header) -> bool:
     """Both are of one machine, and of one round of one partition."""
-    return (one.sender, one.key, one.generation, one.index, one.round) == (
-        other.sender, other.key, other.generation, other.index, other.round
-    )  # fmt: skip
+    return (one.sender, name_of(one)) == (other.sender, name_of(other))

@@ -40,14 +40,15 @@ from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.server.actions import Action, Answer, Reduce, Refuse, Want
 from byteps_py.server.arrival import Arrival, Memory
+from byteps_py.server.awaited import AWAITED_AFTER_S
 from byteps_py.server.local import Local
 from byteps_py.server.network import Network
 from byteps_py.server.partition import Round
 from byteps_py.server.reducer import Reducer, hand_on, plan
-from byteps_py.server.rounds import WANT_AFTER_S, Rounds
+from byteps_py.server.rounds import Rounds
 from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
-from byteps_py.wire import MAX_WAITED_US, Kind
+from byteps_py.wire import MAX_WAITED_US, Header, Kind, pack_names
 
 _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # for so long it goes on after SIGTERM if nobody takes its keys
@@ -189,28 +190,28 @@ class Service:
     def _on_arrival(self, arrival: Arrival) -> None:
         arrival.came_s = time.monotonic()
         self._perform(self._rounds.contribution(arrival, arrival.came_s), None)
-        self._tick_while_wanting()
+        self._tick_while_needed()
 
-    def _tick_while_wanting(self) -> None:
-        if self._rounds.is_wanting and not self._has_tick:
+    def _tick_while_needed(self) -> None:
+        if not self._has_tick and (self._rounds.is_wanting or self._rounds.awaited):
             self._has_tick = True
-            self._loop.call_later(WANT_AFTER_S, self._tick)
+            self._loop.call_later(AWAITED_AFTER_S, self._tick)
 
     def _tick(self) -> None:
-        """Machines lack results: others may have to give their parts once more."""
-        self._has_tick = self._rounds.is_wanting
-        if self._has_tick:
-            self._perform(self._rounds.tick(time.monotonic()), None)
-            self._loop.call_later(WANT_AFTER_S, self._tick)
+        """Others may have to give their parts, or those of machines that lack results once more."""
+        self._has_tick = False
+        now = time.monotonic()
+        self._perform(self._rounds.tick(now), None)
+        for index, names in self._rounds.awaited.due(now, self._rounds.num_machines).items():
+            self._tell(index, Header(Kind.AWAITED, index, self._rounds.epoch), pack_names(names))
+        self._tick_while_needed()
 
-    def _ask(self, want: Want) -> None:
-        header = dataclasses.replace(want.header, kind=Kind.WANT)
-        for index in want.machines:
-            peer = self._network.peer_of(index)
-            if peer is None and self._local is not None:
-                peer = self._local.peer_of(index)
-            if peer is not None:  # else it is asked again when it has connected
-                peer.want(header)
+    def _tell(self, index: int, header: Header, payload: bytes = b"") -> None:
+        peer = self._network.peer_of(index)
+        if peer is None and self._local is not None:
+            peer = self._local.peer_of(index)
+        if peer is not None:  # else what it is wanted for is said again, and it connects to give what it is awaited for
+            peer.tell(header, payload)
 
     def _on_gone(self, peer: Peer) -> None:
         self._rounds.gone(peer)
@@ -223,8 +224,9 @@ class Service:
             match action:
                 case Reduce(round_):
                     self._reduce(round_)
-                case Want():
-                    self._ask(action)
+                case Want(header, machines):
+                    for index in machines:
+                        self._tell(index, dataclasses.replace(header, kind=Kind.WANT))
                 case Answer(contributions):
                     message, digest = (result.message(), result.digest) if result is not None else (None, b"")
                     for arrival in contributions:
@@ -311,7 +313,7 @@ class Service:
         logger.info("epoch %d: %d machines", membership.epoch, len(membership.workers))
         count, since = len(membership.workers), membership.workers_since
         self._perform(self._rounds.membership(membership.epoch, count, time.monotonic(), since), None)
-        self._tick_while_wanting()  # what waited for news of this epoch may have been given once more
+        self._tick_while_needed()  # what waited for news of this epoch may have been given once more
 
     def _on_lost(self, error: BytePSError) -> None:
         if self._rounds.epoch == 0:

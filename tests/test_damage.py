@@ -36,7 +36,7 @@ ENCRYPTED = dataclasses.replace(SIGNED, encrypt=True)
 COUNT = 50_000
 
 
-pytestmark = pytest.mark.usefixtures("zeromq_collector")
+pytestmark = pytest.mark.usefixtures("zeromq_collector", "nobody_is_awaited")
 
 
 class Line:

@@ -82,7 +82,7 @@ class Peer:
             self._give(key, self._asked[key], RESENT)
 
     def hear(self) -> None:
-        header, payload = self.machine.receive()
+        header, payload = self.machine.receive_any()
         key, round_ = header.key, header.round
         if header.kind is Kind.ANSWER:
             assert round_ in (self._asked[key], self._done[key]), "the answer to something else"
@@ -95,7 +95,7 @@ class Peer:
             if round_ <= self._done[key]:
                 self.supplied += 1
                 self._give(key, round_, RESENT | SUPPLY)
-        else:
+        elif header.kind is not Kind.AWAITED:
             assert header.kind is Kind.REFUSED
             assert payload.partition(b"\n")[2].startswith(b"stale: "), payload
             assert round_ <= max(self._asked[key], self._done[key])

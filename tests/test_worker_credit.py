@@ -102,6 +102,28 @@ def test_servers_take_turns_in_proportion_to_their_weights() -> None:
     assert order == [1, 2, 1, 1] * 3
 
 
+def test_what_others_wait_for_goes_before_what_is_more_urgent() -> None:
+    queue = PushQueue(0)
+    all_parts = parts(1, 1, 1, 1, 1)
+    for part, priority, is_awaited in zip(all_parts, (0, 9, 3, 1, 2), (0, 0, 1, 0, 0), strict=True):
+        queue.add(part, priority, bool(is_awaited))
+    queue.hasten({all_parts[0], all_parts[3]})
+    queue.hasten(set())
+    assert taken(queue) == [2, 3, 0, 1, 4]  # by priority among these
+
+
+def test_what_others_wait_for_is_so_with_another_server_too_and_takes_turns_there() -> None:
+    queue = PushQueue(0)
+    tensor = core.tensor([core.slot(0)])
+    made = [Part(tensor, index, 0, 6, 1 + index % 2) for index in range(6)]
+    for part in made:
+        queue.add(part, -part.index)
+    queue.hasten({made[4], made[5]})
+    made[4].server = 2
+    queue.move(made[4], 1)
+    assert taken(queue) == [4, 0, 5, 2, 1, 3]
+
+
 def test_an_idle_server_saves_up_no_turns() -> None:
     queue = PushQueue(0)
     tensor = core.tensor([core.slot(0)])

@@ -31,7 +31,7 @@ SETTINGS = Settings(
 COUNT = 50_000
 
 
-pytestmark = pytest.mark.usefixtures("zeromq_collector")
+pytestmark = pytest.mark.usefixtures("zeromq_collector", "nobody_is_awaited")
 
 
 class Worker:

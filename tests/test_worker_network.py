@@ -36,7 +36,7 @@ def topology(epoch: int) -> Topology:
     return Topology.of(pb.Membership(epoch=epoch, workers=workers, servers=[server], workers_since=GROUP), 0)
 
 
-@pytest.mark.parametrize("kind", [Kind.ANSWER, Kind.REFUSED, Kind.WANT])
+@pytest.mark.parametrize("kind", [Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED])
 def test_a_server_that_wakes_in_an_older_group_is_not_heard(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names, and so keys, generations and rounds may be the same: the epoch tells them apart."""
     links: list[Link] = []

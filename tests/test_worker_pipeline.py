@@ -10,7 +10,7 @@ from byteps_py.tensors import Op
 from byteps_py.worker.actions import Action, Compute, Done, Push, Release, Supply
 from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.tensor import RankSlot, Stage, Tensor
+from byteps_py.worker.tensor import Part, RankSlot, Stage, Tensor
 
 PIECES = [(0, 8, 5), (8, 8, 6)]  # offset, length, server
 ANSWER = 900_000
@@ -114,6 +114,28 @@ def test_several_ranks_are_summed_before_the_push_in_turns() -> None:
             assert len(pipeline.answered(part, round_, ANSWER, 0.0)) == 1
         assert pipeline.computed(made.parts[0], 0.0) == []
         assert pipeline.computed(made.parts[1], 0.0) == done(made)
+
+
+def test_what_other_machines_wait_for_goes_first_now_or_once_it_is_ready() -> None:
+    back, front = slot(0, spec(4, "back"), inputs=2), slot(0, spec(4, "front"), inputs=2)
+    made = [tensor([back]), tensor([front])]
+    pipeline = started(made[0], machines=2, size=2, credit_bytes=8)
+    made[1].machines = 2
+    pipeline.start(made[1], PIECES, 0.0)
+    pipeline.awaited([(made[1].parts[1], 1), (made[1].parts[0], 7)])  # not ready; round 7 is far away
+    assert pushes(ready(pipeline, back)) == [(0, 1)]
+    assert ready(pipeline, front) == []  # no credit
+    order = []
+
+    def answer(part: Part) -> None:
+        actions = pipeline.answered(part, 1, ANSWER, 0.0) + pipeline.computed(part, 0.0)
+        order.extend([(a.part.tensor.name, a.part.index) for a in actions if isinstance(a, Push)])
+
+    answer(made[0].parts[0])
+    pipeline.awaited([(made[0].parts[1], 1), (made[1].parts[0], 0), (made[0].parts[0], 1)])  # one waits, one is of old,
+    answer(made[1].parts[1])  # one has been answered
+    answer(made[0].parts[1])
+    assert order == [("front", 1), ("back", 1), ("front", 0)]
 
 
 def test_an_average_is_divided_at_delivery_by_the_number_of_ranks() -> None:

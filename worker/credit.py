@@ -1,8 +1,9 @@
 """Which partition is pushed next, and whether now. Pure; time is an argument.
 
 Servers take turns in proportion to their weights (start-time fair queueing), so that at every moment all links
-carry what the placement gives them; within a server's turn the highest priority goes first. All machines
-follow the same rule, and so push in nearly the same order.
+carry what the placement gives them. Within a server's turn first goes what other machines have given already, and
+wait for (server/awaited.py), else the highest priority. All machines follow the same rule, and so push in nearly the
+same order.
 
 Credit is for what is on the wire: it is taken when a partition is pushed and given back when its answer arrives, or
 when it was due long ago (``patience_s``). An answer needs all machines, and what has no answer by then waits in its
@@ -38,7 +39,7 @@ class _Turns(Generic[P]):
     __slots__ = ("heap", "start", "weight")
 
     def __init__(self, weight: int) -> None:
-        self.heap: list[tuple[int, int, P]] = []
+        self.heap: list[tuple[bool, int, int, P]] = []  # is not awaited, -priority, number
         self.start = 0.0
         self.weight = weight
 
@@ -67,23 +68,31 @@ class PushQueue(Generic[P]):
     def __len__(self) -> int:
         return self._length
 
-    def add(self, part: P, priority: int) -> None:
+    def add(self, part: P, priority: int, is_awaited: bool = False) -> None:
+        """``is_awaited``: other machines wait for it."""
         turns = self._servers.get(part.server)
         if turns is None:
             turns = self._servers[part.server] = _Turns(self._weights.get(part.server, 1))
         if not turns.heap:  # nobody saves up turns by being idle
             turns.start = max(turns.start, self._virtual_time)
-        heapq.heappush(turns.heap, (-priority, next(self._order), part))
+        heapq.heappush(turns.heap, (not is_awaited, -priority, next(self._order), part))
         self._length += 1
 
     def move(self, part: P, before: int) -> None:
         """``part``, which waits, has another server than ``before``."""
         turns = self._servers[before]
-        (entry,) = (each for each in turns.heap if each[2] is part)
+        (entry,) = (each for each in turns.heap if each[3] is part)
         turns.heap.remove(entry)
         heapq.heapify(turns.heap)
         self._length -= 1
-        self.add(part, -entry[0])
+        self.add(part, -entry[1], not entry[0])
+
+    def hasten(self, parts: set[P]) -> None:
+        """Other machines wait for these, which wait here."""
+        for server in {part.server for part in parts}:
+            turns = self._servers[server]
+            turns.heap = [(entry[0] and entry[3] not in parts, *entry[1:]) for entry in turns.heap]
+            heapq.heapify(turns.heap)
 
     def give_back(self, part: P) -> None:
         """``part`` was answered, or given up."""
@@ -96,7 +105,7 @@ class PushQueue(Generic[P]):
             return None
         self._write_off(now - self.patience_s)
         turns = min((t for t in self._servers.values() if t.heap), key=lambda t: (t.start, t.heap[0]))
-        part = turns.heap[0][2]
+        part = turns.heap[0][3]
         fits = not self.credit_bytes or self.in_flight_bytes + part.length <= self.credit_bytes
         if not (fits or self.in_flight_bytes == 0):
             return None
@@ -119,6 +128,6 @@ class PushQueue(Generic[P]):
     def drop(self, parts: set[P]) -> None:
         """Forget queued partitions of a tensor that is void."""
         for turns in self._servers.values():
-            turns.heap = [entry for entry in turns.heap if entry[2] not in parts]
+            turns.heap = [entry for entry in turns.heap if entry[3] not in parts]
             heapq.heapify(turns.heap)
         self._length = sum(len(turns.heap) for turns in self._servers.values())

@@ -22,7 +22,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.declarations import to_message
 from byteps_py.session import protocol
 from byteps_py.tensors import Checks, TensorSpec
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import Header, Kind, unpack_names
 from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot, Show, Supply, Withdraw
 from byteps_py.worker.courier import Courier
 from byteps_py.worker.direct import Direct
@@ -245,9 +245,13 @@ class Executor:
 
     def answered(self, header: Header, frame: zmq.Frame | None, server: int) -> None:
         """A summation service has sent a message."""
-        if header.kind not in (Kind.ANSWER, Kind.REFUSED, Kind.WANT):
+        if header.kind not in (Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED):
             raise ProtocolError(f"a summation service sent a {header.kind.name} message, which only workers send")
         part = self._parts.get((header.key, header.generation, header.index))
+        if header.kind is Kind.AWAITED:
+            names = unpack_names(frame.bytes if frame is not None else b"")
+            self._pipeline.awaited([(part, name[3]) for name in names if (part := self._parts.get(name[:3]))])
+            return
         if part is not None and header.kind is Kind.WANT:
             self.run(self._pipeline.wanted(part, header.round, server))
             return

@@ -23,7 +23,7 @@ from byteps_py.loop import EventLoop
 from byteps_py.scheduler.silence import SLOW_FACTOR
 from byteps_py.settings import Settings
 from byteps_py.shm import Arena, Block
-from byteps_py.wire import HEADER_BYTES, Header, Kind
+from byteps_py.wire import HEADER_BYTES, Header, Kind, RoundName, name_of
 
 #: header, payload (None if the answer lies in shared memory)
 OnAnswer = Callable[[Header, zmq.Frame | None], None]
@@ -34,13 +34,6 @@ _DRAIN = 64  # messages taken per wake-up before others get their turn
 #: Requests that are kept for the case that they must be sent again; some never get an answer, and need none.
 _MOST_KEPT = 8192
 _CONNECT_S = 1.0
-
-
-_Name = tuple[int, int, int, int]  # what an answer has in common with its request alone
-
-
-def _name(header: Header) -> _Name:
-    return header.key, header.generation, header.index, header.round
 
 
 class ServerLink(ABC):
@@ -113,8 +106,8 @@ class TcpLink(ServerLink, Owner):
         self._on_again = on_again
         self._on_lost = on_lost
         self._unsent: list[_Request] = []  # while there is no connection
-        self._requests: dict[_Name, _Request] = {}  # sent, and not answered
-        self._suspects: set[_Name] = set()  # one of their answers came damaged
+        self._requests: dict[RoundName, _Request] = {}  # sent, and not answered
+        self._suspects: set[RoundName] = set()  # one of their answers came damaged
         self._opened = 0  # connections so far
         self._is_closed = False
         self._dialer = Dialer(context, loop, address, sender, settings, self, self._who, group)
@@ -146,10 +139,10 @@ class TcpLink(ServerLink, Owner):
             request.number = self._dialer.send(header, self._view(payload, request.offset, header.length))
             self.bytes_sent += header.length
         if header.kind is Kind.WITHDRAW:
-            self._requests.pop(_name(header), None)
-            self._suspects.discard(_name(header))
+            self._requests.pop(name_of(header), None)
+            self._suspects.discard(name_of(header))
         elif not header.is_supply:
-            self._requests[_name(header)] = request
+            self._requests[name_of(header)] = request
             if len(self._requests) > _MOST_KEPT:
                 del self._requests[next(iter(self._requests))]
 
@@ -162,10 +155,11 @@ class TcpLink(ServerLink, Owner):
             self._send(request)
 
     def on_message(self, header: Header, payload: zmq.Frame) -> None:
-        self.bytes_received += len(payload)
-        if header.kind is not Kind.WANT:
-            self._suspects.discard(_name(header))
-            self._requests.pop(_name(header), None)  # none: it says again what an earlier answer has said
+        if header.kind is not Kind.AWAITED:
+            self.bytes_received += len(payload)
+        if header.kind not in (Kind.WANT, Kind.AWAITED):
+            self._suspects.discard(name_of(header))
+            self._requests.pop(name_of(header), None)  # none: it says again what an earlier answer has said
         self._on_answer(header, payload)
 
     def on_damaged(self, number: int | None) -> None:

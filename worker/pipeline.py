@@ -137,7 +137,17 @@ class Pipeline:
 
     def _enqueue(self, part: Part) -> None:
         part.stage = Stage.QUEUED
-        self._queue.add(part, part.tensor.spec.priority)
+        self._queue.add(part, part.tensor.spec.priority, part.awaited_round == part.tensor.round)
+
+    def awaited(self, rounds: Iterable[tuple[Part, int]]) -> None:
+        """Other machines have given to these rounds of partitions, and wait for this one: their turn comes first, now
+        or once they are ready."""
+        late = set()
+        for part, round_ in rounds:
+            part.awaited_round = round_
+            if part.stage is Stage.QUEUED and round_ == part.tensor.round:
+                late.add(part)
+        self._queue.hasten(late)
 
     def pump(self, now: float) -> list[Action]:
         """Push what the credit allows. Also called from time to time, see PushQueue.

@@ -38,7 +38,8 @@ class Stage(enum.Enum):
 class Part:
     """One partition of a tensor. ``server``: index of the server that adds it; -1 when no other machine
     takes part. ``answer``: where the server of this machine writes the answer (shared memory). ``is_resent``: in this
-    round it was given to another server, or on another connection, before."""
+    round it was given to another server, or on another connection, before. ``awaited_round``: other machines have given
+    to it, and wait for this one."""
 
     tensor: Tensor
     index: int
@@ -49,6 +50,7 @@ class Part:
     answer: Block | None = None
     local_sum: Compute | None = None  # the same every round, where one machine is all
     is_resent: bool = False
+    awaited_round: int = 0
     #: By parity of the round: who is to blame if this machine's sum is not finite; 0: it has none, or nobody asks.
     blames: list[int] = field(default_factory=lambda: [0, 0])
 

@@ -72,8 +72,8 @@ class RemotePeer(Peer):
         """Like ``answer``. False: the peer is gone."""
         return self._network.send_result(self, reply(header, Kind.ANSWER), result, digest)
 
-    def want(self, header: Header) -> None:
-        self._network.send(self, header.pack(), zmq.Frame())
+    def tell(self, header: Header, payload: bytes = b"") -> None:
+        self._network.send(self, header.pack(), zmq.Frame(payload))
 
     def refuse(self, header: Header, reason: str) -> None:
         self._network.send(self, reply(header, Kind.REFUSED), zmq.Frame(reason.encode()))

@@ -20,8 +20,8 @@ class Peer(ABC):
         result, if there is one (seal.py). Never blocks."""
 
     @abstractmethod
-    def want(self, header: Header) -> None:
-        """Ask for what it gave to a round. Never blocks."""
+    def tell(self, header: Header, payload: bytes = b"") -> None:
+        """Say what is no answer. Never blocks."""
 
     @abstractmethod
     def refuse(self, header: Header, reason: str) -> None:

@@ -145,7 +145,7 @@ class ServerBeside(Target):
         if arrival.answer is not None and self._turn % 2:
             peer.answer(header, None)
         else:
-            peer.want(header)
+            peer.tell(header)
 
     def _withdrawn(self, header: Header) -> None:
         assert header.sender == _MACHINE

@@ -16,7 +16,7 @@ from byteps_py.session import protocol
 from byteps_py.session.protocol import Kind as Said
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
-from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind
+from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind, pack_names
 from byteps_py.worker import courier, network, peers
 from byteps_py.worker.group import Group, Surroundings
 from byteps_py.worker.peers import PeerMachines
@@ -50,6 +50,7 @@ def _all_said() -> list[bytes]:
         for who in (_SERVER, _BESIDE):
             for kind, payload in (
                 (Kind.ANSWER, bytes(n) if who == _SERVER else b""), (Kind.ANSWER, b""), (Kind.WANT, b""),
+                (Kind.AWAITED, pack_names([(key, 1, 0, 1), (key, 1, 1, 2)])),
                 (Kind.REFUSED, b"MismatchError\nthey differ"),
             ):  # fmt: skip
                 header = Header(kind, 0, 1, spec.dtype, spec.op, key=key, generation=1, round=1, length=n)

@@ -43,8 +43,8 @@ class _Member(Peer):
     def answer(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> None:
         raise AssertionError("a contribution without a payload was taken")
 
-    def want(self, header: Header) -> None:
-        raise AssertionError("nobody had its result")
+    def tell(self, header: Header, payload: bytes = b"") -> None:
+        raise AssertionError("nobody had its result, and nobody waits for it")
 
     def refuse(self, header: Header, reason: str) -> None:
         reason.encode()

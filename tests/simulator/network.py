@@ -232,8 +232,8 @@ class TcpPeer(Peer):
     def answer(self, header: Header, result: Any, digest: bytes = b"") -> None:
         self._send(reply(header, Kind.ANSWER), result.buffer if result is not None else b"")
 
-    def want(self, header: Header) -> None:
-        self._send(header.pack(), b"")
+    def tell(self, header: Header, payload: bytes = b"") -> None:
+        self._send(header.pack(), payload)
 
     def refuse(self, header: Header, reason: str) -> None:
         self._send(reply(header, Kind.REFUSED), reason.encode())

@@ -95,6 +95,12 @@ class Machine:
         return header, payload
 
     def receive(self) -> tuple[Header, bytes]:
+        """The next message, but for what comes or not, as time passes."""
+        while (message := self.receive_any())[0].kind is Kind.AWAITED:
+            pass
+        return message
+
+    def receive_any(self) -> tuple[Header, bytes]:
         self.enter()
         header, payload = self._frames()
         if self.seals is not None:
@@ -140,9 +146,15 @@ class LocalMachine:
         self.channel.send(header_for(self.index, data, kind, **facts).pack())
 
     def receive(self) -> tuple[Header, str]:
+        """The next message, but for what comes or not, as time passes."""
+        while (message := self.receive_any())[0].kind is Kind.AWAITED:
+            pass
+        return message[0], message[1].decode()
+
+    def receive_any(self) -> tuple[Header, bytes]:
         message = self.channel.receive(WAIT_S)
         assert message is not None, "the server did not answer"
-        return Header.unpack(message[0][:HEADER_BYTES]), message[0][HEADER_BYTES:].decode()
+        return Header.unpack(message[0][:HEADER_BYTES]), message[0][HEADER_BYTES:]
 
     def close(self) -> None:
         self.channel.close()
