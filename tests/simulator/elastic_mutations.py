@@ -138,10 +138,10 @@ def hear_nobody_who_came_back(core: pytest.MonkeyPatch) -> None:
 
 #: Each with a seed that shows it.
 ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    know_machines_by_their_index: 508,
+    know_machines_by_their_index: 1479,
     take_whoever_comes_for_equal: 139,
     mourn_for_who_leaves_no_group: 8,
-    count_on_servers_of_outsiders: 402,
+    count_on_servers_of_outsiders: 504,
     stay_without_ranks: 10,
     newcomers_first: 0,
     open_without_those_who_come_back: 0,
