@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -64,6 +68,53 @@ def calling() -> Iterator[Call]:
     yield call
     for caller in callers:
         caller.close()
+
+
+class Hasty(zmq.Socket[bytes]):
+    """One whose connection has ended by the time ``connect`` returns, as it may where a thread waits for its core."""
+
+    ended = 0
+
+    def get_monitor_socket(self, *arguments: int) -> zmq.Socket[bytes]:  # type: ignore[override]
+        self.__dict__["kept"] = super().get_monitor_socket(*arguments)
+        return self.__dict__["kept"]  # type: ignore[no-any-return]
+
+    def connect(self, address: str) -> None:  # type: ignore[override]
+        super().connect(address)
+        if "kept" not in self.__dict__:
+            return  # it is a monitor's
+        assert self.__dict__["kept"].poll(WAIT_S * 1000), "the connection has not ended"
+        deadline_s = time.monotonic() + WAIT_S
+        while self.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            assert time.monotonic() < deadline_s, "there is still a way to send"
+        Hasty.ended += 1
+
+
+def test_a_connection_that_ends_before_it_is_used_is_made_again(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    door = socket.create_server(("127.0.0.1", 0))
+
+    def slam() -> None:
+        with contextlib.suppress(OSError):  # at the end
+            while True:
+                door.accept()[0].close()
+
+    slammer = threading.Thread(target=slam)
+    slammer.start()
+    monkeypatch.setattr(zmq.Context, "_socket_class", Hasty)
+    monkeypatch.setattr(Hasty, "ended", 0)
+    caller = call(f"tcp://127.0.0.1:{door.getsockname()[1]}")
+
+    def look() -> None:
+        if Hasty.ended >= 3:
+            caller.loop.stop()
+        caller.loop.call_later(0.01, look)
+
+    look()
+    caller.run()
+    door.shutdown(socket.SHUT_RDWR)
+    slammer.join(WAIT_S)
+    door.close()
+    assert (Hasty.ended, caller.times_open, caller.refused) == (3, 0, [])
 
 
 class Script:

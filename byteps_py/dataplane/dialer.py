@@ -6,6 +6,8 @@ the next: what is to be said again, the owner says again once ``on_open`` is cal
 
 from __future__ import annotations
 
+import contextlib
+
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -139,7 +141,7 @@ class Dialer:
         except zmq.ZMQError as error:
             self._hang_up()
             raise ProtocolError(f"{self._who} can't be reached at {self._address[:80]!r}: {error}") from error
-        socket.send_multipart([Header(Kind.HELLO, self._sender, self._group).pack(), self._caller.hello])
+        self._say(Kind.HELLO, self._caller.hello)
         self._loop.add_reader(self._monitor, self._watch)
         self._loop.add_reader(socket, self._drain)
 
@@ -228,8 +230,15 @@ class Dialer:
         if self._is_welcome:
             self._failures = self._refusals = 0
             self._owner.on_open()
-        elif self._socket is not None:
-            self._socket.send_multipart([Header(Kind.PROOF, self._sender, self._group).pack(), proof])
+        else:
+            self._say(Kind.PROOF, proof)
+
+    def _say(self, kind: Kind, text: bytes) -> None:
+        """A part of the handshake. Never waits: where the connection has ended, as it may before it was ever used,
+        this end is about to hear so."""
+        if self._socket is not None:
+            with contextlib.suppress(zmq.Again):
+                self._socket.send_multipart([Header(kind, self._sender, self._group).pack(), text], _NOW)
 
     def _prove(self, challenge: bytes) -> bytes:
         """The proof that is due. Raises ProtocolError."""
