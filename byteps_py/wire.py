@@ -40,8 +40,8 @@ class Kind(enum.IntEnum):
     PASS = 10  # CS → SS: my ranks have joined, and I contribute nothing; tell me, without the result, when it is there
     WANT = 11  # SS → CS: another machine lacks the result of this round; if you have it, give me your part once more
     WITHDRAW = 12  # CS → SS: what I gave to this round goes to another server; no answer
-    AWAITED = 14  # SS → CS: others have given to these rounds, and wait for you; payload: names of rounds; no answer
     TAKEN = 13  # CS → CS: I have all of what a Fetch names, of its round ``taken``; no answer
+    AWAITED = 14  # SS → CS: others have given to these rounds, and wait for you; payload: names of rounds; no answer
     CHALLENGE = 20  # back, at a HELLO: prove that you know the secret, as I do
     PROOF = 21  # CS → SS or CS, at a CHALLENGE
     DAMAGED = 22  # back: message number ``round`` of this connection could not be opened; send it again

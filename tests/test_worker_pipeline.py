@@ -132,8 +132,9 @@ def test_what_other_machines_wait_for_goes_first_now_or_once_it_is_ready() -> No
         order.extend([(a.part.tensor.name, a.part.index) for a in actions if isinstance(a, Push)])
 
     answer(made[0].parts[0])
-    pipeline.awaited([(made[0].parts[1], 1), (made[1].parts[0], 0), (made[0].parts[0], 1)])  # one waits, one is of old,
-    answer(made[1].parts[1])  # one has been answered
+    # One waits, one was awaited in a round that is over, one has been answered.
+    pipeline.awaited([(made[0].parts[1], 1), (made[1].parts[0], 0), (made[0].parts[0], 1)])
+    answer(made[1].parts[1])
     answer(made[0].parts[1])
     assert order == [("front", 1), ("back", 1), ("front", 0)]
 

@@ -247,11 +247,11 @@ class Executor:
         """A summation service has sent a message."""
         if header.kind not in (Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED):
             raise ProtocolError(f"a summation service sent a {header.kind.name} message, which only workers send")
-        part = self._parts.get((header.key, header.generation, header.index))
         if header.kind is Kind.AWAITED:
             names = unpack_names(frame.bytes if frame is not None else b"")
-            self._pipeline.awaited([(part, name[3]) for name in names if (part := self._parts.get(name[:3]))])
+            self._pipeline.awaited([(self._parts[name[:3]], name[3]) for name in names if name[:3] in self._parts])
             return
+        part = self._parts.get((header.key, header.generation, header.index))
         if part is not None and header.kind is Kind.WANT:
             self.run(self._pipeline.wanted(part, header.round, server))
             return
