@@ -62,7 +62,8 @@ class _Socket:
     def poll(self, timeout: int) -> bool:
         return bool(self.coming) and not self.is_closed
 
-    def send_multipart(self, frames: list[bytes]) -> None:
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        assert flags & zmq.NOBLOCK, "it might wait for ever"
         assert not self.is_closed
         self.sent.append(frames)
 
