@@ -16,6 +16,7 @@ from pathlib import Path
 from support.processes import command_line, family, processes, wait_gone
 
 _LISTENS = "0A"  # a TCP socket's state
+_SOCKET = "socket"
 _INODE = re.compile(r"^socket:\[(\d+)\]$")
 _ENDING_S = 10.0
 _OF_OTHERS = ("torchinductor_", "torchelastic_", "ompi", "pmix", "prte")  # torch, torchrun and mpirun keep theirs
@@ -54,7 +55,7 @@ def _opened_by(pid: int) -> Iterator[tuple[str, str]]:
             with contextlib.suppress(OSError):
                 target = os.readlink(entry.path)
                 if socket := _INODE.match(target):
-                    yield socket[1], "socket"
+                    yield socket[1], _SOCKET
                 elif target.startswith(("/memfd:", "/dev/shm/")):
                     yield str(entry.stat().st_ino), target
 
@@ -83,9 +84,10 @@ class Remains:
         """Remember what is there now. ``marked``: processes that are the job's, though they may not descend from it."""
         pids = {*family(self._root), *marked} - {os.getpid()}
         self._pids |= {pid: began for pid in pids if (began := _began(pid))}
-        held = {inode: target for pid in pids for inode, target in _opened_by(pid)}
-        self._sockets |= {inode: name for inode, name in sockets().items() if inode in held}
-        self._memory |= {inode: target for inode, target in held.items() if target != "socket"}
+        held = {(inode, target) for pid in pids for inode, target in _opened_by(pid)}
+        # Sockets and memory are numbered each on their own: the same number may be both.
+        self._sockets |= {inode: name for inode, name in sockets().items() if (inode, _SOCKET) in held}
+        self._memory |= {inode: target for inode, target in held if target != _SOCKET}
 
     def left(self, others: Iterable[int]) -> list[str]:
         """What is still there of it, in words. Processes of ``others``, who are jobs of the same machine, may share."""
