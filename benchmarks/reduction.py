@@ -28,7 +28,13 @@ from wakeups import floors
 RANK = Path(__file__).with_name("reduction_rank.py")
 SIZES = [4, 1 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 QUICK = [4, 64 << 10, 4 << 20, 64 << 20]
-TITLES = {"arena": "ours, in the arena", "tensor": "ours, any tensor", "gloo": "gloo", "mpi": "Open MPI"}
+TITLES = {
+    "arena": "ours, in the arena",
+    "tensor": "ours, any tensor by name",
+    "backend": "ours, torch.distributed",
+    "gloo": "gloo",
+    "mpi": "Open MPI",
+}
 
 
 def free_port() -> int:
@@ -51,7 +57,7 @@ def run(contender: str, ranks: int, sizes: list[int], seconds: float, launcher: 
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if contender == "mpi":
         command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), *program]
-    elif contender == "gloo":
+    elif contender in ("gloo", "backend"):
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port",
             str(free_port()), *program[1:],
@@ -66,7 +72,7 @@ def run(contender: str, ranks: int, sizes: list[int], seconds: float, launcher: 
 
 def compare(ranks: int, sizes: list[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
     """One row per size: seconds of each contender, median and spread (largest over smallest round)."""
-    contenders = ["arena", "tensor", "gloo", *(["mpi"] if has_open_mpi() else [])]
+    contenders = ["arena", "tensor", "backend", "gloo", *(["mpi"] if has_open_mpi() else [])]
     seen: dict[tuple[str, int], list[float]] = defaultdict(list)
     waking: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):

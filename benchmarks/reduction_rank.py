@@ -47,7 +47,7 @@ def arena() -> Contender:
 
 
 def tensor() -> Contender:
-    """This project, any torch tensor, in place."""
+    """This project, any torch tensor, in place, by name."""
     import torch
 
     import byteps_py as bps
@@ -61,11 +61,22 @@ def tensor() -> Contender:
     return Contender(bps.rank(), bps.barrier, prepare, bps.shutdown)
 
 
+def backend() -> Contender:
+    """This project, any torch tensor, in place, as a backend of torch.distributed."""
+    import byteps_py  # noqa: F401  registers it
+
+    return _process_group("byteps")
+
+
 def gloo() -> Contender:
+    return _process_group("gloo")
+
+
+def _process_group(name: str) -> Contender:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    dist.init_process_group(name)
 
     def prepare(count: int) -> Callable[[], object]:
         values = torch.ones(count)
@@ -86,13 +97,16 @@ def mpi() -> Contender:
     return Contender(world.Get_rank(), world.Barrier, prepare, lambda: None)
 
 
+CONTENDERS = {"arena": arena, "tensor": tensor, "backend": backend, "gloo": gloo, "mpi": mpi}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("contender", choices=["arena", "tensor", "gloo", "mpi"])
+    parser.add_argument("contender", choices=[*CONTENDERS])
     parser.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes")
     parser.add_argument("--seconds", type=float, default=1.0, help="about how long to time each size")
     arguments = parser.parse_args()
-    contender = {"arena": arena, "tensor": tensor, "gloo": gloo, "mpi": mpi}[arguments.contender]()
+    contender = CONTENDERS[arguments.contender]()
     for nbytes in arguments.sizes:
         call = contender.prepare(max(1, nbytes // 4))
         for _ in range(WARM_UP):

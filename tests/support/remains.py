@@ -111,8 +111,8 @@ class Remains:
         """Who holds shared memory of the job: nobody could have it who was there before."""
         for pid, _, state in processes():
             if self._memory and state != "Z" and pid not in others and _began(pid) >= self._first:
-                for inode in self._memory.keys() & dict((*_opened_by(pid), *_mapped_by(pid))).keys():
-                    yield pid, self._memory[inode]
+                for _, target in self._memory.items() & {*_opened_by(pid), *_mapped_by(pid)}:
+                    yield pid, target
 
 
 def _lives(pid: int, began: int) -> bool:

@@ -5,6 +5,7 @@ of its own that the receivers map, tells them over a socket, and each receiver c
 two passes over memory and one wake-up. What is small travels in the message itself.
 
     Neighbours (the shell) ─┬─ Ledger, Receipt (pure: what came, what is still needed; where it goes)
+                            ├─ Ring (a large tensor, step by step)
                             ├─ Patience (how long to look, when to sleep, when to complain)
                             ├─ messages (what neighbours say to each other)
                             ├─ Outgoing, Incoming (memory)
@@ -14,5 +15,6 @@ two passes over memory and one wake-up. What is small travels in the message its
 from byteps_py.session.nearby.ledger import Stream
 from byteps_py.session.nearby.neighbours import WINDOW, Neighbours
 from byteps_py.session.nearby.receipts import Receipt, Span
+from byteps_py.session.nearby.ring import Ring, Slot
 
-__all__ = ["WINDOW", "Neighbours", "Receipt", "Span", "Stream"]
+__all__ = ["WINDOW", "Neighbours", "Receipt", "Ring", "Slot", "Span", "Stream"]

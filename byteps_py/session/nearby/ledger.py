@@ -109,9 +109,14 @@ class Ledger:
 
     def send(self, stream: Stream, targets: Iterable[int], block: object) -> int:
         """Note a parcel that these are to acknowledge; returns its id. ``block``: where it lies, if anywhere."""
-        self._last_id += 1
-        self._sent[self._last_id] = _Sent(stream, block, set(targets))
+        parcel_id = self.new_id()
+        self._sent[parcel_id] = _Sent(stream, block, set(targets))
         stream.unacknowledged += 1
+        return parcel_id
+
+    def new_id(self) -> int:
+        """For a parcel that nobody acknowledges."""
+        self._last_id += 1
         return self._last_id
 
     def takers(self, stream: Stream) -> set[int]:

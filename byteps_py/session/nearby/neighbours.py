@@ -25,6 +25,7 @@ from byteps_py.session.nearby.memory import Incoming, Outgoing
 from byteps_py.session.nearby.messages import RECORD_BYTES, Kind
 from byteps_py.session.nearby.post import Inbox, Outbox
 from byteps_py.session.nearby.receipts import Receipt, Span
+from byteps_py.session.nearby.ring import Ring
 from byteps_py.session.nearby.waiting import Host, Patience, Wait
 from byteps_py.shm import Block
 from byteps_py.tensors import differing, key_of
@@ -176,6 +177,13 @@ class Neighbours:
                 record = messages.pack(_SEGMENT, self._me, self._ledger.era, number, 0, 0, segment.nbytes, 0, 0, 0, -1)
                 outbox.send(record, segment.fd)
             outbox.announced += len(segments)
+
+    def ring(self, others: Sequence[int], slot_bytes: int) -> Ring:
+        """For operations in which all of a group send to all, step by step. Its slots are there with the first one."""
+        return Ring(
+            self._me, self._first_rank, others, slot_bytes, self._books, self._ledger, self._outgoing, self._incoming,
+            self._outboxes, self._patience, self._announce,
+        )  # fmt: skip
 
     # ---- receiving -------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class Near:
         self._all = tuple(self.others.values())
         self._members = members
         self.around = around
-        self._completer = completer
+        self.completer = completer
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
         self._has_met = False
@@ -209,7 +209,7 @@ class Near:
                 receipt.error = MismatchError(differing(line.stream.name, rank, mine, rank, due))
         for position, spans in receives.items():
             receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
-        work = Passage(self.around, self._completer, what, self.neighbours, receipt, outputs, finish, timeout_s)
+        work = Passage(self.around, self.completer, what, self.neighbours, receipt, outputs, finish, timeout_s)
         work.number = self.around.journal.record((what,) if kind is None else (what, kind), line.stream.name)
         if receipt.left:
             work.line = line.under_way

@@ -13,6 +13,7 @@ from byteps_py.errors import JoinedError
 from byteps_py.session.nearby import Span
 from byteps_py.tensors import Op
 from byteps_py.torch.distributed.arguments import Landing, octets
+from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near, Own, Passage
 from byteps_py.torch.distributed.work import Pending, Surroundings
@@ -48,15 +49,25 @@ class Detour(Pending):
         self,
         around: Surroundings,
         what: str,
-        passage: Passage,
+        passage: Pending,
         outputs: list[torch.Tensor],
         otherwise: Callable[[], Pending],
         timeout_s: float,
     ) -> None:
         super().__init__(around, what, outputs, timeout_s)
         self.number = passage.number
-        self._work: Pending = passage
+        self._work = passage
         self._otherwise: Callable[[], Pending] | None = otherwise
+        self._goes_on = False
+
+    def go_on_by_itself(self, completer: Completer) -> None:
+        """The caller does not wait for it at once, and it does not come to its end without this rank."""
+        self._goes_on = True
+        completer.add(self)
+
+    def _hand_to_pool(self) -> None:
+        if not self._goes_on:  # else it has been
+            super()._hand_to_pool()
 
     def _complete(self, deadline: float) -> None:
         self._slices(deadline, lambda timeout_s: self._work.settle(timeout_s))

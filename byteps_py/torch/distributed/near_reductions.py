@@ -1,7 +1,8 @@
-"""Small sums among members on one machine: everybody gets everybody's tensor, and adds them all by itself.
+"""Sums among members on one machine. Of small tensors everybody gets everybody's, and adds them all by itself; of large
+ones everybody adds a share (near_rings.py).
 
-That is twice as many bytes as through the communication service, and a wake-up less: below some size it is the time of
-the wake-ups that counts. The order of the additions and the precision are those of the service's kernels (the local
+The former is more bytes, and a wake-up less: below some size it is the time of the wake-ups that counts. The order of
+the additions and the precision are those of the service's kernels (the local
 ranks in their order; half precision in float32, rounded once, before the division of an average), so the result has the
 same bits, whichever way it takes.
 
@@ -19,12 +20,12 @@ from byteps_py.torch.distributed.arguments import check_writable
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
 from byteps_py.torch.distributed.near_collectives import Detour, is_plain, span, spans
+from byteps_py.torch.distributed.near_rings import NearRings, RingSum, add_up
 from byteps_py.torch.distributed.places import Kind
 from byteps_py.torch.distributed.work import Pending
 
 #: What comes from all others together: up to 256 KB this way is the faster one with 2 ranks on 2 cores.
 MOST_BYTES = 128 << 10
-_HALF = (torch.float16, torch.bfloat16)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -34,16 +35,25 @@ class NearReductions:
         self._near = near
         self._own = members.position
         self._count = members.count
+        self._rings = NearRings(members, near)
+
+    def finish(self) -> None:
+        """Complete what is under way. Raises StallError."""
+        self._rings.finish()
 
     def suits(self, kind: Kind, tensors: Tensors) -> bool:
         """All members answer alike, but for memory that is laid out unusually: theirs must be laid out alike."""
-        share = self._count if kind.scatters else 1
-        nbytes = sum(tensor.nbytes for tensor in tensors)
+        nbytes = self._coming(kind, tensors)
         is_exact = tensors[0].is_floating_point() or not kind.average
         return (
-            self._count > 1 and kind.op is Op.SUM and is_exact and 0 < nbytes * (self._count - 1) // share <= MOST_BYTES
-            and all(tensor.is_cpu for tensor in tensors)
+            self._count > 1 and kind.op is Op.SUM and is_exact and nbytes > 0
+            and (nbytes <= MOST_BYTES or not kind.scatters) and all(tensor.is_cpu for tensor in tensors)
         )  # fmt: skip
+
+    def _coming(self, kind: Kind, tensors: Tensors) -> int:
+        """Bytes that come from all others, if everybody is to get all it needs for adding by itself."""
+        share = self._count if kind.scatters else 1
+        return sum(tensor.nbytes for tensor in tensors) * (self._count - 1) // share
 
     def reduce(
         self,
@@ -55,25 +65,47 @@ class NearReductions:
         outputs: list[torch.Tensor],
         otherwise: Callable[[], Pending],
         timeout_s: float,
+        is_awaited: bool,
     ) -> Detour:
-        """``contributions`` of all, summed to ``targets``, which are as many or none."""
+        """``contributions`` of all, summed to ``targets``, which are as many or none. ``is_awaited``: the caller is
+        about to wait for it."""
         for target in targets:
             check_writable(target)
         mine = _plain(contributions)
+        if self._coming(kind, contributions) > MOST_BYTES:
+            work = self._in_shares(place, kind, what, _end_to_end(mine), targets, outputs, timeout_s)
+            detour = Detour(self._near.around, what, work, outputs, otherwise, timeout_s)
+            if not is_awaited:
+                detour.go_on_by_itself(self._near.completer)
+            return detour
         rooms = self._rooms(sum(tensor.numel() for tensor in mine), mine[0].dtype)
 
         def finish() -> None:
             if targets:
-                first = 0
-                total = self._sum(_end_to_end(mine), rooms, kind.average)
-                for target in targets:
-                    target.copy_(total[first : first + target.numel()].view(target.shape))
-                    first += target.numel()
+                _lay_out(self._sum(_end_to_end(mine), rooms, kind.average), targets)
 
         near, stream = self._near, f"sum.{place}"
         receives = {position: (span(room),) for position, room in rooms.items()}
         passage = near.to_all(stream, what, spans(mine), receives, outputs, timeout_s, finish, together=True, kind=kind)
         return Detour(near.around, what, passage, outputs, otherwise, timeout_s)
+
+    def _in_shares(
+        self,
+        place: int,
+        kind: Kind,
+        what: str,
+        source: torch.Tensor,
+        targets: Tensors,
+        outputs: list[torch.Tensor],
+        timeout_s: float,
+    ) -> RingSum:
+        rings = self._rings
+        if not targets:
+            return rings.add_up(place, kind, what, source, None, outputs, timeout_s)
+        if len(targets) == 1 and is_plain(targets[0]):
+            return rings.add_up(place, kind, what, source, targets[0].view(-1), outputs, timeout_s)
+        whole = torch.empty_like(source)
+        return rings.add_up(place, kind, what, source, whole, outputs, timeout_s, lambda: _lay_out(whole, targets))
 
     def reduce_scatter(
         self,
@@ -108,14 +140,9 @@ class NearReductions:
 
     def _sum(self, own: torch.Tensor, rooms: dict[int, torch.Tensor], average: bool) -> torch.Tensor:
         """In the order of the members, as the service's kernels add."""
-        rows = [own if position == self._own else rooms[position] for position in range(self._count)]
-        if own.dtype in _HALF:
-            rows = [row.float() for row in rows]
-        total = torch.add(rows[0], rows[1])
-        for row in rows[2:]:
-            total += row
-        total = total.to(own.dtype)
-        return total.div_(self._count) if average else total
+        total = torch.empty_like(own)
+        add_up([own if position == self._own else rooms[position] for position in range(self._count)], total, average)
+        return total
 
 
 def _plain(tensors: Tensors) -> list[torch.Tensor]:
@@ -124,3 +151,11 @@ def _plain(tensors: Tensors) -> list[torch.Tensor]:
 
 def _end_to_end(tensors: Tensors) -> torch.Tensor:
     return tensors[0].view(-1) if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
+
+
+def _lay_out(whole: torch.Tensor, targets: Tensors) -> None:
+    """Copy a flat tensor to ``targets``, one after the other."""
+    first = 0
+    for target in targets:
+        target.copy_(whole[first : first + target.numel()].view(target.shape))
+        first += target.numel()

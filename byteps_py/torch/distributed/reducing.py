@@ -110,7 +110,8 @@ class Reducing(Parts):
         if how.fold is not None:
             return self._fold(what, tensors, outputs, how, self._limit(opts))
         self._input_check.look(what, tensors, how)
-        return self._record(self._reductions.reduce(what, tensors, outputs, how, self._limit(opts)))
+        is_awaited = not getattr(opts, "asyncOp", True)
+        return self._record(self._reductions.reduce(what, tensors, outputs, how, self._limit(opts), is_awaited))
 
     def _reduce_scatter(self, what: str, inputs: list[torch.Tensor], output: torch.Tensor, opts: Any) -> Pending:
         how = self._how(opts, None, output.dtype)

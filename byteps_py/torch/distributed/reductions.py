@@ -56,8 +56,10 @@ class Reductions:
         outputs: Sequence[torch.Tensor],
         how: Reduction,
         timeout_s: float,
+        is_awaited: bool = False,
     ) -> Pending:
-        """Reduce ``tensors``, of one dtype, end to end; ``outputs`` are as many of the same sizes, or none."""
+        """Reduce ``tensors``, of one dtype, end to end; ``outputs`` are as many of the same sizes, or none.
+        ``is_awaited``: the caller is about to wait for it."""
         contributions = [how.prepare(tensor) for tensor in tensors]
         targets = [how.seen(output) for output in outputs]
         count = sum(tensor.numel() for tensor in contributions)
@@ -68,7 +70,9 @@ class Reductions:
 
         near = self._near_sums
         if near is not None and near.suits(kind, contributions) and (place := self._known(kind)) is not None:
-            return near.reduce(place, kind, what, contributions, targets, list(outputs), through_the_service, timeout_s)
+            return near.reduce(
+                place, kind, what, contributions, targets, list(outputs), through_the_service, timeout_s, is_awaited
+            )
         return through_the_service()
 
     def reduce_scatter(
@@ -147,6 +151,8 @@ class Reductions:
             for place in self._places.all():
                 for lane in place.lanes:
                     self._around.vacate(lane)
+        if self._near_sums is not None:
+            self._near_sums.finish()
 
     def _start(
         self,

@@ -98,7 +98,7 @@ class Pending(dist.Work):
         self._outputs = outputs
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # whoever holds it is about to complete the work
-        self._asking = threading.Lock()
+        self._asking = threading.RLock()
         self._over = False
         self._error: Exception | None = None
         self._event: torch.cuda.Event | None = None
@@ -173,7 +173,8 @@ class Pending(dist.Work):
 
     def fire(self) -> None:
         """Complete the future: its callbacks run here. Only threads of the pool call this, once it is settled."""
-        promise, self._promise = self._promise, None
+        with self._asking:
+            promise, self._promise = self._promise, None
         if promise is not None:
             if self._event is not None:
                 self._event.synchronize()  # the callbacks' streams know nothing of this one

@@ -362,6 +362,7 @@ def after_uneven_data() -> None:
                 outputs = [torch.empty(2) for _ in ranks]
                 dist.all_gather(outputs, torch.full((2,), float(me)), group=group)
                 dist.all_reduce(torch.ones(70 + count), group=group)
+                dist.all_reduce(torch.ones(90_000 + count // 2), group=group)
         last = torch.full((5,), float(rank()))
         work = dist.all_reduce(last, group=groups_of_two(), async_op=True)
         for step in range(rank() + turn):  # the others have less data
@@ -369,9 +370,10 @@ def after_uneven_data() -> None:
             dist.all_reduce(tensor)
             there = float(size() - max(0, step + 1 - turn))
             same(tensor, torch.full((80 + step,), there))
-            again = torch.ones(79)  # of a kind that is known: from rank to rank, where that is possible
-            dist.all_reduce(again)
-            same(again, torch.full((79,), there))
+            for count in (79, 90_000):  # of a kind that is known: from rank to rank, where that is possible
+                again = torch.ones(count)
+                dist.all_reduce(again)
+                same(again, torch.full((count,), there))
             dist.barrier()
         bps.join()
         assert work is not None

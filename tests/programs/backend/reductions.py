@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 
 import numpy as np
@@ -90,6 +91,58 @@ def small_sums_are_the_same_in_any_way() -> None:
                     found.append([summed, piece, at_root if rank() == size() - 1 else summed])
                 for later in found[1:]:
                     same(later, found[0])
+
+
+@feature
+def large_sums_are_the_same_in_any_way() -> None:
+    """The first of a kind goes through the service, the next ones, if all ranks are on one machine, in shares: of one
+    chunk, of several, of less than there are ranks."""
+    for dtype, count in [(dtype, 300_001) for dtype in DTYPES] + [(torch.float32, 1_700_003), (torch.uint8, 700_001)]:
+        for op in (dist.ReduceOp.SUM, *((dist.ReduceOp.AVG,) if dtype.is_floating_point else ())):
+            generator = torch.Generator().manual_seed(1000 * rank() + count)
+            given_ = (torch.randn(count, generator=generator, dtype=torch.float64) * 100).to(dtype)
+            found: list[list[torch.Tensor]] = []
+            for _ in range(3):
+                summed, at_root = given_.clone(), given_.clone()
+                dist.all_reduce(summed, op)
+                dist.reduce(at_root, size() - 1, op)
+                same(at_root, summed if rank() == size() - 1 else given_)
+                found.append([summed])
+            for later in found[1:]:
+                same(later, found[0])
+
+
+@feature
+def large_sums_in_flight() -> None:
+    """Also where some ranks wait for each at once and others do not, where a rank does not wait for long, and in groups
+    that share ranks."""
+    for turn in range(3):
+        for group, ranks, me in groups():
+            parts = [values(r + turn, 150_001) for r in ranks]
+            total = torch.stack(parts).sum(0)
+            tensors = [parts[me] * (i + 1) for i in range(5)]
+            works = [
+                dist.all_reduce(tensor, group=group, async_op=True) if (rank() + i) % 2 else
+                dist.all_reduce(tensor, group=group)
+                for i, tensor in enumerate(tensors)
+            ]  # fmt: skip
+            for work in reversed(works):
+                assert work is None or work.wait()
+            same(tensors, [total * (i + 1) for i in range(5)])
+            work = dist.all_reduce(tensors[0].copy_(parts[me]), group=group, async_op=True)
+            assert work is not None
+            same(work.get_future().wait()[0], total)
+            work = dist.all_reduce(tensors[0].copy_(parts[me]), group=group, async_op=True)
+            assert work is not None
+            dist.barrier(group)  # whoever is slow to wait keeps nobody from going on
+            while not work.is_completed():
+                os.sched_yield()
+            same(tensors[0], total)
+            pieces = [parts[me][:40_000].clone(), parts[me][40_000:].clone().reshape(3, -1).t()]
+            with dist._coalescing_manager(group):
+                for piece in pieces:
+                    dist.all_reduce(piece, group=group)
+            same(pieces, [total[:40_000], total[40_000:].reshape(3, -1).t()])
 
 
 @feature

@@ -1,0 +1,45 @@
+"""How members on one machine share a large sum: each adds a share of the tensor, chunk by chunk. Pure.
+
+Chunk ``c`` of everybody's share is *given* in step ``c`` (each member lays, for each other, what that one is to add),
+*added* in step ``c + 1``, whose sums everybody *takes* in step ``c + 2``:
+
+    step     0        1        2        3      …
+    give     chunk 0  chunk 1  chunk 2  chunk 3
+    add               chunk 0  chunk 1  chunk 2
+    take                       chunk 0  chunk 1
+
+The last step lays nothing. All in elements of the tensor; positions are those of members in their group.
+"""
+
+from __future__ import annotations
+
+_LINE = 64  # bytes: no two members write to one line of a cache
+
+
+class Chunks:
+    """Of ``count`` elements of ``itemsize`` bytes among ``members``, whose slots have ``slot_bytes``.
+
+    >>> chunks = Chunks(1000, 4, 2, 1024)
+    >>> chunks.room, chunks.count, chunks.steps
+    (128, 4, 5)
+    >>> [chunks.of(1, c) for c in range(4)]
+    [(512, 128), (640, 128), (768, 128), (896, 104)]
+    """
+
+    def __init__(self, count: int, itemsize: int, members: int, slot_bytes: int) -> None:
+        line = _LINE // itemsize
+        #: Elements that a slot has for each member.
+        self.room = slot_bytes // members // _LINE * line
+        self._elements = count
+        self._share = -(-count // members // line) * line
+        #: Chunks of each share.
+        self.count = -(-self._share // self.room)
+        #: That a member lays.
+        self.steps = self.count + 1
+
+    def of(self, position: int, chunk: int) -> tuple[int, int]:
+        """(first element, how many) of a chunk of the share that the member at ``position`` adds; the last shares may
+        be shorter, or nothing."""
+        first = min(position * self._share + chunk * self.room, self._elements)
+        end = min((position + 1) * self._share, first + self.room, self._elements)
+        return first, max(0, end - first)
