@@ -259,6 +259,36 @@ def test_a_killed_neighbour_is_named_and_what_it_sent_is_there() -> None:
     end(service)
 
 
+def test_a_ring_goes_on_after_a_wait_that_was_too_short(ranks: list[RemoteSession]) -> None:
+    name, _ = met(ranks)
+    pair = [nearby(session).ring((1 - session.rank,), 1 << 16) for session in ranks]
+    for operation in range(3):
+        for session, ring in zip(ranks, pair, strict=True):
+            ring.begin(nearby(session).stream(f"{name}.{operation}", (1 - session.rank,)), 5)
+        for step in range(5):
+            for session, ring in zip(ranks, pair, strict=True):
+                ring.mine(step).memory[:] = data(1 << 16, 2 * step + session.rank)[: 1 << 16]
+            pair[0].lay()
+            assert isinstance(failure(lambda step=step: pair[0].await_step(step, 0.01)), StallError)  # type: ignore[misc]
+            pair[1].lay()
+            for session, ring in zip(ranks, pair, strict=True):
+                ring.await_step(step, WAIT_S)
+                other = 1 - session.rank
+                assert bytes(ring.theirs(other, step).memory) == data(1 << 16, 2 * step + other)[: 1 << 16]
+        for ring in pair:
+            ring.end()
+    assert all(len(nearby(session)._outgoing.segments) == 1 for session in ranks)
+
+
+def test_who_waits_in_a_ring_for_a_neighbour_that_left_is_told(pair: list[RemoteSession]) -> None:
+    _, streams = met(pair)
+    ring = nearby(pair[0]).ring((1,), 1 << 12)
+    ring.begin(streams[0], 2)
+    ring.lay()
+    pair[1].close()
+    assert isinstance(failure(lambda: ring.await_step(0, WAIT_S)), PeerLostError)
+
+
 def test_who_waits_is_woken_by_close(pair: list[RemoteSession]) -> None:
     _, streams = met(pair)
     got = Expected(pair[0], streams[0], 3)

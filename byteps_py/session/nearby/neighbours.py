@@ -24,7 +24,7 @@ from byteps_py.session.nearby.ledger import Ledger, Parcel, Stream
 from byteps_py.session.nearby.memory import Incoming, Outgoing
 from byteps_py.session.nearby.messages import RECORD_BYTES, Kind
 from byteps_py.session.nearby.post import Inbox, Outbox
-from byteps_py.session.nearby.receipts import Receipt, Span
+from byteps_py.session.nearby.receipts import Receipt, Span, joined
 from byteps_py.session.nearby.ring import Ring
 from byteps_py.session.nearby.waiting import Host, Patience, Wait
 from byteps_py.shm import Block
@@ -206,9 +206,8 @@ class Neighbours:
                     del parcels[number]
                     left.pop()
                 continue
-            if receipt.wait is None:
-                receipt.wait = Wait(receipt.stream.name, number, receipt.missing)
-            self._await_parcel(receipt.wait, source, parcels, number, deadline - time.monotonic())
+            wait = receipt.wait = receipt.wait or Wait(receipt.stream.name, number, receipt.missing)
+            self._await_parcel(receipt, wait, source, number, deadline - time.monotonic())
         if receipt.wait is not None:
             self._patience.ended(receipt.wait)
         if receipt.error is not None:
@@ -238,19 +237,27 @@ class Neighbours:
             while not self._host.is_being_read and self.take_message():
                 pass
 
-    def _await_parcel(self, wait: Wait, source: int, parcels: dict[int, Parcel], number: int, timeout_s: float) -> None:
-        joined = self._ledger.joined
+    def joined(self, stream: Stream) -> JoinedError | None:
+        """One of the ranks that the stream is for has no more data."""
+        missing = self._ledger.joined & stream.flows.keys()
+        return joined(stream.name, self._first_rank + min(missing)) if missing else None
+
+    def _await_parcel(self, receipt: Receipt, wait: Wait, source: int, number: int, timeout_s: float) -> None:
+        flows = receipt.stream.flows
+        parcels, gone = flows[source].parcels, self._ledger.joined
+
+        def absent() -> list[int]:
+            """Who has joined instead. If the operation is mutual, whoever knows so has not begun it either."""
+            expected = receipt.left if receipt.is_mutual else receipt.left[-1:]
+            return [rank for rank, nth, *_ in expected if rank in gone and nth not in flows[rank].parcels]
 
         def has_come() -> bool:
             parcel = parcels.get(number)
-            return source in joined if parcel is None else parcel.has_news
+            return bool(absent()) if parcel is None else parcel.has_news
 
         self._patience.until(has_come, wait, timeout_s)
         if number not in parcels:
-            raise JoinedError(
-                f"tensor {wait.name!r}: what needs all of its ranks is not supported while rank "
-                f"{self._first_rank + source} has joined"
-            )
+            raise joined(receipt.stream.name, self._first_rank + absent()[0])
 
     def _difference(self, stream: Stream, source: int, parcel: Parcel, nbytes: int, sent: int) -> MismatchError | None:
         """What is wrong with a parcel that is not as long as it should be, or whose sender expects something else."""

@@ -20,6 +20,7 @@ from byteps_py.session.nearby.ledger import Ledger, Parcel, Stream
 from byteps_py.session.nearby.memory import Incoming, Outgoing
 from byteps_py.session.nearby.messages import Kind
 from byteps_py.session.nearby.post import Outbox
+from byteps_py.session.nearby.receipts import joined
 from byteps_py.session.nearby.waiting import Patience, Wait
 from byteps_py.shm import Block, Segment
 
@@ -71,9 +72,8 @@ class Ring:
     def begin(self, stream: Stream, steps: int) -> None:
         """The next operation: every member lays ``steps`` steps in it. Raises JoinedError if one has no more data."""
         ledger = self._ledger
-        for source in self._others:
-            if source in ledger.joined:
-                raise self._joined(stream, source)
+        if missing := [source for source in self._others if source in ledger.joined]:
+            raise self._joined(stream, missing[0])
         if self._era != ledger.era:
             self._era, self._first = ledger.era, 0
         with self._books:
@@ -152,13 +152,13 @@ class Ring:
 
         def has_come() -> bool:
             parcel = parcels.get(number)
-            return source in self._ledger.joined if parcel is None else parcel.ready >= ready
+            return bool(self._absent(stream)) if parcel is None else parcel.ready >= ready
 
         if not has_come():
             self._patience.until(has_come, wait, deadline - time.monotonic())
         parcel = parcels.get(number)
-        if parcel is None:
-            raise self._joined(stream, source)
+        if parcel is None:  # perhaps it knows already that another one has joined
+            raise self._joined(stream, self._absent(stream)[0])
         if source not in self._parcels:
             self._check(source, parcel)
             where = parcel.segment, parcel.offset
@@ -177,10 +177,12 @@ class Ring:
                 "same order on every rank"
             )
 
+    def _absent(self, stream: Stream) -> list[int]:
+        """Members that have joined, and have not begun this operation."""
+        gone, flows = self._ledger.joined, stream.flows
+        return [s for s in self._others if s in gone and self._numbers[s] not in flows[s].parcels]
+
     def _joined(self, stream: Stream, source: int) -> JoinedError:
         if self._wait is not None:
             self._patience.ended(self._wait)
-        return JoinedError(
-            f"tensor {stream.name!r}: what needs all of its ranks is not supported while rank "
-            f"{self._first_rank + source} has joined"
-        )
+        return joined(stream.name, self._first_rank + source)

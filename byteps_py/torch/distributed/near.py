@@ -9,17 +9,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from byteps_py.errors import MismatchError
+from byteps_py.errors import JoinedError, MismatchError
 from byteps_py.session.nearby import Neighbours, Receipt, Span, Stream
 from byteps_py.tensors import differing
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.places import Kind
 from byteps_py.torch.distributed.work import Pending, Surroundings
+
+if TYPE_CHECKING:
+    from byteps_py.torch.distributed.detours import Detour
 
 #: Operations of a stream that may be under way at once; a further one waits for the first of them to end.
 LANES = 2
@@ -95,6 +100,8 @@ class Near:
         self.completer = completer
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
+        self.detours: deque[Detour] = deque()  # under way, in the order of the calls
+        self.turning = threading.RLock()
         self._has_met = False
         neighbours.meet(self._meeting, self._all)
 
@@ -118,14 +125,17 @@ class Near:
     ) -> Passage:
         """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send.
         ``own``: what this member has for itself, and where it goes. ``together``: all send to all, and who sends is
-        told, too, if sizes differ. ``kind``: what else must agree, for the journal."""
+        told, too, if sizes differ; it does not begin without members that have joined. ``kind``: what else must agree,
+        for the journal."""
         with self._lock:
             line = self._begin(name)
+            if together and (error := self.neighbours.joined(line.stream)):
+                return self._follow(line, what, {}, outputs, timeout_s, None, None, {}, kind, error)
             for position, spans in sends.items():
                 dues = (total(receives[position]),) if together else ()
                 self.neighbours.send(line.stream, (self.others[position],), spans, is_led, dues)
             sent = {position: total(spans) for position, spans in sends.items()} if together else {}
-            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent, kind)
+            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent, kind, None, together)
 
     def to_all(
         self,
@@ -144,13 +154,15 @@ class Near:
         """The same, where a member sends all others the same, or (None) nothing."""
         with self._lock:
             line = self._begin(name)
+            if together and (error := self.neighbours.joined(line.stream)):
+                return self._follow(line, what, {}, outputs, timeout_s, None, None, {}, kind, error)
             sent: Mapping[int, int] = {}
             if sends is not None:
                 dues = [total(receives[position]) for position in self.others] if together else ()
                 self.neighbours.send(line.stream, self._all, sends, is_led, dues)
                 if together:
                     sent = dict.fromkeys(self.others, total(sends))
-            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent, kind)
+            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent, kind, None, together)
 
     def finish(self) -> None:
         """Complete what is under way. Raises StallError."""
@@ -198,8 +210,10 @@ class Near:
         own: Own | None,
         sent: Mapping[int, int],
         kind: Kind | None,
+        error: JoinedError | None = None,
+        is_mutual: bool = False,
     ) -> Passage:
-        receipt = Receipt(line.stream)
+        receipt = Receipt(line.stream, error=error, is_mutual=is_mutual)
         if own is not None:  # while the others' are on their way; before another call may deliver this one
             mine, due = total(own[0]), total(own[1])
             if mine == due:

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from byteps_py.errors import JoinedError
 from byteps_py.session.nearby import Span
 from byteps_py.tensors import Op
 from byteps_py.torch.distributed.arguments import Landing, octets
-from byteps_py.torch.distributed.completion import Completer
+from byteps_py.torch.distributed.detours import Detour
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near, Own, Passage
-from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.distributed.work import Pending
 
 _NOTHING: Sequence[Span] = ((0, 0),)
 
@@ -39,53 +38,6 @@ def span(tensor: torch.Tensor) -> Span:
 
 def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
-
-
-class Detour(Pending):
-    """``otherwise``: begins the same through the service, which goes on without ranks that have joined. If one has, all
-    others find that out, as each needs a word of it."""
-
-    def __init__(
-        self,
-        around: Surroundings,
-        what: str,
-        passage: Pending,
-        outputs: list[torch.Tensor],
-        otherwise: Callable[[], Pending],
-        timeout_s: float,
-    ) -> None:
-        super().__init__(around, what, outputs, timeout_s)
-        self.number = passage.number
-        self._work = passage
-        self._otherwise: Callable[[], Pending] | None = otherwise
-        self._goes_on = False
-
-    def go_on_by_itself(self, completer: Completer) -> None:
-        """The caller does not wait for it at once, and it does not come to its end without this rank."""
-        self._goes_on = True
-        completer.add(self)
-
-    def _hand_to_pool(self) -> None:
-        if not self._goes_on:  # else it has been
-            super()._hand_to_pool()
-
-    def _complete(self, deadline: float) -> None:
-        self._slices(deadline, lambda timeout_s: self._work.settle(timeout_s))
-        self._turn()
-        self._slices(deadline, lambda timeout_s: self._work.settle(timeout_s))
-        self._work.wait()
-
-    def _is_ready(self) -> bool:
-        if self._work.is_completed():
-            self._turn()
-        return self._work.is_completed()
-
-    def _turn(self) -> None:
-        """The first way has come to its end: take the other one, if it has to be."""
-        otherwise = self._otherwise
-        if otherwise is not None and isinstance(self._work.exception(), JoinedError):
-            self._otherwise = None
-            self._work = otherwise()
 
 
 class NearCollectives:
@@ -143,8 +95,8 @@ class NearCollectives:
     def barrier(self, otherwise: Callable[[], Pending], timeout_s: float) -> Detour:
         """Done when every member has called it, or joined."""
         receives = dict.fromkeys(self._near.others, _NOTHING)
-        passage = self._near.to_all("barrier", "barrier", _NOTHING, receives, [], timeout_s)
-        return Detour(self._near.around, "barrier", passage, [], otherwise, timeout_s)
+        passage = self._near.to_all("barrier", "barrier", _NOTHING, receives, [], timeout_s, together=True)
+        return Detour(self._near, "barrier", passage, [], otherwise, timeout_s)
 
     def move(
         self,

@@ -17,9 +17,10 @@ import torch
 
 from byteps_py.tensors import Op
 from byteps_py.torch.distributed.arguments import check_writable
+from byteps_py.torch.distributed.detours import Detour
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
-from byteps_py.torch.distributed.near_collectives import Detour, is_plain, span, spans
+from byteps_py.torch.distributed.near_collectives import is_plain, span, spans
 from byteps_py.torch.distributed.near_rings import NearRings, RingSum, add_up
 from byteps_py.torch.distributed.places import Kind
 from byteps_py.torch.distributed.work import Pending
@@ -74,9 +75,9 @@ class NearReductions:
         mine = _plain(contributions)
         if self._coming(kind, contributions) > MOST_BYTES:
             work = self._in_shares(place, kind, what, _end_to_end(mine), targets, outputs, timeout_s)
-            detour = Detour(self._near.around, what, work, outputs, otherwise, timeout_s)
+            detour = Detour(self._near, what, work, outputs, otherwise, timeout_s)
             if not is_awaited:
-                detour.go_on_by_itself(self._near.completer)
+                detour.go_on_by_itself()
             return detour
         rooms = self._rooms(sum(tensor.numel() for tensor in mine), mine[0].dtype)
 
@@ -87,7 +88,7 @@ class NearReductions:
         near, stream = self._near, f"sum.{place}"
         receives = {position: (span(room),) for position, room in rooms.items()}
         passage = near.to_all(stream, what, spans(mine), receives, outputs, timeout_s, finish, together=True, kind=kind)
-        return Detour(near.around, what, passage, outputs, otherwise, timeout_s)
+        return Detour(near, what, passage, outputs, otherwise, timeout_s)
 
     def _in_shares(
         self,
@@ -131,7 +132,7 @@ class NearReductions:
         receives = {position: (span(room),) for position, room in rooms.items()}
         sends = {position: (span(shares[position]),) for position in near.others}
         passage = near.begin(stream, what, sends, receives, outputs, timeout_s, finish, together=True, kind=kind)
-        return Detour(near.around, what, passage, outputs, otherwise, timeout_s)
+        return Detour(near, what, passage, outputs, otherwise, timeout_s)
 
     def _rooms(self, count: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """For what comes, by position of the member."""

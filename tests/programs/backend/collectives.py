@@ -362,7 +362,8 @@ def after_uneven_data() -> None:
                 outputs = [torch.empty(2) for _ in ranks]
                 dist.all_gather(outputs, torch.full((2,), float(me)), group=group)
                 dist.all_reduce(torch.ones(70 + count), group=group)
-                dist.all_reduce(torch.ones(90_000 + count // 2), group=group)
+                for known in (79, 10_000, 90_000):
+                    dist.all_reduce(torch.ones(known), group=group)
         last = torch.full((5,), float(rank()))
         work = dist.all_reduce(last, group=groups_of_two(), async_op=True)
         for step in range(rank() + turn):  # the others have less data
@@ -370,10 +371,13 @@ def after_uneven_data() -> None:
             dist.all_reduce(tensor)
             there = float(size() - max(0, step + 1 - turn))
             same(tensor, torch.full((80 + step,), there))
-            for count in (79, 90_000):  # of a kind that is known: from rank to rank, where that is possible
-                again = torch.ones(count)
-                dist.all_reduce(again)
-                same(again, torch.full((count,), there))
+            # Of kinds that are known: from rank to rank, where that is possible, in a message, in memory, in shares.
+            tensors = [torch.ones(count) for count in (79, 10_000, 90_000) for _ in range(2)]
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            for work in reversed(works):
+                assert work is not None
+                work.wait()
+            same(tensors, [torch.full_like(tensor, there) for tensor in tensors])
             dist.barrier()
         bps.join()
         assert work is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -143,6 +144,26 @@ def large_sums_in_flight() -> None:
                 for piece in pieces:
                     dist.all_reduce(piece, group=group)
             same(pieces, [total[:40_000], total[40_000:].reshape(3, -1).t()])
+
+
+@feature
+def a_large_sum_that_is_waited_for_twice() -> None:
+    parts = [values(r, 200_001) for r in range(size())]
+    for _ in range(2):
+        tensor = parts[rank()].clone()
+        if rank() == 0:
+            for other in range(1, size()):
+                dist.recv(torch.empty(1), other, tag=77)
+            dist.all_reduce(tensor)
+        else:
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            raises(
+                bps.StallError, "not complete within its timeout", functools.partial(work.wait, timedelta(seconds=0.05))
+            )
+            dist.send(torch.ones(1), 0, tag=77)
+            work.wait()
+        same(tensor, torch.stack(parts).sum(0))
 
 
 @feature
