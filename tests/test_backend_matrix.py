@@ -35,6 +35,7 @@ def test_all_features(machines: int, ranks: int, servers: int) -> None:
         timeout_s=250,
         PYTHONPATH=str(PROGRAMS),
         PYTHONWARNINGS="ignore",
+        TEST_CORES=str(ranks),  # large sums of one machine in shares, where ranks have a core each
     )
     assert run.returncode == 0, run.stdout + run.stderr
     done = re.findall(r"^\d: ([\w.]+): done in ", run.stdout, re.MULTILINE)

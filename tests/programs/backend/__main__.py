@@ -1,6 +1,7 @@
 """A rank that runs features one after the other, those whose names contain one of the given words, else all.
 
 Each ends with a line ``RANK: FEATURE: done``, or the process with an exception. Started by bpslaunch, or by torchrun.
+TEST_CORES: as many cores as it is to believe in.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import byteps_py.torch as bps
 from backend.common import FEATURES
+from byteps_py.torch.distributed import near_reductions
 
 MODULES = ("reductions", "collectives", "as_gloo", "training", "parallel", "pipelines")
 STUCK_S = 50  # before the group's timeout ends the job
@@ -27,6 +29,7 @@ STUCK_S = 50  # before the group's timeout ends the job
 
 def main() -> None:
     torch.set_num_threads(1)
+    near_reductions.CORES = int(os.environ.get("TEST_CORES", near_reductions.CORES))
     dist.init_process_group("byteps", timeout=timedelta(seconds=60))
     bps.init()
     words = sys.argv[1:]
