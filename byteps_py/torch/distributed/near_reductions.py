@@ -52,9 +52,13 @@ class NearReductions:
         is_exact = tensors[0].is_floating_point() or not kind.average
         return (
             self._count > 1 and kind.op is Op.SUM and is_exact and nbytes > 0
-            and (nbytes <= MOST_BYTES or (not kind.scatters and self._count <= CORES))
+            and (nbytes <= MOST_BYTES or self.goes_in_shares(kind, tensors))
             and all(tensor.is_cpu for tensor in tensors)
         )  # fmt: skip
+
+    def goes_in_shares(self, kind: Kind, tensors: Tensors) -> bool:
+        """Of what suits: everybody adds a share."""
+        return not kind.scatters and self._count <= CORES and self._coming(kind, tensors) > MOST_BYTES
 
     def _coming(self, kind: Kind, tensors: Tensors) -> int:
         """Bytes that come from all others, if everybody is to get all it needs for adding by itself."""
@@ -72,14 +76,15 @@ class NearReductions:
         otherwise: Callable[[], Pending],
         timeout_s: float,
         is_awaited: bool,
+        agreement: Pending | None,
     ) -> Detour:
         """``contributions`` of all, summed to ``targets``, which are as many or none. ``is_awaited``: the caller is
-        about to wait for it."""
+        about to wait for it. ``agreement``: what has to come before, if it goes in shares."""
         for target in targets:
             check_writable(target)
         mine = _plain(contributions)
-        if self._coming(kind, contributions) > MOST_BYTES:
-            work = self._in_shares(place, kind, what, _end_to_end(mine), targets, outputs, timeout_s)
+        if self.goes_in_shares(kind, contributions):
+            work = self._in_shares(place, kind, what, _end_to_end(mine), targets, outputs, timeout_s, agreement)
             detour = Detour(self._near, what, work, outputs, otherwise, timeout_s)
             if not is_awaited:
                 detour.go_on_by_itself()
@@ -104,14 +109,18 @@ class NearReductions:
         targets: Tensors,
         outputs: list[torch.Tensor],
         timeout_s: float,
+        agreement: Pending | None,
     ) -> RingSum:
-        rings = self._rings
-        if not targets:
-            return rings.add_up(place, kind, what, source, None, outputs, timeout_s)
+        target, finish = None, None
         if len(targets) == 1 and is_plain(targets[0]):
-            return rings.add_up(place, kind, what, source, targets[0].view(-1), outputs, timeout_s)
-        whole = torch.empty_like(source)
-        return rings.add_up(place, kind, what, source, whole, outputs, timeout_s, lambda: _lay_out(whole, targets))
+            target = targets[0].view(-1)
+        elif targets:
+            whole = target = torch.empty_like(source)
+
+            def finish() -> None:
+                _lay_out(whole, targets)
+
+        return self._rings.add_up(place, kind, what, source, target, outputs, timeout_s, finish, agreement)
 
     def reduce_scatter(
         self,

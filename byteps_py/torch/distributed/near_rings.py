@@ -55,15 +55,16 @@ class NearRings:
         target: torch.Tensor | None,
         outputs: list[torch.Tensor],
         timeout_s: float,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None,
+        agreement: Pending | None,
     ) -> RingSum:
         """Of everybody's ``source``, flat and plain, into ``target``, which may be the same; None: for others only.
-        ``finish`` is called when it is there."""
+        ``finish`` is called when it is there. ``agreement``: nothing is laid before it is over, and well."""
         near, name = self.near, f"{self._prefix}.ring.{place}"
         with self._lock:
             near.around.check()
             stream = near.neighbours.stream(name, near.others.values())
-            work = RingSum(self, stream, source, target, kind.average, what, outputs, timeout_s, finish)
+            work = RingSum(self, stream, source, target, kind.average, what, outputs, timeout_s, finish, agreement)
             work.number = near.around.journal.record((what, kind), name)
             self.line.append(work)
             return work
@@ -88,6 +89,7 @@ class RingSum(Pending):
         outputs: list[torch.Tensor],
         timeout_s: float,
         finish: Callable[[], None] | None,
+        agreement: Pending | None,
     ) -> None:
         super().__init__(rings.near.around, what, outputs, timeout_s)
         self._rings = rings
@@ -95,6 +97,7 @@ class RingSum(Pending):
         self._source, self._target = source, target
         self._average = average
         self._finish = finish
+        self._agreement = agreement
         self._chunks = Chunks(source.numel(), source.itemsize, rings.count, SLOT_BYTES)
         self._room_bytes = self._chunks.room * source.itemsize
         self._step = -1  # not begun
@@ -105,6 +108,11 @@ class RingSum(Pending):
             if earlier is self:
                 break
             self._slices(deadline, earlier.settle)
+        agreement = self._agreement
+        if agreement is not None:
+            self._slices(deadline, agreement.settle)
+            agreement.wait()
+            self._agreement = None
         if rings.failure is not None:
             raise type(rings.failure)(*rings.failure.args)
         self._slices(deadline, self._go_on)

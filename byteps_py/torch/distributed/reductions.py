@@ -10,6 +10,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -69,11 +70,18 @@ class Reductions:
             return self._start(what, kind, contributions, targets, list(outputs), timeout_s)
 
         near = self._near_sums
-        if near is not None and near.suits(kind, contributions) and (place := self._known(kind)) is not None:
-            return near.reduce(
-                place, kind, what, contributions, targets, list(outputs), through_the_service, timeout_s, is_awaited
-            )
-        return through_the_service()
+        if near is None or not near.suits(kind, contributions):
+            return through_the_service()
+        agreement: Pending | None = None
+        place = self._known(kind)
+        if place is None:
+            if not near.goes_in_shares(kind, contributions):
+                return through_the_service()
+            place, agreement = self._agree(what, kind, timeout_s)
+        return near.reduce(
+            place, kind, what, contributions, targets, list(outputs), through_the_service, timeout_s, is_awaited,
+            agreement,
+        )  # fmt: skip
 
     def reduce_scatter(
         self,
@@ -141,6 +149,27 @@ class Reductions:
             place = self._places.find(kind)
             return place.number if place.calls else None
 
+    def _agree(self, what: str, kind: Kind, timeout_s: float) -> tuple[int, Pending]:
+        """All members call this kind for the first time: the place that it gets, and a round of one element, in which
+        they find out if they differ. A round of the kind itself would need memory of its size."""
+        with self._lock:
+            self._around.check()
+            self._forget_failed()
+            place = self._places.find(kind)
+            lane = self._lane_at(place, place.next_lane(1))
+            self._around.vacate(lane)
+            spec = self._spec(kind, place, 0)
+            lane.declare(replace(spec, shape=(1,), terms=f"for {list(kind.shape)}"))
+            place.declared.pop(0, None)
+            here = torch.device("cpu")
+            work = Operation(
+                self._around, self._completer, what, lane, here, [], lambda: None, timeout_s,
+                lambda: self._failed.append((kind, place)),
+            )  # fmt: skip
+            lane.begin(here, [(0, torch.zeros(1, dtype=lane.result.dtype))])
+            lane.occupant = work
+            return place.number, work
+
     def _forget_failed(self) -> None:
         while self._failed:
             self._places.forget(*self._failed.popleft())
@@ -193,8 +222,7 @@ class Reductions:
         width = lanes_for(math.prod(kind.shape) * kind.dtype.itemsize)
         is_first = not place.calls
         number = place.next_lane(width)
-        while len(place.lanes) <= number or (is_first and self._is_small(kind) and len(place.lanes) < width):
-            place.lanes.append(Lane(self._members.session, self._members.mover))
+        self._lane_at(place, width - 1 if is_first and self._is_small(kind) else number)
         lane = place.lanes[number]
         self._around.vacate(lane)
         if is_first and self._is_small(kind):
@@ -203,6 +231,11 @@ class Reductions:
             lane.declare(self._spec(kind, place, number))
             place.declared[number] = kind
         return lane
+
+    def _lane_at(self, place: Place, number: int) -> Lane:
+        while len(place.lanes) <= number:
+            place.lanes.append(Lane(self._members.session, self._members.mover))
+        return place.lanes[number]
 
     def _is_small(self, kind: Kind) -> bool:
         return math.prod(kind.shape) * kind.dtype.itemsize <= _SMALL

@@ -309,6 +309,16 @@ def errors() -> None:
     text = "operation 3 of a process group"  # what both know already is found out a moment later
     raises(bps.MismatchError, text, lambda: dist.all_reduce(torch.ones(3 if me else 4), group=group))
     raises(bps.MismatchError, text, lambda: dist.all_reduce(torch.ones(3), group=group))
+    group = dist.new_group()
+    for count in (300_000, 300_001):
+        raises(bps.MismatchError, "float32", lambda: dist.all_reduce(torch.ones(count + 10 * me), group=group))  # noqa: B023
+        raises(bps.MismatchError, "float32", lambda: dist.all_reduce(torch.ones(count if me else 3), group=group))  # noqa: B023
+        for _ in range(2):
+            dist.all_reduce(tensor := torch.ones(count), group=group)
+            same(tensor, torch.full((count,), float(size())))
+    text = "of a process group of ranks"
+    raises(bps.MismatchError, text, lambda: dist.all_reduce(torch.ones(300_000 + (me > 0)), group=group))
+    raises(bps.MismatchError, text, lambda: dist.all_reduce(torch.ones(300_000), group=group))
     group = dist.new_group(timeout=timedelta(seconds=0.3))
     if me == 0:
         raises(
