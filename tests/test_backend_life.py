@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +50,19 @@ def test_ranks_by_torch_multiprocessing(tmp_path: Path) -> None:
     with command(sys.executable, str(PROGRAMS / "backend_spawn.py"), str(tmp_path / "store")) as job:
         assert job.end() == 0, job.text
     assert {"0: done", "1: done"} <= set(job.said)
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_who_adds_up_a_large_tensor_is_told_of_a_killed_rank(turn: int) -> None:
+    """Wherever that one was in it."""
+    program = str(PROGRAMS / "backend_ends.py")
+    with command(sys.executable, "-m", "byteps_py.launch", "-np", "2", sys.executable, program) as job:
+        job.until("0: going", "1: going")
+        os.kill(job.pid(program, RANK=str(turn % 2)), signal.SIGKILL)
+        said = job.until(f"{1 - turn % 2}: ")
+        assert job.end() != 0
+    assert f"rank {turn % 2} " in said, said
+    assert "PeerLostError" in said, said
 
 
 def test_a_world_of_one() -> None:

@@ -280,6 +280,28 @@ def test_a_ring_goes_on_after_a_wait_that_was_too_short(ranks: list[RemoteSessio
     assert all(len(nearby(session)._outgoing.segments) == 1 for session in ranks)
 
 
+def test_slots_are_used_again_once_all_have_retired_their_ring(ranks: list[RemoteSession]) -> None:
+    _, streams = met(ranks)
+    found: list[list[object]] = [[], []]
+    for turn in range(3):
+        rings = [nearby(session).ring((1 - session.rank,), 1 << 12) for session in ranks]
+        over = [nearby(session).stream(f"{streams[0].name}.{turn}", (1 - session.rank,)) for session in ranks]
+        for ring, stream in zip(rings, streams, strict=True):
+            ring.begin(stream, 1)
+            ring.lay()
+        for number, ring in enumerate(rings):
+            ring.await_step(0, WAIT_S)
+            ring.end()
+            found[number].append(ring.block)
+        for session, ring, stream in list(zip(ranks, rings, over, strict=True))[: 1 + turn]:
+            nearby(session).retire(ring, stream)
+        for session in ranks:
+            nearby(session).take_messages()
+    for number, (first, second, third) in enumerate(found):
+        assert second is not first, number  # one of the two might still have read it
+        assert third is second, number
+
+
 def test_who_waits_in_a_ring_for_a_neighbour_that_left_is_told(pair: list[RemoteSession]) -> None:
     _, streams = met(pair)
     ring = nearby(pair[0]).ring((1,), 1 << 12)

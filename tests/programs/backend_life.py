@@ -46,15 +46,17 @@ def main() -> None:
     group.abort()
     with pytest.raises(bps.CommunicationError, match="was aborted"):
         dist.all_reduce(torch.ones(1), group=group)
-    pending = torch.ones(1)
-    other = dist.new_group()
-    work = dist.all_reduce(pending, group=other, async_op=True) if dist.get_rank() == 0 else None
-    timer = threading.Timer(0.2, other.abort)
-    timer.start()
-    timer.join()
-    if work is not None:
-        with pytest.raises(bps.CommunicationError, match="was aborted"):
-            work.wait()
+    for count in (1, 200_000):
+        other = dist.new_group()
+        for _ in range(2):
+            dist.all_reduce(torch.ones(count), group=other)
+        work = dist.all_reduce(torch.ones(count), group=other, async_op=True) if dist.get_rank() == 0 else None
+        timer = threading.Timer(0.2, other.abort)
+        timer.start()
+        timer.join()
+        if work is not None:
+            with pytest.raises(bps.CommunicationError, match="was aborted"):
+                work.wait()
     dist.barrier()
     dist.destroy_process_group()
     bps.shutdown()

@@ -55,6 +55,7 @@ class Neighbours:
         self._incoming = Incoming()
         self._inbox = Inbox()
         self._outboxes: dict[int, Outbox] = {}
+        self._retired: list[tuple[Ring, Stream]] = []
         self._has_told = False  # the service of the inbox
         self._met: set[int] = set()
 
@@ -180,10 +181,32 @@ class Neighbours:
 
     def ring(self, others: Sequence[int], slot_bytes: int) -> Ring:
         """For operations in which all of a group send to all, step by step. Its slots are there with the first one."""
+        self._sweep()
         return Ring(
             self._me, self._first_rank, others, slot_bytes, self._books, self._ledger, self._outgoing, self._incoming,
             self._outboxes, self._patience, self._announce,
         )  # fmt: skip
+
+    def retire(self, ring: Ring, stream: Stream) -> None:
+        """The ring's group has ended here, with nothing under way. Others may still read its slots, until all have said
+        the same on ``stream``, which brings nothing else."""
+        if ring.block is not None:
+            self.send(stream, tuple(stream.flows), ((0, 0),), is_led=False)
+            self._retired.append((ring, stream))
+
+    def _sweep(self) -> None:
+        """Free the slots of rings that all members have retired."""
+        for retired in list(self._retired):
+            ring, stream = retired
+            if all(stream.has_next(source) for source in stream.flows):
+                self._retired.remove(retired)
+                with self._books:
+                    self._free(ring)
+
+    def _free(self, ring: Ring) -> None:
+        block, ring.block = ring.block, None
+        if block is not None:
+            self._outgoing.free(block)
 
     # ---- receiving -------------------------------------------------------------------------------------
 
@@ -342,6 +365,8 @@ class Neighbours:
         with self._books:
             for block in self._ledger.start_anew():
                 self._outgoing.free(cast(Block, block))
+            while self._retired:
+                self._free(self._retired.pop()[0])
 
     def close(self, is_forked: bool = False) -> None:
         """The session has ended, and nobody reads. What was sent still arrives. ``is_forked``: this is a copy of the
@@ -351,5 +376,6 @@ class Neighbours:
         self._outboxes.clear()
         with contextlib.nullcontext() if is_forked else self._host.state:
             self._inbox.close()
+        self._retired.clear()
         self._incoming.close()
         self._outgoing.close()

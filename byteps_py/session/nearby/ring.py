@@ -57,7 +57,7 @@ class Ring:
         self._me, self._first_rank, self._others, self._slot_bytes = me, first_rank, others, slot_bytes
         self._books, self._ledger, self._outgoing, self._incoming = books, ledger, outgoing, incoming
         self._outboxes, self._patience, self._announce = outboxes, patience, announce
-        self._block: Block | None = None
+        self.block: Block | None = None  # where its slots are
         self._mine: list[Slot] = []
         self._theirs: dict[int, tuple[tuple[int, int], list[Slot]]] = {}  # by source; where they are: segment, offset
         self._era = -1
@@ -78,9 +78,9 @@ class Ring:
             self._era, self._first = ledger.era, 0
         with self._books:
             self._id = ledger.new_id()
-            if self._block is None:
-                self._block, segment = self._outgoing.allocate(SLOTS * self._slot_bytes)
-                self._mine = self._slots(segment, self._block.offset)
+            if self.block is None:
+                self.block, segment = self._outgoing.allocate(SLOTS * self._slot_bytes)
+                self._mine = self._slots(segment, self.block.offset)
         self._stream, self._steps, self._laid = stream, steps, 0
         self._numbers = {source: stream.expect(source) for source in self._others}
         self._parcels = {}
@@ -96,7 +96,7 @@ class Ring:
 
     def lay(self) -> None:
         """The next step is written, and all that the others have laid before it has been read: tell them."""
-        block, stream, era = self._block, self._stream, self._ledger.era
+        block, stream, era = self.block, self._stream, self._ledger.era
         if block is None or stream is None:
             raise ValueError("lay() without begin()")
         self._laid += 1

@@ -35,6 +35,9 @@ class Detour(Pending):
         self._work = direct
         self._otherwise: Callable[[], Pending] | None = otherwise
         self._goes_on = False
+        for earlier in list(near.detours):  # whoever never waits for one does not keep it
+            if not earlier.is_completed():
+                break
         near.detours.append(self)
 
     def go_on_by_itself(self) -> None:

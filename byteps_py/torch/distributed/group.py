@@ -10,6 +10,7 @@ calls, which must be the same on all its members.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
-from byteps_py.errors import CommunicationError, UsageError
+from byteps_py.errors import BytePSError, CommunicationError, UsageError
 from byteps_py.torch.distributed import monitoring
 from byteps_py.torch.distributed.arguments import limit_of
 from byteps_py.torch.distributed.compilation import not_traced
@@ -80,6 +81,9 @@ class BytePSProcessGroup(Reducing, Moving):
         """No more operations. The world's group also leaves the job, unless init() has joined it."""
         if self._around.aborted is None:
             self._around.aborted = UsageError(f"process group {self.group_name!r} was destroyed")
+            if self._near is not None:
+                with contextlib.suppress(BytePSError):  # the session has ended before
+                    self._near.close()
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()

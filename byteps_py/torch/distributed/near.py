@@ -25,7 +25,11 @@ from byteps_py.torch.distributed.work import Pending, Surroundings
 
 if TYPE_CHECKING:
     from byteps_py.torch.distributed.detours import Detour
+    from byteps_py.torch.distributed.near_rings import RingSum
 
+#: Of two slots of two members, half of which are being written and half read, all stay in caches of 8 MB. Measured:
+#: half and twice as much are 10 to 20 % slower.
+SLOT_BYTES = 2 << 20
 #: Operations of a stream that may be under way at once; a further one waits for the first of them to end.
 LANES = 2
 
@@ -102,6 +106,9 @@ class Near:
         self._lines: dict[str, _Line] = {}
         self.detours: deque[Detour] = deque()  # under way, in the order of the calls
         self.turning = threading.RLock()
+        #: For large sums, and those under way, in the order of the calls. It goes on after members have joined.
+        self.ring = neighbours.ring(self._all, SLOT_BYTES)
+        self.sums: deque[RingSum] = deque()
         self._has_met = False
         neighbours.meet(self._meeting, self._all)
 
@@ -170,6 +177,11 @@ class Near:
             for line in self._lines.values():
                 for work in list(line.under_way):
                     self.around.finish(work)
+
+    def close(self) -> None:
+        """The group has ended here."""
+        if not self.sums:
+            self.neighbours.retire(self.ring, self.neighbours.stream(f"{self._members.prefix}.ring.over", self._all))
 
     def await_meeting(self, timeout_s: float) -> None:
         """Return when all members can be reached. Raises StallError and what ends the session."""

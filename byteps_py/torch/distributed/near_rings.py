@@ -14,22 +14,18 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from byteps_py.errors import JoinedError, StallError
-from byteps_py.session.nearby import Ring, Slot, Stream
+from byteps_py.session.nearby import Slot, Stream
 from byteps_py.torch.distributed.chunks import Chunks
 from byteps_py.torch.distributed.members import Members
-from byteps_py.torch.distributed.near import Near
+from byteps_py.torch.distributed.near import SLOT_BYTES, Near
 from byteps_py.torch.distributed.places import Kind
 from byteps_py.torch.distributed.work import Pending
 
-#: Of two slots of two members, half of which are being written and half read, all stay in caches of 8 MB. Measured:
-#: half and twice as much are 10 to 20 % slower.
-SLOT_BYTES = 2 << 20
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -40,9 +36,7 @@ class NearRings:
         self.near = near
         self.own = members.position
         self.count = members.count
-        self.ring: Ring = near.neighbours.ring(tuple(near.others.values()), SLOT_BYTES)
         self.failure: Exception | None = None  # of an operation which other members may have carried on
-        self.line: deque[RingSum] = deque()  # under way, in the order of the calls
         self._prefix = members.prefix
         self._lock = threading.Lock()
 
@@ -66,12 +60,12 @@ class NearRings:
             stream = near.neighbours.stream(name, near.others.values())
             work = RingSum(self, stream, source, target, kind.average, what, outputs, timeout_s, finish, agreement)
             work.number = near.around.journal.record((what, kind), name)
-            self.line.append(work)
+            near.sums.append(work)
             return work
 
     def finish(self) -> None:
         """Complete what is under way. Raises StallError."""
-        for work in list(self.line):
+        for work in list(self.near.sums):
             self.near.around.finish(work)
 
 
@@ -104,7 +98,7 @@ class RingSum(Pending):
 
     def _complete(self, deadline: float) -> None:
         rings = self._rings
-        for earlier in list(rings.line):
+        for earlier in list(rings.near.sums):
             if earlier is self:
                 break
             self._slices(deadline, earlier.settle)
@@ -129,7 +123,7 @@ class RingSum(Pending):
             raise
 
     def _run(self, deadline: float) -> None:
-        near, ring, chunks = self._rings.near, self._rings.ring, self._chunks
+        near, ring, chunks = self._rings.near, self._rings.near.ring, self._chunks
         if self._step < 0:
             near.await_meeting(deadline - time.monotonic())
             ring.begin(self._stream, chunks.steps)
@@ -152,14 +146,14 @@ class RingSum(Pending):
     def _give(self, chunk: int) -> None:
         """Lay what others are to add."""
         itemsize, address = self._source.itemsize, self._source.data_ptr()
-        mine = self._rings.ring.mine(chunk).address
+        mine = self._rings.near.ring.mine(chunk).address
         for position in self._rings.near.others:
             first, count = self._chunks.of(position, chunk)
             ctypes.memmove(mine + position * self._room_bytes, address + first * itemsize, count * itemsize)
 
     def _add(self, chunk: int) -> None:
         """Lay the sum of one's own share."""
-        rings, ring, own = self._rings, self._rings.ring, self._rings.own
+        rings, ring, own = self._rings, self._rings.near.ring, self._rings.own
         first, count = self._chunks.of(own, chunk)
         if not count:
             return
@@ -186,7 +180,7 @@ class RingSum(Pending):
             itemsize, address = self._target.itemsize, self._target.data_ptr()
             for position, local_rank in self._rings.near.others.items():
                 first, count = self._chunks.of(position, chunk)
-                theirs = self._rings.ring.theirs(local_rank, chunk + 1).address + position * self._room_bytes
+                theirs = self._rings.near.ring.theirs(local_rank, chunk + 1).address + position * self._room_bytes
                 ctypes.memmove(address + first * itemsize, theirs, count * itemsize)
 
     def _is_ready(self) -> bool:
@@ -196,7 +190,7 @@ class RingSum(Pending):
         self._target = self._finish = None
         self._source = self._source[:0]
         with contextlib.suppress(ValueError):  # it has been removed
-            self._rings.line.remove(self)
+            self._rings.near.sums.remove(self)
 
 
 def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool) -> None:

@@ -26,7 +26,7 @@ from byteps_py.torch.distributed.places import Kind, Place, Places, lanes_for
 from byteps_py.torch.distributed.work import Pending, Surroundings
 from byteps_py.torch.dtypes import bits_of, wire_dtype
 
-#: Lanes of kinds up to this size are declared all at once: it is agreeing on them that takes time.
+#: The other lanes of kinds up to this size are declared all at once: it is agreeing on them that takes time.
 _SMALL = 1 << 16
 
 
@@ -220,14 +220,12 @@ class Reductions:
 
     def _lane(self, kind: Kind, place: Place) -> Lane:
         width = lanes_for(math.prod(kind.shape) * kind.dtype.itemsize)
-        is_first = not place.calls
-        number = place.next_lane(width)
-        self._lane_at(place, width - 1 if is_first and self._is_small(kind) else number)
-        lane = place.lanes[number]
+        calls, number = place.calls, place.next_lane(width)
+        lane = self._lane_at(place, number)
         self._around.vacate(lane)
-        if is_first and self._is_small(kind):
-            self._declare_all(kind, place, width)
-        elif place.declared.get(number) != kind or not lane.usable:
+        if calls == 1 and self._is_small(kind):
+            self._declare_others(kind, place, width)
+        if place.declared.get(number) != kind or not lane.usable:
             lane.declare(self._spec(kind, place, number))
             place.declared[number] = kind
         return lane
@@ -240,12 +238,15 @@ class Reductions:
     def _is_small(self, kind: Kind) -> bool:
         return math.prod(kind.shape) * kind.dtype.itemsize <= _SMALL
 
-    def _declare_all(self, kind: Kind, place: Place, width: int) -> None:
-        for lane in place.lanes[:width]:
+    def _declare_others(self, kind: Kind, place: Place, width: int) -> None:
+        """All lanes but the first one, in which members have met: had they disagreed there, votes in other lanes would
+        stay, for those who call something else in this place."""
+        lanes = [self._lane_at(place, number) for number in range(1, width)]
+        for lane in lanes:
             self._around.vacate(lane)
-        slots = self._members.session.declare([self._spec(kind, place, number) for number in range(width)])
-        for number, slot in enumerate(slots):
-            place.lanes[number].adopt(slot)
+        slots = self._members.session.declare([self._spec(kind, place, number) for number in range(1, width)])
+        for number, (lane, slot) in enumerate(zip(lanes, slots, strict=True), 1):
+            lane.adopt(slot)
             place.declared[number] = kind
 
     def _spec(self, kind: Kind, place: Place, number: int) -> TensorSpec:

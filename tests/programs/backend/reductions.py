@@ -15,6 +15,7 @@ import byteps_py.torch as bps
 from backend.common import feature, machines, raises, rank, same, size, values
 from backend.groups import DTYPES, OTHER_DTYPES, given, groups
 from byteps_py.strips import STRIP_BYTES
+from byteps_py.torch import context
 
 
 @feature
@@ -164,6 +165,20 @@ def a_large_sum_that_is_waited_for_twice() -> None:
             dist.send(torch.ones(1), 0, tag=77)
             work.wait()
         same(tensor, torch.stack(parts).sum(0))
+
+
+@feature
+def memory_of_large_sums_in_groups_that_come_and_go() -> None:
+    nearby = context.current().session.nearby
+    for turn in range(36):  # a segment has room for 16
+        group = dist.new_group()
+        tensor = torch.full((100_001,), float(turn + rank()))
+        for _ in range(2):
+            dist.all_reduce(tensor, group=group)
+        same(tensor, torch.full((100_001,), float(size() * sum(turn + r for r in range(size())))))
+        dist.destroy_process_group(group)
+        dist.barrier()
+    assert nearby is None or len(nearby._outgoing.segments) <= 2
 
 
 @feature
