@@ -31,7 +31,7 @@ MOST_BYTES = 128 << 10
 #: Where ranks have to share cores, steps for which all wait are slower than the service (4 ranks on 2 cores, 64 MB: 55
 #: instead of 46 ms). Not those of this process alone: all ranks of the machine decide alike.
 CORES = os.sysconf("SC_NPROCESSORS_ONLN")
-#: For each 2 MB everybody tells all others: with more, the messages (5 µs) take longer than copying.
+#: For each 2 MB everybody tells all others: with more, the messages (5 µs each) would take as long as the copies.
 _MOST_MEMBERS = 32
 
 Tensors = Sequence[torch.Tensor]
