@@ -11,7 +11,7 @@ from support.arithmetic import NUMPY, Memory, assert_same, bits, moderate_values
 from byteps_py.errors import UsageError
 from byteps_py.kernels import Report, reduce_checked
 from byteps_py.kernels.checks import MULTIPLIER, SHIFT
-from byteps_py.kernels.loops import chunk_width
+from byteps_py.kernels.loops import _FROM_MEMORY, chunk_width
 from byteps_py.tensors import Checks, DType, Op
 
 BOTH = Checks.FINITE | Checks.CHECKSUM
@@ -68,7 +68,7 @@ def test_results_are_the_same_with_checks_and_checksums_as_defined(dtype):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
 def test_a_poisoned_input_is_named_wherever_its_nan_is(dtype, ranks):
-    count = 2 * chunk_width(dtype) + 5  # two chunks and a tail
+    count = 2 * chunk_width(dtype) + 64 // dtype.itemsize + 5  # two chunks, a line, and a tail
     clean = [moderate_values(np.random.default_rng(rank), dtype, count) for rank in range(ranks)]
     assert run(dtype, clean)[1].is_finite
     for position in range(count):
@@ -77,6 +77,17 @@ def test_a_poisoned_input_is_named_wherever_its_nan_is(dtype, ranks):
         bits(poisoned[rank])[position] = (NAN, INFINITY)[position // ranks % 2][dtype]
         _, report = run(dtype, poisoned, checks=Checks.FINITE)
         assert report == Report((rank,), False, 0), position
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
+def test_a_poisoned_input_that_comes_from_memory_is_named(dtype):
+    count = _FROM_MEMORY // dtype.itemsize + 64 // dtype.itemsize + 5
+    clean = [moderate_values(np.random.default_rng(rank), dtype, count) for rank in range(3)]
+    assert run(dtype, clean, checks=Checks.FINITE)[1].is_finite
+    for rank, position in enumerate((0, count // 2 + 1, count - 1)):
+        poisoned = [array.copy() for array in clean]
+        bits(poisoned[rank])[position] = NAN[dtype]
+        assert run(dtype, poisoned, checks=Checks.FINITE)[1] == Report((rank,), False, 0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
