@@ -2,9 +2,8 @@
 ones everybody adds a share (near_rings.py).
 
 The former is more bytes, and a wake-up less: below some size it is the time of the wake-ups that counts. The order of
-the additions and the precision are those of the service's kernels (the local
-ranks in their order; half precision in float32, rounded once, before the division of an average), so the result has the
-same bits, whichever way it takes.
+the additions and the precision are those of the service's kernels (the local ranks in their order; half precision in
+float32, rounded once, before the division of an average), so the result has the same bits, whichever way it takes.
 
 Any thread; operations go in the order of the calls.
 """
