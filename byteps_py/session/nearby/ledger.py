@@ -115,7 +115,7 @@ class Ledger:
         return parcel_id
 
     def new_id(self) -> int:
-        """For a parcel that nobody acknowledges."""
+        """Of the next parcel that this rank lays."""
         self._last_id += 1
         return self._last_id
 

@@ -159,7 +159,7 @@ class Reductions:
             lane = self._lane_at(place, place.next_lane(1))
             self._around.vacate(lane)
             spec = self._spec(kind, place, 0)
-            lane.declare(replace(spec, shape=(1,), terms=f"for {list(kind.shape)}"))
+            lane.declare(replace(spec, shape=(1,), terms=f"to agree on {kind}"))
             place.declared.pop(0, None)
             here = torch.device("cpu")
             work = Operation(
