@@ -60,7 +60,25 @@ def test_credit_given_back_lets_the_next_go() -> None:
     assert queue.in_flight_bytes == 0
 
 
-def test_what_waits_for_other_machines_holds_no_credit() -> None:
+def test_what_others_wait_for_goes_whatever_is_in_flight() -> None:
+    queue = PushQueue(10)
+    tensor = core.tensor([core.slot(0)])
+    made = [Part(tensor, index, 0, 6, server) for index, server in enumerate((1, 1, 2, 2, 1))]
+    for part in made[:4]:
+        queue.add(part, 0)
+    assert taken(queue) == [0]
+    queue.hasten({made[3]})
+    queue.add(made[4], -1, is_awaited=True)
+    assert taken(queue) == [3, 4]  # server 2's turn comes first
+    assert queue.in_flight_bytes == 18
+    queue.give_back(made[0])
+    queue.give_back(made[4])
+    assert taken(queue) == []  # 6 + 6 are too many for what nobody waits for
+    queue.give_back(made[3])
+    assert taken(queue) == [2]
+
+
+def test_who_is_very_late_holds_no_credit_of_others() -> None:
     queue = PushQueue(10)
     queue.patience_s = 1.0
     first, second, *others = parts(5, 5, 5, 10, 10)

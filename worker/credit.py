@@ -5,10 +5,11 @@ carry what the placement gives them. Within a server's turn first goes what othe
 wait for (server/awaited.py), else the highest priority. All machines follow the same rule, and so push in nearly the
 same order.
 
-Credit is for what is on the wire: it is taken when a partition is pushed and given back when its answer arrives, or
-when it was due long ago (``patience_s``). An answer needs all machines, and what has no answer by then waits in its
-server for a machine that has not come to it yet. If that held credit, machines whose gradients become ready at
-slightly different times would fill their credits with different partitions and wait for each other.
+Credit bounds what a machine has pushed and has no answer to, and so what servers hold: it is taken when a partition is
+pushed, and given back when its answer arrives. An answer needs all machines, and gradients become ready at slightly
+different times: machines fill their credits with different partitions, and would wait for each other. So what others
+wait for goes whatever is in flight; to complete a round frees memory, and gives all of them an answer. A machine that
+is late by more than ``patience_s`` holds nobody's credit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
-PATIENCE_S = 0.05
+#: Longer than an answer takes where no machine is late.
+PATIENCE_S = 1.0
 
 
 class Queued(Protocol):
@@ -55,8 +57,8 @@ class PushQueue(Generic[P]):
         self._length = 0
         self._virtual_time = 0.0
         self._order = itertools.count()
-        self._on_wire: dict[P, float] = {}  # when it was pushed, oldest first
-        #: So long after its push, a partition is no longer on the wire, answered or not.
+        self._in_flight: dict[P, float] = {}  # when it was pushed, oldest first
+        #: So long after its push, a partition takes no credit any more, answered or not.
         self.patience_s = PATIENCE_S
 
     def set_weights(self, weights: Mapping[int, int]) -> None:
@@ -96,7 +98,7 @@ class PushQueue(Generic[P]):
 
     def give_back(self, part: P) -> None:
         """``part`` was answered, or given up."""
-        if self._on_wire.pop(part, None) is not None:
+        if self._in_flight.pop(part, None) is not None:
             self.in_flight_bytes -= part.length
 
     def take(self, now: float) -> P | None:
@@ -104,25 +106,32 @@ class PushQueue(Generic[P]):
         if not self._length:
             return None
         self._write_off(now - self.patience_s)
-        turns = min((t for t in self._servers.values() if t.heap), key=lambda t: (t.start, t.heap[0]))
-        part = turns.heap[0][3]
-        fits = not self.credit_bytes or self.in_flight_bytes + part.length <= self.credit_bytes
-        if not (fits or self.in_flight_bytes == 0):
+        turns = self._next()
+        if turns is None:
             return None
-        heapq.heappop(turns.heap)
+        part = heapq.heappop(turns.heap)[3]
         self._length -= 1
         self._virtual_time = turns.start
         turns.start += part.length / turns.weight
         self.in_flight_bytes += part.length
-        self._on_wire[part] = now
+        self._in_flight[part] = now
         return part
 
+    def _next(self) -> _Turns[P] | None:
+        """Of the servers that wait, the one whose turn it is; without credit, only of those whose next is awaited."""
+        waiting = [turns for turns in self._servers.values() if turns.heap]
+        turns = min(waiting, key=_due)
+        in_flight_bytes = self.in_flight_bytes + turns.heap[0][3].length
+        if self.in_flight_bytes and self.credit_bytes and in_flight_bytes > self.credit_bytes:
+            return min((turns for turns in waiting if not turns.heap[0][0]), key=_due, default=None)
+        return turns
+
     def _write_off(self, pushed_before: float) -> None:
-        while self._on_wire:
-            part, pushed = next(iter(self._on_wire.items()))
+        while self._in_flight:
+            part, pushed = next(iter(self._in_flight.items()))
             if pushed > pushed_before:
                 return
-            del self._on_wire[part]
+            del self._in_flight[part]
             self.in_flight_bytes -= part.length
 
     def drop(self, parts: set[P]) -> None:
@@ -131,3 +140,7 @@ class PushQueue(Generic[P]):
             turns.heap = [entry for entry in turns.heap if entry[3] not in parts]
             heapq.heapify(turns.heap)
         self._length = sum(len(turns.heap) for turns in self._servers.values())
+
+
+def _due(turns: _Turns[P]) -> tuple[float, tuple[bool, int, int, P]]:
+    return turns.start, turns.heap[0]

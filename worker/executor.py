@@ -249,7 +249,8 @@ class Executor:
             raise ProtocolError(f"a summation service sent a {header.kind.name} message, which only workers send")
         if header.kind is Kind.AWAITED:
             names = unpack_names(frame.bytes if frame is not None else b"")
-            self._pipeline.awaited([(self._parts[name[:3]], name[3]) for name in names if name[:3] in self._parts])
+            rounds = [(self._parts[name[:3]], name[3]) for name in names if name[:3] in self._parts]
+            self.run(self._pipeline.awaited(rounds, time.monotonic()))
             return
         part = self._parts.get((header.key, header.generation, header.index))
         if part is not None and header.kind is Kind.WANT:

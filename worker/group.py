@@ -18,9 +18,10 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.declarations import to_spec
 from byteps_py.settings import Settings
 from byteps_py.tensors import TensorSpec
+from byteps_py.worker import credit, pieces
 from byteps_py.worker.actions import AskSum
 from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.credit import PATIENCE_S, PushQueue
+from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.epochs import Epochs
@@ -117,16 +118,17 @@ class Group:
 
     def _limit(self, topology: Topology) -> None:
         """How much may be on the wire at once."""
-        credit = self._around.settings.credit_bytes
+        configured = self._around.settings.credit_bytes
         gpu = sum(server.kind == pb.MACHINE_KIND_GPU for server in topology.servers)
         is_shared = tuning.gpu_machines_sum(len(topology.servers) - gpu, gpu)
         usual = tuning.credit_bytes(topology.partition_bytes, topology.machines, is_shared)
-        self.queue.credit_bytes = usual if credit is None else credit
+        self.queue.credit_bytes = usual if configured is None else configured
         slowest_mbit = min(member.link_mbit for member in (*topology.servers, *topology.workers))
-        self.queue.patience_s = max(PATIENCE_S, tuning.answer_s(self.queue.credit_bytes, slowest_mbit, is_shared))
+        answer_s = tuning.answer_s(self.queue.credit_bytes, slowest_mbit, is_shared)
+        self.queue.patience_s = max(credit.PATIENCE_S, answer_s)
         self.queue.set_weights({server.member_id: server.weight for server in topology.servers})
         self._fetches.credit_bytes = self.queue.credit_bytes
-        self._fetches.patience_s = self.queue.patience_s
+        self._fetches.patience_s = max(pieces.PATIENCE_S, answer_s)
 
     def end(self) -> None:
         """The ranks are a group no more. Another may follow, with nothing of this one."""

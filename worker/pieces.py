@@ -12,6 +12,8 @@ from byteps_py.worker.actions import AskSum, Fail, Fetch, Show
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.tensor import RankSlot
 
+#: What is asked for takes credit for so long at most: its owner may not have it yet.
+PATIENCE_S = 0.05
 #: The target of a Fetch on behalf of all ranks of a machine.
 ALL = 0xFFFFFFFF
 

@@ -139,7 +139,7 @@ class Pipeline:
         part.stage = Stage.QUEUED
         self._queue.add(part, part.tensor.spec.priority, part.awaited_round == part.tensor.round)
 
-    def awaited(self, rounds: Iterable[tuple[Part, int]]) -> None:
+    def awaited(self, rounds: Iterable[tuple[Part, int]], now: float) -> list[Action]:
         """Other machines have given to these rounds of partitions, and wait for this one: their turn comes first, now
         or once they are ready."""
         late = set()
@@ -148,6 +148,7 @@ class Pipeline:
             if part.stage is Stage.QUEUED and round_ == part.tensor.round:
                 late.add(part)
         self._queue.hasten(late)
+        return self.pump(now)
 
     def pump(self, now: float) -> list[Action]:
         """Push what the credit allows. Also called from time to time, see PushQueue.

@@ -22,7 +22,6 @@ from byteps_py.scheduler.client import ControlLink, connect
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.worker.accusations import Accusations
-from byteps_py.worker.credit import PATIENCE_S
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.farewell import Farewell
@@ -37,6 +36,7 @@ from byteps_py.worker.statistics import heartbeat
 from byteps_py.worker.tensor import SumRequest
 
 _TICK_S = 0.25
+_PUMP_S = 0.01, 0.05  # while something waits for its turn, and else
 _WORD_OF_SCHEDULER_S = 1.0
 _UNHEARD_TIMEOUTS = 2
 _HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to come back
@@ -94,7 +94,7 @@ class Service:
         self._ready.expect(_LIKELY)
         self._ready.when_done(self._starting.loaded)
         self._loop.call_later(_TICK_S, self._tick)
-        self._loop.call_later(PATIENCE_S, self._pump)
+        self._loop.call_later(_PUMP_S[1], self._pump)
 
     def run(self) -> int:
         self.begin()
@@ -299,7 +299,7 @@ class Service:
 
     def _pump(self) -> None:
         waits = self._group is not None and self._group.pump()
-        self._loop.call_later(PATIENCE_S / 5 if waits else PATIENCE_S, self._pump)
+        self._loop.call_later(_PUMP_S[0] if waits else _PUMP_S[1], self._pump)
 
     # ---- failing and ending ----------------------------------------------------------------------------
 

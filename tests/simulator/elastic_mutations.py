@@ -148,7 +148,7 @@ ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     keep_rounds_of_another_group: 14,
     work_on_after_the_end: 3,
     break_up_at_a_plan: 64,
-    hear_nobody_who_came_back: 17,
+    hear_nobody_who_came_back: 15,
     seat_by_number_alone: 5773,
     take_whoever_shuts_down_for_done: 1,
 }

@@ -47,6 +47,7 @@ class Queue(credit.PushQueue):
         super().__init__()
         self._world = world
         self._pushed: dict[Part, float] = {}
+        self._awaited: set[Part] = set()
 
     @property
     def pushed_bytes(self) -> int:
@@ -57,12 +58,23 @@ class Queue(credit.PushQueue):
         super().give_back(part)
         self._pushed.pop(part, None)
 
+    def add(self, part: Part, priority: int, is_awaited: bool = False) -> None:
+        super().add(part, priority, is_awaited)
+        if is_awaited:
+            self._awaited.add(part)
+
+    def hasten(self, parts: set[Part]) -> None:
+        super().hasten(parts)
+        self._awaited |= parts
+
     def take(self, now: float) -> Part | None:
         part = super().take(now)
         if part is not None:
-            on_wire = sum(other.length for other, at in self._pushed.items() if at > now - self.patience_s)
-            if self.credit_bytes and on_wire and on_wire + part.length > self.credit_bytes:
-                raise InvariantError(f"{on_wire + part.length} bytes on the wire with a credit of {self.credit_bytes}")
+            in_flight = sum(other.length for other, at in self._pushed.items() if at > now - self.patience_s)
+            is_too_much = self.credit_bytes and in_flight and in_flight + part.length > self.credit_bytes
+            if is_too_much and part not in self._awaited:
+                raise InvariantError(f"{in_flight + part.length} bytes in flight with a credit of {self.credit_bytes}")
+            self._awaited.discard(part)
             self._pushed[part] = now
         return part
 
@@ -182,7 +194,7 @@ class Worker(Process):
             raise InvariantError("partitions are under way, or of no tensor")
         if set(executor._frames) & set(parts) or any(tensor.running for tensor in tensors):
             raise InvariantError("answers are kept, or kernels run")
-        asked = [item for item in group._fetches._on_wire if not _is_abandoned(item)]
+        asked = [item for item in group._fetches._in_flight if not _is_abandoned(item)]
         if group.queue.in_flight_bytes or len(group.queue) or asked:
             raise InvariantError("credit is taken, or partitions wait for it")
 
