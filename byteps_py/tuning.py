@@ -21,8 +21,8 @@ _PIPELINE_S = 0.02  # what the pipeline may take
 #: else there is to do, beside them, should have most of it.
 _MESSAGE_S, _SHARED_MESSAGE_S = 0.006, 0.003
 _IN_FLIGHT_OVER_LEAST, _SHARED_IN_FLIGHT_OVER_LEAST = 1.5, 2.0
-#: Longer, and what waits in servers for late machines keeps the links idle; shorter, and what is on its way counts as
-#: answered. Where GPU machines sum, their links are shared, and answers take longer.
+#: Longer, and what machines ask each other for keeps the links idle if it is late; shorter, and what is on its way
+#: counts as answered. Where GPU machines sum, their links are shared, and answers take longer.
 _ANSWER_OVER_LEAST, _SHARED_ANSWER_OVER_LEAST = 1.5, 3.0
 #: Freed memory that a process keeps for messages, before it knows what it will have in flight.
 USUAL_CREDIT_BYTES = 64 << 20
@@ -55,6 +55,7 @@ def credit_bytes(partition: int, machines: int, is_shared: bool) -> int:
 
 
 def answer_s(credit: int, link_mbit: float, is_shared: bool) -> float:
-    """By when what was pushed has its answer, with so many bytes in flight over links of this rate."""
+    """By when what was pushed, or asked for, has its answer, with so many bytes in flight over links of this rate,
+    unless a machine is late."""
     over_least = _SHARED_ANSWER_OVER_LEAST if is_shared else _ANSWER_OVER_LEAST
     return over_least * credit * 8 / (link_mbit * 1e6) if link_mbit else 0.0

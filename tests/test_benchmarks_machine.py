@@ -35,3 +35,14 @@ def test_a_sum_is_measured(contender: str) -> None:
     rows = [json.loads(line) for line in lines if line.startswith("{")]
     assert [row["bytes"] for row in rows] == [4, 1048576]
     assert all(row["median_s"] > 0 and row["rank_cpu_s"] > 0 for row in rows)
+
+
+def test_a_server_is_measured_under_more_workers_than_cores(tmp_path: Path) -> None:
+    """So some of them are late, and are told that others wait for them."""
+    result = tmp_path / "result.json"
+    sizes = ["--gigabytes", "0.05", "--partition-bytes", str(1 << 20)]
+    run(str(BENCHMARKS / "server.py"), "--workers", "3", "--runs", "1", *sizes, "--json", str(result))
+    found = json.loads(result.read_text())
+    for kind in ("sums", "echo"):
+        assert all(rate > 0 for rate, *_ in found[kind])
+    assert found["gloo"][0] > 0
