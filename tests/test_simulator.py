@@ -22,10 +22,18 @@ from simulator.mutations import MUTATIONS, order_by_arrival
 from simulator.outage_mutations import ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
 from simulator.outages import OUTAGES
 from simulator.peer_mutations import PEER_MUTATIONS
+from simulator.pipeline_mutations import PIPELINE_MUTATIONS
 from simulator.shocks import CUT_OFF, SHOCKS
 from simulator.trials import TRIALS
 
-KNOWN = {**MUTATIONS, **PEER_MUTATIONS, **ELASTIC_MUTATIONS, **OUTAGE_MUTATIONS, **ELASTIC_OUTAGE_MUTATIONS}
+KNOWN = {
+    **MUTATIONS,
+    **PIPELINE_MUTATIONS,
+    **PEER_MUTATIONS,
+    **ELASTIC_MUTATIONS,
+    **OUTAGE_MUTATIONS,
+    **ELASTIC_OUTAGE_MUTATIONS,
+}
 
 
 @pytest.mark.timeout(600)

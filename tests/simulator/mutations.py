@@ -13,14 +13,12 @@ from byteps_py.server.actions import Reduce
 from byteps_py.server.partition import Round
 from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import TensorSpec
-from byteps_py.worker.actions import Action, Push, Release
+from byteps_py.worker.actions import Release
 from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.joining import Joining
 from byteps_py.worker.network import Network
-from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import Placing
 from byteps_py.worker.requests import Requests
 from byteps_py.worker.service import Service
@@ -41,22 +39,6 @@ def count_a_duplicate(core: pytest.MonkeyPatch) -> None:
     core.setattr(Rounds, "_collect", collect)
 
 
-def ignore_credit(core: pytest.MonkeyPatch) -> None:
-    real = PushQueue.take
-
-    def take(self: PushQueue, now: float) -> Part | None:
-        self.in_flight_bytes = 0
-        return real(self, now)
-
-    core.setattr(PushQueue, "take", take)
-
-
-def wait_for_other_machines(core: pytest.MonkeyPatch) -> None:
-    """Without the rules, machines that filled their credit with different partitions wait for each other."""
-    core.setattr(PushQueue, "_write_off", lambda self, pushed_before: None)
-    core.setattr(PushQueue, "hasten", lambda self, parts: None)
-
-
 def deliver_early(core: pytest.MonkeyPatch) -> None:
     """A server that answers when all machines but one have given."""
     real = Rounds._collect
@@ -72,18 +54,6 @@ def deliver_early(core: pytest.MonkeyPatch) -> None:
 
 def order_by_arrival(core: pytest.MonkeyPatch) -> None:
     core.setattr(Round, "in_order", lambda self: list(self.contributions.values()))
-
-
-def local_ranks_backwards(core: pytest.MonkeyPatch) -> None:
-    real = Pipeline._local_sum
-
-    def local_sum(self: Pipeline, part: Part) -> Any:
-        compute = real(self, part)
-        if compute is not None:
-            compute.inputs = compute.inputs[::-1]
-        return compute
-
-    core.setattr(Pipeline, "_local_sum", local_sum)
 
 
 def divide_by_one_too_many(core: pytest.MonkeyPatch) -> None:
@@ -110,22 +80,6 @@ def divide_by_those_who_give(core: pytest.MonkeyPatch) -> None:
 def one_contribution_buffer(core: pytest.MonkeyPatch) -> None:
     """A rank's contribution lies where its next one goes."""
     core.setattr(RankSlot, "input", property(lambda self: self.inputs[0]))
-
-
-def release_under_a_kernel(core: pytest.MonkeyPatch) -> None:
-    def release(self: Pipeline, tensor: Tensor) -> Any:
-        running, tensor.running = tensor.running, 0
-        try:
-            return real(self, tensor)
-        finally:
-            tensor.running = running
-
-    real = Pipeline._release
-    core.setattr(Pipeline, "_release", release)
-
-
-def accept_repeated_answers(core: pytest.MonkeyPatch) -> None:
-    core.setattr(Pipeline, "awaits", lambda self, part, round_: not part.tensor.retired)
 
 
 def forget_who_waits(core: pytest.MonkeyPatch) -> None:
@@ -160,23 +114,6 @@ def reuse_memory_of_void_slots(core: pytest.MonkeyPatch) -> None:
         return [*actions, Release(tuple(slot for slot in failed if slot.tensor is None))], old
 
     core.setattr(Agreement, "rejected", rejected)
-
-
-def hand_over_void_tensors(core: pytest.MonkeyPatch) -> None:
-    """What was handed over before the rank knew of the mismatch takes credit, for ever."""
-    real = Pipeline.ready
-
-    def ready(self: Pipeline, slot: RankSlot, *args: Any) -> Any:
-        was_retired = slot.tensor is not None and slot.tensor.retired
-        if slot.tensor is not None:
-            slot.is_kept, slot.tensor.retired = False, False
-        try:
-            return real(self, slot, *args)
-        finally:
-            if slot.tensor is not None:
-                slot.is_kept = slot.tensor.retired = was_retired
-
-    core.setattr(Pipeline, "ready", ready)
 
 
 def last_declaration_counts(core: pytest.MonkeyPatch) -> None:
@@ -250,17 +187,6 @@ def place_otherwise_after_an_epoch(core: pytest.MonkeyPatch) -> None:
         real(self, topology)
 
     core.setattr(Placing, "change", change)
-
-
-def keep_the_credit_of_what_moves(core: pytest.MonkeyPatch) -> None:
-    def again(self: Pipeline, part: Part) -> list[Action]:
-        part.is_resent = True
-        if not part.tensor.slots:
-            return [Push(part, part.tensor.round)]
-        self._enqueue(part)
-        return []
-
-    core.setattr(Pipeline, "_again", again)
 
 
 def stay_in_an_epoch(core: pytest.MonkeyPatch) -> None:
@@ -363,21 +289,15 @@ def be_late_with_a_deadline(core: pytest.MonkeyPatch) -> None:
 #: With the seed that shows it first, as `tests/test_simulator.py` found it last.
 MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     count_a_duplicate: 7,
-    ignore_credit: 5,
-    wait_for_other_machines: 7,
     deliver_early: 3,
     order_by_arrival: 3,
-    local_ranks_backwards: 3,
     divide_by_one_too_many: 2,
     divide_by_all_ranks: 2,
     divide_by_those_who_give: 5,
     one_contribution_buffer: 0,
-    release_under_a_kernel: 2069,
-    accept_repeated_answers: 3,
     forget_who_waits: 12,
     vote_in_rounds_on_their_way: 18,
     reuse_memory_of_void_slots: 6,
-    hand_over_void_tensors: 72,
     last_declaration_counts: 2,
     wait_for_ever_at_barriers: 33,
     welcome_to_a_failed_job: 290,
@@ -389,7 +309,6 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     reuse_answer_blocks: 1012,
     count_what_is_resent_twice: 112,
     place_otherwise_after_an_epoch: 9,
-    keep_the_credit_of_what_moves: 18,
     stay_in_an_epoch: 3,
     go_back_an_epoch: 3,
     forget_workers_that_left: 449,
