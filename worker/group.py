@@ -117,7 +117,7 @@ class Group:
         )  # fmt: skip
 
     def _limit(self, topology: Topology) -> None:
-        """How much may be on the wire at once."""
+        """How much may be in flight at once, and for how long it counts."""
         configured = self._around.settings.credit_bytes
         gpu = sum(server.kind == pb.MACHINE_KIND_GPU for server in topology.servers)
         is_shared = tuning.gpu_machines_sum(len(topology.servers) - gpu, gpu)
