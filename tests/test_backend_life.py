@@ -65,6 +65,21 @@ def test_who_adds_up_a_large_tensor_is_told_of_a_killed_rank(turn: int) -> None:
     assert "PeerLostError" in said, said
 
 
+def test_who_waits_for_too_long_says_for_whom() -> None:
+    """It does not look at that again and again until the group's own, longer timeout."""
+    program = str(PROGRAMS / "backend_ends.py")
+    limits = {"BYTEPS_STALL_WARN_S": "1", "BYTEPS_STALL_LIMIT_S": "3"}
+    with command(sys.executable, "-m", "byteps_py.launch", "-np", "2", sys.executable, program, **limits) as job:
+        job.until("0: going", "1: going")
+        frozen = job.pid(program, RANK="1")
+        os.kill(frozen, signal.SIGSTOP)
+        said = job.until("0: StallError: ")
+        os.kill(frozen, signal.SIGKILL)
+        assert job.end() != 0
+    assert "longer than BYTEPS_STALL_LIMIT_S=3 allows" in said, said
+    assert "for rank 1, which has not handed it over" in said, said
+
+
 def test_a_world_of_one() -> None:
     torch_backend.register()
     options = Options(timedelta(seconds=7))

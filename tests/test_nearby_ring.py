@@ -19,7 +19,7 @@ from byteps_py.session.nearby.messages import Kind, Message
 from byteps_py.session.nearby.ring import Ring
 from byteps_py.session.nearby.waiting import Wait
 from byteps_py.shm import Block
-from byteps_py.torch.distributed.chunks import Chunks
+from byteps_py.torch.shares.chunks import Chunks
 
 SLOT_BYTES = 16
 WAIT_S = 30.0

@@ -164,7 +164,7 @@ def test_receipts_may_be_collected_in_any_order_and_by_any_thread(ranks: list[Re
 def test_a_wait_may_be_taken_up_again(ranks: list[RemoteSession]) -> None:
     _, streams = met(ranks)
     got = Expected(ranks[1], streams[1], 5)
-    assert "nothing came within 0.5 s" in str(failure(lambda: got.get(0.5)))
+    assert "nothing came from rank 0 within 0.5 s" in str(failure(lambda: got.get(0.5)))
     send(ranks[0], streams[0], b"there")
     assert got.get() == b"there"
     sum_once_more(ranks)

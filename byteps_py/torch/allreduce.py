@@ -73,8 +73,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce ``tensor`` in place, and return it."""
-    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    result: torch.Tensor = result_of(handle)
+    how = _how(op, average, prescale_factor, postscale_factor, process_set)
+    result: torch.Tensor = result_of(_start([tensor], [tensor], name, how, is_awaited=True))
     return result
 
 
@@ -197,7 +197,7 @@ class _Allreduce(torch.autograd.Function):
         ctx: Any, name: str | None, how: How, is_group: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = contexts.current(), name, how, is_group
-        result = result_of(_start(tensors, None, name, how, is_group))
+        result = result_of(_start(tensors, None, name, how, is_group, is_awaited=True))
         return result if is_group else (result,)
 
     @staticmethod
@@ -206,7 +206,8 @@ class _Allreduce(torch.autograd.Function):
         if how.op not in (Sum, Average, Adasum):
             raise UsageError(f"allreduce with op={how.op.name.title()} is not differentiable, only Sum and Average are")
         with contexts.use(context):  # autograd may run this on a thread of its own
-            reduced = result_of(_start(grads, None, None if name is None else f"{name}.grad", how, is_group))
+            own = None if name is None else f"{name}.grad"
+            reduced = result_of(_start(grads, None, own, how, is_group, is_awaited=True))
         return None, None, None, *(reduced if is_group else (reduced,))
 
 
@@ -216,9 +217,11 @@ def _start(
     name: str | None,
     how: How,
     is_group: bool = False,
+    is_awaited: bool = False,
 ) -> int:
-    start = start_adasum if how.op is Adasum else start_reduction
-    return start(contexts.current(), tensors, into, name, how, is_group)
+    if how.op is Adasum:
+        return start_adasum(contexts.current(), tensors, into, name, how, is_group)
+    return start_reduction(contexts.current(), tensors, into, name, how, is_group, is_awaited)
 
 
 def _how(op: ReduceOp | None, average: bool | None, before: float, after: float, process_set: ProcessSet) -> How:

@@ -202,7 +202,8 @@ def push_pull_inplace(
     compression: type[Compressor] = Compression.none,
 ) -> torch.Tensor:
     """Reduce ``tensor`` over all ranks in place, and return it."""
-    handle = push_pull_async_inplace(tensor, average, name, version, priority, op=op, compression=compression)
+    how = How(which_op(average, op), compression=compression, priority=priority)
+    handle = start_reduction(contexts.current(), [tensor], [tensor], name, how, is_awaited=True)
     result: torch.Tensor = result_of(handle)
     return result
 
@@ -235,9 +236,8 @@ class _PushPull(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, priority: int, compression: type[Compressor]
     ) -> torch.Tensor:
         ctx.arguments = contexts.current(), op, name, priority, compression
-        result: torch.Tensor = result_of(
-            push_pull_async(tensor, name=name, priority=priority, op=op, compression=compression)
-        )
+        how = How(op, compression=compression, priority=priority)
+        result: torch.Tensor = result_of(start_reduction(ctx.arguments[0], [tensor], None, name, how, is_awaited=True))
         return result
 
     @staticmethod

@@ -54,3 +54,14 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype.is_complex:
         return torch.view_as_real(tensor)
     return tensor if tensor.dtype in WIRE else tensor.view(_SAME_WIDTH[tensor.itemsize])
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """In the host's memory, its bytes as they are in logical order and without gaps."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )

@@ -17,7 +17,8 @@ from byteps_py.tensors import MAX_TERMS_BYTES, TensorSpec
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import check_dense, wire_dtype
-from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, kind_in
+from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum, kind_in
+from byteps_py.torch.shares.by_name import ballot, suit
 
 #: So many plans, and names in a plan, are kept; with more, all are forgotten and found anew.
 _MOST = 4096
@@ -71,17 +72,30 @@ class Plan:
         #: By what each part's sum is divided here, cutting off towards zero.
         self.divisors = [count if self._is_cut_off(part) else 1 for part in self.parts]
         self._requests: dict[str, list[Request]] = {}
+        #: Whether it may go in shares, and is voted on (shares/by_name.py).
+        self.is_voted_on = self._is_plain_sum(tensors) and suit(context.session, self._request("one", [0]).spec)
 
     def requests(self, full: str) -> list[Request]:
-        """A request for each part, under the name ``full``."""
+        """What is declared under the name ``full``: each part; or, if ``is_voted_on``, the ballot, and what may follow
+        it."""
         found = self._requests.get(full)
         if found is None:
             if len(self._requests) >= _MOST:
                 self._requests.clear()
-            found = self._requests[full] = [
-                self._request(f"{full}.{i}" if self._is_group else full, part) for i, part in enumerate(self.parts)
-            ]
+            found = self._requests[full] = self._make_requests(full)
         return found
+
+    def _make_requests(self, full: str) -> list[Request]:
+        if self.is_voted_on:
+            return [ballot(self._request(full, [0])), self._request(f"{full}.whole", [0])]
+        return [self._request(f"{full}.{i}" if self._is_group else full, part) for i, part in enumerate(self.parts)]
+
+    def _is_plain_sum(self, tensors: Sequence[torch.Tensor]) -> bool:
+        how = self._how
+        return (
+            how.op in (Sum, Average) and not how.scatters and not self._is_group and self.divisors == [1]
+            and how.before == how.after == 1.0 and self._dtypes == [tensors[0].dtype]
+        )  # fmt: skip
 
     def _make_parts(self) -> list[list[int]]:
         """Which tensors travel together: those of one dtype on one device, unless each is scattered by its own rows."""

@@ -7,19 +7,21 @@ not) is there. What has to be declared is in plans.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import cast
 
 import torch
 
 from byteps_py.errors import CommunicationError, UsageError
-from byteps_py.torch.context import Context
+from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import bits_of, check_dense
 from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.handles import Operation
 from byteps_py.torch.ops import begin_when_free, kind_in, operation_of
 from byteps_py.torch.plans import How, Plans
 from byteps_py.torch.scaling import fetch_scaled, scaled, send_scaled
+from byteps_py.torch.shares.by_name import Course, SharedSums
 
 #: Once one part of a group has failed, how long the others are waited for: ranks may disagree about how many there are.
 _OTHER_PARTS_S = 10.0
@@ -28,11 +30,18 @@ Tensors = Sequence[torch.Tensor]
 
 
 def start_reduction(
-    context: Context, tensors: Tensors, into: Tensors | None, name: str | None, how: How, is_group: bool = False
+    context: Context,
+    tensors: Tensors,
+    into: Tensors | None,
+    name: str | None,
+    how: How,
+    is_group: bool = False,
+    is_awaited: bool = False,
 ) -> int:
     """Begin to reduce each of ``tensors`` into that of ``into`` (may be the same; None: new ones). Returns a handle.
 
-    Its result is the output, of a group the tuple of them. Raises UsageError.
+    Its result is the output, of a group the tuple of them. ``is_awaited``: the caller is about to wait for it. Raises
+    UsageError.
     """
     context.session  # noqa: B018  raises NotInitializedError
     with context.lock:
@@ -52,19 +61,32 @@ def start_reduction(
         else list(into)
     )
 
-    def begin() -> Operation:
-        exchanges = context.exchanges(plan.requests(full))
+    def through_the_service(requests: Sequence[Request]) -> Course:
+        exchanges = context.exchanges(requests)
         view = bits_of if plan.has_truth_values else torch.Tensor.detach
         for exchange, part in zip(exchanges, plan.parts, strict=True):
             send_scaled(exchange, [view(tensors[i]) for i in part], how.before)
 
-        def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
+        def complete() -> None:
             _wait_all(exchanges)
             for exchange, part, divisor in zip(exchanges, plan.parts, plan.divisors, strict=True):
                 fetch_scaled(exchange, [view(outputs[i]) for i in part], how.after, divisor)
+
+        return Course(lambda: all(e.done for e in exchanges), complete)
+
+    def begin() -> Operation:
+        requests = plan.requests(full)
+        if plan.is_voted_on:
+            whole = functools.partial(through_the_service, requests[1:])
+            course = SharedSums.of(context).begin(requests, tensors[0], outputs[0], is_awaited, whole)
+        else:
+            course = through_the_service(requests)
+
+        def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
+            course.complete()
             return tuple(outputs) if is_group else outputs[0]
 
-        return operation_of(context, full, name is None, lambda: all(e.done for e in exchanges), complete)
+        return operation_of(context, full, name is None, course.is_done, complete)
 
     return begin_when_free(context, full, name, begin)
 

@@ -69,8 +69,9 @@ class Ring:
         self._parcels: dict[int, Parcel] = {}
         self._wait: Wait | None = None
 
-    def begin(self, stream: Stream, steps: int) -> None:
-        """The next operation: every member lays ``steps`` steps in it. Raises JoinedError if one has no more data."""
+    def begin(self, stream: Stream, steps: int, name: str = "") -> None:
+        """The next operation: every member lays ``steps`` steps in it. ``name``: what to call it where somebody waits
+        for it too long; that of the stream by default. Raises JoinedError if one has no more data."""
         ledger = self._ledger
         if missing := [source for source in self._others if source in ledger.joined]:
             raise self._joined(stream, missing[0])
@@ -84,7 +85,7 @@ class Ring:
         self._stream, self._steps, self._laid = stream, steps, 0
         self._numbers = {source: stream.expect(source) for source in self._others}
         self._parcels = {}
-        self._wait = Wait(stream.name, max(self._numbers.values()), self._missing)
+        self._wait = Wait(name or stream.name, max(self._numbers.values()), self._missing)
 
     def mine(self, step: int) -> Slot:
         """Where this rank lays ``step``."""

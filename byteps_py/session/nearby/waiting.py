@@ -98,7 +98,10 @@ class Patience:
             wait.since = time.monotonic()
 
         def what() -> str:
-            return f"tensor {wait.name!r}, round {wait.number}: nothing came"
+            missing = ", ".join(str(self._first_rank + rank) for rank in sorted(wait.missing()))
+            return (
+                f"tensor {wait.name!r}, round {wait.number}: nothing came from rank{'s' * (',' in missing)} {missing}"
+            )
 
         patience_s = max(0.0, wait.since + _TELL_AFTER_S - time.monotonic())
         if wait.id or timeout_s <= patience_s:
@@ -111,6 +114,7 @@ class Patience:
         try:
             host.wait_until(condition, timeout_s - patience_s, what)
         except StallError as error:
+            host.check_open()  # that is what the service says of all that wait
             raise StallError(f"{what()} within {timeout_s:.3g} s") from error
 
     def _spin(self, condition: Callable[[], bool]) -> bool:

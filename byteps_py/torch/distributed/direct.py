@@ -17,9 +17,10 @@ from byteps_py.torch.distributed.arguments import Landing, device_of, octets
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane, Place
 from byteps_py.torch.distributed.members import Members
-from byteps_py.torch.distributed.near_collectives import NearCollectives, is_plain
+from byteps_py.torch.distributed.near_collectives import NearCollectives
 from byteps_py.torch.distributed.operation import Operation
 from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.dtypes import is_plain
 
 #: Operations of a group that may be under way at once; a further one waits for the first of them to end.
 LANES = 2

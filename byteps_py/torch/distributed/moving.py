@@ -11,9 +11,9 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
 from byteps_py.torch.distributed.arguments import Tensors, alone, listed
 from byteps_py.torch.distributed.direct import After
-from byteps_py.torch.distributed.near_collectives import is_plain
 from byteps_py.torch.distributed.parts import Parts, assign
 from byteps_py.torch.distributed.work import Pending
+from byteps_py.torch.dtypes import is_plain
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:

@@ -22,14 +22,12 @@ from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.places import Kind
 from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.shares.ring_sum import SLOT_BYTES
 
 if TYPE_CHECKING:
     from byteps_py.torch.distributed.detours import Detour
-    from byteps_py.torch.distributed.near_rings import RingSum
+    from byteps_py.torch.distributed.near_rings import NearSum
 
-#: Of two slots of two members, half of which are being written and half read, all stay in caches of 8 MB. Measured:
-#: half and twice as much are 10 to 20 % slower.
-SLOT_BYTES = 2 << 20
 #: Operations of a stream that may be under way at once; a further one waits for the first of them to end.
 LANES = 2
 
@@ -108,7 +106,7 @@ class Near:
         self.turning = threading.RLock()
         #: For large sums, and those under way, in the order of the calls. It goes on after members have joined.
         self.ring = neighbours.ring(self._all, SLOT_BYTES)
-        self.sums: deque[RingSum] = deque()
+        self.sums: deque[NearSum] = deque()
         self._has_met = False
         neighbours.meet(self._meeting, self._all)
 

@@ -19,9 +19,10 @@ from byteps_py.session.nearby import WINDOW, Receipt, Stream
 from byteps_py.torch.distributed.arguments import Landing, octets
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
-from byteps_py.torch.distributed.near_collectives import is_plain, span
+from byteps_py.torch.distributed.near_collectives import span
 from byteps_py.torch.distributed.threads import POOL
 from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.dtypes import is_plain
 
 
 class NearSend(Pending):

@@ -16,19 +16,9 @@ from byteps_py.torch.distributed.detours import Detour
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near, Own, Passage
 from byteps_py.torch.distributed.work import Pending
+from byteps_py.torch.dtypes import is_plain
 
 _NOTHING: Sequence[Span] = ((0, 0),)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """In the host's memory, its bytes as they are in logical order and without gaps."""
-    return (
-        tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
 
 
 def span(tensor: torch.Tensor) -> Span:

@@ -10,7 +10,6 @@ Any thread; operations go in the order of the calls.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,18 +19,16 @@ from byteps_py.torch.distributed.arguments import check_writable
 from byteps_py.torch.distributed.detours import Detour
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
-from byteps_py.torch.distributed.near_collectives import is_plain, span, spans
-from byteps_py.torch.distributed.near_rings import NearRings, RingSum, add_up
+from byteps_py.torch.distributed.near_collectives import span, spans
+from byteps_py.torch.distributed.near_rings import NearRings, NearSum
 from byteps_py.torch.distributed.places import Kind
 from byteps_py.torch.distributed.work import Pending
+from byteps_py.torch.dtypes import is_plain
+from byteps_py.torch.shares import ring_sum
+from byteps_py.torch.shares.ring_sum import add_up
 
 #: What comes from all others together: up to 256 KB this way is the faster one with 2 ranks on 2 cores.
 MOST_BYTES = 128 << 10
-#: Where ranks have to share cores, steps for which all wait are slower than the service (4 ranks on 2 cores, 64 MB: 55
-#: instead of 46 ms). Not those of this process alone: all ranks of the machine decide alike.
-CORES = os.sysconf("SC_NPROCESSORS_ONLN")
-#: For each 2 MB everybody tells all others: with more, the messages (5 µs each) would take as long as the copies.
-_MOST_MEMBERS = 32
 
 Tensors = Sequence[torch.Tensor]
 
@@ -59,7 +56,7 @@ class NearReductions:
 
     def goes_in_shares(self, kind: Kind, tensors: Tensors) -> bool:
         """Of what suits: everybody adds a share."""
-        has_cores = self._count <= min(CORES, _MOST_MEMBERS)
+        has_cores = ring_sum.has_cores(self._count)
         return has_cores and not kind.scatters and self._coming(kind, tensors) > MOST_BYTES
 
     def _coming(self, kind: Kind, tensors: Tensors) -> int:
@@ -112,7 +109,7 @@ class NearReductions:
         outputs: list[torch.Tensor],
         timeout_s: float,
         agreement: Pending | None,
-    ) -> RingSum:
+    ) -> NearSum:
         target, finish = None, None
         if len(targets) == 1 and is_plain(targets[0]):
             target = targets[0].view(-1)

@@ -52,7 +52,7 @@ class Parts(Identity):
         self._store = store
         self._leave = leave
         look_s = _LOOKS * members.context.settings.patience_s
-        self._around = Surroundings(timeout_s, Journal(members, store), look_s)
+        self._around = Surroundings(members.session, timeout_s, Journal(members, store), look_s)
         self._completer = Completer()
         self._input_check = InputCheck(members)
         neighbours = members.neighbours

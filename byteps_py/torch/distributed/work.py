@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from byteps_py.errors import MismatchError, StallError
+from byteps_py.session import Session
 from byteps_py.torch.distributed.arguments import limit_of
 from byteps_py.torch.distributed.compilation import not_traced
 from byteps_py.torch.distributed.journal import Journal
@@ -29,13 +30,15 @@ Future = torch.futures.Future[Any]
 
 
 class Surroundings:
-    """What operations of one group share: ``aborted`` ends their waits, and no new ones begin.
+    """What operations of one group share: ``aborted``, or whatever ends the session, ends their waits, and no new ones
+    begin.
 
     ``look_s``: how often a long wait looks for that. The session must have the time to ask a silent service whether it
     is alive, and to be sure that there is no answer.
     """
 
-    def __init__(self, timeout_s: float, journal: Journal, look_s: float) -> None:
+    def __init__(self, session: Session, timeout_s: float, journal: Journal, look_s: float) -> None:
+        self._session = session
         self.timeout_s = timeout_s
         self.look_s = look_s
         self.journal = journal
@@ -44,6 +47,7 @@ class Surroundings:
     def check(self) -> None:
         if self.aborted is not None:
             raise type(self.aborted)(*self.aborted.args)
+        self._session.check_open()  # it may have come to its end by a StallError, which is no wait's own
 
     def patiently(self, wait: Callable[[float], None]) -> None:
         """``wait`` for something before an operation begins. Raises StallError; then the group is at its end, as the

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import byteps_py.torch as bps
 from backend.common import FEATURES
-from byteps_py.torch.distributed import near_reductions
+from byteps_py.torch.shares import ring_sum
 
 MODULES = ("reductions", "collectives", "mistakes", "as_gloo", "training", "parallel", "pipelines")
 STUCK_S = 50  # before the group's timeout ends the job
@@ -29,7 +29,7 @@ STUCK_S = 50  # before the group's timeout ends the job
 
 def main() -> None:
     torch.set_num_threads(1)
-    near_reductions.CORES = int(os.environ.get("TEST_CORES", near_reductions.CORES))
+    ring_sum.CORES = int(os.environ.get("TEST_CORES", ring_sum.CORES))
     dist.init_process_group("byteps", timeout=timedelta(seconds=60))
     bps.init()
     words = sys.argv[1:]

@@ -1,0 +1,294 @@
+"""Ranks of one machine that add large tensors by name, for tests/test_shares.py: ``python in_shares.py SCENARIO``.
+
+A tensor is large here from 64 KB on, and there is a core for every rank. Every result is compared, bit for bit, with
+the one that this process computes by itself. TEST_FILE: where a scenario may write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.threaded import contract
+from torch_values import same, values
+
+import byteps_py.torch as bps
+from byteps_py.errors import BytePSError, MismatchError
+from byteps_py.torch.dtypes import WIRE
+from byteps_py.torch.shares import by_name, ring_sum
+
+#: Several chunks of a slot for every rank, and a multiple of nothing.
+SHAPE = (5, 40_003)
+WAIT_S = 60.0
+#: Sums that this rank has carried out in shares, since the last look.
+shared: list[int] = []
+
+
+def count_shared() -> None:
+    add = by_name._Circle.add
+
+    def counted(circle: by_name._Circle, source: torch.Tensor, *others: Any) -> None:
+        add(circle, source, *others)
+        shared.append(source.numel())
+
+    by_name._Circle.add = counted  # type: ignore[method-assign]
+
+
+def expect_shared(count: int) -> None:
+    assert len(shared) == count, f"{len(shared)} sums in shares, not {count}"
+    shared.clear()
+
+
+def total(dtype: torch.dtype = torch.float32, ranks: range | None = None, average: bool = False) -> torch.Tensor:
+    parts = [values(rank, dtype, SHAPE) for rank in ranks or range(bps.size())]
+    return contract(parts, (len(parts),), average=average, rounding="trunc")
+
+
+def mine(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return values(bps.rank(), dtype, SHAPE)
+
+
+def dtypes() -> None:
+    """The bits of the contract, whichever way they come."""
+    for dtype in WIRE:
+        x, expected, mean = mine(dtype), total(dtype), total(dtype, average=True)
+        assert same(bps.allreduce(x, op=bps.Sum, name=f"sum {dtype}"), expected), dtype
+        assert same(bps.push_pull(x, average=False), expected), dtype
+        inplace = x.clone()
+        assert bps.allreduce_(inplace, op=bps.Sum, name=f"in place {dtype}") is inplace
+        assert same(inplace, expected), dtype
+        expect_shared(3)
+        assert same(bps.synchronize(bps.allreduce_async(x, op=bps.Sum, name=f"later {dtype}")), expected), dtype
+        expect_shared(0)
+        assert same(bps.allreduce(x, name=f"mean {dtype}"), mean), dtype
+        expect_shared(1 if dtype.is_floating_point else 0)
+        assert same(x, mine(dtype)), dtype
+
+
+def sizes() -> None:
+    least = by_name.LEAST_BYTES // 4
+    for count in (least, least + 1, ring_sum.SLOT_BYTES // 4, ring_sum.SLOT_BYTES // 4 * bps.size() + 17, 1_000_003):
+        parts = [values(rank, torch.float32, (count,)) for rank in range(bps.size())]
+        for _ in range(3):
+            assert same(bps.push_pull(parts[bps.rank()], average=False, name="x"), contract(parts, (bps.size(),))), (
+                count
+            )
+    expect_shared(15)
+    bps.push_pull(torch.ones(least - 1), name="small")
+    expect_shared(0)
+
+
+def who_is_not_at_hand() -> None:
+    """One rank does not wait, has gaps in its memory, or scales: then all go through the service."""
+    odd = bps.size() - 1
+    is_odd = bps.rank() == odd
+    for turn in range(3):
+        if is_odd:
+            handle = bps.allreduce_async(mine(), op=bps.Sum, name="x")
+            result = bps.synchronize(handle)
+        else:
+            result = bps.allreduce(mine(), op=bps.Sum, name="x")
+        assert same(result, total()), turn
+        x = mine().t().contiguous().t() if is_odd else mine()
+        bps.allreduce_(x, op=bps.Sum, name="gaps")
+        assert same(x.contiguous(), total()), turn
+        expect_shared(0)
+        assert same(bps.allreduce(mine(), op=bps.Sum, name="x"), total())
+        expect_shared(1)
+    doubled = bps.allreduce(mine(), op=bps.Sum, name="doubled", postscale_factor=2.0)
+    assert same(doubled, total() * 2)
+    least = bps.allreduce(mine(), op=bps.Min, name="least")
+    assert same(least, torch.stack([values(rank, torch.float32, SHAPE) for rank in range(bps.size())]).amin(0))
+    bps.push_pull(mine(), name="half", compression=bps.Compression.fp16)
+    expect_shared(0)
+
+
+def in_any_order() -> None:
+    """Threads that call names in another order on every rank, and one another's names at the same time."""
+    failures: list[BaseException] = []
+
+    def call(names: list[str]) -> None:
+        try:
+            for name in names:
+                assert same(bps.push_pull(mine(), average=False, name=name), total()), name
+        except BaseException as error:
+            failures.append(error)
+
+    names = [f"x{i}" for i in range(6)]
+    for turn in range(4):
+        threads = [
+            threading.Thread(target=call, args=([name],))
+            for name in names[bps.rank() + turn :] + names[: bps.rank() + turn]
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not failures, failures
+    shared.clear()  # none, or some: as it came
+    handles = [bps.push_pull_async(mine(), average=False, name=f"handle {i}") for i in range(3)]
+    call(["between"])
+    assert not failures, failures
+    expect_shared(1)
+    for handle in handles[:: -1 if bps.rank() else 1]:
+        assert same(bps.synchronize(handle), total())
+    expect_shared(0)
+
+
+def in_sets() -> None:
+    ranks = range(1, bps.size())
+    some = bps.add_process_set(list(ranks))
+    for turn in range(3):
+        if bps.rank() in ranks:
+            assert same(bps.allreduce(mine(), op=bps.Sum, name="x", process_set=some), total(ranks=ranks)), turn
+            expect_shared(1 if len(ranks) > 1 else 0)
+        assert same(bps.allreduce(mine(), op=bps.Sum, name="x"), total()), turn
+        expect_shared(1)
+
+
+def backwards() -> None:
+    x = mine().requires_grad_()
+    y = bps.allreduce(x, op=bps.Sum, name="x")
+    y.backward(torch.full(SHAPE, float(bps.rank() + 1)))
+    expect_shared(2)
+    assert x.grad is not None
+    assert same(x.grad, torch.full(SHAPE, bps.size() * (bps.size() + 1) / 2))
+    z = mine().requires_grad_()
+    square = z * z
+    kept = square.detach()
+    loss = (square * square).sum()  # keeps square
+    bps.push_pull_inplace(kept, name="changed")
+    expect_shared(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def mistakes() -> None:
+    """All ranks hear what differs; the name can be used again."""
+    for odd_shape in ((5, 40_004), (3,)):
+        x = torch.ones(odd_shape if bps.rank() == 1 else SHAPE)
+        with pytest.raises(MismatchError) as caught:
+            bps.push_pull(x, average=False, name="x")
+        print(f"{bps.rank()}: {caught.value}\n", end="", flush=True)
+        assert same(bps.push_pull(mine(), average=False, name="x"), total())
+        expect_shared(1)
+    handle = bps.push_pull_async(mine(), name="twice")
+    with pytest.raises(ValueError, match="currently being processed"):
+        bps.push_pull(mine(), name="twice")
+    bps.synchronize(handle)
+    expect_shared(0)
+
+
+def who_joins() -> None:
+    """Others go on without a rank that has no more data; when all have joined, it is as before."""
+    for turn in range(3):
+        assert same(bps.push_pull(mine(), average=False, name="x"), total())
+        expect_shared(1)
+        if bps.rank():
+            expected = total(ranks=range(1, bps.size()))
+            for _ in range(2):
+                assert same(bps.push_pull(mine(), average=False, name="x"), expected), turn
+        expect_shared(0)
+        bps.join()
+    blocks = sum(segment.nbytes for segment in bps_neighbours()._outgoing.segments)
+    assert blocks <= 4 * ring_sum.SLOT_BYTES + (64 << 20), blocks
+
+
+def bps_neighbours() -> Any:
+    from byteps_py.torch import context as contexts
+
+    return contexts.current().session.nearby
+
+
+def recorded() -> None:
+    path = Path(os.environ["TEST_FILE"])
+    bps.start_timeline(str(path))
+    for _ in range(2):
+        bps.push_pull(mine(), average=False, name="x")
+    expect_shared(2)
+    bps.stop_timeline()
+    if bps.rank() == 0:
+        events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+        whole = [event for event in events if event["args"]["bytes"] == mine().nbytes]
+        assert [event["args"]["round"] for event in whole] == [1, 2], events
+        assert len(events) == 4, events
+    assert bps.get_pushpull_speed()[1] > 0
+
+
+def break_off(error: Exception) -> None:
+    """In the middle of the next sum."""
+
+    def leave(work: ring_sum.RingSum, chunk: int) -> None:
+        raise error
+
+    ring_sum.RingSum._add = leave  # type: ignore[method-assign]
+
+
+def said(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except (MemoryError, BytePSError) as error:
+        print(f"{bps.rank()}: {type(error).__name__}: {error}\n", end="", flush=True)
+
+
+def left() -> None:
+    """One rank leaves a sum, and does something else: the others hear of it when they have waited for long enough."""
+    assert same(bps.push_pull(mine(), average=False, name="x"), total())
+    if bps.rank() == 0:
+        break_off(MemoryError("of this rank"))
+    said(lambda: bps.push_pull(mine(), average=False, name="x"))
+    said(bps.barrier)
+
+
+def killed() -> None:
+    """The last rank dies when it has begun."""
+    assert same(bps.push_pull(mine(), average=False, name="x"), total())
+    if bps.rank() == bps.size() - 1:
+        ring_sum.RingSum._add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    said(lambda: bps.push_pull(mine(), average=False, name="x"))
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    run.__name__: run
+    for run in (
+        dtypes,
+        sizes,
+        who_is_not_at_hand,
+        in_any_order,
+        in_sets,
+        backwards,
+        mistakes,
+        who_joins,
+        recorded,
+        left,
+        killed,
+    )
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    by_name.LEAST_BYTES = 64 << 10
+    ring_sum.CORES = 64
+    ring_sum.SLOT_BYTES = by_name.SLOT_BYTES = 256 << 10
+    count_shared()
+    bps.init()
+    for word in sys.argv[1:]:
+        SCENARIOS[word]()
+        print(f"{bps.rank()}: {word}: all is well\n", end="", flush=True)
+    bps.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Large sums by name among ranks of one machine, with real processes: in shares, or through the service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.clusters import bpslaunch
+
+PROGRAM = Path(__file__).parent / "programs" / "in_shares.py"
+SCENARIOS = [
+    "dtypes", "sizes", "who_is_not_at_hand", "in_any_order", "in_sets", "backwards", "mistakes", "who_joins",
+    "recorded",
+]  # fmt: skip
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_same_bits_whoever_is_at_hand(ranks: int, tmp_path: Path) -> None:
+    run = bpslaunch(["-np", str(ranks)], [PROGRAM, *SCENARIOS], TEST_FILE=str(tmp_path / "timeline.json"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = run.stdout.splitlines()
+    assert sorted(line for line in lines if line.endswith("is well")) == sorted(
+        f"{rank}: {scenario}: all is well" for rank in range(ranks) for scenario in SCENARIOS
+    )
+    others = "rank 0" if ranks == 2 else "ranks 0, 2"
+    ballot = "sum of float32[1] (one element to agree on float32[5, 40003])"
+    for rank in range(ranks):
+        for odd in ("float32[1] (one element to agree on float32[5, 40004])", "float32[3]"):
+            assert (
+                f"{rank}: tensor 'x': {others} gave {ballot}, rank 1 gave sum of {odd}; give it the same shape, dtype "
+                "and operation on every rank"
+            ) in lines
+
+
+def test_a_rank_that_leaves_a_sum_is_named() -> None:
+    run = bpslaunch(["-np", "3"], [PROGRAM, "left"], BYTEPS_STALL_WARN_S="0.5", BYTEPS_STALL_LIMIT_S="1.5")
+    said = [line for line in run.stdout.splitlines() if line.startswith(("1: StallError", "2: StallError"))]
+    assert {line[0] for line in said} == {"1", "2"}, run.stdout + run.stderr
+    for line in said:
+        assert "StallError: tensor 'x': rank " in line
+        assert "longer than BYTEPS_STALL_LIMIT_S=1.5 allows" in line
+        assert "for rank 0, which has not handed it over" in line
+
+
+def test_a_rank_that_dies_in_a_sum_is_named() -> None:
+    run = bpslaunch(["-np", "3"], [PROGRAM, "killed"])
+    said = [line for line in run.stdout.splitlines() if "PeerLostError: rank 2 " in line]
+    assert {line[0] for line in said} == {"0", "1"}, run.stdout + run.stderr
