@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,18 +54,25 @@ class Reduction:
 def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
     """Raises UsageError for an operation that means nothing on ``dtype``."""
     kind, factor = kind_of(op)
-    if kind == Kinds.PREMUL_SUM and not (dtype.is_floating_point and dtype in WIRE):
+    if factor is None:
+        return _reduction(kind, dtype)
+    if not (dtype.is_floating_point and dtype in WIRE):
         raise _impossible(kind, dtype)
+    return Reduction(Op.SUM, factor=factor)
+
+
+@functools.cache  # to compare kinds takes as long as all else
+def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     if kind in _BITWISE:
         if dtype.is_floating_point or dtype.is_complex:
             raise _impossible(kind, dtype)
         return Reduction(fold=_BITWISE[kind])
     average = kind == Kinds.AVG
-    wire = Op.SUM if kind == Kinds.PREMUL_SUM else _WIRE_OPS.get(kind)
+    wire = _WIRE_OPS.get(kind)
     if wire is None:
         raise _impossible(kind, dtype)
     if dtype in WIRE:
-        return Reduction(wire, average, factor)
+        return Reduction(wire, average)
     if dtype is torch.bool and not average:  # or and and
         return Reduction(Op.MAX if wire in (Op.SUM, Op.MAX) else Op.MIN, view=torch.uint8)
     if dtype in (torch.complex64, torch.complex128):
@@ -81,8 +89,8 @@ def kind_of(op: Any) -> tuple[Any, float | torch.Tensor | None]:
     """(kind, factor of a PREMUL_SUM). Reduce operations compare and hash badly: only their kinds do well."""
     if isinstance(op, Kinds):
         return op, None
-    state = op.__getstate__()
-    return state[0], state[1] if state[0] == Kinds.PREMUL_SUM else None
+    kind, factor = op.__getstate__()
+    return kind, factor
 
 
 def _impossible(kind: Any, dtype: torch.dtype) -> UsageError:

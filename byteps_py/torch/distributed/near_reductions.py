@@ -90,9 +90,17 @@ class NearReductions:
             return detour
         rooms = self._rooms(sum(tensor.numel() for tensor in mine), mine[0].dtype)
 
+        # The result may lie where the own tensor does: the first two are read before anything is written.
+        is_direct = len(targets) == 1 and is_plain(targets[0]) and self._own < 2
+
         def finish() -> None:
-            if targets:
-                _lay_out(self._sum(_end_to_end(mine), rooms, kind.average), targets)
+            if is_direct:
+                self._sum(_end_to_end(mine), rooms, targets[0].view(-1), kind.average)
+            elif targets:
+                whole = _end_to_end(mine)
+                total = torch.empty_like(whole)
+                self._sum(whole, rooms, total, kind.average)
+                _lay_out(total, targets)
 
         near, stream = self._near, f"sum.{place}"
         receives = {position: (span(room),) for position, room in rooms.items()}
@@ -139,7 +147,9 @@ class NearReductions:
         rooms = self._rooms(target.numel(), whole.dtype)
 
         def finish() -> None:
-            target.copy_(self._sum(shares[self._own], rooms, kind.average).view(target.shape))
+            total = torch.empty_like(shares[self._own])
+            self._sum(shares[self._own], rooms, total, kind.average)
+            target.copy_(total.view(target.shape))
 
         near, stream = self._near, f"scattered.{place}"
         receives = {position: (span(room),) for position, room in rooms.items()}
@@ -149,14 +159,11 @@ class NearReductions:
 
     def _rooms(self, count: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """For what comes, by position of the member."""
-        whole = torch.empty((len(self._near.others), count), dtype=dtype)
-        return dict(zip(self._near.others, whole.unbind(0), strict=True))
+        return {position: torch.empty(count, dtype=dtype) for position in self._near.others}
 
-    def _sum(self, own: torch.Tensor, rooms: dict[int, torch.Tensor], average: bool) -> torch.Tensor:
+    def _sum(self, own: torch.Tensor, rooms: dict[int, torch.Tensor], total: torch.Tensor, average: bool) -> None:
         """In the order of the members, as the service's kernels add."""
-        total = torch.empty_like(own)
         add_up([own if position == self._own else rooms[position] for position in range(self._count)], total, average)
-        return total
 
 
 def _plain(tensors: Tensors) -> list[torch.Tensor]:

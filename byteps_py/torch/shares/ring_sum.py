@@ -129,8 +129,8 @@ class RingSum:
 
 
 def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool) -> None:
-    """Flat ``rows`` into ``total``, another one, as the service's kernels add: first to last, half precision in float32
-    and rounded once, before the division of an average."""
+    """Flat ``rows`` into ``total``, another one or one of the first two, as the service's kernels add: first to last,
+    half precision in float32 and rounded once, before the division of an average."""
     if len(rows) > 2 and total.dtype in _HALF:
         wide = rows[0].float()
         for row in rows[1:]:
