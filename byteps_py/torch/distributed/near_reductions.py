@@ -1,7 +1,9 @@
 """Sums among members on one machine. Of small tensors everybody gets everybody's, and adds them all by itself; of large
 ones everybody adds a share (near_rings.py).
 
-The former is more bytes, and a wake-up less: below some size it is the time of the wake-ups that counts. The order of
+The former is more bytes, and a wake-up less: below some size it is the time of the wake-ups that counts. Where members
+have to share cores, sums go through the service: it wakes fewer, and nobody waits for the last of all at every step (3
+and 4 ranks on 2 cores: 4 bytes 340 to 366 instead of 447 to 459, and 441 to 463 instead of 562 to 738 µs). The order of
 the additions and the precision are those of the service's kernels (the local ranks in their order; half precision in
 float32, rounded once, before the division of an average), so the result has the same bits, whichever way it takes.
 
@@ -49,15 +51,14 @@ class NearReductions:
         nbytes = self._coming(kind, tensors)
         is_exact = tensors[0].is_floating_point() or not kind.average
         return (
-            self._count > 1 and kind.op is Op.SUM and is_exact and nbytes > 0
-            and (nbytes <= MOST_BYTES or self.goes_in_shares(kind, tensors))
+            ring_sum.has_cores(self._count) and kind.op is Op.SUM and is_exact and nbytes > 0
+            and (nbytes <= MOST_BYTES or not kind.scatters)
             and all(tensor.is_cpu for tensor in tensors)
         )  # fmt: skip
 
     def goes_in_shares(self, kind: Kind, tensors: Tensors) -> bool:
         """Of what suits: everybody adds a share."""
-        has_cores = ring_sum.has_cores(self._count)
-        return has_cores and not kind.scatters and self._coming(kind, tensors) > MOST_BYTES
+        return not kind.scatters and self._coming(kind, tensors) > MOST_BYTES
 
     def _coming(self, kind: Kind, tensors: Tensors) -> int:
         """Bytes that come from all others, if everybody is to get all it needs for adding by itself."""
