@@ -87,7 +87,7 @@ class Plan:
 
     def _make_requests(self, full: str) -> list[Request]:
         if self.is_voted_on:
-            return [ballot(self._request(full, [0])), self._request(f"{full}.whole", [0])]
+            return [ballot(self._request(full, [0])), self._request(f"{full} (whole)", [0])]
         return [self._request(f"{full}.{i}" if self._is_group else full, part) for i, part in enumerate(self.parts)]
 
     def _is_plain_sum(self, tensors: Sequence[torch.Tensor]) -> bool:
