@@ -133,7 +133,7 @@ class Collectives(Target):
         self._turn = self._done = self._failed = 0
         members = Members(self._context, self._session, tuple(range(_RANKS)), 1, "fuzz")
         self._members = members
-        around = Surroundings(5.0, Journal(members, cast(Any, _Store())), 1.0)
+        around = Surroundings(self._session, 5.0, Journal(members, cast(Any, _Store())), 1.0)
         self._direct = Direct(members, around, Completer())
         indices = torch.tensor([[1, 4, 11]])
         self._gradient = torch.sparse_coo_tensor(
