@@ -47,3 +47,9 @@ def test_a_rank_that_dies_in_a_sum_is_named() -> None:
     run = bpslaunch(["-np", "3"], [PROGRAM, "killed"])
     said = [line for line in run.stdout.splitlines() if "PeerLostError: rank 2 " in line]
     assert {line[0] for line in said} == {"0", "1"}, run.stdout + run.stderr
+
+
+def test_an_elastic_job_goes_on_without_a_rank_that_died_in_a_sum() -> None:
+    run = bpslaunch(["--elastic", "-np", "3"], [PROGRAM, "elastic"])
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("elastic: all is well") == 2, run.stdout + run.stderr

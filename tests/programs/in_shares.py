@@ -256,6 +256,24 @@ def killed() -> None:
     said(lambda: bps.push_pull(mine(), average=False, name="x"))
 
 
+def elastic() -> None:
+    """A rank dies in the middle of a sum; the others do it again without it."""
+    was_odd = bps.rank() == 1
+
+    @bps.elastic.run
+    def add_up(state: Any) -> None:
+        while state.step < 12:
+            if was_odd and state.step == 5:
+                ring_sum.RingSum._take = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            assert same(bps.push_pull(mine(), average=False, name="x"), total()), state.step
+            state.step += 1
+            state.commit()
+
+    add_up(bps.elastic.ObjectState(bcast_object=bps.broadcast_object, get_rank=bps.rank, step=0))
+    expect_shared(12)
+    assert bps.size() == 2
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     run.__name__: run
     for run in (
@@ -270,6 +288,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         recorded,
         left,
         killed,
+        elastic,
     )
 }
 
