@@ -46,8 +46,8 @@ class Observer(Protocol):
     """Hears of a session's rounds. Called by any thread, ``delivered`` with the session's lock held: must be quick, and
     must not call the session."""
 
-    def begun(self, slot: Slot) -> None:
-        """The slot's round number ``slot.round`` was handed over."""
+    def begun(self, slot: Slot, at_ns: int | None = None) -> None:
+        """The slot's round number ``slot.round`` was handed over; ``at_ns`` of time.perf_counter_ns, now by default."""
 
     def delivered(self, slot: Slot) -> None:
         """Its result is there."""

@@ -18,7 +18,7 @@ from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import check_dense, wire_dtype
 from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum, kind_in
-from byteps_py.torch.shares.by_name import ballot, suit
+from byteps_py.torch.shares.by_name import can_be_offered, is_among_neighbours
 
 #: So many plans, and names in a plan, are kept; with more, all are forgotten and found anew.
 _MOST = 4096
@@ -72,12 +72,12 @@ class Plan:
         #: By what each part's sum is divided here, cutting off towards zero.
         self.divisors = [count if self._is_cut_off(part) else 1 for part in self.parts]
         self._requests: dict[str, list[Request]] = {}
-        #: Whether it may go in shares, and is voted on (shares/by_name.py).
-        self.is_voted_on = self._is_plain_sum(tensors) and suit(context.session, self._request("one", [0]).spec)
+        #: Whether ranks tell each other that they wait for it, and may then add it up (shares/by_name.py).
+        self.is_among_neighbours = is_among_neighbours(context.session, how.group or range(count))
+        self.can_be_offered = self._is_plain_sum(tensors) and can_be_offered(self._request("one", [0]).spec)
 
     def requests(self, full: str) -> list[Request]:
-        """What is declared under the name ``full``: each part; or, if ``is_voted_on``, the ballot, and what may follow
-        it."""
+        """What is declared under the name ``full``: each part."""
         found = self._requests.get(full)
         if found is None:
             if len(self._requests) >= _MOST:
@@ -86,8 +86,6 @@ class Plan:
         return found
 
     def _make_requests(self, full: str) -> list[Request]:
-        if self.is_voted_on:
-            return [ballot(self._request(full, [0])), self._request(f"{full} (whole)", [0])]
         return [self._request(f"{full}.{i}" if self._is_group else full, part) for i, part in enumerate(self.parts)]
 
     def _is_plain_sum(self, tensors: Sequence[torch.Tensor]) -> bool:

@@ -7,14 +7,13 @@ not) is there. What has to be declared is in plans.py.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import cast
 
 import torch
 
 from byteps_py.errors import CommunicationError, UsageError
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context
 from byteps_py.torch.dtypes import bits_of, check_dense
 from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.handles import Operation
@@ -61,8 +60,8 @@ def start_reduction(
         else list(into)
     )
 
-    def through_the_service(requests: Sequence[Request]) -> Course:
-        exchanges = context.exchanges(requests)
+    def through_the_service() -> Course:
+        exchanges = context.exchanges(plan.requests(full))
         view = bits_of if plan.has_truth_values else torch.Tensor.detach
         for exchange, part in zip(exchanges, plan.parts, strict=True):
             send_scaled(exchange, [view(tensors[i]) for i in part], how.before)
@@ -75,12 +74,12 @@ def start_reduction(
         return Course(lambda: all(e.done for e in exchanges), complete)
 
     def begin() -> Operation:
-        requests = plan.requests(full)
-        if plan.is_voted_on:
-            whole = functools.partial(through_the_service, requests[1:])
-            course = SharedSums.of(context).begin(requests, tensors[0], outputs[0], is_awaited, whole)
+        if plan.is_among_neighbours:
+            spec = plan.requests(full)[0].spec if is_awaited and plan.can_be_offered else None
+            sums = SharedSums.of(context)
+            course = sums.begin(full, how.group, spec, tensors[0], outputs[0], through_the_service)
         else:
-            course = through_the_service(requests)
+            course = through_the_service()
 
         def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
             course.complete()

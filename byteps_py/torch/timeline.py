@@ -63,15 +63,14 @@ class Timeline:
         self._add({"ph": "M", "name": "process_name", "args": about}, row=0)
         self._flush()
 
-    def begun(self, slot: Slot) -> None:
+    def begun(self, slot: Slot, at_ns: int) -> None:
         if slot.round < self._first or (self._last is not None and slot.round > self._last):
             return
-        now = time.perf_counter_ns()
         with self._lock:
             if self._mark_cycles and not self._begun:
-                self._add({"ph": "i", "name": "CYCLE_START", "s": "p", "ts": self._us(now)}, row=0)
-            self._begun[slot] = now
-            mark = {"ph": "i", "name": f"NEGOTIATE_{_kind(slot.spec)}", "s": "t", "ts": self._us(now)}
+                self._add({"ph": "i", "name": "CYCLE_START", "s": "p", "ts": self._us(at_ns)}, row=0)
+            self._begun[slot] = at_ns
+            mark = {"ph": "i", "name": f"NEGOTIATE_{_kind(slot.spec)}", "s": "t", "ts": self._us(at_ns)}
             self._add(mark, self._row(slot.spec.name))
 
     def delivered(self, slot: Slot) -> None:
@@ -135,11 +134,11 @@ class Watch(Observer):
         self._since = time.monotonic()
         self._speed: tuple[int, float] | None = None
 
-    def begun(self, slot: Slot) -> None:
+    def begun(self, slot: Slot, at_ns: int | None = None) -> None:
         """See Observer."""
         timeline = self.timeline
         if timeline is not None:
-            timeline.begun(slot)
+            timeline.begun(slot, time.perf_counter_ns() if at_ns is None else at_ns)
 
     def delivered(self, slot: Slot) -> None:
         """See Observer."""

@@ -18,12 +18,15 @@ from byteps_py.session.nearby.neighbours import Neighbours
 from byteps_py.session.nearby.receipts import Receipt
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
+from byteps_py.torch.shares.offers import Rounds
 
 from .base import Target
 
 _RANKS, _ME = 3, 1
 _OTHERS = (0, 2)
 _NAMES = ("sum", "gather")
+_TALK = "talk"
+_OFFER = 7
 _PARCEL = 4096  # bytes of each that the rank expects
 _GUARD = 512
 _SEGMENT_BYTES = 1 << 16
@@ -44,6 +47,11 @@ def _all_said() -> list[bytes]:
             (Kind.MORE, 0, 3000, 0, b""),
             (Kind.MORE, 0, _PARCEL, 0, b""),
         )
+    ]
+    found += [
+        messages.pack(Kind.INLINE, source, 0, 0, key_of(_TALK), 1, _PARCEL, _PARCEL, 0, 0, word) + b"x" * _PARCEL
+        for word in (*[_OFFER] * 8, -1, -2)
+        for source in _OTHERS
     ]
     return found + [
         messages.pack(kind, source, era, 0, 0, 0, 0, 0, parcel, 0, -1)
@@ -90,7 +98,7 @@ class NeighboursHear(Target):
     )
 
     def __init__(self) -> None:
-        self._turn = self._ended = self._taken = 0
+        self._turn = self._ended = self._taken = self._heard = 0
         self._memory = Segment.create(_SEGMENT_BYTES)
         self._memory.view[:] = b"x" * _SEGMENT_BYTES
         self._empty = os.memfd_create("empty", os.MFD_ALLOW_SEALING)
@@ -117,7 +125,13 @@ class NeighboursHear(Target):
             self._theirs.append(theirs)
         self._streams = [nearby.stream(name, _OTHERS) for name in _NAMES]
         self._receipts: dict[tuple[int, int], Receipt] = {}
+        self._talk = nearby.talk(_TALK, _OTHERS)
+        self._offer_anew()
         self._send_some()
+
+    def _offer_anew(self) -> None:
+        self._rounds = Rounds(_OTHERS)
+        self._rounds.begin(_OFFER, is_waiting=True, is_able=True, said={})
 
     def _send_some(self) -> None:
         """Parcels that have to be acknowledged."""
@@ -135,9 +149,11 @@ class NeighboursHear(Target):
         try:
             self._nearby.take_messages()
             self._receive()
+            self._listen()
             if self._turn % 128 == 0:
                 self._nearby.start_anew()
                 self._receipts.clear()
+                self._offer_anew()
                 self._send_some()
         except ProtocolError as error:
             str(error).encode()
@@ -156,6 +172,8 @@ class NeighboursHear(Target):
             return said
         stream = self._streams[self._turn % len(self._streams)]
         era = self._nearby._ledger.era
+        if message.stream == key_of(_TALK):
+            return messages.pack(*message._replace(era=era, number=self._rounds.number)) + said[RECORD_BYTES:]
         if message.kind == Kind.MORE:
             coming = [id_ for source, id_ in self._nearby._ledger._coming if source == message.source]
             return messages.pack(*message._replace(era=era, id=coming[0] if coming else message.id))
@@ -180,6 +198,20 @@ class NeighboursHear(Target):
                         continue
                 self._taken += 1
                 del self._receipts[at, source]
+
+    def _listen(self) -> None:
+        number, rounds, talk = self._rounds.number, self._rounds, self._talk
+        verdict = rounds.verdict(talk.joined, talk.heard(number))
+        if verdict is None:
+            return
+        if verdict:
+            for source in _OTHERS:
+                talk.fetch(number, source, ctypes.addressof(self._result) + _GUARD, _PARCEL)
+            self._heard += 1
+        said = talk.heard(number)
+        talk.forget(number)
+        if rounds.begin(_OFFER, is_waiting=True, is_able=True, said=said) != _OFFER:
+            self._offer_anew()
 
     def _expect(self, stream: Stream, source: int) -> Receipt:
         receipt = Receipt(stream)
@@ -218,6 +250,7 @@ class NeighboursHear(Target):
     def end(self) -> None:
         assert self._ended
         assert self._taken
+        assert self._heard
         self._finish()
         del self._nearby, self._host
         gc.collect()

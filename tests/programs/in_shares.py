@@ -1,7 +1,7 @@
-"""Ranks of one machine that add large tensors by name, for tests/test_shares.py: ``python in_shares.py SCENARIO``.
+"""Ranks of one machine that add tensors by name, for tests/test_shares.py: ``python in_shares.py SCENARIO``.
 
-A tensor is large here from 64 KB on, and there is a core for every rank. Every result is compared, bit for bit, with
-the one that this process computes by itself. TEST_FILE: where a scenario may write.
+There is a core for every rank. Every result is compared, bit for bit, with the one that this process computes by
+itself. TEST_SIZE: whether tensors are "small" or "large". TEST_FILE: where a scenario may write.
 """
 
 from __future__ import annotations
@@ -25,29 +25,34 @@ from torch_values import same, values
 
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError, MismatchError
+from byteps_py.session.nearby import Talk
 from byteps_py.torch import context as contexts
 from byteps_py.torch.dtypes import WIRE
 from byteps_py.torch.shares import by_name, ring_sum
 
-#: Several chunks of a slot for every rank, and a multiple of nothing.
-SHAPE = (5, 40_003)
+IS_LARGE = os.environ.get("TEST_SIZE") == "large"
+#: Several chunks of a slot for every rank, and a multiple of nothing; or what goes in a message.
+SHAPE = (5, 40_003) if IS_LARGE else (5, 803)
 WAIT_S = 60.0
-#: Sums that this rank has carried out in shares, since the last look.
+#: Sums that the ranks have added up among themselves, since the last look.
 shared: list[int] = []
 
 
 def count_shared() -> None:
-    add = by_name._Circle.add
+    how = by_name._Circle.add_shares if IS_LARGE else by_name._Name._add_all
 
-    def counted(circle: by_name._Circle, source: torch.Tensor, *others: Any) -> None:
-        add(circle, source, *others)
+    def counted(adder: Any, source: torch.Tensor, *others: Any) -> None:
+        how(adder, source, *others)
         shared.append(source.numel())
 
-    by_name._Circle.add = counted  # type: ignore[method-assign]
+    if IS_LARGE:
+        by_name._Circle.add_shares = counted  # type: ignore[method-assign]
+    else:
+        by_name._Name._add_all = counted  # type: ignore[method-assign]
 
 
 def expect_shared(count: int) -> None:
-    assert len(shared) == count, f"{len(shared)} sums in shares, not {count}"
+    assert len(shared) == count, f"{len(shared)} sums among the ranks, not {count}"
     shared.clear()
 
 
@@ -78,20 +83,22 @@ def dtypes() -> None:
 
 
 def sizes() -> None:
-    least = by_name.LEAST_BYTES // 4
-    for count in (least, least + 1, ring_sum.SLOT_BYTES // 4, ring_sum.SLOT_BYTES // 4 * bps.size() + 17, 1_000_003):
+    most = by_name.MOST_BYTES // 4 // (bps.size() - 1)
+    small, large = (1, 17, most), (most + 1, ring_sum.SLOT_BYTES // 4 * bps.size() + 17, 1_000_003)
+    for count in (*small, *large, *small):
         parts = [values(rank, torch.float32, (count,)) for rank in range(bps.size())]
         for _ in range(3):
             assert same(bps.push_pull(parts[bps.rank()], average=False, name="x"), contract(parts, (bps.size(),))), (
                 count
             )
-    expect_shared(15)
-    bps.push_pull(torch.ones(least - 1), name="small")
+    expect_shared(9 if IS_LARGE else 18)
+    assert bps.push_pull(torch.ones(0), name="empty").numel() == 0
     expect_shared(0)
 
 
 def who_is_not_at_hand() -> None:
-    """One rank does not wait, has gaps in its memory, or all want another thing: all go through the service."""
+    """One rank does not wait, has gaps in its memory, or all want another thing: all go through the service. When all
+    have waited once, it is as before."""
     odd = bps.size() - 1
     is_odd = bps.rank() == odd
     for turn in range(3):
@@ -105,8 +112,9 @@ def who_is_not_at_hand() -> None:
         bps.allreduce_(x, op=bps.Sum, name="gaps")
         assert same(x.contiguous(), total()), turn
         expect_shared(0)
-        assert same(bps.allreduce(mine(), op=bps.Sum, name="x"), total())
-        expect_shared(1)
+        for count in (0, 1, 1):
+            assert same(bps.allreduce(mine(), op=bps.Sum, name="x"), total())
+            expect_shared(count)
     doubled = bps.allreduce(mine(), op=bps.Sum, name="doubled", postscale_factor=2.0)
     assert same(doubled, total() * 2)
     least = bps.allreduce(mine(), op=bps.Min, name="least")
@@ -147,6 +155,47 @@ def in_any_order() -> None:
     expect_shared(0)
 
 
+def nobody_is_kept_waiting() -> None:
+    """Who has begun, and does something else for which it needs the others, keeps none of them from going on."""
+    signal_path = f"{os.environ['TEST_FILE']}.signal"
+    odd = bps.size() - 1
+    if bps.rank() == odd:
+        os.mkfifo(signal_path)
+    bps.barrier()
+    for turn in range(4):  # the first one, after which nobody has waited; and after all have
+        if bps.rank() == odd:
+            handle = bps.push_pull_async(mine(), average=False, name="x")
+            with open(signal_path) as others:  # until one of them has its result
+                others.read()
+            assert same(bps.synchronize(handle), total()), turn
+        else:
+            assert same(bps.push_pull(mine(), average=False, name="x"), total()), turn
+            if bps.rank() == 0:
+                with open(signal_path, "w"):
+                    pass
+        expect_shared(0)
+        bps.barrier()
+        if turn % 2:
+            for count in (0, 1):
+                bps.push_pull(mine(), average=False, name="x")
+                expect_shared(count)
+
+
+def forked() -> None:
+    """A child of a rank neither speaks for it nor changes what it waits for."""
+    bps.push_pull(mine(), average=False, name="x")
+    child = os.fork()
+    if not child:
+        try:
+            bps.push_pull(mine(), average=False, name="x")
+        except BytePSError as error:
+            os._exit("fork" in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert same(bps.push_pull(mine(), average=False, name="x"), total())
+    expect_shared(2)
+
+
 def in_sets() -> None:
     ranks = range(1, bps.size())
     some = bps.add_process_set(list(ranks))
@@ -179,11 +228,18 @@ def mistakes() -> None:
     """All ranks hear what differs; the name can be used again."""
     for odd_shape in ((5, 40_004), (3,)):
         x = torch.ones(odd_shape if bps.rank() == 1 else SHAPE)
-        with pytest.raises(MismatchError) as caught:
-            bps.push_pull(x, average=False, name="x")
-        print(f"{bps.rank()}: {caught.value}\n", end="", flush=True)
+        for _ in range(2):
+            with pytest.raises(MismatchError) as caught:
+                bps.push_pull(x, average=False, name="x")
+            print(f"{bps.rank()}: {caught.value}\n", end="", flush=True)
         assert same(bps.push_pull(mine(), average=False, name="x"), total())
         expect_shared(1)
+    with pytest.raises(MismatchError):  # which can't be added up here
+        bps.allreduce(mine(), op=bps.Min if bps.rank() == 1 else bps.Sum, name="least")
+    how = bps.Compression.fp16 if bps.rank() == 1 else bps.Compression.none
+    with pytest.raises(MismatchError):
+        bps.push_pull(mine(), name="compressed", compression=how)
+    expect_shared(0)
     handle = bps.push_pull_async(mine(), name="twice")
     with pytest.raises(ValueError, match="currently being processed"):
         bps.push_pull(mine(), name="twice")
@@ -198,7 +254,8 @@ def who_joins() -> None:
     for turn in range(6):
         assert same(bps.push_pull(mine(), average=False, name="x"), total())
         expect_shared(1)
-        places.add(contexts.current().belongings[by_name.SharedSums]._circles[()]._ring.block.address)
+        block = contexts.current().belongings[by_name.SharedSums]._circles[()]._ring.block
+        places.add(block.address if block else 0)
         if bps.rank():
             expected = total(ranks=range(1, bps.size()))
             for _ in range(2):
@@ -219,12 +276,12 @@ def recorded() -> None:
         events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
         whole = [event for event in events if event["args"]["bytes"] == mine().nbytes]
         assert [event["args"]["round"] for event in whole] == [1, 2], events
-        assert len(events) == 4, events
+        assert len(events) == 2, events
     assert bps.get_pushpull_speed()[1] > 0
 
 
 def break_off(error: Exception) -> None:
-    """In the middle of the next sum."""
+    """In the middle of the next large sum."""
 
     def leave(work: ring_sum.RingSum, chunk: int) -> None:
         raise error
@@ -248,11 +305,19 @@ def left() -> None:
     said(bps.barrier)
 
 
+def die() -> None:
+    """In the middle of the next sum."""
+    if IS_LARGE:
+        ring_sum.RingSum._add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    else:
+        Talk.say = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+
+
 def killed() -> None:
     """The last rank dies when it has begun."""
     assert same(bps.push_pull(mine(), average=False, name="x"), total())
     if bps.rank() == bps.size() - 1:
-        ring_sum.RingSum._add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        die()
     said(lambda: bps.push_pull(mine(), average=False, name="x"))
 
 
@@ -264,7 +329,7 @@ def elastic() -> None:
     def add_up(state: Any) -> None:
         while state.step < 12:
             if was_odd and state.step == 5:
-                ring_sum.RingSum._take = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+                die()
             assert same(bps.push_pull(mine(), average=False, name="x"), total()), state.step
             state.step += 1
             state.commit()
@@ -280,6 +345,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         dtypes,
         sizes,
         who_is_not_at_hand,
+        nobody_is_kept_waiting,
+        forked,
         in_any_order,
         in_sets,
         backwards,
@@ -295,7 +362,6 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    by_name.LEAST_BYTES = 64 << 10
     ring_sum.CORES = 64
     ring_sum.SLOT_BYTES = by_name.SLOT_BYTES = 256 << 10
     count_shared()

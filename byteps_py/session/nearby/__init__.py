@@ -6,6 +6,7 @@ two passes over memory and one wake-up. What is small travels in the message its
 
     Neighbours (the shell) ─┬─ Ledger, Receipt (pure: what came, what is still needed; where it goes)
                             ├─ Ring (a large tensor, step by step)
+                            ├─ Talk (a word about each round of something)
                             ├─ Patience (how long to look, when to sleep, when to complain)
                             ├─ messages (what neighbours say to each other)
                             ├─ Outgoing, Incoming (memory)
@@ -16,5 +17,6 @@ from byteps_py.session.nearby.ledger import Stream
 from byteps_py.session.nearby.neighbours import WINDOW, Neighbours
 from byteps_py.session.nearby.receipts import Receipt, Span
 from byteps_py.session.nearby.ring import Ring, Slot
+from byteps_py.session.nearby.talk import Talk
 
-__all__ = ["WINDOW", "Neighbours", "Receipt", "Ring", "Slot", "Span", "Stream"]
+__all__ = ["WINDOW", "Neighbours", "Receipt", "Ring", "Slot", "Span", "Stream", "Talk"]

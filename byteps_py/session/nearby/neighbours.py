@@ -26,6 +26,7 @@ from byteps_py.session.nearby.messages import RECORD_BYTES, Kind
 from byteps_py.session.nearby.post import Inbox, Outbox
 from byteps_py.session.nearby.receipts import Receipt, Span, joined
 from byteps_py.session.nearby.ring import Ring
+from byteps_py.session.nearby.talk import Talk
 from byteps_py.session.nearby.waiting import Host, Patience, Wait
 from byteps_py.shm import Block
 from byteps_py.tensors import differing, key_of
@@ -36,6 +37,9 @@ INLINE_BYTES = 16 << 10
 CHUNK_BYTES = 1 << 20
 #: Parcels of a stream that somebody has not acknowledged; a further one has to wait.
 WINDOW = 4
+
+_ALL = "the ranks of this machine"
+_MEETING_S = 60.0
 
 _INLINE, _LAID, _MORE, _TAKEN, _SEGMENT, _JOINED = map(int, Kind)
 
@@ -57,6 +61,8 @@ class Neighbours:
         self._outboxes: dict[int, Outbox] = {}
         self._retired: list[tuple[Ring, Stream]] = []
         self._has_told = False  # the service of the inbox
+        self._others = [rank for rank in range(local_size) if rank != local_rank]
+        self._meets_all = False
         self._met: set[int] = set()
 
     # ---- meeting ---------------------------------------------------------------------------------------
@@ -67,6 +73,15 @@ class Neighbours:
         self._has_told = True
         members = sorted([self._me, *others])
         self._host.tell(protocol.pack(protocol.Kind.MEET, key=key_of(name), members=members), fds)
+
+    def meet_all(self) -> None:
+        """Ask to be introduced to all ranks of the machine, who ask the same. Returns at once."""
+        self._meets_all = True
+        self.meet(_ALL, self._others)
+
+    def await_all(self) -> None:
+        """Return when all ranks of the machine have asked that. Raises StallError and what ends the session."""
+        self.await_meeting(_ALL, self._others, _MEETING_S)
 
     def has_met(self, name: str) -> bool:
         return key_of(name) in self._met
@@ -186,6 +201,10 @@ class Neighbours:
             self._me, self._first_rank, others, slot_bytes, self._books, self._ledger, self._outgoing, self._incoming,
             self._outboxes, self._patience, self._announce,
         )  # fmt: skip
+
+    def talk(self, name: str, others: Iterable[int]) -> Talk:
+        """With these local ranks, whom this one has met. Nothing else uses the stream of this name."""
+        return Talk(self._me, self.stream(name, others), self._ledger, self._outboxes, self._patience)
 
     def retire(self, ring: Ring, stream: Stream) -> None:
         """The ring's group has ended here, with nothing under way. Others may still read its slots, until all have said
@@ -356,6 +375,8 @@ class Neighbours:
 
     def join(self) -> None:
         """This rank has no more data: tell those it has met."""
+        if self._meets_all:
+            self.await_all()
         record = messages.pack(_JOINED, self._me, self._ledger.era, 0, 0, 0, 0, 0, 0, 0, -1)
         for outbox in self._outboxes.values():
             outbox.send(record)

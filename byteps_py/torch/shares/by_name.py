@@ -1,33 +1,32 @@
-"""Large sums by name in shares, if all ranks are at hand for it.
+"""Sums by name among ranks of one machine that all wait for them: added up there, without the communication service.
 
-Names may be called in any order, by any thread, and need not be waited for, so no rank knows what the others do next.
-Hence a vote: a round of one element under the tensor's name, in which each rank says whether it is waiting for this
-sum, and takes part in no other. If all are, they go on together (ring_sum.py); else the tensor goes through the
-communication service, as smaller ones do. As nobody says yes to a second sum before the first is over, sums for which
-all have said so never overlap, and come in one order on all ranks.
+Of small tensors everybody gets everybody's, with what is said about the round (offers.py); large ones go in shares
+(ring_sum.py), one at a time: who has offered one offers no other before it is over. So large sums that all offer never
+overlap, and come in one order on all ranks. Everything else goes through the service.
 
 Any thread.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self, cast
 
 import torch
 
 from byteps_py.session import Session, Slot
 from byteps_py.session.nearby import Neighbours
-from byteps_py.tensors import TensorSpec
-from byteps_py.torch.context import Context, Request
+from byteps_py.tensors import Op, TensorSpec, key_of
+from byteps_py.torch.context import Context
 from byteps_py.torch.dtypes import is_plain
-from byteps_py.torch.exchange import Exchange
-from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSum, has_cores
+from byteps_py.torch.shares.offers import IS_ABSENT, Rounds
+from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSum, add_up, has_cores
 
-#: With 8 MB a vote that is won saves half a millisecond of 2.8, and one that is lost costs 0.3; with 16 MB 1.6 of 5.6.
-LEAST_BYTES = 16 << 20
+#: What comes from all others together, in messages: in shares, 128 KB take 1.4 times as long with 2 ranks on 2 cores.
+MOST_BYTES = 128 << 10
 #: The service ends the waits of who is kept waiting for longer than the stall limit: after that it has had the time to.
 _PATIENCE_S = 10.0
 _FOREVER_S = 1e9  # without a limit
@@ -41,24 +40,17 @@ class Course:
     complete: Callable[[], None]
 
 
-def suit(session: Session, spec: TensorSpec) -> bool:
-    """Whether sums of ``spec`` are voted on. All ranks answer alike, wherever their tensors lie."""
-    members, first = spec.members(session.size), session.rank - session.local_rank
-    return (
-        spec.nbytes >= LEAST_BYTES
-        and has_cores(len(members))
-        and first <= members[0] and members[-1] < first + session.local_size
-        and (spec.dtype.is_floating or not spec.average)
-        and session.nearby is not None
-    )  # fmt: skip
+def is_among_neighbours(session: Session, ranks: Sequence[int]) -> bool:
+    """Whether ranks tell each other about operations of ``ranks``. All of these answer alike."""
+    first = session.rank - session.local_rank
+    is_local = first <= ranks[0] and ranks[-1] < first + session.local_size
+    return is_local and len(ranks) > 1 and has_cores(session.local_size) and session.nearby is not None
 
 
-def ballot(request: Request) -> Request:
-    """One element, under the name of ``request``, in whose stead it is."""
-    spec = request.spec
-    what = f"one element to agree on {spec.dtype.name.lower()}{list(spec.shape)}"
-    vote = replace(spec, shape=(1,), terms=f"{spec.terms}; {what}" if spec.terms else what)
-    return Request(vote, request.dtype, ((1,),), torch.device("cpu"))
+def can_be_offered(spec: TensorSpec) -> bool:
+    """Whether ranks can add ``spec`` up among themselves. All answer alike, wherever their tensors lie."""
+    is_exact = spec.dtype.is_floating or not spec.average
+    return spec.op is Op.SUM and not spec.scatters and is_exact and spec.nbytes > 0
 
 
 class SharedSums:
@@ -67,68 +59,52 @@ class SharedSums:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._session = context.session
+        self._neighbours = cast(Neighbours, context.session.nearby)
+        self._neighbours.await_all()
+        limit_s = context.settings.stall_limit_s
+        self._timeout_s = limit_s + _PATIENCE_S if limit_s else _FOREVER_S
         self._circles: dict[Sequence[int], _Circle] = {}
+        self._names: dict[tuple[str, Sequence[int]], _Name] = {}
 
     @classmethod
     def of(cls, context: Context) -> Self:
-        """With the context's lock held."""
+        """With the context's lock held. Raises StallError and what ends the session."""
         return cast(Self, context.belongings.get(cls) or context.belongings.setdefault(cls, cls(context)))
 
     def begin(
         self,
-        requests: Sequence[Request],
+        name: str,
+        group: Sequence[int],
+        spec: TensorSpec | None,
         source: torch.Tensor,
         target: torch.Tensor,
-        is_awaited: bool,
         through_the_service: Callable[[], Course],
     ) -> Course:
-        """``source`` of all ranks into ``target``, which may be the same. ``requests``: the ballot, and the whole.
-        ``is_awaited``: the caller is about to wait. With the context's lock held, as ``through_the_service`` is called
+        """``source`` of all ranks into ``target``, which may be the same. ``spec``: what is to be added up; None if it
+        can't be, or the caller is not about to wait. With the context's lock held, as ``through_the_service`` is called
         here or by ``complete``."""
-        spec = requests[1].spec
-        circle = self._circles.get(spec.group)
+        self._session.check_open()  # before anything is said
+        circle = self._circles.get(group)
         if circle is None:
-            circle = self._circles[spec.group] = _Circle(self._session, spec.members(self._session.size))
-        is_at_hand = is_awaited and is_plain(source) and is_plain(target) and circle.take()
-        try:
-            vote = self._vote(requests[0], is_at_hand)
-            if not is_at_hand:
-                rest = through_the_service()
-                return Course(lambda: vote.done and rest.is_done(), lambda: _complete(vote, rest))
-        except BaseException:
-            if is_at_hand:
-                circle.give_back()
-            raise
+            ranks = group or range(self._session.size)
+            circle = self._circles[group] = _Circle(self._session, self._neighbours, ranks, self._timeout_s)
+        entry = self._names.get((name, group))
+        if entry is None:
+            entry = self._names[name, group] = _Name(circle, name)
+        if spec is None or not (is_plain(source) and is_plain(target)):
+            entry.begin_elsewhere()
+            return through_the_service()
+        add_up = entry.begin(spec, source, target)
+        if add_up is None:
+            return through_the_service()
 
         def complete() -> None:
-            try:
-                vote.wait()
-                if vote.results[0].item() == (1 if spec.average else circle.count):
-                    self._add(circle, vote.slot, spec, source, target)
-                    return
-            finally:
-                circle.give_back()
-            with self._context.lock:
-                rest = through_the_service()
-            rest.complete()
+            if not add_up():
+                with self._context.lock:
+                    rest = through_the_service()
+                rest.complete()
 
-        return Course(lambda: vote.done, complete)
-
-    def _vote(self, ballot: Request, is_at_hand: bool) -> Exchange:
-        (exchange,) = self._context.exchanges([ballot])
-        exchange.send([torch.full((1,), int(is_at_hand), dtype=ballot.dtype)])
-        return exchange
-
-    def _add(self, circle: _Circle, vote: Slot, spec: TensorSpec, source: torch.Tensor, target: torch.Tensor) -> None:
-        observer = self._session.observer
-        slot = Slot(spec, (), memoryview(b""), round=vote.round)
-        if observer is not None:
-            observer.begun(slot)
-        limit_s = self._context.settings.stall_limit_s
-        timeout_s = limit_s + _PATIENCE_S if limit_s else _FOREVER_S
-        circle.add(source, target, spec.average, vote.spec.name, timeout_s)
-        if observer is not None:
-            observer.delivered(slot)
+        return Course(lambda: False, complete)
 
     def close(self) -> None:
         """See Closable. After a join the session goes on."""
@@ -138,42 +114,133 @@ class SharedSums:
 
 
 class _Circle:
-    """The ranks of one group, one sum at a time."""
+    """The ranks of one group; one large sum at a time."""
 
-    def __init__(self, session: Session, ranks: Sequence[int]) -> None:
-        self._neighbours = cast(Neighbours, session.nearby)
-        first, self._own = session.rank - session.local_rank, ranks.index(session.rank)
+    def __init__(self, session: Session, neighbours: Neighbours, ranks: Sequence[int], timeout_s: float) -> None:
+        self.session, self.neighbours, self.timeout_s = session, neighbours, timeout_s
+        first, self.own = session.rank - session.local_rank, ranks.index(session.rank)
         self.count = len(ranks)
-        self._others = {p: rank - first for p, rank in enumerate(ranks) if p != self._own}
-        self._all = tuple(self._others.values())
-        self._name = f"sums in shares among ranks {', '.join(map(str, ranks))}"
-        self._meeting = f"{self._name}#{session.incarnation}"
-        self._stream = self._neighbours.stream(self._name, self._all)
-        self._ring = self._neighbours.ring(self._all, SLOT_BYTES)
-        self._neighbours.meet(self._meeting, self._all)
+        #: Local ranks of the others, by position.
+        self.others = {p: rank - first for p, rank in enumerate(ranks) if p != self.own}
+        self.text = ", ".join(map(str, ranks))
+        self._all = tuple(self.others.values())
+        self._name = f"sums in shares among ranks {self.text}#{session.incarnation}"
+        self._stream = neighbours.stream(self._name, self._all)
+        self._ring = neighbours.ring(self._all, SLOT_BYTES)
         self._is_taken = False
 
     def take(self) -> bool:
-        """For one sum, until ``give_back``. False if there is one already. With the context's lock held."""
+        """For one large sum, until ``give_back``. False if there is one already. With the context's lock held."""
         is_free, self._is_taken = not self._is_taken, True
         return is_free
 
     def give_back(self) -> None:
         self._is_taken = False
 
-    def add(self, source: torch.Tensor, target: torch.Tensor, average: bool, name: str, timeout_s: float) -> None:
-        """All others do the same. ``name``: the tensor's. Raises StallError and what ends the session."""
-        mine, total = source.detach().view(-1), target.detach().view(-1)
-        work = RingSum(self._ring, self._stream, self._own, self._others, mine, total, average, name)
-        self._neighbours.await_meeting(self._meeting, self._all, timeout_s)
-        with torch.no_grad():
-            work.run(time.monotonic() + timeout_s)
-        torch.autograd.graph.increment_version(target)
+    def add_shares(self, source: torch.Tensor, target: torch.Tensor, average: bool, name: str) -> None:
+        """All others do the same. Flat and plain. Raises StallError and what ends the session."""
+        work = RingSum(self._ring, self._stream, self.own, self.others, source, target, average, name)
+        work.run(time.monotonic() + self.timeout_s)
 
     def retire(self) -> None:
-        self._neighbours.retire(self._ring, self._neighbours.stream(f"{self._name}, over", self._all))
+        self.neighbours.retire(self._ring, self.neighbours.stream(f"{self._name}, over", self._all))
 
 
-def _complete(vote: Exchange, rest: Course) -> None:
-    vote.wait()
-    rest.complete()
+class _Name:
+    """The rounds of one name: one at a time."""
+
+    def __init__(self, circle: _Circle, name: str) -> None:
+        self._circle = circle
+        self._name = name
+        others = tuple(circle.others.values())
+        self._rounds = Rounds(others)
+        stream = f"{name} among ranks {circle.text}#{circle.session.incarnation}"
+        self._talk = circle.neighbours.talk(stream, others)
+        self._spec: TensorSpec | None = None  # of the latest round that was waited for
+        self._offer = 0  # what says so
+        self._rooms: dict[int, torch.Tensor] = {}  # for what others send, by position
+
+    def begin_elsewhere(self) -> None:
+        """This rank takes part in the next round through the service, and does not wait."""
+        word = self._rounds.begin(IS_ABSENT, is_waiting=False, is_able=False, said={})
+        if word is not None:
+            self._talk.say(self._rounds.number, word)
+        self._talk.forget(self._rounds.number - 1)
+
+    def begin(self, spec: TensorSpec, source: torch.Tensor, target: torch.Tensor) -> Callable[[], bool] | None:
+        """The next round, which the caller is about to wait for. Returns what adds it up, or tells by False that it has
+        to go through the service; None if that is known already."""
+        circle, rounds, talk = self._circle, self._rounds, self._talk
+        is_small = spec.nbytes * len(circle.others) <= MOST_BYTES
+        is_taken = not is_small and circle.take()
+        has_offered = False
+        try:
+            if spec is not self._spec:
+                self._spec, self._offer = spec, _offer_of(spec)
+            offer = self._offer
+            word = rounds.begin(offer, is_waiting=True, is_able=is_small or is_taken, said=self._said_before())
+            has_offered = word == offer
+            if word is not None:
+                nbytes = spec.nbytes if is_small and has_offered else 0
+                talk.say(rounds.number, word, source.data_ptr(), nbytes)
+            talk.forget(rounds.number - 1)
+        finally:
+            if is_taken and not has_offered:
+                circle.give_back()
+        if not has_offered:
+            return None
+        return functools.partial(self._settle, spec, source, target, is_small, time.perf_counter_ns())
+
+    def _said_before(self) -> dict[int, int]:
+        """What others have said of the round before."""
+        said = self._talk.heard(self._rounds.number)
+        if len(said) < len(self._circle.others) and self._rounds.number:
+            self._circle.neighbours.take_messages()
+            said = self._talk.heard(self._rounds.number)
+        return said
+
+    def _settle(
+        self, spec: TensorSpec, source: torch.Tensor, target: torch.Tensor, is_small: bool, since_ns: int
+    ) -> bool:
+        circle, talk, number = self._circle, self._talk, self._rounds.number
+
+        def verdict() -> bool | None:
+            return self._rounds.verdict(talk.joined, talk.heard(number))
+
+        try:
+            talk.await_words(number, lambda: verdict() is not None, self._name, circle.timeout_s)
+            if not verdict():
+                return False
+            observer, slot = circle.session.observer, Slot(spec, (), memoryview(b""), round=number)
+            if observer is not None:
+                observer.begun(slot, since_ns)
+            mine, total = source.detach().view(-1), target.detach().view(-1)
+            with torch.no_grad():
+                if is_small:
+                    self._add_all(mine, total, spec.average)
+                else:
+                    circle.add_shares(mine, total, spec.average, self._name)
+            torch.autograd.graph.increment_version(target)
+            if observer is not None:
+                observer.delivered(slot)
+            return True
+        finally:
+            if not is_small:
+                circle.give_back()
+
+    def _add_all(self, mine: torch.Tensor, total: torch.Tensor, average: bool) -> None:
+        """Of what everybody has sent."""
+        circle, rooms = self._circle, self._rooms
+        for position, local_rank in circle.others.items():
+            room = rooms.get(position)
+            if room is None or room.dtype is not mine.dtype or room.numel() != mine.numel():
+                room = rooms[position] = torch.empty_like(mine)
+            self._talk.fetch(self._rounds.number, local_rank, room.data_ptr(), room.nbytes)
+        # The result may lie where the own tensor does: the first two are read before anything is written.
+        own = mine if circle.own < 2 else mine.clone()
+        add_up([rooms.get(position, own) for position in range(circle.count)], total, average)
+
+
+def _offer_of(spec: TensorSpec) -> int:
+    """A number that says what is added up, whatever its name."""
+    return key_of(repr(spec.signature())) >> 1
