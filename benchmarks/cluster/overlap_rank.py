@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,31 +25,32 @@ FORWARD = 1 / 3  # of a layer's time; the rest is its backward pass
 
 
 class _Timed(torch.autograd.Function):
-    """The identity, with a weight whose gradient is ``value`` everywhere."""
+    """The identity, with a weight whose gradient is what ``memory`` holds: who writes it is not the CPU."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float, value: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float, memory: np.ndarray[Any, np.dtype[np.float32]]
+    ) -> torch.Tensor:
         began = time.perf_counter()
-        ctx.shape, ctx.seconds, ctx.value = weight.shape, seconds, value
+        ctx.seconds, ctx.memory = seconds, memory
         _wait_until(began + seconds * FORWARD)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         began = time.perf_counter()
-        gradient = torch.full(ctx.shape, ctx.value)
         _wait_until(began + ctx.seconds * (1 - FORWARD))
-        return grads[0].clone(), gradient, None, None
+        return grads[0].clone(), torch.from_numpy(ctx.memory), None, None
 
 
 class Layer(nn.Module):
     def __init__(self, count: int, seconds: float, value: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(count))
-        self.seconds, self.value = seconds, value
+        self.seconds, self.memory = seconds, np.full(count, value, np.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Timed.apply(x, self.weight, self.seconds, self.value)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _Timed.apply(x, self.weight, self.seconds, self.memory)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -364,6 +364,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ring_sum.CORES = 64
     ring_sum.SLOT_BYTES = by_name.SLOT_BYTES = 256 << 10
+    ring_sum.CHUNK_BYTES = 128 << 10
     count_shared()
     bps.init()
     for word in sys.argv[1:]:

@@ -17,7 +17,7 @@ _LINE = 64  # bytes: no two members write to one line of a cache
 
 
 class Chunks:
-    """Of ``count`` elements of ``itemsize`` bytes among ``members``, whose slots have ``slot_bytes``.
+    """Of ``count`` elements of ``itemsize`` bytes among ``members``, who use ``slot_bytes`` of their slots.
 
     >>> chunks = Chunks(1000, 4, 2, 1024)
     >>> chunks.room, chunks.count, chunks.steps
