@@ -23,7 +23,7 @@ from byteps_py.torch.shares.chunks import Chunks
 #: What is not larger than a slot goes in one chunk: with 4 MB that takes 0.92 to 0.96 of the time of two, with 8 MB 1.3
 #: times as long.
 SLOT_BYTES = 4 << 20
-#: Of larger ones. Of what two members have in two slots, half is being written and half read, and all stays in caches of
+#: Of larger ones. Of what two members have in two slots, half is being written, half read, and all stays in caches of
 #: 8 MB: half as much and twice as much are 10 to 20 % slower.
 CHUNK_BYTES = 2 << 20
 #: Where ranks have to share cores, steps for which all wait are slower than the service (4 ranks on 2 cores, 64 MB: 55
