@@ -90,12 +90,23 @@ class Rank:
     def begin(self, name: str, steps: int) -> None:
         self.ring.begin(self.ledger.stream(name, self.others), steps)
 
-    def work(self, operations: list[int]) -> Iterator[None]:
-        """Operations of so many steps, with pauses wherever another rank may go on."""
+    def work(self, operations: list[int], words: list[set[int]] | None = None) -> Iterator[None]:
+        """Operations of so many steps, with pauses wherever another rank may go on. ``words``: of each operation, who
+        has said that its first step is written; in these, nobody begins before all have."""
         for number, steps in enumerate(operations):
+            is_spoken_of = words is not None and steps > 1
+            if words is not None and is_spoken_of:
+                self.ring.prepare()
+                for text in (b"of no use", tag(self.me, number, 0)):  # an offer in vain, and one that all make
+                    self.ring.mine(0).memory[: len(text)] = text
+                    yield
+                words[number].add(self.me)
+                while len(words[number]) <= len(self.others):
+                    yield
+            is_told = is_spoken_of and self.ring.knows_all
             self.begin(f"stream {number % 2}", steps)
-            for step in range(steps + 1):
-                while step:
+            for step in range(1 if is_told else 0, steps + 1):
+                while step > is_told:
                     try:
                         self.ring.await_step(step - 1, 0.0)
                         break
@@ -108,7 +119,7 @@ class Rank:
                     yield
                     self.ring.mine(step).memory[:] = tag(self.me, number, step)
                     yield
-                    self.ring.lay()
+                    self.ring.lay(2 if is_told and step == 1 else 1)
             self.ring.end()
 
 
@@ -141,7 +152,8 @@ def play(seed: int) -> None:
     order = random.Random(seed)
     ranks = some(order.randint(2, 4))
     operations = [order.randint(1, 5) for _ in range(order.randint(1, 5))]
-    running = {rank.me: rank.work(operations) for rank in ranks}
+    words: list[set[int]] = [set() for _ in operations]
+    running = {rank.me: rank.work(operations, words if seed % 2 else None) for rank in ranks}
     ways = [(rank.me, other) for rank in ranks for other in rank.others]
     favourite = order.randrange(len(ranks))  # goes on as far as it can: the most dangerous order
     while running:

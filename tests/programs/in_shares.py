@@ -34,16 +34,16 @@ IS_LARGE = os.environ.get("TEST_SIZE") == "large"
 #: Several chunks of a slot for every rank, and a multiple of nothing; or what goes in a message.
 SHAPE = (5, 40_003) if IS_LARGE else (5, 803)
 WAIT_S = 60.0
-#: Sums that the ranks have added up among themselves, since the last look.
-shared: list[int] = []
+#: One for each sum that the ranks have added up among themselves, since the last look.
+shared: list[None] = []
 
 
 def count_shared() -> None:
     how = by_name._Circle.add_shares if IS_LARGE else by_name._Name._add_all
 
-    def counted(adder: Any, source: torch.Tensor, *others: Any) -> None:
-        how(adder, source, *others)
-        shared.append(source.numel())
+    def counted(*arguments: Any) -> None:
+        how(*arguments)
+        shared.append(None)
 
     if IS_LARGE:
         by_name._Circle.add_shares = counted  # type: ignore[method-assign]

@@ -69,19 +69,24 @@ class Ring:
         self._parcels: dict[int, Parcel] = {}
         self._wait: Wait | None = None
 
+    def prepare(self) -> None:
+        """The first step of the next operation may be written from now on, whether or not it comes to it."""
+        if self._era != self._ledger.era:
+            self._era, self._first = self._ledger.era, 0
+        if self.block is None:
+            with self._books:
+                self.block, segment = self._outgoing.allocate(SLOTS * self._slot_bytes)
+            self._mine = self._slots(segment, self.block.offset)
+
     def begin(self, stream: Stream, steps: int, name: str = "") -> None:
         """The next operation: every member lays ``steps`` steps in it. ``name``: what to call it where somebody waits
         for it too long; that of the stream by default. Raises JoinedError if one has no more data."""
         ledger = self._ledger
         if missing := [source for source in self._others if source in ledger.joined]:
             raise self._joined(stream, missing[0])
-        if self._era != ledger.era:
-            self._era, self._first = ledger.era, 0
+        self.prepare()
         with self._books:
             self._id = ledger.new_id()
-            if self.block is None:
-                self.block, segment = self._outgoing.allocate(SLOTS * self._slot_bytes)
-                self._mine = self._slots(segment, self.block.offset)
         self._stream, self._steps, self._laid = stream, steps, 0
         self._numbers = {source: stream.expect(source) for source in self._others}
         self._parcels = {}
@@ -91,20 +96,26 @@ class Ring:
         """Where this rank lays ``step``."""
         return self._mine[(self._first + step) % SLOTS]
 
+    @property
+    def knows_all(self) -> bool:
+        """Where the others' slots are, from an operation before. Who has heard by other means that all others have
+        written their first step need not wait for it."""
+        return len(self._theirs) == len(self._others)
+
     def theirs(self, source: int, step: int) -> Slot:
         """Where a member has laid ``step``, for which this rank has waited."""
         return self._theirs[source][1][(self._first + step) % SLOTS]
 
-    def lay(self) -> None:
-        """The next step is written, and all that the others have laid before it has been read: tell them."""
+    def lay(self, steps: int = 1) -> None:
+        """The next step, or so many, is written, and what the others have laid before it has been read: tell them."""
         block, stream, era = self.block, self._stream, self._ledger.era
         if block is None or stream is None:
             raise ValueError("lay() without begin()")
-        self._laid += 1
+        is_more, self._laid = self._laid > 0, self._laid + steps
         ready, total = self._laid * self._slot_bytes, self._steps * self._slot_bytes
         for target in self._others:
             outbox = self._outboxes[target]
-            if self._laid > 1:
+            if is_more:
                 outbox.send(messages.pack(_MORE, self._me, era, 0, 0, 0, total, ready, self._id, 0, -1))
                 continue
             if outbox.announced <= block.segment:

@@ -9,7 +9,6 @@ Any thread.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,9 +136,14 @@ class _Circle:
     def give_back(self) -> None:
         self._is_taken = False
 
-    def add_shares(self, source: torch.Tensor, target: torch.Tensor, average: bool, name: str) -> None:
-        """All others do the same. Flat and plain. Raises StallError and what ends the session."""
+    def shares(self, source: torch.Tensor, target: torch.Tensor, average: bool, name: str) -> RingSum:
+        """Of flat and plain tensors, for who has taken the circle. Its first chunk is given."""
         work = RingSum(self._ring, self._stream, self.own, self.others, source, target, average, name)
+        work.give()
+        return work
+
+    def add_shares(self, work: RingSum) -> None:
+        """All others do the same. Raises StallError and what ends the session."""
         work.run(time.monotonic() + self.timeout_s)
 
     def retire(self) -> None:
@@ -173,23 +177,40 @@ class _Name:
         circle, rounds, talk = self._circle, self._rounds, self._talk
         is_small = spec.nbytes * len(circle.others) <= MOST_BYTES
         is_taken = not is_small and circle.take()
-        has_offered = False
+        is_under_way = False
         try:
             if spec is not self._spec:
                 self._spec, self._offer = spec, _offer_of(spec)
-            offer = self._offer
-            word = rounds.begin(offer, is_waiting=True, is_able=is_small or is_taken, said=self._said_before())
-            has_offered = word == offer
+            word = rounds.begin(self._offer, is_waiting=True, is_able=is_small or is_taken, said=self._said_before())
+            has_offered = word == self._offer
+            mine, total = source.detach().view(-1), target.detach().view(-1)
+            shares = circle.shares(mine, total, spec.average, self._name) if is_taken and has_offered else None
             if word is not None:
-                nbytes = spec.nbytes if is_small and has_offered else 0
-                talk.say(rounds.number, word, source.data_ptr(), nbytes)
+                talk.say(rounds.number, word, source.data_ptr(), spec.nbytes if is_small and has_offered else 0)
             talk.forget(rounds.number - 1)
+            is_under_way = has_offered
         finally:
-            if is_taken and not has_offered:
+            if is_taken and not is_under_way:
                 circle.give_back()
-        if not has_offered:
-            return None
-        return functools.partial(self._settle, spec, source, target, is_small, time.perf_counter_ns())
+        since_ns = time.perf_counter_ns()
+
+        def settle() -> bool:
+            try:
+                if not self._is_offered_by_all():
+                    return False
+                with torch.no_grad():
+                    if shares is None:
+                        self._add_all(mine, total, spec.average)
+                    else:
+                        circle.add_shares(shares)
+                torch.autograd.graph.increment_version(target)
+                self._report(spec, since_ns)
+                return True
+            finally:
+                if is_taken:
+                    circle.give_back()
+
+        return settle if is_under_way else None
 
     def _said_before(self) -> dict[int, int]:
         """What others have said of the round before."""
@@ -199,34 +220,22 @@ class _Name:
             said = self._talk.heard(self._rounds.number)
         return said
 
-    def _settle(
-        self, spec: TensorSpec, source: torch.Tensor, target: torch.Tensor, is_small: bool, since_ns: int
-    ) -> bool:
-        circle, talk, number = self._circle, self._talk, self._rounds.number
+    def _is_offered_by_all(self) -> bool:
+        """Returns when that is known of this round, for which this rank has offered."""
+        talk, number = self._talk, self._rounds.number
 
         def verdict() -> bool | None:
             return self._rounds.verdict(talk.joined, talk.heard(number))
 
-        try:
-            talk.await_words(number, lambda: verdict() is not None, self._name, circle.timeout_s)
-            if not verdict():
-                return False
-            observer, slot = circle.session.observer, Slot(spec, (), memoryview(b""), round=number)
-            if observer is not None:
-                observer.begun(slot, since_ns)
-            mine, total = source.detach().view(-1), target.detach().view(-1)
-            with torch.no_grad():
-                if is_small:
-                    self._add_all(mine, total, spec.average)
-                else:
-                    circle.add_shares(mine, total, spec.average, self._name)
-            torch.autograd.graph.increment_version(target)
-            if observer is not None:
-                observer.delivered(slot)
-            return True
-        finally:
-            if not is_small:
-                circle.give_back()
+        talk.await_words(number, lambda: verdict() is not None, self._name, self._circle.timeout_s)
+        return bool(verdict())
+
+    def _report(self, spec: TensorSpec, since_ns: int) -> None:
+        observer = self._circle.session.observer
+        if observer is not None:
+            slot = Slot(spec, (), memoryview(b""), round=self._rounds.number)
+            observer.begun(slot, since_ns)
+            observer.delivered(slot)
 
     def _add_all(self, mine: torch.Tensor, total: torch.Tensor, average: bool) -> None:
         """Of what everybody has sent."""

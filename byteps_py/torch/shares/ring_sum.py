@@ -67,29 +67,39 @@ class RingSum:
         self._chunks = Chunks(source.numel(), source.itemsize, len(others) + 1, chunk_bytes)
         self._room_bytes = self._chunks.room * source.itemsize
         self._step = -1  # not begun
+        self._is_given = self._is_told = False
 
     @property
     def has_begun(self) -> bool:
         return self._step >= 0
+
+    def give(self) -> None:
+        """The first chunk, before it is sure that ``run`` follows. Who then calls that says that all others have done
+        the same, so nobody waits for it."""
+        self._ring.prepare()
+        self._give(0)
+        self._is_given = True
 
     def run(self, deadline: float) -> None:
         """To its end. All members can be reached. Raises what the waits of the ring raise."""
         ring, chunks = self._ring, self._chunks
         if self._step < 0:
             ring.begin(self._stream, chunks.steps, self._name)
-            self._step = 0
+            self._is_told = self._is_given and ring.knows_all
+            self._step = 1 if self._is_told else 0
         while self._step <= chunks.steps:
             step = self._step
-            if step:
+            is_told = self._is_told and step == 1
+            if step and not is_told:
                 ring.await_step(step - 1, deadline - time.monotonic())
-            if step < chunks.count:
+            if step < chunks.count and (step or not self._is_given):
                 self._give(step)
             if 0 < step <= chunks.count:
                 self._add(step - 1)
             if step > 1:
                 self._take(step - 2)
             if step < chunks.steps:
-                ring.lay()
+                ring.lay(2 if is_told else 1)
             self._step += 1
         ring.end()
 
