@@ -77,7 +77,7 @@ def start_reduction(
         if plan.is_among_neighbours:
             spec = plan.requests(full)[0].spec if is_awaited and plan.can_be_offered else None
             sums = SharedSums.of(context)
-            course = sums.begin(full, how.group, spec, tensors[0], outputs[0], through_the_service)
+            course = sums.begin(full, how.group, spec, tensors, outputs, through_the_service)
         else:
             course = through_the_service()
 

@@ -120,6 +120,7 @@ def who_is_not_at_hand() -> None:
     least = bps.allreduce(mine(), op=bps.Min, name="least")
     assert same(least, torch.stack([values(rank, torch.float32, SHAPE) for rank in range(bps.size())]).amin(0))
     bps.push_pull(mine(), name="half", compression=bps.Compression.fp16)
+    assert bps.synchronize(bps.grouped_allreduce_async([], name="none")) == ()
     expect_shared(0)
 
 

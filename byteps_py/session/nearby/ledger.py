@@ -18,7 +18,7 @@ from byteps_py.tensors import key_of
 
 #: Messages of the next era that may come before this rank hears of it; flows of streams that it does not know yet;
 #: parcels of one flow that it has not taken. More can't come from correct ranks.
-MAX_EARLY = 1 << 16
+MAX_EARLY = 1 << 20
 
 
 @dataclass(slots=True, eq=False)

@@ -69,6 +69,6 @@ class Talk:
     def forget(self, number: int) -> None:
         """What was said of rounds up to this one. Not all of it has to have come before the next round begins."""
         for flow in self._stream.flows.values():
-            if flow.parcels:
-                for old in [n for n in flow.parcels if n <= number]:
+            for old in list(flow.parcels):  # a copy: another thread may be taking messages
+                if old <= number:
                     del flow.parcels[old]

@@ -75,13 +75,13 @@ class SharedSums:
         name: str,
         group: Sequence[int],
         spec: TensorSpec | None,
-        source: torch.Tensor,
-        target: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
         through_the_service: Callable[[], Course],
     ) -> Course:
-        """``source`` of all ranks into ``target``, which may be the same. ``spec``: what is to be added up; None if it
-        can't be, or the caller is not about to wait. With the context's lock held, as ``through_the_service`` is called
-        here or by ``complete``."""
+        """``sources`` of all ranks into ``targets``, which may be the same. ``spec``: that of the only one, if it may
+        be added up here, and the caller is about to wait; else None. With the context's lock held, as
+        ``through_the_service`` is called here or by ``complete``."""
         self._session.check_open()  # before anything is said
         circle = self._circles.get(group)
         if circle is None:
@@ -90,10 +90,10 @@ class SharedSums:
         entry = self._names.get((name, group))
         if entry is None:
             entry = self._names[name, group] = _Name(circle, name)
-        if spec is None or not (is_plain(source) and is_plain(target)):
+        if spec is None or not (is_plain(sources[0]) and is_plain(targets[0])):
             entry.begin_elsewhere()
             return through_the_service()
-        add_up = entry.begin(spec, source, target)
+        add_up = entry.begin(spec, sources[0], targets[0])
         if add_up is None:
             return through_the_service()
 
