@@ -15,6 +15,7 @@ from support.sessions import WAIT_S, Service, end, failure, start, sum_once_more
 
 from byteps_py.errors import JoinedError, MismatchError, NotInitializedError, PeerLostError, StallError
 from byteps_py.session.nearby import WINDOW, Neighbours, Receipt, Stream
+from byteps_py.session.nearby.neighbours import INLINE_BYTES
 from byteps_py.session.remote import RemoteSession
 
 #: A rank in a process of its own, that sends one large parcel, and then waits for what never comes.
@@ -31,7 +32,7 @@ nearby.send(nearby.stream("s", (0,)), (0,), [(ctypes.addressof(memory), 3_000_00
 print("sent", flush=True)
 sys.stdin.read()
 """
-SIZES = (0, 1, 1000, 16 << 10, (16 << 10) + 1, 1 << 20, (5 << 20) + 3)
+SIZES = (0, 1, 1000, INLINE_BYTES, INLINE_BYTES + 1, 1 << 20, (5 << 20) + 3)
 
 
 @pytest.fixture(scope="module")

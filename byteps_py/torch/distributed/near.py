@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from byteps_py.errors import JoinedError, MismatchError
+from byteps_py.errors import CommunicationError, JoinedError, MismatchError
 from byteps_py.session.nearby import Neighbours, Receipt, Span, Stream
 from byteps_py.tensors import differing
 from byteps_py.torch.distributed.completion import Completer
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Operations of a stream that may be under way at once; a further one waits for the first of them to end.
 LANES = 2
+#: How long a call that is waited for waits by itself. What takes longer is waited for as everything else.
+_AT_ONCE_S = 0.2
 
 #: What goes to, or comes from, members of a group, by position; those that have no part in it are left out.
 Parts = Mapping[int, Sequence[Span]]
@@ -169,6 +171,37 @@ class Near:
                     sent = dict.fromkeys(self.others, total(sends))
             return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent, kind, None, together)
 
+    def swap(
+        self,
+        name: str,
+        what: str,
+        mine: Span,
+        receives: Parts,
+        outputs: list[torch.Tensor],
+        timeout_s: float,
+        finish: Callable[[], None],
+        kind: Kind,
+    ) -> Passage | None:
+        """``to_all``, together, for a caller who waits for it: None if it is over, which it nearly always is. On the
+        wire it is the same."""
+        with self._lock:
+            line = self._begin(name)
+            if error := self.neighbours.joined(line.stream):
+                return self._follow(line, what, {}, outputs, timeout_s, None, None, {}, kind, error)
+            nbytes = mine[1]
+            self.neighbours.send(line.stream, self._all, (mine,), False, [nbytes] * len(self._all))
+            receipt = Receipt(line.stream, is_mutual=True)
+            for position, spans in receives.items():
+                receipt.expect(self.others[position], spans, nbytes, nbytes)
+            number = self.around.journal.record((what, kind), line.stream.name)
+        try:
+            self.neighbours.collect(receipt, min(_AT_ONCE_S, timeout_s))
+        except CommunicationError:  # it comes again
+            with self._lock:
+                return self._under_way(line, what, receipt, number, outputs, timeout_s, finish)
+        finish()
+        return None
+
     def finish(self) -> None:
         """Complete what is under way. Raises StallError."""
         with self._lock:
@@ -233,8 +266,21 @@ class Near:
                 receipt.error = MismatchError(differing(line.stream.name, rank, mine, rank, due))
         for position, spans in receives.items():
             receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
+        number = self.around.journal.record((what,) if kind is None else (what, kind), line.stream.name)
+        return self._under_way(line, what, receipt, number, outputs, timeout_s, finish)
+
+    def _under_way(
+        self,
+        line: _Line,
+        what: str,
+        receipt: Receipt,
+        number: int,
+        outputs: list[torch.Tensor],
+        timeout_s: float,
+        finish: Callable[[], None] | None,
+    ) -> Passage:
         work = Passage(self.around, self.completer, what, self.neighbours, receipt, outputs, finish, timeout_s)
-        work.number = self.around.journal.record((what,) if kind is None else (what, kind), line.stream.name)
+        work.number = number
         if receipt.left:
             work.line = line.under_way
             line.under_way.append(work)

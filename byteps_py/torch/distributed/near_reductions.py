@@ -24,7 +24,7 @@ from byteps_py.torch.distributed.near import Near
 from byteps_py.torch.distributed.near_collectives import span, spans
 from byteps_py.torch.distributed.near_rings import NearRings, NearSum
 from byteps_py.torch.distributed.places import Kind
-from byteps_py.torch.distributed.work import Pending
+from byteps_py.torch.distributed.work import Done, Pending
 from byteps_py.torch.dtypes import is_plain
 from byteps_py.torch.shares import ring_sum
 from byteps_py.torch.shares.ring_sum import add_up
@@ -77,7 +77,7 @@ class NearReductions:
         timeout_s: float,
         is_awaited: bool,
         agreement: Pending | None,
-    ) -> Detour:
+    ) -> Detour | Done:
         """``contributions`` of all, summed to ``targets``, which are as many or none. ``is_awaited``: the caller is
         about to wait for it. ``agreement``: what has to come before, if it goes in shares."""
         for target in targets:
@@ -105,6 +105,11 @@ class NearReductions:
 
         near, stream = self._near, f"sum.{place}"
         receives = {position: (span(room),) for position, room in rooms.items()}
+        if is_awaited and len(mine) == 1:
+            rest = near.swap(stream, what, span(mine[0]), receives, outputs, timeout_s, finish, kind)
+            if rest is None:
+                return Done(near.around, what, outputs)
+            return Detour(near, what, rest, outputs, otherwise, timeout_s)
         passage = near.to_all(stream, what, spans(mine), receives, outputs, timeout_s, finish, together=True, kind=kind)
         return Detour(near, what, passage, outputs, otherwise, timeout_s)
 

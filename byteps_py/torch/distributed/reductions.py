@@ -28,6 +28,8 @@ from byteps_py.torch.dtypes import bits_of, wire_dtype
 
 #: The other lanes of kinds up to this size are declared all at once: it is agreeing on them that takes time.
 _SMALL = 1 << 16
+#: So many kinds are kept, to be found by what is called; with more, all are forgotten and found anew.
+_MOST_KINDS = 4096
 
 
 class Reductions:
@@ -48,6 +50,7 @@ class Reductions:
         self._completer = completer
         self._lock = threading.Lock()
         self._places = Places()
+        self._kinds: dict[object, tuple[Kind, bool]] = {}
         self._failed: deque[tuple[Kind, Place]] = deque()  # to be forgotten; works fail without the lock
 
     def reduce(
@@ -63,14 +66,13 @@ class Reductions:
         ``is_awaited``: the caller is about to wait for it."""
         contributions = [how.prepare(tensor) for tensor in tensors]
         targets = [how.seen(output) for output in outputs]
-        count = sum(tensor.numel() for tensor in contributions)
-        kind = Kind(how.op, wire_dtype(contributions[0].dtype, None), (count,), how.average)
+        kind, is_near = self._kind(how, contributions)
 
         def through_the_service() -> Operation:
             return self._start(what, kind, contributions, targets, list(outputs), timeout_s)
 
         near = self._near_sums
-        if near is None or not near.suits(kind, contributions):
+        if near is None or not is_near:
             return through_the_service()
         agreement: Pending | None = None
         place = self._known(kind)
@@ -141,6 +143,23 @@ class Reductions:
             return self._near.barrier(through_the_service, timeout_s)
         self._has_met_at_barrier = True  # as with a broadcast
         return through_the_service()
+
+    def _kind(self, how: Reduction, contributions: Sequence[torch.Tensor]) -> tuple[Kind, bool]:
+        """That of a sum of these, and whether members on one machine add it up among themselves."""
+        first = contributions[0]
+        if len(contributions) > 1:
+            count, is_on_cpu = sum(tensor.numel() for tensor in contributions), all(t.is_cpu for t in contributions)
+        else:
+            count, is_on_cpu = first.numel(), first.is_cpu
+        key = how.op, how.average, first.dtype, count, is_on_cpu
+        found = self._kinds.get(key)
+        if found is None:
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            kind = Kind(how.op, wire_dtype(first.dtype, None), (count,), how.average)
+            is_near = self._near_sums is not None and self._near_sums.suits(kind, contributions)
+            found = self._kinds[key] = kind, is_near
+        return found
 
     def _known(self, kind: Kind) -> int | None:
         """The place of a kind that is not used for the first time."""

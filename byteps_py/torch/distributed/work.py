@@ -263,6 +263,14 @@ class Pending(dist.Work):
         self.fire()
 
 
+class Done(Pending):
+    """It was over before its call was."""
+
+    def __init__(self, around: Surroundings, what: str, outputs: list[torch.Tensor]) -> None:
+        super().__init__(around, what, outputs, around.timeout_s)
+        self._over = True
+
+
 class _NotYet(Exception):  # noqa: N818  never leaves this module
     """The deadline passed; the work goes on."""
 
