@@ -1,0 +1,35 @@
+"""Programs of random operations, of which each rank decides what it waits for at once, with real processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.clusters import bpslaunch
+
+PROGRAM = Path(__file__).parent / "programs" / "any_order.py"
+CALLS = 300
+_WELL = re.compile(r"^\d: 300 calls: all is well; (\d+) sums in messages, (\d+) in shares$", re.MULTILINE)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 12))])
+@pytest.mark.parametrize("options", ["-np 2", "-np 4", "-np 2 --machines 2 --servers 1"])
+def test_nobody_waits_for_ever_and_all_comes_out_right(options: str, seed: int) -> None:
+    run = bpslaunch(
+        options.split(),
+        [PROGRAM, str(seed), str(CALLS)],
+        timeout_s=100,
+        TEST_CORES="4",  # a core for every rank
+        PYTHONWARNINGS="ignore",
+        BYTEPS_STALL_WARN_S="10",
+        BYTEPS_STALL_LIMIT_S="30",
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = [(int(small), int(large)) for small, large in _WELL.findall(run.stdout)]
+    assert len(found) == (2 if options == "-np 2" else 4), run.stdout + run.stderr
+    if "--machines" in options:
+        assert set(found) == {(0, 0)}
+    else:  # else this test would say nothing of them
+        assert all(small > 10 and large > 10 for small, large in found), found
