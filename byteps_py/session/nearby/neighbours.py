@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import cast
 
+from byteps_py import streaming
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
 from byteps_py.session import protocol
 from byteps_py.session.nearby import messages
@@ -170,7 +171,7 @@ class Neighbours:
         for address, length in spans:
             for first in range(0, length, CHUNK_BYTES):
                 part = min(CHUNK_BYTES, length - first)
-                ctypes.memmove(segment.address + block.offset + done, address + first, part)
+                streaming.copy(segment.address + block.offset + done, address + first, part)
                 done += part
                 if done - ready < CHUNK_BYTES and done < nbytes:
                     continue

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from byteps_py import streaming
 from byteps_py.session.nearby import Ring, Slot, Stream
 from byteps_py.torch.shares.chunks import Chunks
 
@@ -68,6 +69,7 @@ class RingSum:
         self._room_bytes = self._chunks.room * source.itemsize
         self._step = -1  # not begun
         self._is_given = self._is_told = False
+        self._is_in_place = target is not None and target.data_ptr() == source.data_ptr()
 
     @property
     def has_begun(self) -> bool:
@@ -109,7 +111,7 @@ class RingSum:
         mine = self._ring.mine(chunk).address
         for position in self._others:
             first, count = self._chunks.of(position, chunk)
-            ctypes.memmove(mine + position * self._room_bytes, address + first * itemsize, count * itemsize)
+            streaming.copy(mine + position * self._room_bytes, address + first * itemsize, count * itemsize)
 
     def _add(self, chunk: int) -> None:
         """Lay the sum of one's own share."""
@@ -126,11 +128,14 @@ class RingSum:
             room(ring.theirs(self._others[position], chunk)) if position != own else self._source[first : first + count]
             for position in range(len(self._others) + 1)
         ]
-        mine = ring.mine(chunk + 1)
-        add_up(rows, room(mine), self._average)
-        if self._target is not None:
-            nbytes = count * dtype.itemsize
-            ctypes.memmove(self._target.data_ptr() + first * dtype.itemsize, mine.address + offset, nbytes)
+        # In place, what is not one of the first two rows must stay until it has been added.
+        is_direct = self._target is not None and (own < 2 or not self._is_in_place)
+        total = self._target[first : first + count] if is_direct else torch.empty_like(self._source[:count])
+        add_up(rows, total, self._average)
+        nbytes = count * dtype.itemsize
+        streaming.copy(ring.mine(chunk + 1).address + offset, total.data_ptr(), nbytes)
+        if self._target is not None and not is_direct:
+            ctypes.memmove(self._target.data_ptr() + first * dtype.itemsize, total.data_ptr(), nbytes)
 
     def _take(self, chunk: int) -> None:
         """Copy the others' sums to where they belong."""
