@@ -236,8 +236,7 @@ class Neighbours:
         Raises StallError, MismatchError (once all is there; what is not as long as it should be is let go), JoinedError
         and what ends the session.
         """
-        left = receipt.left
-        deadline = time.monotonic() + timeout_s if left else 0.0
+        left, deadline = receipt.left, time.monotonic() + timeout_s
         while left:
             source, number, spans, nbytes, sent = left[-1]
             parcels = receipt.stream.flows[source].parcels
@@ -321,13 +320,12 @@ class Neighbours:
                 start += length
         else:
             done, ready = parcel.done, parcel.ready
-            segment = self._incoming.find(source, parcel.segment, parcel.offset + parcel.total)
-            place = segment.address + parcel.offset
+            whole = self._incoming.find(source, parcel.segment, parcel.offset + parcel.total)
             start = 0
             for address, length in spans:
                 first, last = max(done, start), min(ready, start + length)
                 if first < last:
-                    ctypes.memmove(address + first - start, place + first, last - first)
+                    ctypes.memmove(address + first - start, whole.address + parcel.offset + first, last - first)
                 start += length
             parcel.done = ready
             if ready < parcel.total:
@@ -351,8 +349,7 @@ class Neighbours:
         try:
             if not nbytes:
                 return False
-            buffer = self._inbox.buffer
-            message = messages.unpack(buffer, nbytes)
+            message = messages.unpack(buffer := self._inbox.buffer, nbytes)
             source = message.source
             if source == self._me or source >= self._local_size:
                 raise ProtocolError(f"local rank {source} is no neighbour of local rank {self._me}: {message}")

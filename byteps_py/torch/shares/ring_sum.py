@@ -128,14 +128,14 @@ class RingSum:
             room(ring.theirs(self._others[position], chunk)) if position != own else self._source[first : first + count]
             for position in range(len(self._others) + 1)
         ]
+        target = None if self._target is None else self._target[first : first + count]
         # In place, what is not one of the first two rows must stay until it has been added.
-        is_direct = self._target is not None and (own < 2 or not self._is_in_place)
-        total = self._target[first : first + count] if is_direct else torch.empty_like(self._source[:count])
+        is_direct = own < 2 or not self._is_in_place
+        total = target if target is not None and is_direct else torch.empty_like(self._source[:count])
         add_up(rows, total, self._average)
-        nbytes = count * dtype.itemsize
-        streaming.copy(ring.mine(chunk + 1).address + offset, total.data_ptr(), nbytes)
-        if self._target is not None and not is_direct:
-            ctypes.memmove(self._target.data_ptr() + first * dtype.itemsize, total.data_ptr(), nbytes)
+        streaming.copy(ring.mine(chunk + 1).address + offset, total.data_ptr(), count * dtype.itemsize)
+        if target is not None and not is_direct:
+            ctypes.memmove(target.data_ptr(), total.data_ptr(), count * dtype.itemsize)
 
     def _take(self, chunk: int) -> None:
         """Copy the others' sums to where they belong."""
