@@ -112,6 +112,13 @@ def prepare() -> None:
             _thread.start()
 
 
+def is_ready(timeout_s: float = 10.0) -> bool:
+    """Whether copies may go past the caches, once that is known, or within the time."""
+    if _thread is not None:
+        _thread.join(timeout_s)
+    return _compiled is not None
+
+
 def _prepare() -> None:
     global _compiled
     try:
