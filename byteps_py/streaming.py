@@ -11,6 +11,7 @@ until then, and where it can't be done, copies go the usual way. Any thread; the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
@@ -39,7 +40,7 @@ _compiled: Any = None  # the function; its engine is kept with it
 
 
 class Choice:
-    """Which way to go, from how long copies took. Pure; races do no harm."""
+    """Which way to go, from how long copies took. Pure; any thread, races do no harm."""
 
     def __init__(self) -> None:
         self.streams = False
@@ -53,13 +54,13 @@ class Choice:
 
     def took(self, streamed: bool, nbytes: int, seconds: float) -> None:
         self._costs[streamed].append(seconds / nbytes)
-        usual, past = self._costs[False], self._costs[True]
+        usual, past = list(self._costs[False]), list(self._costs[True])  # another thread may clear them
         if len(usual) == len(past) == _REMEMBERED:
             streams = min(usual) > (_TO_STAY if self.streams else _TO_LEAVE) * min(past)
             if streams is not self.streams:
                 self.streams = streams
-                usual.clear()  # what one way costs depends on which of them was the last one
-                past.clear()
+                for costs in self._costs.values():  # what one way costs depends on which of them was the last one
+                    costs.clear()
 
 
 #: By the size of the copy, in powers of two.
@@ -108,8 +109,10 @@ def prepare() -> None:
     with _lock:
         if _thread is None:
             # No daemon: the interpreter must not end while LLVM is at work.
-            _thread = threading.Thread(target=_prepare, name="byteps-streaming")
-            _thread.start()
+            thread = threading.Thread(target=_prepare, name="byteps-streaming")
+            with contextlib.suppress(RuntimeError):  # the interpreter is about to end
+                thread.start()
+                _thread = thread
 
 
 def is_ready(timeout_s: float = 10.0) -> bool:

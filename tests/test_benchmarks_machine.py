@@ -37,6 +37,14 @@ def test_a_sum_is_measured(contender: str) -> None:
     assert all(row["median_s"] > 0 and row["rank_cpu_s"] > 0 for row in rows)
 
 
+def test_both_ways_to_another_process_are_measured(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    run(str(BENCHMARKS / "caches.py"), "--kilobytes", "64", "--rounds", "1", "--json", str(result))
+    (row,) = json.loads(result.read_text())
+    assert row["bytes"] == 64 << 10
+    assert all(len(rates) == 2 and min(rates) > 0 for rates in row["gigabytes_per_s"].values())
+
+
 def test_a_server_is_measured_under_more_workers_than_cores(tmp_path: Path) -> None:
     """So some of them are late, and are told that others wait for them."""
     result = tmp_path / "result.json"

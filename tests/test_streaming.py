@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -57,6 +57,20 @@ def test_what_is_tried_costs_little() -> None:
     choice = Choice()
     go_on(choice, APART, 100)
     assert sum(choice.is_try_due() for _ in range(320)) == 10
+
+
+def test_another_thread_may_change_over_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = Choice()
+    go_on(choice, SHARED, 20)
+
+    def least(costs: Iterable[float]) -> float:
+        for found in choice._costs.values():  # as the other thread does
+            found.clear()
+        return min(costs)
+
+    monkeypatch.setattr(streaming, "min", least, raising=False)
+    choice.took(False, MB, MB * SHARED["usual"])
+    assert not choice.streams
 
 
 @pytest.mark.parametrize("seed", range(30))
