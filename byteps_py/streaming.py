@@ -160,7 +160,11 @@ def _compile() -> Any:
     at.add_incoming(after, loop)
     builder.cbranch(builder.icmp_unsigned("<", after, nbytes), loop, end)
     builder.position_at_end(end)
-    builder.fence("seq_cst")  # such stores are not ordered with what tells the reader
+    # Such stores are not ordered with what tells the reader; on x86 locked instructions, LLVM's fences, need not do it.
+    if module.triple.startswith(("x86_64", "i686")):
+        builder.call(ir.Function(module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse.sfence"), [])
+    else:
+        builder.fence("seq_cst")
     builder.ret_void()
     machine = binding.Target.from_default_triple().create_target_machine(
         cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=2
