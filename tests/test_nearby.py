@@ -362,8 +362,24 @@ def test_who_comes_back_is_somebody_else() -> None:
     meetings.ask(1, 7, [0, 1])
     assert meetings.ask(1, 8, [0, 1]) == []
     meetings.forget(1)
+    meetings.forget(0)
     assert meetings.ask(0, 8, [0, 1]) == []
     assert meetings.ask(1, 8, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 8), Tell(1, 8)]
+
+
+@pytest.mark.parametrize("asks_late", [True, False])
+def test_who_is_back_before_others_have_left_meets_them_when_they_are_back(asks_late: bool) -> None:
+    """Else it would send to who is not there any more, and be waited for in vain."""
+    meetings = Meetings()
+    assert meetings.ask(0, 7, [0, 1]) == []
+    if not asks_late:
+        assert meetings.ask(1, 7, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 7), Tell(1, 7)]
+    meetings.forget(0)
+    assert meetings.ask(0, 7, [0, 1]) == []
+    if asks_late:
+        assert meetings.ask(1, 7, [0, 1]) == []
+    meetings.forget(1)
+    assert meetings.ask(1, 7, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 7), Tell(1, 7)]
 
 
 def test_ranks_must_ask_for_the_same() -> None:

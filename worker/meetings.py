@@ -6,6 +6,7 @@ to the others; what the ranks say to each other then does not pass through here 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,28 +30,33 @@ class Tell:
 
 
 class Meetings:
-    """All by local rank."""
+    """All by local rank. A rank that leaves may come back, while others have yet to leave: who is here for the nth time
+    meets those that are."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, tuple[tuple[int, ...], set[int]]] = {}  # by key: members, those who have asked
+        #: By key, and how often those who ask have been here before: the members, and those who have asked.
+        self._asked: dict[tuple[int, int], tuple[tuple[int, ...], set[int]]] = {}
+        self._stays: Counter[int] = Counter()  # that are over
         self._known: set[tuple[int, int]] = set()  # (who, of whom)
 
     def ask(self, rank: int, key: int, members: Sequence[int]) -> list[Introduce | Tell]:
         """``rank`` wants to deal with the other ``members``. Raises ProtocolError if they don't ask for the same."""
-        wanted, asked = self._asked.setdefault(key, (tuple(members), set()))
+        stay = (key, self._stays[rank])
+        wanted, asked = self._asked.setdefault(stay, (tuple(members), set()))
         if rank not in members or tuple(members) != wanted:
             raise ProtocolError(f"local rank {rank} asks to meet {list(members)}, others under that key {list(wanted)}")
         asked.add(rank)
         if len(asked) < len(wanted):
             return []
-        del self._asked[key]
+        del self._asked[stay]
         new = [(one, other) for one in wanted for other in wanted if one != other and (one, other) not in self._known]
         self._known.update(new)
         return [*(Introduce(one, other) for one, other in new), *(Tell(one, key) for one in wanted)]
 
     def forget(self, rank: int) -> None:
         """It has left. One that comes in its place is somebody else."""
+        self._stays[rank] += 1
         self._known = {pair for pair in self._known if rank not in pair}
         for _, asked in self._asked.values():
             asked.discard(rank)
-        self._asked = {key: entry for key, entry in self._asked.items() if entry[1]}
+        self._asked = {stay: entry for stay, entry in self._asked.items() if entry[1]}
