@@ -25,8 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python examples/demo.py
 
+# Compiled modules are kept: a thousand processes are started, and each would compile ours again, 0.1 s of it.
 test: install
-	$(BIN)/python -m pytest -n $(JOBS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS)
 
 torch-range: $(addprefix torch-,$(TORCH_RANGE))
 

@@ -25,7 +25,7 @@ from byteps_py import streaming
 _TURNS = 60
 _LIMIT_S = 30.0
 Copy = Callable[[int, int, int], object]
-WAYS: dict[str, Copy] = {"usual": ctypes.memmove, "past": streaming._stream}
+WAYS: dict[str, Copy] = {"usual": ctypes.memmove, "past": streaming.copy_past_caches}
 
 
 class Turn:

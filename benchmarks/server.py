@@ -72,7 +72,13 @@ def serve_sums(workers: int) -> None:
         lambda settings, register, loop, on_message, *others: FixedMembership(workers, loop, on_message),
     )
     print(service.address, flush=True)
-    threading.Thread(target=lambda: (sys.stdin.read(), service.stop("done")), daemon=True).start()
+
+    def stop_with_input() -> None:
+        sys.stdin.read()
+        service.stop("done")
+        service.stop("done")  # at once: nobody is there who could take over its keys
+
+    threading.Thread(target=stop_with_input, daemon=True).start()
     service.run()
 
 

@@ -11,13 +11,12 @@ until then, and where it can't be done, copies go the usual way. Any thread; the
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import logging
-import threading
 import time
 from collections import defaultdict, deque
-from typing import Any
+from collections.abc import Callable
+
+from byteps_py.instructions import Compiled
 
 #: Of less the reader loses what the writer gains.
 LEAST_BYTES = 64 << 10
@@ -33,10 +32,8 @@ _REMEMBERED = 4  # of each way: the best of the last so many counts
 _LINE = 64
 _UNROLLED = 4
 
-_log = logging.getLogger("byteps_py")
-_lock = threading.Lock()
-_thread: threading.Thread | None = None
-_compiled: Any = None  # the function; its engine is kept with it
+#: (target, source, bytes)
+Stream = Callable[[int, int, int], None]
 
 
 class Choice:
@@ -69,10 +66,10 @@ _choices: defaultdict[int, Choice] = defaultdict(Choice)
 
 def copy(target: int, source: int, nbytes: int) -> None:
     """``nbytes`` from one address to another, which do not overlap."""
-    if nbytes < LEAST_BYTES or _compiled is None:
+    if nbytes < LEAST_BYTES or _code.ready is None:
         ctypes.memmove(target, source, nbytes)
-        if nbytes >= LEAST_BYTES and _thread is None:
-            prepare()
+        if nbytes >= LEAST_BYTES:
+            _code.prepare()
         return
     choice = _choices[nbytes.bit_length()]
     done = 0
@@ -83,60 +80,51 @@ def copy(target: int, source: int, nbytes: int) -> None:
         _timed(choice, choice.streams, target + done, source + done, nbytes - done)
 
 
+def goes_past_caches(nbytes: int) -> bool:
+    """Whether copies of that size do, at the moment: for who writes to such memory otherwise."""
+    return nbytes >= LEAST_BYTES and _code.ready is not None and _choices[nbytes.bit_length()].streams
+
+
+def prepare() -> None:
+    """Have the instructions compiled, unless they are. Returns at once."""
+    _code.prepare()
+
+
+def is_ready(timeout_s: float = 10.0) -> bool:
+    """Whether copies may go past the caches, once that is known, or within the time."""
+    return _code.is_ready(timeout_s)
+
+
 def _timed(choice: Choice, streamed: bool, target: int, source: int, nbytes: int) -> None:
     began = time.perf_counter()
     if streamed:
-        _stream(target, source, nbytes)
+        copy_past_caches(target, source, nbytes)
     else:
         ctypes.memmove(target, source, nbytes)
     choice.took(streamed, nbytes, time.perf_counter() - began)
 
 
-def _stream(target: int, source: int, nbytes: int) -> None:
+def copy_past_caches(target: int, source: int, nbytes: int) -> None:
+    """The same as ``copy``, past the caches: once ``is_ready``."""
+    stream = _code.ready
+    if stream is None:
+        raise RuntimeError("the instructions are not there; call prepare() and is_ready() first")
     head = min(-target % _LINE, nbytes)
     body = (nbytes - head) // (_LINE * _UNROLLED) * (_LINE * _UNROLLED)
     if head:
         ctypes.memmove(target, source, head)
-    _compiled[0](target + head, source + head, body)
+    stream(target + head, source + head, body)
     done = head + body
     if done < nbytes:
         ctypes.memmove(target + done, source + done, nbytes - done)
 
 
-def prepare() -> None:
-    """Have it compiled, unless it is. Returns at once."""
-    global _thread
-    with _lock:
-        if _thread is None:
-            # No daemon: the interpreter must not end while LLVM is at work.
-            thread = threading.Thread(target=_prepare, name="byteps-streaming")
-            with contextlib.suppress(RuntimeError):  # the interpreter is about to end
-                thread.start()
-                _thread = thread
+def _compile() -> Stream:
+    from llvmlite import ir
 
+    from byteps_py import llvm
 
-def is_ready(timeout_s: float = 10.0) -> bool:
-    """Whether copies may go past the caches, once that is known, or within the time."""
-    if _thread is not None:
-        _thread.join(timeout_s)
-    return _compiled is not None
-
-
-def _prepare() -> None:
-    global _compiled
-    try:
-        _compiled = _compile()
-    except Exception:  # LLVM for a processor that it does not know, or none
-        _log.info("copies between processes of this machine go through the caches", exc_info=True)
-
-
-def _compile() -> Any:
-    from llvmlite import binding, ir
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    module = ir.Module("byteps_streaming")
-    module.triple = binding.get_process_triple()
+    module = llvm.new_module("byteps_streaming")
     line = ir.VectorType(ir.IntType(64), _LINE // 8)
     size = ir.IntType(64)
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [size, size, size]), "stream")
@@ -146,30 +134,21 @@ def _compile() -> Any:
     builder.cbranch(builder.icmp_unsigned("==", nbytes, size(0)), end, loop)
     builder.position_at_end(loop)
     at = builder.phi(size)
-    bypass = module.add_metadata([ir.IntType(32)(1)])
     values = []
     for i in range(_UNROLLED):
         address = builder.add(builder.add(source, at), size(i * _LINE))
         values.append(builder.load(builder.inttoptr(address, line.as_pointer()), align=1, typ=line))
     for i, value in enumerate(values):
         address = builder.add(builder.add(target, at), size(i * _LINE))
-        store = builder.store(value, builder.inttoptr(address, line.as_pointer()), align=_LINE)
-        store.set_metadata("nontemporal", bypass)
+        llvm.store_past_caches(builder, value, address)
     after = builder.add(at, size(_UNROLLED * _LINE))
     at.add_incoming(size(0), entry)
     at.add_incoming(after, loop)
     builder.cbranch(builder.icmp_unsigned("<", after, nbytes), loop, end)
     builder.position_at_end(end)
-    # Such stores are not ordered with what tells the reader; on x86 locked instructions, LLVM's fences, need not do it.
-    if module.triple.startswith(("x86_64", "i686")):
-        builder.call(ir.Function(module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse.sfence"), [])
-    else:
-        builder.fence("seq_cst")
+    llvm.end_of_stores(builder)
     builder.ret_void()
-    machine = binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=2
-    )
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
-    engine.finalize_object()
-    prototype = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
-    return prototype(engine.get_function_address("stream")), engine
+    return llvm.compile_function(function)
+
+
+_code = Compiled("streaming", _compile, "copies between processes of this machine go through the caches")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from byteps_py import streaming
+from byteps_py.instructions import Compiled
 from byteps_py.streaming import LEAST_BYTES, Choice
 
 MB = 1 << 20
@@ -99,16 +100,15 @@ def test_what_is_small_goes_the_usual_way() -> None:
 def test_where_nothing_can_be_compiled_copies_go_the_usual_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def compile_() -> None:
+    def compile_() -> streaming.Stream:
         raise RuntimeError("no such processor")
 
-    monkeypatch.setattr(streaming, "_compiled", None)
-    monkeypatch.setattr(streaming, "_thread", None)
-    monkeypatch.setattr(streaming, "_compile", compile_)
+    monkeypatch.setattr(streaming, "_code", Compiled("streaming", compile_, "as usual"))
     source, target = torch.arange(MB), torch.zeros(MB, dtype=torch.int64)
     with caplog.at_level("INFO", "byteps_py"):
         streaming.copy(target.data_ptr(), source.data_ptr(), target.nbytes)
         assert not streaming.is_ready()
+    assert "streaming: as usual" in caplog.text
     assert "no such processor" in caplog.text
     streaming.copy(target.data_ptr(), source.data_ptr(), target.nbytes)
     assert torch.equal(target, source)

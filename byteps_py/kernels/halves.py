@@ -6,7 +6,6 @@ Rounding is to nearest, ties to even, once; NaN stays NaN. Every processor gives
 from __future__ import annotations
 
 from llvmlite import ir
-from numba.core.registry import cpu_target
 
 from byteps_py.kernels.intrinsics import call
 
@@ -90,6 +89,8 @@ def _has_float16() -> bool:
 
     x86 has done so since 2012, but virtual machines may hide it.
     """
+    from numba.core.registry import cpu_target  # here, as not all who use this file can wait for numba
+
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()
     return not triple.startswith(("x86_64", "i686")) or "+f16c" in features.split(",")
 

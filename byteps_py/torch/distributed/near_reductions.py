@@ -27,7 +27,7 @@ from byteps_py.torch.distributed.places import Kind
 from byteps_py.torch.distributed.work import Done, Pending
 from byteps_py.torch.dtypes import is_plain
 from byteps_py.torch.shares import ring_sum
-from byteps_py.torch.shares.ring_sum import add_up
+from byteps_py.torch.shares.adding import add_up
 
 #: What comes from all others together: up to 256 KB this way is the faster one with 2 ranks on 2 cores.
 MOST_BYTES = 128 << 10

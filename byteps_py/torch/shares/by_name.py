@@ -21,8 +21,9 @@ from byteps_py.session.nearby import Neighbours
 from byteps_py.tensors import Op, TensorSpec, key_of
 from byteps_py.torch.context import Context
 from byteps_py.torch.dtypes import is_plain
+from byteps_py.torch.shares.adding import add_up
 from byteps_py.torch.shares.offers import IS_ABSENT, Rounds
-from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSum, add_up, has_cores
+from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSum, has_cores
 
 #: What comes from all others together, in messages: in shares, 128 KB take 1.4 times as long with 2 ranks on 2 cores.
 MOST_BYTES = 128 << 10

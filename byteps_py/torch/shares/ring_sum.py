@@ -13,12 +13,13 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from byteps_py import streaming
-from byteps_py.session.nearby import Ring, Slot, Stream
+from byteps_py.session.nearby import Ring, Stream
+from byteps_py.torch.shares.adding import add_to_both
 from byteps_py.torch.shares.chunks import Chunks
 
 #: What is not larger than a slot goes in one chunk: with 4 MB that takes 0.92 to 0.96 of the time of two, with 8 MB 1.3
@@ -32,8 +33,6 @@ CHUNK_BYTES = 2 << 20
 CORES = os.sysconf("SC_NPROCESSORS_ONLN")
 #: For each 2 MB everybody tells all others: with more, the messages (5 µs each) would take as long as the copies.
 _MOST_MEMBERS = 32
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def has_cores(members: int) -> bool:
@@ -69,7 +68,6 @@ class RingSum:
         self._room_bytes = self._chunks.room * source.itemsize
         self._step = -1  # not begun
         self._is_given = self._is_told = False
-        self._is_in_place = target is not None and target.data_ptr() == source.data_ptr()
 
     @property
     def has_begun(self) -> bool:
@@ -119,23 +117,15 @@ class RingSum:
         first, count = self._chunks.of(own, chunk)
         if not count:
             return
-        dtype, offset = self._source.dtype, own * self._room_bytes
-
-        def room(slot: Slot) -> torch.Tensor:
-            return torch.frombuffer(slot.memory, dtype=dtype, count=count, offset=offset)
-
+        itemsize, offset = self._source.itemsize, own * self._room_bytes
         rows = [
-            room(ring.theirs(self._others[position], chunk)) if position != own else self._source[first : first + count]
+            ring.theirs(self._others[position], chunk).address + offset
+            if position != own
+            else self._source.data_ptr() + first * itemsize
             for position in range(len(self._others) + 1)
         ]
-        target = None if self._target is None else self._target[first : first + count]
-        # In place, what is not one of the first two rows must stay until it has been added.
-        is_direct = own < 2 or not self._is_in_place
-        total = target if target is not None and is_direct else torch.empty_like(self._source[:count])
-        add_up(rows, total, self._average)
-        streaming.copy(ring.mine(chunk + 1).address + offset, total.data_ptr(), count * dtype.itemsize)
-        if target is not None and not is_direct:
-            ctypes.memmove(target.data_ptr(), total.data_ptr(), count * dtype.itemsize)
+        total = None if self._target is None else self._target.data_ptr() + first * itemsize
+        add_to_both(self._source.dtype, count, rows, total, ring.mine(chunk + 1).address + offset, self._average)
 
     def _take(self, chunk: int) -> None:
         """Copy the others' sums to where they belong."""
@@ -145,19 +135,3 @@ class RingSum:
                 first, count = self._chunks.of(position, chunk)
                 theirs = self._ring.theirs(local_rank, chunk + 1).address + position * self._room_bytes
                 ctypes.memmove(address + first * itemsize, theirs, count * itemsize)
-
-
-def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool) -> None:
-    """Flat ``rows`` into ``total``, another one or one of the first two, as the service's kernels add: first to last,
-    half precision in float32 and rounded once, before the division of an average."""
-    if len(rows) > 2 and total.dtype in _HALF:
-        wide = rows[0].float()
-        for row in rows[1:]:
-            wide += row
-        total.copy_(wide)
-    else:
-        torch.add(rows[0], rows[1], out=total)
-        for row in rows[2:]:
-            total += row
-    if average:
-        total.div_(len(rows))
