@@ -25,7 +25,7 @@ def main(seed: int, turns: int) -> None:
             if not torch.equal(total, expected):
                 raise ValueError(f"turn {turn}: {total}, not {expected}")
         if pace.random() < 0.5:
-            time.sleep(pace.random() * 0.004)
+            time.sleep(pace.random() * 0.004)  # not a wait: a shuffle of who leaves first
         bps.shutdown()
     os.write(1, f"{os.environ['BYTEPS_LOCAL_RANK']}: {turns} turns\n".encode())
 
