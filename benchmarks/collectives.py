@@ -57,7 +57,7 @@ def run(backend: str, ranks: int, hosts: Sequence[Host], program: Sequence[str],
             place = {
                 "MASTER_ADDR": hosts[0].address, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank),
                 "GROUP_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": host.interface, "DMLC_NODE_HOST": host.address,
-                "BYTEPS_SECRET": "benchmark", "TORCH_CPP_LOG_LEVEL": "ERROR",
+                "BYTEPS_SECRET": "secret of the benchmark", "TORCH_CPP_LOG_LEVEL": "ERROR",
             }  # fmt: skip
             command = host.command(command)
         elif ranks:

@@ -44,7 +44,7 @@ def run_ours(
         "DMLC_NUM_WORKER": str(len(workers)),
         "DMLC_NUM_SERVER": str(len(servers)),
         "BYTEPS_LOCAL_SIZE": "1",
-        "BYTEPS_SECRET": "benchmark",
+        "BYTEPS_SECRET": "secret of the benchmark",
         **variables,
     }
     launch = [sys.executable, "-m", "byteps_py.launch"]
