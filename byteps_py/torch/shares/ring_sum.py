@@ -26,10 +26,11 @@ from byteps_py.torch.shares.chunks import Chunks
 #: times as long.
 SLOT_BYTES = 4 << 20
 #: Of larger ones. Of what two members have in two slots, half is being written, half read, and all stays in caches of
-#: 8 MB: half as much and twice as much are 10 to 20 % slower.
+#: 8 MB: twice as much is 15 to 25 % slower, half as much no faster.
 CHUNK_BYTES = 2 << 20
-#: Where ranks have to share cores, steps for which all wait are slower than the service (4 ranks on 2 cores, 64 MB: 55
-#: instead of 46 ms). Not those of this process alone: all ranks of the machine decide alike.
+#: Where ranks have to share cores, steps for which all wait are no faster than the service, and far slower at times (4
+#: ranks on 2 cores, 16 MB: 9.8 to 21 ms instead of 9.8 to 12). Not those of this process alone: all ranks of a machine
+#: decide alike.
 CORES = os.sysconf("SC_NPROCESSORS_ONLN")
 #: For each 2 MB everybody tells all others: with more, the messages (5 µs each) would take as long as the copies.
 _MOST_MEMBERS = 32
