@@ -54,6 +54,19 @@ def credit_bytes(partition: int, machines: int, is_shared: bool) -> int:
     return round(over_least * 2 * machines * partition)
 
 
+def head_start_bytes(credit: int, cpu_servers: int, is_shared: bool) -> int:
+    """By how much a machine that begins lets each CPU machine's server go first, with so many bytes in flight.
+
+    The placement fills all links alike, but TCP gives each flow the same part of a GPU machine's: those to CPU machines
+    get less than they need beside those of what GPU machines sum, until these have nothing more in flight. What a full
+    link is behind by then it can't catch up on. Too much, and nothing is left for the others.
+
+    >>> [head_start_bytes(2 << 20, k, is_shared=True) >> 10 for k in (1, 2, 3, 4)]
+    [512, 512, 341, 256]
+    """
+    return credit // max(4, 2 * cpu_servers) if is_shared else 0
+
+
 def answer_s(credit: int, link_mbit: float, is_shared: bool) -> float:
     """By when what was pushed, or asked for, has its answer, with so many bytes in flight over links of this rate,
     unless a machine is late."""

@@ -192,6 +192,37 @@ def test_servers_take_turns_by_weight(
     assert order(queue) == expected
 
 
+def test_a_head_start_is_granted_whenever_nothing_is_in_flight_and_only_then() -> None:
+    queue = PushQueue(0)
+    queue.set_weights({}, {1: 16})
+    tensor = core.tensor([core.slot(0)])
+    waiting = [Part(tensor, i, 0, 8, 1 + i // 4) for i in range(8)]
+    with_head_start = [1, 1, 1, 2, 1, 2, 2, 2]
+    for part in waiting:
+        queue.add(part, 0)
+    assert order(queue) == with_head_start
+    for part in waiting[1:]:
+        queue.give_back(part)
+    more = [Part(tensor, i, 0, 8, 2 - i % 2) for i in range(4)]
+    for part in more:  # beside one that is in flight
+        queue.add(part, 0)
+    assert order(queue) == [1, 2, 1, 2]
+    for part in (waiting[0], *more):
+        queue.give_back(part)
+    for part in waiting:
+        queue.add(part, 0)
+    assert order(queue) == with_head_start
+
+
+def test_a_server_that_comes_later_has_its_head_start_before_those_that_wait() -> None:
+    queue, waiting = queued({}, {2: [8] * 6})
+    queue.set_weights({}, {1: 16})
+    assert order(queue, 2) == [2, 2]
+    for i in range(4):
+        queue.add(Part(waiting[0].tensor, i, 0, 8, 1), 0)
+    assert order(queue) == [1, 1, 1, 2, 1, 2, 2, 2]
+
+
 def test_a_server_saves_no_turns_while_it_has_nothing() -> None:
     queue, waiting = queued({}, {1: [8] * 6})
     assert order(queue, 3) == [1, 1, 1]

@@ -5,6 +5,9 @@ carry what the placement gives them. Within a server's turn first goes what othe
 wait for (server/awaited.py), else the highest priority. All machines follow the same rule, and so push in nearly the
 same order.
 
+When a machine begins, with nothing in flight, turns of some servers come earlier by ``head_start_bytes``, once: see
+``tuning.head_start_bytes``.
+
 Credit bounds what a machine has pushed and has no answer to, and so what servers hold: it is taken when a partition is
 pushed, and given back when its answer arrives. An answer needs all machines, and gradients become ready at slightly
 different times: machines fill their credits with different partitions, and would wait for each other. So what others
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
@@ -36,14 +40,16 @@ P = TypeVar("P", bound=Queued)
 
 
 class _Turns(Generic[P]):
-    """One server's queue. ``start``: the virtual time at which its next partition is due."""
+    """One server's queue. ``start``: the virtual time at which its next partition is due. ``ahead``: by how much it may
+    be due earlier than those that wait already."""
 
-    __slots__ = ("heap", "start", "weight")
+    __slots__ = ("ahead", "heap", "start", "weight")
 
-    def __init__(self, weight: int) -> None:
+    def __init__(self, weight: int, ahead: float = 0.0) -> None:
         self.heap: list[tuple[bool, int, int, P]] = []  # is not awaited, -priority, number
-        self.start = 0.0
+        self.start = -math.inf
         self.weight = weight
+        self.ahead = ahead
 
 
 class PushQueue(Generic[P]):
@@ -54,6 +60,7 @@ class PushQueue(Generic[P]):
         self.credit_bytes = credit_bytes
         self._servers: dict[int, _Turns[P]] = {}
         self._weights: Mapping[int, int] = {}
+        self._head_starts: Mapping[int, int] = {}
         self._length = 0
         self._virtual_time = 0.0
         self._order = itertools.count()
@@ -61,9 +68,12 @@ class PushQueue(Generic[P]):
         #: So long after its push, a partition takes no credit any more, answered or not.
         self.patience_s = PATIENCE_S
 
-    def set_weights(self, weights: Mapping[int, int]) -> None:
-        """Each server's part of the keys, relative to the others'; unknown servers count as 1."""
-        self._weights = weights
+    def set_weights(self, weights: Mapping[int, int], head_start_bytes: Mapping[int, int] | None = None) -> None:
+        """Each server's part of the keys, relative to the others'; unknown servers count as 1.
+
+        ``head_start_bytes``: what goes to a server first whenever there is nothing in flight; 0 if not said.
+        """
+        self._weights, self._head_starts = weights, head_start_bytes or {}
         for server, turns in self._servers.items():
             turns.weight = weights.get(server, 1)
 
@@ -72,11 +82,15 @@ class PushQueue(Generic[P]):
 
     def add(self, part: P, priority: int, is_awaited: bool = False) -> None:
         """``is_awaited``: other machines wait for it."""
+        if not self._length and not self._in_flight:  # all has its answer: head starts are granted again
+            self._servers.clear()
         turns = self._servers.get(part.server)
         if turns is None:
-            turns = self._servers[part.server] = _Turns(self._weights.get(part.server, 1))
+            weight = self._weights.get(part.server, 1)
+            turns = self._servers[part.server] = _Turns(weight, self._head_starts.get(part.server, 0) / weight)
         if not turns.heap:  # nobody saves up turns by being idle
-            turns.start = max(turns.start, self._virtual_time)
+            turns.start = max(turns.start, self._virtual_time - turns.ahead)
+            turns.ahead = 0.0
         heapq.heappush(turns.heap, (not is_awaited, -priority, next(self._order), part))
         self._length += 1
 
@@ -111,7 +125,7 @@ class PushQueue(Generic[P]):
             return None
         part = heapq.heappop(turns.heap)[3]
         self._length -= 1
-        self._virtual_time = turns.start
+        self._virtual_time = max(self._virtual_time, turns.start)
         turns.start += part.length / turns.weight
         self.in_flight_bytes += part.length
         self._in_flight[part] = now

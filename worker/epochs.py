@@ -51,7 +51,7 @@ class Epochs:
         topology.check()
         self._placing.change(topology)
         self._network.change(topology)
-        self._queue.set_weights({server.member_id: server.weight for server in topology.servers})
+        self._queue.set_weights(topology.weights, topology.head_starts(self._queue.credit_bytes))
         moved = self._executor.move(self._placing.server_of)
         self._send(pb.MemberMessage(applied=pb.Applied(epoch=membership.epoch, moved=moved)))
         logger.warning(

@@ -119,14 +119,13 @@ class Group:
     def _limit(self, topology: Topology) -> None:
         """How much may be in flight at once, and for how long it counts."""
         configured = self._around.settings.credit_bytes
-        gpu = sum(server.kind == pb.MACHINE_KIND_GPU for server in topology.servers)
-        is_shared = tuning.gpu_machines_sum(len(topology.servers) - gpu, gpu)
+        is_shared = topology.gpu_machines_sum
         usual = tuning.credit_bytes(topology.partition_bytes, topology.machines, is_shared)
         self.queue.credit_bytes = usual if configured is None else configured
         slowest_mbit = min(member.link_mbit for member in (*topology.servers, *topology.workers))
         answer_s = tuning.answer_s(self.queue.credit_bytes, slowest_mbit, is_shared)
         self.queue.patience_s = max(credit.PATIENCE_S, answer_s)
-        self.queue.set_weights({server.member_id: server.weight for server in topology.servers})
+        self.queue.set_weights(topology.weights, topology.head_starts(self.queue.credit_bytes))
         self._fetches.credit_bytes = self.queue.credit_bytes
         self._fetches.patience_s = max(pieces.PATIENCE_S, answer_s)
 

@@ -6,6 +6,7 @@ import bisect
 import math
 from dataclasses import dataclass
 
+from byteps_py import tuning
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import TensorSpec
@@ -90,6 +91,25 @@ class Topology:
     def size(self) -> int:
         """Number of ranks."""
         return sum(worker.local_size for worker in self.workers)
+
+    @property
+    def gpu_machines_sum(self) -> bool:
+        """For others."""
+        return tuning.gpu_machines_sum(len(self._cpu_servers), len(self.servers) - len(self._cpu_servers))
+
+    @property
+    def _cpu_servers(self) -> list[int]:
+        return [server.member_id for server in self.servers if server.kind != pb.MACHINE_KIND_GPU]
+
+    @property
+    def weights(self) -> dict[int, int]:
+        """Each server's part of the keys, relative to the others', by member id."""
+        return {server.member_id: server.weight for server in self.servers}
+
+    def head_starts(self, credit_bytes: int) -> dict[int, int]:
+        """Of CPU machines' servers, in bytes, with so many in flight: see PushQueue."""
+        cpu = self._cpu_servers
+        return dict.fromkeys(cpu, tuning.head_start_bytes(credit_bytes, len(cpu), self.gpu_machines_sum))
 
     def local_rank_of(self, rank: int) -> int | None:
         """The local rank of global ``rank`` if it is one of this machine's, else None."""
