@@ -2,20 +2,21 @@
 
     python benchmarks/models.py
 
-Names and shapes are those of torchvision's resnet50 and vgg16 and of transformers' BertModel (large, uncased,
+Names and shapes are those of torchvision's resnet50, resnet101 and vgg16 and of transformers' BertModel (large, uncased,
 with pooler) and GPT2LMHeadModel (the head shares wte's memory and is not repeated).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 Row = tuple[str, list[int]]
 
 
-def resnet50() -> Iterator[Row]:
+def resnet(blocks_of_stages: Sequence[int]) -> Iterator[Row]:
     def conv_bn(conv: str, bn: str, out: int, inputs: int, size: int) -> Iterator[Row]:
         yield f"{conv}.weight", [out, inputs, size, size]
         yield f"{bn}.weight", [out]
@@ -23,7 +24,7 @@ def resnet50() -> Iterator[Row]:
 
     yield from conv_bn("conv1", "bn1", 64, 3, 7)
     inputs = 64
-    for stage, (blocks, width) in enumerate([(3, 64), (4, 128), (6, 256), (3, 512)], start=1):
+    for stage, (blocks, width) in enumerate(zip(blocks_of_stages, (64, 128, 256, 512), strict=True), start=1):
         for block in range(blocks):
             name = f"layer{stage}.{block}"
             yield from conv_bn(f"{name}.conv1", f"{name}.bn1", width, inputs, 1)
@@ -97,7 +98,13 @@ def norm(name: str, width: int) -> Iterator[Row]:
     yield f"{name}.bias", [width]
 
 
-MODELS = {"resnet50": resnet50, "vgg16": vgg16, "bert-large": bert_large, "gpt2": gpt2}
+MODELS: dict[str, Callable[[], Iterator[Row]]] = {
+    "resnet50": partial(resnet, (3, 4, 6, 3)),
+    "vgg16": vgg16,
+    "bert-large": bert_large,
+    "gpt2": gpt2,
+    "resnet101": partial(resnet, (3, 4, 23, 3)),
+}
 
 
 def text() -> str:

@@ -25,6 +25,7 @@ from byteps_py.tensors import key_of, split
         ("vgg16", 32, 138_357_544),
         ("bert-large", 391, 335_141_888),
         ("gpt2", 148, 124_439_808),
+        ("resnet101", 314, 44_549_160),
     ],
 )
 def test_models_have_their_published_sizes(model, tensors, parameters):
@@ -114,5 +115,5 @@ def test_malformed_shapes_are_refused(tmp_path, text, message):
 def test_missing_files_and_models_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match=r"nothing\.json can't be read"):
         read_shapes(str(tmp_path / "nothing.json"))
-    with pytest.raises(ConfigurationError, match="resnet50, vgg16, bert-large, gpt2"):
+    with pytest.raises(ConfigurationError, match="resnet50, vgg16, bert-large, gpt2, resnet101"):
         load_model("alexnet")
