@@ -2,8 +2,8 @@
 
     python benchmarks/models.py
 
-Names and shapes are those of torchvision's resnet50, resnet101 and vgg16 and of transformers' BertModel (large, uncased,
-with pooler) and GPT2LMHeadModel (the head shares wte's memory and is not repeated).
+Names and shapes are those of torchvision's resnet50, resnet101 and vgg16 and of transformers' BertModel (large,
+uncased, with pooler) and GPT2LMHeadModel (the head shares wte's memory and is not repeated).
 """
 
 from __future__ import annotations
