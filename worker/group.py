@@ -122,8 +122,7 @@ class Group:
         is_shared = topology.gpu_machines_sum
         usual = tuning.credit_bytes(topology.partition_bytes, topology.machines, is_shared)
         self.queue.credit_bytes = usual if configured is None else configured
-        slowest_mbit = min(member.link_mbit for member in (*topology.servers, *topology.workers))
-        answer_s = tuning.answer_s(self.queue.credit_bytes, slowest_mbit, is_shared)
+        answer_s = tuning.answer_s(self.queue.credit_bytes, topology.slowest_mbit, is_shared)
         self.queue.patience_s = max(credit.PATIENCE_S, answer_s)
         self.queue.set_weights(topology.weights, topology.head_starts(self.queue.credit_bytes))
         self._fetches.credit_bytes = self.queue.credit_bytes

@@ -106,10 +106,19 @@ class Topology:
         """Each server's part of the keys, relative to the others', by member id."""
         return {server.member_id: server.weight for server in self.servers}
 
+    @property
+    def slowest_mbit(self) -> float:
+        """The rate of the slowest link."""
+        return min(member.link_mbit for member in (*self.servers, *self.workers))
+
     def head_starts(self, credit_bytes: int) -> dict[int, int]:
-        """Of CPU machines' servers, in bytes, with so many in flight: see PushQueue."""
-        cpu = self._cpu_servers
-        return dict.fromkeys(cpu, tuning.head_start_bytes(credit_bytes, len(cpu), self.gpu_machines_sum))
+        """Of CPU machines' servers, in bytes: see PushQueue. ``credit_bytes``: how much may be in flight, 0 for no
+        limit; more than is usual for such links gives nobody more of a start, it would keep other servers waiting."""
+        cpu, is_shared = self._cpu_servers, self.gpu_machines_sum
+        partition = tuning.partition_bytes(self.slowest_mbit, self.machines, is_shared)
+        usual = tuning.credit_bytes(partition, self.machines, is_shared)
+        in_flight = min(credit_bytes or usual, usual)
+        return dict.fromkeys(cpu, tuning.head_start_bytes(in_flight, len(cpu), is_shared))
 
     def local_rank_of(self, rank: int) -> int | None:
         """The local rank of global ``rank`` if it is one of this machine's, else None."""
