@@ -138,7 +138,7 @@ def hear_nobody_who_came_back(core: pytest.MonkeyPatch) -> None:
 
 #: Each with a seed that shows it.
 ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    know_machines_by_their_index: 1479,
+    know_machines_by_their_index: 968,
     take_whoever_comes_for_equal: 139,
     mourn_for_who_leaves_no_group: 8,
     count_on_servers_of_outsiders: 504,
@@ -147,7 +147,7 @@ ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     open_without_those_who_come_back: 0,
     keep_rounds_of_another_group: 14,
     work_on_after_the_end: 3,
-    break_up_at_a_plan: 64,
+    break_up_at_a_plan: 44,
     hear_nobody_who_came_back: 15,
     seat_by_number_alone: 5773,
     take_whoever_shuts_down_for_done: 1,

@@ -132,7 +132,7 @@ def scatter_in_the_order_of_arrival(core: pytest.MonkeyPatch) -> None:
 
 #: With the seed that shows it first.
 PEER_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    serve_a_later_round: 3,
+    serve_a_later_round: 11,
     let_go_of_what_is_being_sent: 3,
     let_go_of_what_has_left: 3,
     forget_what_was_said_of_pieces: 1578,
@@ -140,6 +140,6 @@ PEER_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     show_strips_that_are_begun: 3,
     forget_who_asked_early: 52,
     ask_once: 66,
-    leave_with_what_others_need: 122,
+    leave_with_what_others_need: 6,
     scatter_in_the_order_of_arrival: 7,
 }
