@@ -37,15 +37,16 @@ def partition_bytes(link_mbit: float, machines: int, is_shared: bool) -> int:
     """The largest partition for links of this rate each way between so many GPU machines: a power of two.
     ``is_shared``: these machines sum, too.
 
-    >>> [partition_bytes(rate, 4, is_shared=False) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
+    >>> [partition_bytes(rate, 4, is_shared=False) >> 10 for rate in (100, 400, 1000, 10_000, 1e308)]
     [64, 256, 512, 4096, 4096]
     >>> [partition_bytes(rate, 4, is_shared=True) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
     [64, 128, 256, 2048, 4096]
     """
     rate = link_mbit * 1e6 / 8
-    wire_bytes = int(rate * max(_PIPELINE_S / (2 * machines), _SHARED_MESSAGE_S if is_shared else _MESSAGE_S))
+    message_s = max(_PIPELINE_S / (2 * machines), _SHARED_MESSAGE_S if is_shared else _MESSAGE_S)
+    wire_bytes = int(min(rate * message_s, MAX_PARTITION_BYTES))
     power = 1 << max(0, wire_bytes.bit_length() - 1)
-    return min(max(power, MIN_PARTITION_BYTES), MAX_PARTITION_BYTES)
+    return max(power, MIN_PARTITION_BYTES)
 
 
 def credit_bytes(partition: int, machines: int, is_shared: bool) -> int:

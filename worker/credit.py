@@ -5,8 +5,8 @@ carry what the placement gives them. Within a server's turn first goes what othe
 wait for (server/awaited.py), else the highest priority. All machines follow the same rule, and so push in nearly the
 same order.
 
-When a machine begins, with nothing in flight, turns of some servers come earlier by ``head_start_bytes``, once: see
-``tuning.head_start_bytes``.
+When a machine begins, with nothing in flight, some servers have a head start (``tuning.head_start_bytes``): so many
+bytes go to them before it is the others' turn.
 
 Credit bounds what a machine has pushed and has no answer to, and so what servers hold: it is taken when a partition is
 pushed, and given back when its answer arrives. An answer needs all machines, and gradients become ready at slightly
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
@@ -40,16 +39,14 @@ P = TypeVar("P", bound=Queued)
 
 
 class _Turns(Generic[P]):
-    """One server's queue. ``start``: the virtual time at which its next partition is due. ``ahead``: by how much it may
-    be due earlier than those that wait already."""
+    """One server's queue. ``start``: the virtual time at which its next partition is due."""
 
-    __slots__ = ("ahead", "heap", "start", "weight")
+    __slots__ = ("heap", "start", "weight")
 
-    def __init__(self, weight: int, ahead: float = 0.0) -> None:
+    def __init__(self, weight: int, start: float) -> None:
         self.heap: list[tuple[bool, int, int, P]] = []  # is not awaited, -priority, number
-        self.start = -math.inf
+        self.start = start
         self.weight = weight
-        self.ahead = ahead
 
 
 class PushQueue(Generic[P]):
@@ -87,10 +84,10 @@ class PushQueue(Generic[P]):
         turns = self._servers.get(part.server)
         if turns is None:
             weight = self._weights.get(part.server, 1)
-            turns = self._servers[part.server] = _Turns(weight, self._head_starts.get(part.server, 0) / weight)
-        if not turns.heap:  # nobody saves up turns by being idle
-            turns.start = max(turns.start, self._virtual_time - turns.ahead)
-            turns.ahead = 0.0
+            start = self._virtual_time - self._head_starts.get(part.server, 0) / weight
+            turns = self._servers[part.server] = _Turns(weight, start)
+        elif not turns.heap:  # nobody saves up turns by being idle
+            turns.start = max(turns.start, self._virtual_time)
         heapq.heappush(turns.heap, (not is_awaited, -priority, next(self._order), part))
         self._length += 1
 

@@ -94,7 +94,7 @@ class Topology:
 
     @property
     def gpu_machines_sum(self) -> bool:
-        """For others."""
+        """Beside CPU machines, or because there are none: their links carry what is summed for others, too."""
         return tuning.gpu_machines_sum(len(self._cpu_servers), len(self.servers) - len(self._cpu_servers))
 
     @property
