@@ -220,6 +220,10 @@ class TensorSpec:
 #: In the names of operations that were given none, and so are matched in the order of their calls.
 UNNAMED = ".noname."
 
+#: The priority of gradients that are waited for all together: they go in the order in which they become ready, the same
+#: on all machines, and behind what is waited for by itself.
+TOGETHER = -1
+
 
 class Sizes(enum.IntEnum):
     """How far one who receives pieces looks at their sizes. Where one is not as expected, it gets a MismatchError."""

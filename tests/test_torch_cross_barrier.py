@@ -25,6 +25,7 @@ from torch_training import (
 )
 
 import byteps_py.torch as bps
+from byteps_py.tensors import TOGETHER
 
 MACHINES = (2, 2)
 STEPS = 4
@@ -151,6 +152,39 @@ def test_a_layer_waits_for_its_own_gradients_only() -> None:
         assert not torch.equal(model[1].weight, before)
 
     ThreadedCluster((1, 1), fusion_bytes=0).run(main)
+
+
+def rounds_of(crossing_at: int) -> list[tuple[str, int]]:
+    """(gradient, priority) of 4 steps, the optimizer wrapped before one of them."""
+
+    def main(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        optimizer = wrap(model)
+        for step in range(4):
+            if step == crossing_at:
+                optimizer = bps.CrossBarrier(model, optimizer)
+            loss = model(torch.full((1, 4), rank + step + 1.0)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    cluster = ThreadedCluster((1, 1), fusion_bytes=0)
+    cluster.run(main)
+    rounds = [(name, priority) for name, priority in cluster.rounds if name.startswith("Gradient.")]
+    assert len(rounds) == 16
+    return rounds
+
+
+def test_gradients_have_priorities_only_where_layers_wait_one_by_one() -> None:
+    assert {priority for _, priority in rounds_of(crossing_at=4)} == {TOGETHER}
+    names = ["Gradient.0.weight", "Gradient.0.bias", "Gradient.1.weight", "Gradient.1.bias"]
+    assert set(rounds_of(crossing_at=0)) == {(name, -number) for number, name in enumerate(names)}
+
+
+def test_who_wraps_after_steps_is_told_that_there_are_no_priorities() -> None:
+    with pytest.warns(UserWarning, match=r"made steps already.*Wrap it before the first step"):
+        rounds = rounds_of(crossing_at=2)
+    assert {priority for _, priority in rounds} == {TOGETHER}
 
 
 def test_step_returns_although_another_rank_is_not_there_yet() -> None:

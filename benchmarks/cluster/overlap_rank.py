@@ -74,11 +74,14 @@ def ours(model: nn.Module, crossing: bool, priorities: bool) -> Contender:
     import byteps_py as bps
 
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), LEARNING_RATE), model.named_parameters())
+    if not crossing:
+        return model, optimizer, bps.shutdown
+    crossed = bps.CrossBarrier(model, optimizer)
     if not priorities:
         for bucket in optimizer._passes.reducer._buckets:
             spec = dataclasses.replace(bucket.request.spec, priority=0)
             bucket.request = dataclasses.replace(bucket.request, spec=spec)
-    return model, bps.CrossBarrier(model, optimizer) if crossing else optimizer, bps.shutdown
+    return model, crossed, bps.shutdown
 
 
 def join(contender: str) -> tuple[int, int]:

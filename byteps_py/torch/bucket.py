@@ -61,13 +61,19 @@ class Place:
 
 
 class Bucket:
-    """Gradients that are one tensor to the service. Its state is that of the current round."""
+    """Gradients that are one tensor to the service. Its state is that of the current round.
 
-    def __init__(self, request: Request, names: list[str], params: list[torch.nn.Parameter], scheme: Scheme) -> None:
+    ``first``: the place of its first parameter in the order of the forward pass.
+    """
+
+    def __init__(
+        self, request: Request, names: list[str], params: list[torch.nn.Parameter], scheme: Scheme, first: int
+    ) -> None:
         self.request = request
         self.names = names
         self.params = params
         self.scheme = scheme
+        self.first = first
         self.exchange: Exchange | None = None
         self.reset()
 

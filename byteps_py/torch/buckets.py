@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ import torch
 
 from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
-from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
+from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
 from byteps_py.torch import nonfinite
 from byteps_py.torch.bucket import Bucket, Place, Scheme
 from byteps_py.torch.context import Context, Request
@@ -49,6 +50,7 @@ class GradientReducer:
         self._scheme = replace(scheme or Scheme(), nonfinite=nonfinite.wanted(context))
         self._buckets: list[Bucket] = []
         self._places: dict[torch.nn.Parameter, Place] = {}
+        self._is_prioritized = False
         self._session: Session | None = None  # the one whose slots the buckets use
         self._lock = threading.Lock()
         #: Whether a gradient may be sparse; if not, UsageError is raised where one is.
@@ -74,10 +76,27 @@ class GradientReducer:
             indices = sorted(bucket_indices)
             names = [named[i][0] for i in indices]
             params = [named[i][1] for i in indices]
-            # What the next forward pass needs first goes first.
-            bucket = Bucket(self._request(names, params, -(behind + min(indices))), names, params, scheme)
+            first = behind + min(indices)
+            bucket = Bucket(self._request(names, params, self._priority(first)), names, params, scheme, first)
             self._buckets.append(bucket)
             self._places.update((param, Place(bucket, position)) for position, param in enumerate(params))
+
+    def prioritize(self) -> None:
+        """What the next forward pass needs first goes first: for who waits for one gradient after the other. Without
+        effect on gradients that have travelled already."""
+        self._is_prioritized = True
+        for bucket in self._buckets:
+            spec = replace(bucket.request.spec, priority=self._priority(bucket.first))
+            bucket.request = replace(bucket.request, spec=spec)
+        if any(bucket.exchange is not None for bucket in self._buckets):
+            warnings.warn(
+                "CrossBarrier wraps an optimizer that has made steps already: its gradients go in the order in which "
+                "they become ready, not the most urgent first. Wrap it before the first step",
+                stacklevel=3,
+            )
+
+    def _priority(self, first: int) -> int:
+        return -first if self._is_prioritized else TOGETHER
 
     def _request(self, names: list[str], params: list[torch.nn.Parameter], priority: int) -> Request:
         scheme = self._scheme
@@ -190,7 +209,7 @@ class GradientReducer:
             with contextlib.suppress(Exception):  # the first one is raised below
                 self.finish()
             raise errors[0]
-        return sorted(departed, key=lambda bucket: -bucket.request.spec.priority)
+        return sorted(departed, key=lambda bucket: bucket.first)
 
     def arrive(self, bucket: Bucket) -> bool:
         """The second half of ``finish``, for one bucket: its results into ``param.grad``. False if they are not to be
@@ -258,9 +277,11 @@ class GradientReducer:
             its_names, its_params = [names[i] for i in positions], [params[i] for i in positions]
             request = self._request(its_names, its_params, spec.priority)
             if is_sparse:
-                part: Bucket = SparseBucket(self._context, request, its_names[0], its_params[0], self._scheme)
+                part: Bucket = SparseBucket(
+                    self._context, request, its_names[0], its_params[0], self._scheme, bucket.first
+                )
             else:
-                part = Bucket(request, its_names, its_params, self._scheme)
+                part = Bucket(request, its_names, its_params, self._scheme, bucket.first)
             part.take_over(bucket, positions)
             split.append(part)
             for position, param in enumerate(its_params):

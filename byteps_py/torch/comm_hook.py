@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdKeyDictionary
 
 from byteps_py.errors import UnsupportedError
-from byteps_py.tensors import NonFinite, TensorSpec
+from byteps_py.tensors import TOGETHER, NonFinite, TensorSpec
 from byteps_py.torch import context as contexts
 from byteps_py.torch import nonfinite
 from byteps_py.torch.compression import Compression, Compressor
@@ -40,7 +40,7 @@ def ddp_comm_hook(state: CommHookOptions | None, bucket: GradBucket) -> torch.fu
     context = contexts.current()
     average = _Average(bucket.buffer())
     if context.session.size > 1 or context.settings.force_distributed:
-        average.begin(context, _name_of(context, bucket), (state or CommHookOptions()).compression, bucket.index())
+        average.begin(context, _name_of(context, bucket), (state or CommHookOptions()).compression)
         _completer.add(average)
     else:
         average.fire()
@@ -73,7 +73,7 @@ class _Average:
         # See work.py: an error set on a future of Python's is invisible to C++, one that a callback raises is not.
         self.future: torch.futures.Future[torch.Tensor] = self._promise.then(self._result)
 
-    def begin(self, context: Context, name: str, compression: type[Compressor], index: int) -> None:
+    def begin(self, context: Context, name: str, compression: type[Compressor]) -> None:
         dtype = compression.wire_dtype(self._buffer.dtype)
         shape = tuple(self._buffer.shape)
         mode = nonfinite.wanted(context)
@@ -82,7 +82,7 @@ class _Average:
                 "ddp_comm_hook can't leave out a step, which is your optimizer's: use BYTEPS_NONFINITE=raise or allow, "
                 "or a DistributedOptimizer"
             )
-        spec = TensorSpec(name, wire_dtype(dtype, name), shape, average=True, priority=index, nonfinite=mode)
+        spec = TensorSpec(name, wire_dtype(dtype, name), shape, average=True, priority=TOGETHER, nonfinite=mode)
         (self._exchange,) = context.exchanges([Request(spec, dtype, (shape,), self._buffer.device)])
         self._exchange.send([self._buffer])
 

@@ -194,6 +194,7 @@ def CrossBarrier(  # noqa: N802  BytePS's name
                 "CrossBarrier can't overlap sparse gradients; use DistributedOptimizer(sparse_as_dense=True)"
             )
         optimizer._passes.reducer.takes_sparse = False
+        optimizer._passes.reducer.prioritize()
     base = type(optimizer)
     crossing: Any = object.__new__(type(base.__name__, (_CrossBarrier, base), {"__doc__": base.__doc__}))
     crossing.__dict__.update(optimizer.__dict__)

@@ -37,9 +37,9 @@ class SparseBucket(Bucket):
     """
 
     def __init__(
-        self, context: Context, request: Request, name: str, param: torch.nn.Parameter, scheme: Scheme
+        self, context: Context, request: Request, name: str, param: torch.nn.Parameter, scheme: Scheme, first: int
     ) -> None:
-        super().__init__(request, [name], [param], scheme)
+        super().__init__(request, [name], [param], scheme, first)
         if scheme.op not in (Sum, Average):
             raise UsageError(
                 f"the gradient of {name!r} is sparse, which op={scheme.op.name.title()} can't combine; use Sum or "

@@ -185,7 +185,7 @@ class Collectives(Target):
         param.grad = self._gradient.clone() if self._turn % 8 else None
         spec = TensorSpec("rows", DType.FLOAT32, (36,))
         request = Request(spec, torch.float32, ((36,),), torch.device("cpu"))
-        bucket = SparseBucket(self._context, request, "rows", param, Scheme())
+        bucket = SparseBucket(self._context, request, "rows", param, Scheme(), 0)
         bucket.mark(0)
         bucket.start()
         bucket.travel()
