@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.worker_core import slot, spec, tensor
 
@@ -82,6 +84,39 @@ def test_alone_a_broadcast_leaves_the_root_its_memory() -> None:
 
 
 # ---- several machines --------------------------------------------------------------------------------------------
+
+
+def test_the_front_of_each_gradient_goes_as_they_become_ready_the_rest_by_priority() -> None:
+    """So machines, for which gradients become ready at different moments, begin with the same partitions."""
+    pipeline = Pipeline(1, PushQueue(4))
+    pieces = [(4 * index, 4, 5) for index in range(8)]  # of 32 bytes: two are the first quarter
+    made = []
+    for name, priority in [("back", -3), ("middle", -2), ("front", 0)]:
+        tensor_ = tensor([slot(0, replace(spec(8, name), priority=priority))])
+        tensor_.machines = 2
+        assert pipeline.start(tensor_, pieces, 0.0) == []
+        made.append(tensor_)
+    back, middle, front = made
+    (pushed,) = ready(pipeline, *back.slots)
+    actions = [*ready(pipeline, *middle.slots), *ready(pipeline, *front.slots)]
+    assert actions == []  # no credit
+    order = []
+    due: list[Action] = [pushed]
+    while due:
+        action = due.pop(0)
+        part = action.part
+        if isinstance(action, Push):
+            order.append((part.tensor.name, part.index))
+            due += pipeline.answered(part, 1, ANSWER, 0.0)
+        elif isinstance(action, Compute):
+            due += [after for after in pipeline.computed(part, 0.0) if not isinstance(after, Done)]
+    assert order == [
+        ("back", 0),
+        *[("front", index) for index in range(8)],  # it is waited for: at once
+        ("back", 1),
+        *[("middle", index) for index in range(8)],
+        *[("back", index) for index in range(2, 8)],
+    ]
 
 
 def test_one_rank_is_its_machine_and_its_inputs_take_turns() -> None:

@@ -137,7 +137,7 @@ class Pipeline:
 
     def _enqueue(self, part: Part) -> None:
         part.stage = Stage.QUEUED
-        self._queue.add(part, part.tensor.spec.priority, part.awaited_round == part.tensor.round)
+        self._queue.add(part, part.priority, part.awaited_round == part.tensor.round)
 
     def awaited(self, rounds: Iterable[tuple[Part, int]], now: float) -> list[Action]:
         """Other machines have given to these rounds of partitions, and wait for this one: their turn comes first, now

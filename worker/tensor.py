@@ -17,10 +17,16 @@ from typing import TYPE_CHECKING
 from byteps_py.errors import BytePSError
 from byteps_py.shm import Block
 from byteps_py.strips import Arriving
-from byteps_py.tensors import Op, TensorSpec, key_of
+from byteps_py.tensors import TOGETHER, Op, TensorSpec, key_of
 
 if TYPE_CHECKING:
     from byteps_py.worker.actions import AskSum, Compute
+
+#: So much of each gradient is pushed in the order in which gradients become ready, the rest by priority. By priority
+#: alone, machines turn to a more urgent gradient when it is ready, which is not the same moment for all: they have
+#: begun different partitions of the one before, an answer needs all machines, and links run dry. There is time for a
+#: quarter of all gradients in any backward pass that takes at least a quarter of what the links need for all.
+HEAD = 1 / 4
 
 
 class Stage(enum.Enum):
@@ -53,6 +59,12 @@ class Part:
     awaited_round: int = 0
     #: By parity of the round: who is to blame if this machine's sum is not finite; 0: it has none, or nobody asks.
     blames: list[int] = field(default_factory=lambda: [0, 0])
+
+    @property
+    def priority(self) -> int:
+        """Higher is pushed first. The front of a gradient goes as gradients become ready, see HEAD."""
+        spec = self.tensor.spec
+        return max(spec.priority, TOGETHER) if self.offset < HEAD * spec.nbytes else spec.priority
 
     @property
     def written_bytes(self) -> int:

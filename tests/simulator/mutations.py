@@ -303,7 +303,7 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     welcome_to_a_failed_job: 290,
     dead_without_last_words: 0,
     silent_about_the_dead: 8,
-    forget_to_want: 55,
+    forget_to_want: 66,
     supply_another_round: 5,
     give_contributions_back_early: 5,
     reuse_answer_blocks: 1012,
