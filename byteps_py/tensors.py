@@ -106,8 +106,8 @@ class TensorSpec:
 
     ``average`` divides the sum by the number of ranks at delivery: true division for floating types, floor
     division for integers. ``root`` is the global rank that a BROADCAST reads, else -1. ``priority``: higher
-    goes first when tensors compete for the network; ranks may differ in it. ``group``: the global ranks that take
-    part, ascending; empty for all.
+    goes first when tensors compete for the network (below zero, but for the first quarter of a tensor); ranks may
+    differ in it. ``group``: the global ranks that take part, ascending; empty for all.
 
     ``scatters``: each rank gets only its piece of a reduction. Pieces are rows (of the first dimension), as even as
     can be, the longer ones first, in the order of the group.

@@ -166,7 +166,8 @@ def push_pull_async(
 
     average: divide the sum by size() (integers: floor division). op: Sum, Average, Min, Max, Product instead.
     name: the same on all ranks; without one, unnamed tensors of equal shape and dtype are matched in order.
-    priority: higher goes first when tensors compete. version: BytePS's, without effect.
+    priority: higher goes first when tensors compete; below zero, the first quarter of a tensor goes in the order of the
+    calls, which machines share. version: BytePS's, without effect.
     A CUDA tensor must not be changed before ``synchronize``; a CPU tensor may be.
     """
     how = How(which_op(average, op), compression=compression, priority=priority)

@@ -169,6 +169,7 @@ def CrossBarrier(  # noqa: N802  BytePS's name
 
     whole: modules that use parameters of their children without calling them: they wait for all of these (known by
     itself for torch.nn.MultiheadAttention). num_steps: BytePS's, without effect.
+    Wrap it before the first step: what has travelled keeps its priority, and a UserWarning says so.
     Raises UsageError for another optimizer.
 
     >>> import torch, byteps_py as bps
