@@ -339,3 +339,23 @@ def test_nothing_comes_of_a_neighbour_that_has_joined(ranks: list[RemoteSession]
     send(ranks[1], streams[1], b"anew")
     assert Expected(ranks[0], streams[0], 4).get() == b"anew"
     sum_once_more(ranks)
+
+
+def test_the_service_hears_of_a_join_before_neighbours_do(
+    ranks: list[RemoteSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a neighbour that joins because of it could be heard first there, and this rank be taken for the last."""
+    met(ranks)
+    tell, known = ranks[1].tell, []
+
+    def telling(message: bytes) -> None:
+        nearby(ranks[0]).take_messages()
+        known.append(set(nearby(ranks[0])._ledger.joined))
+        tell(message)
+
+    monkeypatch.setattr(ranks[1], "tell", telling)
+    thread = threading.Thread(target=ranks[1].join, args=(WAIT_S,))
+    thread.start()
+    assert ranks[0].join(WAIT_S) in (0, 1)
+    thread.join(WAIT_S)
+    assert known == [set()]

@@ -16,15 +16,15 @@ GLOO_BUCKET_BYTES = 25 << 20  # DDP's
 def ours(counts: list[int]) -> tuple[int, object, object, object]:
     from byteps_py.session import open_session
     from byteps_py.settings import Settings
-    from byteps_py.tensors import DType, TensorSpec
+    from byteps_py.tensors import TOGETHER, DType, TensorSpec
     from byteps_py.torch.layout import plan_buckets
 
     session = open_session()
     # As DistributedOptimizer does: small gradients travel together, back layers come first, as a backward pass produces
-    # them, and front layers have priority.
+    # them, and none has priority.
     sizes = [count * 4 for count in counts]
     buckets = plan_buckets(sizes, [0] * len(counts), Settings.from_env().fusion_bytes)
-    specs = [TensorSpec(f"t{min(b)}", DType.FLOAT32, (sum(counts[i] for i in b),), priority=-min(b)) for b in buckets]
+    specs = [TensorSpec(f"t{min(b)}", DType.FLOAT32, (sum(counts[i] for i in b),), priority=TOGETHER) for b in buckets]
     slots = session.declare(specs)
     for slot in slots:
         for memory in slot.inputs:

@@ -229,8 +229,9 @@ class RemoteSession(Line):
                 raise UsageError(f"tensor {begun.spec.name!r} is handed over in part; hand over the rest before join()")
             self._last_joined = None
         if self._nearby is not None:
-            self._nearby.join()
-        self.tell(protocol.pack(Kind.JOIN))
+            self._nearby.join(lambda: self.tell(protocol.pack(Kind.JOIN)))
+        else:
+            self.tell(protocol.pack(Kind.JOIN))
         # The others may have data for hours: no stall limit.
         self.wait_until(lambda: self._last_joined is not None, timeout_s, lambda: "not all ranks have joined")
         with self.state:

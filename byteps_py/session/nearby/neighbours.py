@@ -14,7 +14,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from byteps_py import streaming
@@ -371,11 +371,12 @@ class Neighbours:
 
     # ---- ends ------------------------------------------------------------------------------------------
 
-    def join(self) -> None:
-        """This rank has no more data: tell those it has met."""
+    def join(self, tell: Callable[[], None]) -> None:
+        """No more data: ``tell`` the service, then neighbours, who may join on hearing it, and be heard first there."""
         if self._meets_all:
             self.await_all()
         record = messages.pack(_JOINED, self._me, self._ledger.era, 0, 0, 0, 0, 0, 0, 0, -1)
+        tell()
         for outbox in self._outboxes.values():
             outbox.send(record)
 
@@ -388,8 +389,7 @@ class Neighbours:
                 self._free(self._retired.pop()[0])
 
     def close(self, is_forked: bool = False) -> None:
-        """The session has ended, and nobody reads. What was sent still arrives. ``is_forked``: this is a copy of the
-        process that the session belongs to."""
+        """Nobody reads any more; what was sent still arrives. ``is_forked``: in a copy of the session's process."""
         for outbox in self._outboxes.values():
             outbox.close(is_forked)
         self._outboxes.clear()
