@@ -181,6 +181,21 @@ def test_gradients_have_priorities_only_where_layers_wait_one_by_one() -> None:
     assert set(rounds_of(crossing_at=0)) == {(name, -number) for number, name in enumerate(names)}
 
 
+def test_front_layers_are_most_urgent() -> None:
+    cluster = ThreadedCluster((1, 1), fusion_bytes=0)
+
+    def main(rank: int) -> None:
+        model = Net()
+        optimizer = wrap_and_cross(model)
+        loss_of(model, 1, 0).backward()
+        optimizer.step()
+        optimizer.finish_updates()
+
+    cluster.run(main)
+    order = [name for name, _ in sorted(cluster.rounds, key=lambda item: -item[1])]
+    assert order == [f"Gradient.{name}" for name, _ in Net().named_parameters()]
+
+
 def test_who_wraps_after_steps_is_told_that_there_are_no_priorities() -> None:
     with pytest.warns(UserWarning, match=r"made steps already.*Wrap it before the first step"):
         rounds = rounds_of(crossing_at=2)

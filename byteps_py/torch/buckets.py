@@ -77,7 +77,7 @@ class GradientReducer:
             names = [named[i][0] for i in indices]
             params = [named[i][1] for i in indices]
             first = behind + min(indices)
-            bucket = Bucket(self._request(names, params, self._priority(first)), names, params, scheme, first)
+            bucket = Bucket(self._request(names, params, first), names, params, scheme, first)
             self._buckets.append(bucket)
             self._places.update((param, Place(bucket, position)) for position, param in enumerate(params))
 
@@ -98,7 +98,7 @@ class GradientReducer:
     def _priority(self, first: int) -> int:
         return -first if self._is_prioritized else TOGETHER
 
-    def _request(self, names: list[str], params: list[torch.nn.Parameter], priority: int) -> Request:
+    def _request(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> Request:
         scheme = self._scheme
         dtype = scheme.compression.wire_dtype(params[0].dtype)
         shapes = tuple(tuple(param.shape) for param in params)
@@ -108,7 +108,7 @@ class GradientReducer:
             shapes[0] if len(shapes) == 1 else (sum(param.numel() for param in params),),
             scheme.op.wire_op,
             average=scheme.divides,
-            priority=priority,
+            priority=self._priority(first),
             group=scheme.group,
             nonfinite=scheme.nonfinite,
         )
@@ -269,13 +269,13 @@ class GradientReducer:
         sparse = kinds.results[0].tolist()
         if error is not None and not any(sparse):
             raise error
-        spec, params, names = bucket.request.spec, bucket.params, bucket.names
+        params, names = bucket.params, bucket.names
         split: list[Bucket] = []
         dense = [position for position, is_sparse in enumerate(sparse) if not is_sparse]
         parts = [([position], True) for position, is_sparse in enumerate(sparse) if is_sparse]
         for positions, is_sparse in [*parts, (dense, False)] if dense else parts:
             its_names, its_params = [names[i] for i in positions], [params[i] for i in positions]
-            request = self._request(its_names, its_params, spec.priority)
+            request = self._request(its_names, its_params, bucket.first)
             if is_sparse:
                 part: Bucket = SparseBucket(
                     self._context, request, its_names[0], its_params[0], self._scheme, bucket.first
