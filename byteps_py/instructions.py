@@ -7,13 +7,21 @@ without them until they are there, and where they can't be compiled. What builds
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from byteps_py.log import logger
 
 _lock = threading.Lock()
+
+
+def address_of(call: Callable[..., None]) -> int:
+    """Where other instructions find those that ``llvm.compile_function`` has returned, which must be kept meanwhile."""
+    return cast(int, ctypes.cast(cast(Any, call), ctypes.c_void_p).value)
+
+
 T = TypeVar("T")
 
 

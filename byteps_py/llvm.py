@@ -38,6 +38,19 @@ def end_of_stores(builder: ir.IRBuilder) -> None:
         builder.fence("seq_cst")
 
 
+def pause(builder: ir.IRBuilder) -> None:
+    """Between two looks at what another processor is about to write."""
+    module = builder.module
+    name, arguments = "", []
+    if module.triple.startswith(("x86_64", "i686")):
+        name = "llvm.x86.sse2.pause"
+    elif module.triple.startswith("aarch64"):
+        name, arguments = "llvm.aarch64.hint", [ir.IntType(32)(1)]
+    if name:
+        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        builder.call(module.globals.get(name) or ir.Function(module, kind, name), arguments)
+
+
 def compile_function(function: ir.Function) -> Callable[..., None]:
     """The only function of its module; it takes unsigned 64-bit numbers. Holds no GIL while it runs."""
     binding.initialize_native_target()

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from byteps_py.instructions import Compiled
+from byteps_py.instructions import Compiled, address_of
 
 #: Of less the reader loses what the writer gains.
 LEAST_BYTES = 64 << 10
@@ -31,6 +31,7 @@ _PIECE_BYTES = 64 << 10
 _REMEMBERED = 4  # of each way: the best of the last so many counts
 _LINE = 64
 _UNROLLED = 4
+AT_ONCE_BYTES = _LINE * _UNROLLED
 
 #: (target, source, bytes)
 Stream = Callable[[int, int, int], None]
@@ -85,6 +86,17 @@ def goes_past_caches(nbytes: int) -> bool:
     return nbytes >= LEAST_BYTES and _code.ready is not None and _choices[nbytes.bit_length()].streams
 
 
+def choice(nbytes: int) -> Choice:
+    """Which way copies of that size go: for who copies by itself."""
+    return _choices[nbytes.bit_length()]
+
+
+def address() -> int:
+    """Of the instructions themselves, once ``is_ready``: they copy (target, source, bytes) past the caches, a multiple
+    of ``AT_ONCE_BYTES`` to a multiple of a line."""
+    return address_of(_ready())
+
+
 def prepare() -> None:
     """Have the instructions compiled, unless they are. Returns at once."""
     _code.prepare()
@@ -106,17 +118,21 @@ def _timed(choice: Choice, streamed: bool, target: int, source: int, nbytes: int
 
 def copy_past_caches(target: int, source: int, nbytes: int) -> None:
     """The same as ``copy``, past the caches: once ``is_ready``."""
-    stream = _code.ready
-    if stream is None:
-        raise RuntimeError("the instructions are not there; call prepare() and is_ready() first")
+    stream = _ready()
     head = min(-target % _LINE, nbytes)
-    body = (nbytes - head) // (_LINE * _UNROLLED) * (_LINE * _UNROLLED)
+    body = (nbytes - head) // AT_ONCE_BYTES * AT_ONCE_BYTES
     if head:
         ctypes.memmove(target, source, head)
     stream(target + head, source + head, body)
     done = head + body
     if done < nbytes:
         ctypes.memmove(target + done, source + done, nbytes - done)
+
+
+def _ready() -> Stream:
+    if _code.ready is None:
+        raise RuntimeError("the instructions are not there; call prepare() and is_ready() first")
+    return _code.ready
 
 
 def _compile() -> Stream:
@@ -141,7 +157,7 @@ def _compile() -> Stream:
     for i, value in enumerate(values):
         address = builder.add(builder.add(target, at), size(i * _LINE))
         llvm.store_past_caches(builder, value, address)
-    after = builder.add(at, size(_UNROLLED * _LINE))
+    after = builder.add(at, size(AT_ONCE_BYTES))
     at.add_incoming(size(0), entry)
     at.add_incoming(after, loop)
     builder.cbranch(builder.icmp_unsigned("<", after, nbytes), loop, end)

@@ -1,28 +1,38 @@
-"""Rings: what is laid in a slot stays there until everybody has read it, in whatever order ranks and messages come."""
+"""Sums in shares: what is laid in a slot stays there until everybody has read it, in whatever order ranks and messages
+come; by the instructions that carry them out, among ranks that are all in this process."""
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given, strategies
+from llvmlite import ir
+from torch_values import same
 
+from byteps_py import streaming
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError, StallError
 from byteps_py.session.nearby import messages
-from byteps_py.session.nearby import ring as rings
 from byteps_py.session.nearby.ledger import Ledger
+from byteps_py.session.nearby.memory import Outgoing
 from byteps_py.session.nearby.messages import Kind, Message
 from byteps_py.session.nearby.ring import Ring
-from byteps_py.session.nearby.waiting import Wait
-from byteps_py.shm import Block
+from byteps_py.session.nearby.waiting import SPIN_S, Wait
+from byteps_py.shm import Segment
+from byteps_py.torch.shares import ring_sum, steps
 from byteps_py.torch.shares.chunks import Chunks
+from byteps_py.torch.shares.ring_sum import RingSum, RingSums
 
-SLOT_BYTES = 16
+SLOT_BYTES = 1024
 WAIT_S = 30.0
+
 
 # ---- shares and chunks ---------------------------------------------------------------------------------------------
 
@@ -43,101 +53,113 @@ def test_chunks_of_all_shares_are_the_whole_tensor(count: int, itemsize: int, me
     assert chunks.steps == chunks.count + 1
 
 
-# ---- the ring, without sockets -------------------------------------------------------------------------------------
+# ---- ranks in one process ------------------------------------------------------------------------------------------
 
 
-class Segment:
-    def __init__(self) -> None:
-        self.view = memoryview(bytearray(8 * SLOT_BYTES))
-        self.address, self.nbytes = 0, 8 * SLOT_BYTES
+@pytest.fixture(autouse=True)
+def instructions_are_there() -> None:
+    assert ring_sum.is_able()
 
 
-class Impatience:
-    """Whoever would wait gets a StallError."""
+class Turns:
+    """Who would wait gets a StallError: the ranks take turns."""
 
-    def until(self, condition: Any, wait: Wait, timeout_s: float) -> None:
+    def look_s(self) -> float:
+        return 0.0
+
+    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool = False) -> None:
         if not condition():
+            wait.missing()
             raise StallError("not yet")
 
     def ended(self, wait: Wait) -> None: ...
 
 
+class Threads(Turns):
+    """Who waits looks, and then sleeps until a message comes."""
+
+    def __init__(self, came: threading.Condition) -> None:
+        self._came = came
+        self.sleeps = 0
+
+    def look_s(self) -> float:
+        return random.choice([0.0, SPIN_S])
+
+    def looked(self, in_vain: bool) -> None: ...
+
+    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool = False) -> None:
+        with self._came:
+            self.sleeps += 1
+            if not self._came.wait_for(condition, timeout_s):
+                raise StallError("nothing came")
+
+
 class Outbox:
     announced = 1
 
-    def __init__(self) -> None:
+    def __init__(self, deliver: Callable[[Message], None] | None) -> None:
         self.messages: deque[Message] = deque()
+        self._deliver = deliver or self.messages.append
 
     def send(self, data: bytes, fd: int = -1) -> None:
-        self.messages.append(messages.unpack(memoryview(data), len(data)))
+        self._deliver(messages.unpack(memoryview(data), len(data)))
 
 
 class Rank:
-    """One of ``size``, with a ring to the others; what it sends waits in ``outboxes`` until somebody delivers it."""
+    """One of ``size``, with a ring to the others. What it sends waits in ``outboxes`` until somebody delivers it; in
+    threads it is there at once."""
 
-    def __init__(self, me: int, size: int, segments: list[Segment]) -> None:
-        self.me = me
+    def __init__(self, me: int, size: int, world: list[Rank], in_threads: bool = False) -> None:
+        self.me, self._world = me, world
         self.others = [other for other in range(size) if other != me]
-        self.ledger = Ledger(me)
-        self.outboxes = {other: Outbox() for other in self.others}
-        outgoing = type("", (), {"allocate": lambda _, nbytes: (Block(0, 32, nbytes, 0), segments[me])})()
-        incoming = type("", (), {"find": lambda _, source, number, end: segments[source]})()
+        self.ledger, self.outgoing = Ledger(me), Outgoing()
+        self.came = threading.Condition()
+        self.patience = Threads(self.came) if in_threads else Turns()
+        self.outboxes = {other: Outbox(self._to(other) if in_threads else None) for other in self.others}
+        incoming = type("", (), {"find": self.find})()
         self.ring = Ring(
-            me, 0, self.others, SLOT_BYTES, threading.Lock(), self.ledger, outgoing, incoming,
-            cast(Any, self.outboxes), cast(Any, Impatience()), lambda outbox: None,
+            me, 0, self.ledger.stream("ring", self.others), SLOT_BYTES, threading.Lock(), self.ledger, self.outgoing,
+            cast(Any, incoming), cast(Any, self.outboxes), cast(Any, self.patience), lambda outbox: None,
         )  # fmt: skip
+        self.sums = RingSums(self.ring, me, {rank: rank for rank in range(size)})
 
-    def begin(self, name: str, steps: int) -> None:
-        self.ring.begin(self.ledger.stream(name, self.others), steps)
+    def find(self, source: int, number: int, end: int) -> Segment:
+        return self._world[source].outgoing.segments[number]
 
-    def work(self, operations: list[int], words: list[set[int]] | None = None) -> Iterator[None]:
-        """Operations of so many steps, with pauses wherever another rank may go on. ``words``: of each operation, who
-        has said that its first step is written; in these, nobody begins before all have."""
-        for number, steps in enumerate(operations):
-            is_spoken_of = words is not None and steps > 1
-            if words is not None and is_spoken_of:
-                self.ring.prepare()
-                for text in (b"of no use", tag(self.me, number, 0)):  # an offer in vain, and one that all make
-                    self.ring.mine(0).memory[: len(text)] = text
-                    yield
-                words[number].add(self.me)
-                while len(words[number]) <= len(self.others):
-                    yield
-            is_told = is_spoken_of and self.ring.knows_all
-            self.begin(f"stream {number % 2}", steps)
-            for step in range(1 if is_told else 0, steps + 1):
-                while step > is_told:
-                    try:
-                        self.ring.await_step(step - 1, 0.0)
-                        break
-                    except StallError:
-                        yield
-                for other in self.others if step else ():
-                    yield
-                    assert bytes(self.ring.theirs(other, step - 1).memory) == tag(other, number, step - 1)
-                if step < steps:
-                    yield
-                    self.ring.mine(step).memory[:] = tag(self.me, number, step)
-                    yield
-                    self.ring.lay(2 if is_told and step == 1 else 1)
-            self.ring.end()
+    def _to(self, other: int) -> Callable[[Message], None]:
+        def deliver(message: Message) -> None:
+            target = self._world[other]
+            with target.came:
+                target.take(message)
+                target.came.notify_all()
+
+        return deliver
+
+    def take(self, message: Message) -> None:
+        if message.kind != Kind.LOOK:
+            assert self.ledger.came(message, None) is None
+
+    def add_up(self, tensor: torch.Tensor, target: torch.Tensor | None = None, name: str = "x") -> RingSum:
+        return RingSum(self.sums, tensor, tensor if target is None else target, False, name)
 
 
-def tag(rank: int, operation: int, step: int) -> bytes:
-    return f"{rank} {operation} {step}".encode().ljust(SLOT_BYTES)
-
-
-def some(size: int) -> list[Rank]:
-    segments = [Segment() for _ in range(size)]
-    return [Rank(me, size, segments) for me in range(size)]
+@contextmanager
+def some(size: int, in_threads: bool = False) -> Iterator[list[Rank]]:
+    ranks: list[Rank] = []
+    ranks += [Rank(me, size, ranks, in_threads) for me in range(size)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.outgoing.close()
 
 
 def deliver(ranks: list[Rank], source: int, target: int) -> bool:
     waiting = ranks[source].outboxes[target].messages
-    if not waiting:
-        return False
-    assert ranks[target].ledger.came(waiting.popleft(), None) is None
-    return True
+    if waiting:
+        ranks[target].take(waiting.popleft())
+        return True
+    return False
 
 
 def deliver_all(ranks: list[Rank]) -> None:
@@ -147,95 +169,222 @@ def deliver_all(ranks: list[Rank]) -> None:
                 pass
 
 
+def go_on(work: RingSum) -> bool:
+    """As far as it can. True if it is over."""
+    try:
+        work.run(0.0)
+    except StallError:
+        return False
+    return True
+
+
+class Program:
+    """Sums of odd sizes, the same on all ranks: in place, to another place, or for others only."""
+
+    def __init__(self, order: random.Random, ranks: list[Rank]) -> None:
+        size, sums = len(ranks), order.randint(1, 5)
+        dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32]
+        most = 5 * SLOT_BYTES // 2
+        self._inputs: list[list[torch.Tensor]] = []
+        self._targets: list[list[torch.Tensor | None]] = []
+        self.is_told = [order.random() < 0.4 for _ in range(sums)]
+        for _ in range(sums):
+            dtype, count = order.choice(dtypes), order.randint(1, most)
+            tensors = [torch.randint(-99, 99, (count,)).to(dtype) / 8 for _ in range(size)]
+            self._inputs.append([tensor.to(dtype) for tensor in tensors])
+            self._targets.append([order.choice([None, torch.empty(count, dtype=dtype)]) for _ in range(size)])
+        self._expected = [self._sum(inputs) for inputs in self._inputs]
+        self.works = [self._works(rank) for rank in ranks]
+
+    @staticmethod
+    def _sum(inputs: list[torch.Tensor]) -> torch.Tensor:
+        """As the contract says: half precision in float32, rounded once."""
+        is_half = inputs[0].dtype in (torch.bfloat16, torch.float16)
+        total = inputs[0].float() if is_half else inputs[0].clone()
+        for tensor in inputs[1:]:
+            total += tensor
+        return total.to(inputs[0].dtype)
+
+    def _works(self, rank: Rank) -> Iterator[RingSum]:
+        for number, expected in enumerate(self._expected):
+            tensor, target = self._inputs[number][rank.me], self._targets[number][rank.me]
+            yield rank.add_up(tensor, target, f"sum {number}")
+            assert same(tensor if target is None else target, expected), (number, rank.me)
+
+
 def play(seed: int) -> None:
-    """Ranks and messages in random order, to the end of all operations."""
+    """Ranks and messages in random order, to the end of all sums."""
     order = random.Random(seed)
-    ranks = some(order.randint(2, 4))
-    operations = [order.randint(1, 5) for _ in range(order.randint(1, 5))]
-    words: list[set[int]] = [set() for _ in operations]
-    running = {rank.me: rank.work(operations, words if seed % 2 else None) for rank in ranks}
-    ways = [(rank.me, other) for rank in ranks for other in rank.others]
-    favourite = order.randrange(len(ranks))  # goes on as far as it can: the most dangerous order
-    while running:
-        me = favourite if order.random() < 0.5 else order.randrange(len(ranks))
-        if me in running and order.random() < 0.7:
-            if next(running[me], "over") == "over":
-                del running[me]
-        else:
-            deliver(ranks, *order.choice(ways))
-    deliver_all(ranks)
-    assert all(not flow.parcels for rank in ranks for flow in rank.ledger._flows.values())  # nothing is kept
+    torch.manual_seed(seed)
+    with some(order.randint(2, 4)) as ranks:
+        program = Program(order, ranks)
+        ways = [(rank.me, other) for rank in ranks for other in rank.others]
+        favourite = order.randrange(len(ranks))  # goes on as far as it can: the most dangerous order
+        running = {rank.me: next(program.works[rank.me]) for rank in ranks}
+        begun = [0] * len(ranks)
+        given = [set[int]() for _ in program.is_told]
+        while running:
+            me = favourite if order.random() < 0.5 else order.randrange(len(ranks))
+            if me not in running or order.random() < 0.3:
+                deliver(ranks, *order.choice(ways))
+                continue
+            number = begun[me]
+            if program.is_told[number] and len(given[number]) < len(ranks):
+                if me not in given[number]:  # an offer in vain, and one that all make
+                    ranks[me].add_up(torch.ones(3000)).give()
+                    running[me].give()
+                    given[number].add(me)
+                continue
+            if go_on(running[me]):
+                begun[me] += 1
+                following = next(program.works[me], None)
+                if following is None:
+                    del running[me]
+                else:
+                    running[me] = following
+        deliver_all(ranks)
+        assert all(not flow.parcels for rank in ranks for flow in rank.ledger._flows.values())  # nothing is kept
 
 
 def test_what_is_laid_stays_until_all_have_read_it() -> None:
-    for seed in range(2000):
+    for seed in range(1000):
         play(seed)
 
 
+def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_sum._steps, "ready", steps.compile_steps())
+
+
 def test_with_one_slot_it_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rings, "SLOTS", 1)
-    with pytest.raises(AssertionError, match="=="):
+    both = steps._Steps._slot
+    monkeypatch.setattr(steps._Steps, "_slot", lambda self, position, step: both(self, position, ir.IntType(64)(0)))
+    compiled_anew(monkeypatch)
+    with pytest.raises(AssertionError):
         test_what_is_laid_stays_until_all_have_read_it()
 
 
+def test_without_waiting_it_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps._Steps, "_await", lambda self, word: None)
+    compiled_anew(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_what_is_laid_stays_until_all_have_read_it()
+
+
+@pytest.mark.parametrize("past_caches", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_that_run_side_by_side(size: int, past_caches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in map(streaming.choice, (SLOT_BYTES // n // 64 * 64 for n in (2, 3, 4))):
+        monkeypatch.setattr(way, "streams", past_caches)
+        monkeypatch.setattr(way, "took", lambda *_: None)
+    failures: list[BaseException] = []
+
+    def work(sums: Iterator[RingSum]) -> None:
+        try:
+            for one in sums:
+                one.run(WAIT_S + time.monotonic())
+        except BaseException as error:
+            failures.append(error)
+
+    for seed in range(20):
+        torch.manual_seed(seed)
+        with some(size, in_threads=True) as ranks:
+            program = Program(random.Random(seed), ranks)
+            threads = [threading.Thread(target=work, args=(sums,)) for sums in program.works]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert not failures, failures
+
+
+def test_whoever_sleeps_is_woken_by_the_next_step() -> None:
+    with some(2) as ranks:
+        works = [rank.add_up(torch.ones(1000)) for rank in ranks]
+        assert not any(map(go_on, works))
+        deliver_all(ranks)  # they know each other
+        assert not go_on(works[0])
+        assert not ranks[0].outboxes[1].messages
+        assert not go_on(works[1])
+        assert {message.kind for message in ranks[1].outboxes[0].messages} == {Kind.LOOK}
+        deliver_all(ranks)
+        assert not go_on(works[0])
+        assert {message.kind for message in ranks[0].outboxes[1].messages} == {Kind.LOOK}
+        while works := [work for work in works if not go_on(work)]:
+            deliver_all(ranks)
+
+
 def test_a_member_that_does_something_else_is_told_of() -> None:
-    ranks = some(2)
-    for rank, steps in zip(ranks, (2, 3), strict=True):
-        rank.begin("s", steps)
-        rank.ring.lay()
-    deliver_all(ranks)
-    for rank, text in zip(ranks, ("rank 1 lays 48 bytes after 0 steps, rank 0 32", "rank 0 lays 32"), strict=True):
-        with pytest.raises(MismatchError, match=text):
-            rank.ring.await_step(0, 0.0)
+    with some(2) as ranks:
+        works = [rank.add_up(torch.ones(count)) for rank, count in zip(ranks, (1000, 1001), strict=True)]
+        assert not any(map(go_on, works))
+        deliver_all(ranks)
+        assert not go_on(works[0])
+        with pytest.raises(MismatchError, match="tensor 'x': rank 0 adds 4000 bytes, rank 1 4004; call the same"):
+            works[1].run(0.0)
+        with pytest.raises(MismatchError, match="tensor 'x': rank 1 adds 4004 bytes, rank 0 4000; call the same"):
+            works[0].run(0.0)
 
 
 def test_a_member_that_is_elsewhere_in_the_order_is_told_of() -> None:
-    ranks = some(2)
-    for name in ("one", "two"):
-        ranks[0].begin(name, 1)
-        ranks[0].ring.lay()
+    with some(2) as ranks:
+        works = [rank.add_up(torch.ones(1000), name=name) for rank, name in zip(ranks, ("one", "two"), strict=True)]
+        assert not any(map(go_on, works))
         deliver_all(ranks)
-        if name == "one":
-            ranks[1].begin(name, 1)
-            ranks[1].ring.lay()
-            deliver_all(ranks)
-            ranks[0].ring.await_step(0, 0.0)
-            ranks[0].ring.end()
-    ranks[1].begin("two", 1)  # without having ended "one"
-    with pytest.raises(MismatchError, match="rank 0 lays 16 bytes after 1 steps, rank 1 16 after 0"):
-        ranks[1].ring.await_step(0, 0.0)
+        assert not go_on(works[0])
+        with pytest.raises(MismatchError, match="tensor 'two': rank 0 is in another operation; call the same"):
+            works[1].run(0.0)
 
 
 def test_nothing_begins_without_a_member_that_has_joined() -> None:
-    ranks = some(3)
-    ranks[0].begin("s", 2)
-    ranks[0].ring.lay()
-    deliver_all(ranks)
-    for target in (0, 1):
-        ranks[target].ledger.came(Message(Kind.JOINED, 2, 0), None)
-    with pytest.raises(JoinedError, match="while rank 2 has joined"):
-        ranks[0].ring.await_step(0, 0.0)
-    for rank in ranks[:2]:
-        with pytest.raises(JoinedError, match="while rank 2 has joined"):
-            rank.begin("s", 2)
-    for rank in ranks:
-        rank.ledger.start_anew()
-    running = [rank.work([3, 1]) for rank in ranks]
-    while running:
-        running = [work for work in running if next(work, "over") != "over"]
+    with some(3) as ranks:
+        for turn in range(3):
+            works = [rank.add_up(torch.full((1000,), 1.0 + turn)) for rank in ranks]
+            left = works
+            while left := [work for work in left if not go_on(work)]:
+                deliver_all(ranks)
+            assert bool((works[0]._source == 3 * (1 + turn)).all())
+            late = [rank.add_up(torch.ones(1000)) for rank in ranks]
+            assert not go_on(late[0])
+            deliver_all(ranks)
+            for target in (0, 1):
+                ranks[target].ledger.came(Message(Kind.JOINED, 2, turn), None)
+            for work in late[:2]:
+                with pytest.raises(JoinedError, match="while rank 2 has joined"):
+                    work.run(0.0)
+            for rank in ranks:
+                rank.ledger.start_anew()
+
+
+def test_who_knows_nobody_yet_is_told_that_one_has_joined() -> None:
+    with some(2) as ranks:
+        work = ranks[0].add_up(torch.ones(1000))
+        assert not go_on(work)
+        ranks[0].ledger.came(Message(Kind.JOINED, 1, 0), None)
+        with pytest.raises(JoinedError, match="while rank 1 has joined"):
+            work.run(0.0)
+
+
+def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with some(2) as ranks:
+
+        def find(source: int, number: int, end: int) -> Segment:
+            raise ProtocolError(f"no memory up to {end}")
+
+        monkeypatch.setattr(ranks[1].ring, "_incoming", type("", (), {"find": staticmethod(find)})())
+        works = [rank.add_up(torch.ones(1000)) for rank in ranks]
+        assert not any(map(go_on, works))
         deliver_all(ranks)
+        with pytest.raises(ProtocolError, match="no memory up to 8192"):  # a page of lines, and one of slots
+            works[1].run(0.0)
 
 
-def test_memory_that_is_not_there_is_refused() -> None:
-    ranks = some(2)
-
-    def find(source: int, number: int, end: int) -> Segment:
-        raise ProtocolError(f"no memory up to {end}")
-
-    ranks[1].ring._incoming = cast(Any, type("", (), {"find": staticmethod(find)})())
-    ranks[0].begin("s", 1)
-    ranks[0].ring.lay()
-    ranks[1].begin("s", 1)
-    deliver_all(ranks)
-    with pytest.raises(ProtocolError, match="no memory up to 64"):  # 32, and two slots
-        ranks[1].ring.await_step(0, 0.0)
+@pytest.mark.parametrize(("total", "slot_bytes"), [(4096, SLOT_BYTES), (8192, 2 * SLOT_BYTES)])
+def test_slots_that_are_too_small_are_refused(total: int, slot_bytes: int) -> None:
+    with some(2) as ranks:
+        work = ranks[0].add_up(torch.ones(1000))
+        assert not go_on(work)
+        ranks[1].ring.prepare()
+        key = ranks[0].ring._stream.key
+        ranks[0].take(Message(Kind.LAID, 1, 0, 0, key, 1, total, total, 0, 0, slot_bytes))
+        with pytest.raises(ProtocolError, match="local rank 1 has slots of"):
+            work.run(0.0)

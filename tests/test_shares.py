@@ -9,8 +9,8 @@ from support.clusters import bpslaunch
 
 PROGRAM = Path(__file__).parent / "programs" / "in_shares.py"
 SCENARIOS = [
-    "dtypes", "sizes", "who_is_not_at_hand", "nobody_is_kept_waiting", "forked", "in_any_order", "in_sets", "backwards",
-    "mistakes", "who_joins", "recorded",
+    "dtypes", "added_in_python", "sizes", "who_is_not_at_hand", "nobody_is_kept_waiting", "forked", "in_any_order",
+    "in_sets", "backwards", "mistakes", "who_joins", "recorded",
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from byteps_py.tensors import TensorSpec
 from byteps_py.torch.exchange import Exchange, HostMover, Mover
 from byteps_py.torch.handles import Handles
 from byteps_py.torch.names import NameSource
-from byteps_py.torch.shares.ring_sum import has_cores
+from byteps_py.torch.shares import ring_sum, suiting
 
 Opener = Callable[[Settings], Session]
 
@@ -91,8 +91,9 @@ class Context:
                 session = self._opener(self._settings)
                 session.incarnation = self.incarnation
                 self._session = session
-                if has_cores(session.local_size) and session.nearby is not None:
+                if suiting.may_share(session.local_size) and session.nearby is not None:
                     session.nearby.meet_all()
+                    ring_sum.prepare()
             self._holders.add(holder)
 
     def release(self, holder: str) -> None:

@@ -74,7 +74,9 @@ class Plan:
         self._requests: dict[str, list[Request]] = {}
         #: Whether ranks tell each other that they wait for it, and may then add it up (shares/by_name.py).
         self.is_among_neighbours = is_among_neighbours(context.session, how.group or range(count))
-        self.can_be_offered = self._is_plain_sum(tensors) and can_be_offered(self._request("one", [0]).spec)
+        self.can_be_offered = self._is_plain_sum(tensors) and can_be_offered(
+            context.session, self._request("one", [0]).spec
+        )
 
     def requests(self, full: str) -> list[Request]:
         """What is declared under the name ``full``: each part."""

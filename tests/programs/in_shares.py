@@ -28,12 +28,14 @@ from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.session.nearby import Talk
 from byteps_py.torch import context as contexts
 from byteps_py.torch.dtypes import WIRE
-from byteps_py.torch.shares import by_name, ring_sum
+from byteps_py.torch.shares import by_name, ring_sum, suiting
+from byteps_py.torch.shares.table import Entry
 
 IS_LARGE = os.environ.get("TEST_SIZE") == "large"
 #: Several chunks of a slot for every rank, and a multiple of nothing; or what goes in a message.
 SHAPE = (5, 40_003) if IS_LARGE else (5, 803)
 WAIT_S = 60.0
+tables = ring_sum.RingSums.table
 #: One for each sum that the ranks have added up among themselves, since the last look.
 shared: list[None] = []
 
@@ -80,6 +82,15 @@ def dtypes() -> None:
         assert same(bps.allreduce(x, name=f"mean {dtype}"), mean), dtype
         expect_shared(1 if dtype.is_floating_point else 0)
         assert same(x, mine(dtype)), dtype
+
+
+def added_in_python() -> None:
+    """Before there are instructions that add, and where there are none."""
+    ring_sum.RingSums.table = without_instructions  # type: ignore[method-assign]
+    try:
+        dtypes()
+    finally:
+        ring_sum.RingSums.table = tables  # type: ignore[method-assign]
 
 
 def sizes() -> None:
@@ -255,7 +266,7 @@ def who_joins() -> None:
     for turn in range(6):
         assert same(bps.push_pull(mine(), average=False, name="x"), total())
         expect_shared(1)
-        block = contexts.current().belongings[by_name.SharedSums]._circles[()]._ring.block
+        block = contexts.current().belongings[by_name.SharedSums]._circles[()]._sums.ring.block
         places.add(block.address if block else 0)
         if bps.rank():
             expected = total(ranks=range(1, bps.size()))
@@ -281,13 +292,17 @@ def recorded() -> None:
     assert bps.get_pushpull_speed()[1] > 0
 
 
-def break_off(error: Exception) -> None:
-    """In the middle of the next large sum."""
+def in_the_middle(act: Callable[[], None]) -> None:
+    """Of the next large sum, when the first step has been laid."""
+    ring_sum.RingSums.table = without_instructions  # type: ignore[method-assign]
+    ring_sum.RingSum._add = lambda *_: act()  # type: ignore[assignment]
 
-    def leave(work: ring_sum.RingSum, chunk: int) -> None:
-        raise error
 
-    ring_sum.RingSum._add = leave  # type: ignore[method-assign]
+def without_instructions(sums: ring_sum.RingSums, *what: Any) -> Any:
+    """To add with: it is done in Python."""
+    table = tables(sums, *what)
+    table[Entry.ADD] = table[Entry.ADD_PAST] = 0
+    return table
 
 
 def said(call: Callable[[], object]) -> None:
@@ -297,11 +312,15 @@ def said(call: Callable[[], object]) -> None:
         print(f"{bps.rank()}: {type(error).__name__}: {error}\n", end="", flush=True)
 
 
+def run_out_of_memory() -> None:
+    raise MemoryError("of this rank")
+
+
 def left() -> None:
     """One rank leaves a sum, and does something else: the others hear of it when they have waited for long enough."""
     assert same(bps.push_pull(mine(), average=False, name="x"), total())
     if bps.rank() == 0:
-        break_off(MemoryError("of this rank"))
+        in_the_middle(run_out_of_memory)
     said(lambda: bps.push_pull(mine(), average=False, name="x"))
     said(bps.barrier)
 
@@ -309,7 +328,7 @@ def left() -> None:
 def die() -> None:
     """In the middle of the next sum."""
     if IS_LARGE:
-        ring_sum.RingSum._add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        in_the_middle(lambda: os.kill(os.getpid(), signal.SIGKILL))
     else:
         Talk.say = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
@@ -344,6 +363,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     run.__name__: run
     for run in (
         dtypes,
+        added_in_python,
         sizes,
         who_is_not_at_hand,
         nobody_is_kept_waiting,
@@ -363,9 +383,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    ring_sum.CORES = 64
-    ring_sum.SLOT_BYTES = by_name.SLOT_BYTES = 256 << 10
-    ring_sum.CHUNK_BYTES = 128 << 10
+    suiting.CORES = 64
     count_shared()
     bps.init()
     for word in sys.argv[1:]:

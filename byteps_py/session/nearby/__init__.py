@@ -16,7 +16,7 @@ two passes over memory and one wake-up. What is small travels in the message its
 from byteps_py.session.nearby.ledger import Stream
 from byteps_py.session.nearby.neighbours import WINDOW, Neighbours
 from byteps_py.session.nearby.receipts import Receipt, Span
-from byteps_py.session.nearby.ring import Ring, Slot
+from byteps_py.session.nearby.ring import Ring
 from byteps_py.session.nearby.talk import Talk
 
-__all__ = ["WINDOW", "Neighbours", "Receipt", "Ring", "Slot", "Span", "Stream", "Talk"]
+__all__ = ["WINDOW", "Neighbours", "Receipt", "Ring", "Span", "Stream", "Talk"]

@@ -21,6 +21,7 @@ class Kind(enum.IntEnum):
     TAKEN = 4  # parcel ``id``, of the one this is said to, is not needed any more
     SEGMENT = 5  # memory of the sender: its number (``segment``), its size (``total``), and its descriptor
     JOINED = 6  # the sender has no more data: nothing of this era comes after this
+    LOOK = 7  # the sender has laid something for which the one this is said to sleeps (ring.py)
 
 
 class Message(NamedTuple):

@@ -42,7 +42,7 @@ WINDOW = 4
 _ALL = "the ranks of this machine"
 _MEETING_S = 60.0
 
-_INLINE, _LAID, _MORE, _TAKEN, _SEGMENT, _JOINED = map(int, Kind)
+_INLINE, _LAID, _MORE, _TAKEN, _SEGMENT, _JOINED, _LOOK = map(int, Kind)
 
 
 class Neighbours:
@@ -195,11 +195,11 @@ class Neighbours:
                 outbox.send(record, segment.fd)
             outbox.announced += len(segments)
 
-    def ring(self, others: Sequence[int], slot_bytes: int) -> Ring:
-        """For operations in which all of a group send to all, step by step. Its slots are there with the first one."""
+    def ring(self, stream: Stream, slot_bytes: int) -> Ring:
+        """For operations in which all of a group give to all, step by step. Its slots are there with the first one."""
         self._sweep()
         return Ring(
-            self._me, self._first_rank, others, slot_bytes, self._books, self._ledger, self._outgoing, self._incoming,
+            self._me, self._first_rank, stream, slot_bytes, self._books, self._ledger, self._outgoing, self._incoming,
             self._outboxes, self._patience, self._announce,
         )  # fmt: skip
 
@@ -353,6 +353,8 @@ class Neighbours:
             source = message.source
             if source == self._me or source >= self._local_size:
                 raise ProtocolError(f"local rank {source} is no neighbour of local rank {self._me}: {message}")
+            if message.kind == _LOOK:
+                return True  # who waits looks whenever something has come
             if message.kind == _SEGMENT:
                 if fd < 0:
                     raise ProtocolError(f"local rank {source} told of memory without its descriptor")

@@ -1,50 +1,55 @@
-"""Two slots in which a rank lays, step by step, what the other ranks of a group are to have, while they do the same.
+"""Memory in which the ranks of a group lay, step by step, what the others are to have, while they do the same: two
+slots of each, and a few lines that say how far it is.
 
 So a tensor of any size needs no more shared memory than that, and what is laid is read while it is in the caches.
 Nobody says that a slot has been read: who lays a step has read all of the others' steps before it.
 
     wait until all others have laid step s - 1, for which they have read step s - 2 of this rank
     read step s - 1 of the others; write step s where step s - 2 was; lay it
+
+How far a rank is stands in memory, so to lay a step is to write a word, and to wait is to look at one. Who has looked
+for long enough writes down that it sleeps, and whoever lays a step sends it a message. The steps themselves are taken
+by compiled instructions (byteps_py/torch/shares/steps.py); here is what comes before, between and after them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
-from byteps_py.errors import JoinedError, MismatchError
+from byteps_py.errors import JoinedError, MismatchError, ProtocolError
 from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.ledger import Ledger, Parcel, Stream
+from byteps_py.session.nearby.ledger import Ledger, Stream
 from byteps_py.session.nearby.memory import Incoming, Outgoing
 from byteps_py.session.nearby.messages import Kind
 from byteps_py.session.nearby.post import Outbox
 from byteps_py.session.nearby.receipts import joined
 from byteps_py.session.nearby.waiting import Patience, Wait
-from byteps_py.shm import Block, Segment
+from byteps_py.shm import PAGE, Block, Segment
+from byteps_py.tensors import key_of
 
 SLOTS = 2
-_LAID, _MORE = int(Kind.LAID), int(Kind.MORE)
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """``address``: where its ``memory`` lies in this process."""
-
-    address: int
-    memory: memoryview
+#: Where a rank's control lines have what: steps laid so far, in all operations of its era; whether it sleeps; what the
+#: operation under way is, and the one before or after it. Nobody else writes there.
+WORD, ASLEEP, RECORDS = 0, 64, 128
+#: An era's words begin here; within one, nobody is ahead of others by more than that.
+_ERA, AHEAD = 40, 1 << 39
+_RECORD = struct.Struct("=QQ")  # key, bytes of the tensor
+_LAID, _LOOK = int(Kind.LAID), int(Kind.LOOK)
 
 
 class Ring:
-    """Of one group: ``others`` are the local ranks of its other members. ``first_rank``: the global rank of local rank
-    0. ``announce`` tells a neighbour of memory. One operation at a time, all members' in the same order."""
+    """Of one group, whose other members' local ranks are those of ``stream``, which has no other use. ``first_rank``:
+    the global rank of local rank 0. ``announce`` tells a neighbour of memory. One operation at a time, all members' in
+    the same order; one thread at a time."""
 
     def __init__(
         self,
         me: int,
         first_rank: int,
-        others: Sequence[int],
+        stream: Stream,
         slot_bytes: int,
         books: threading.Lock,
         ledger: Ledger,
@@ -54,147 +59,178 @@ class Ring:
         patience: Patience,
         announce: Callable[[Outbox], None],
     ) -> None:
-        self._me, self._first_rank, self._others, self._slot_bytes = me, first_rank, others, slot_bytes
+        self._me, self._first_rank, self._stream, self.slot_bytes = me, first_rank, stream, slot_bytes
         self._books, self._ledger, self._outgoing, self._incoming = books, ledger, outgoing, incoming
         self._outboxes, self._patience, self._announce = outboxes, patience, announce
-        self.block: Block | None = None  # where its slots are
-        self._mine: list[Slot] = []
-        self._theirs: dict[int, tuple[tuple[int, int], list[Slot]]] = {}  # by source; where they are: segment, offset
+        self.block: Block | None = None  # where its lines and slots are
+        self._segments: dict[int, Segment] = {}  # by local rank: those with members' lines and slots
+        #: Where members have them, once all know each other: by local rank, addresses.
+        self.controls: dict[int, int] = {}
         self._era = -1
         self._first = 0  # steps of operations before this one, in this era
+        self._operations = 0  # before this one, in this era
         # Of the operation under way:
-        self._stream: Stream | None = None
-        self._steps = self._laid = self._id = 0
-        self._numbers: dict[int, int] = {}
-        self._parcels: dict[int, Parcel] = {}
+        self.key = self._nbytes = self._steps = 0
+        self._name = ""
         self._wait: Wait | None = None
 
-    def prepare(self) -> None:
-        """The first step of the next operation may be written from now on, whether or not it comes to it."""
-        if self._era != self._ledger.era:
-            self._era, self._first = self._ledger.era, 0
-        if self.block is None:
-            with self._books:
-                self.block, segment = self._outgoing.allocate(SLOTS * self._slot_bytes)
-            self._mine = self._slots(segment, self.block.offset)
+    @property
+    def others(self) -> list[int]:
+        return list(self._stream.flows)
 
-    def begin(self, stream: Stream, steps: int, name: str = "") -> None:
-        """The next operation: every member lays ``steps`` steps in it. ``name``: what to call it where somebody waits
-        for it too long; that of the stream by default. Raises JoinedError if one has no more data."""
-        ledger = self._ledger
-        if missing := [source for source in self._others if source in ledger.joined]:
-            raise self._joined(stream, missing[0])
-        self.prepare()
-        with self._books:
-            self._id = ledger.new_id()
-        self._stream, self._steps, self._laid = stream, steps, 0
-        self._numbers = {source: stream.expect(source) for source in self._others}
-        self._parcels = {}
-        self._wait = Wait(name or stream.name, max(self._numbers.values()), self._missing)
+    @property
+    def era(self) -> int:
+        """Since when members have known each other; a new one begins once all have joined."""
+        return self._era
 
-    def mine(self, step: int) -> Slot:
-        """Where this rank lays ``step``."""
-        return self._mine[(self._first + step) % SLOTS]
+    @property
+    def base(self) -> int:
+        """What this rank's word was when the operation began."""
+        return (self._era << _ERA) + self._first
+
+    @property
+    def record(self) -> int:
+        """Where members have that of the operation, within their control lines."""
+        return RECORDS + self._operations % 2 * _RECORD.size
 
     @property
     def knows_all(self) -> bool:
-        """Where the others' slots are, from an operation before. Who has heard by other means that all others have
-        written their first step need not wait for it."""
-        return len(self._theirs) == len(self._others)
+        """All members know where the others' slots are."""
+        return self._era == self._ledger.era and len(self.controls) > len(self._stream.flows)
 
-    def theirs(self, source: int, step: int) -> Slot:
-        """Where a member has laid ``step``, for which this rank has waited."""
-        return self._theirs[source][1][(self._first + step) % SLOTS]
+    def slots(self, local_rank: int) -> int:
+        """The address of a member's slots, which lie side by side. Of this rank, once ``prepare`` has been called; of
+        others, if it ``knows_all``."""
+        return self.controls[local_rank] + PAGE
 
-    def lay(self, steps: int = 1) -> None:
-        """The next step, or so many, is written, and what the others have laid before it has been read: tell them."""
-        block, stream, era = self.block, self._stream, self._ledger.era
-        if block is None or stream is None:
-            raise ValueError("lay() without begin()")
-        is_more, self._laid = self._laid > 0, self._laid + steps
-        ready, total = self._laid * self._slot_bytes, self._steps * self._slot_bytes
-        for target in self._others:
+    def prepare(self) -> None:
+        """The first step of the next operation may be written from now on, whether or not it comes to it."""
+        if self._era == self._ledger.era:
+            return
+        if self.block is None:
+            with self._books:
+                self.block, segment = self._outgoing.allocate(PAGE + SLOTS * self.slot_bytes)
+            self._segments[self._me] = segment
+            ctypes.memset(self.block.address, 0, PAGE)
+        self._era, self._first, self._operations = self._ledger.era, 0, 0
+        self.controls = {self._me: self.block.address}
+        for target in self._stream.flows:
             outbox = self._outboxes[target]
-            if is_more:
-                outbox.send(messages.pack(_MORE, self._me, era, 0, 0, 0, total, ready, self._id, 0, -1))
-                continue
-            if outbox.announced <= block.segment:
+            if outbox.announced <= self.block.segment:
                 self._announce(outbox)
-            outbox.send(
-                messages.pack(
-                    _LAID, self._me, era, block.segment, stream.key, stream.send(target), total, ready, self._id,
-                    block.offset, self._first,
-                )
-            )  # fmt: skip
+            nbytes, number = self.block.nbytes, self._stream.send(target)
+            where = self.block.segment, self._stream.key, number, nbytes, nbytes, 0, self.block.offset
+            outbox.send(messages.pack(_LAID, self._me, self._era, *where, self.slot_bytes))
 
-    def await_step(self, step: int, timeout_s: float) -> None:
-        """Return when all other members have laid ``step``. Raises StallError, MismatchError (they do something else),
-        JoinedError (one has no more data; nobody has laid more than the first step), ProtocolError and what ends the
-        session."""
-        deadline = time.monotonic() + timeout_s
-        ready = (step + 1) * self._slot_bytes
-        for source in self._others:
-            parcel = self._parcels.get(source)
-            if parcel is None or parcel.ready < ready:
-                self._await(source, ready, deadline)
+    def begin(self, name: str, nbytes: int, steps: int) -> None:
+        """The next operation, of a tensor of ``nbytes``: every member lays ``steps`` steps. ``name``: what all call it.
+        Raises JoinedError if one has no more data."""
+        if missing := [source for source in self.others if source in self._ledger.joined]:
+            raise joined(name, self._first_rank + missing[0])
+        self.prepare()
+        self.key, self._name, self._nbytes, self._steps = key_of(name), name, nbytes, steps
+        _RECORD.pack_into(self._lines(self._me), self.record, self.key, nbytes)
+        self._wait = Wait(name, self._operations + 1, self._missing)
+
+    def meet(self, timeout_s: float) -> None:
+        """Return when this rank ``knows_all``. Raises StallError, JoinedError (one has no more data), ProtocolError and
+        what ends the session."""
+        flows = self._stream.flows
+        if self._wait is None:
+            raise ValueError("meet() without begin()")
+
+        def unknown() -> list[int]:
+            return [source for source in flows if source not in self.controls and not flows[source].parcels]
+
+        def has_come() -> bool:
+            return not (missing := unknown()) or not self._ledger.joined.isdisjoint(missing)
+
+        if not has_come():
+            self._patience.until(has_come, self._wait, timeout_s)
+        if missing := unknown():
+            raise self._joined(min(self._ledger.joined.intersection(missing)))
+        for source, flow in flows.items():
+            for number, parcel in list(flow.parcels.items()):
+                segment = self._incoming.find(source, parcel.segment, parcel.offset + parcel.total)
+                if parcel.due != self.slot_bytes or parcel.total < PAGE + SLOTS * self.slot_bytes:
+                    raise ProtocolError(f"local rank {source} has slots of {parcel.due} bytes, not {self.slot_bytes}")
+                self._segments[source] = segment
+                self.controls[source] = segment.address + parcel.offset
+                del flow.parcels[number]
+
+    def patience_s(self) -> float:
+        """For how long to look for the others' next step before ``sleep`` is called."""
+        return self._patience.look_s()
+
+    def looked(self, in_vain: bool) -> None:
+        """What came of it, if it was any time at all."""
+        self._patience.looked(in_vain)
+
+    def sleep(self, step: int, timeout_s: float) -> None:
+        """Return when all other members have laid so many steps of this operation, for which this rank has written down
+        that it sleeps. Raises StallError, JoinedError (one has no more data; nobody has laid more than the first step)
+        and what ends the session."""
+        if self._wait is None:
+            raise ValueError("sleep() without begin()")
+        word = self.base + step
+
+        def has_come() -> bool:
+            return all(self._has_laid(source, word) for source in self.others) or bool(self._absent())
+
+        self._patience.until(has_come, self._wait, timeout_s, has_looked=True)
+        if absent := self._absent():
+            raise self._joined(absent[0])
+
+    def wake(self) -> None:
+        """Whoever sleeps."""
+        for target in self.others:
+            if ctypes.c_uint64.from_address(self.controls[target] + ASLEEP).value:
+                self._outboxes[target].send(messages.pack(_LOOK, self._me, self._era, 0, 0, 0, 0, 0, 0, 0, -1))
+
+    def difference(self) -> MismatchError:
+        """Somebody carries out another operation at this place of the order."""
+        own = self.key, self._nbytes
+        for source in self.others:
+            key, nbytes = _RECORD.unpack_from(self._lines(source), self.record)
+            if (key, nbytes) != own:
+                what = f"adds {nbytes} bytes, rank {self._first_rank + self._me} {self._nbytes}"
+                if key != self.key:
+                    what = "is in another operation"
+                return MismatchError(
+                    f"tensor {self._name!r}: rank {self._first_rank + source} {what}; call the same operations in the "
+                    "same order on every rank"
+                )
+        return MismatchError(f"tensor {self._name!r}: not all ranks are in the same operation")
 
     def end(self) -> None:
         """All steps of all have been laid, and read."""
-        if self._stream is None or self._wait is None:
-            return
-        for source, number in self._numbers.items():
-            del self._stream.flows[source].parcels[number]
-        self._patience.ended(self._wait)
-        self._first += self._steps
-        self._stream = None
-
-    def _slots(self, segment: Segment, offset: int) -> list[Slot]:
-        begins = [offset + number * self._slot_bytes for number in range(SLOTS)]
-        return [Slot(segment.address + begin, segment.view[begin : begin + self._slot_bytes]) for begin in begins]
-
-    def _missing(self) -> list[int]:
-        least = min((parcel.ready for parcel in self._parcels.values()), default=0)
-        return [s for s in self._others if s not in self._parcels or self._parcels[s].ready == least]
-
-    def _await(self, source: int, ready: int, deadline: float) -> None:
-        stream, wait = self._stream, self._wait
-        if stream is None or wait is None:
-            raise ValueError("await_step() without begin()")
-        parcels, number = stream.flows[source].parcels, self._numbers[source]
-
-        def has_come() -> bool:
-            parcel = parcels.get(number)
-            return bool(self._absent(stream)) if parcel is None else parcel.ready >= ready
-
-        if not has_come():
-            self._patience.until(has_come, wait, deadline - time.monotonic())
-        parcel = parcels.get(number)
-        if parcel is None:  # perhaps it knows already that another one has joined
-            raise self._joined(stream, self._absent(stream)[0])
-        if source not in self._parcels:
-            self._check(source, parcel)
-            where = parcel.segment, parcel.offset
-            if source not in self._theirs or self._theirs[source][0] != where:
-                segment = self._incoming.find(source, parcel.segment, parcel.offset + SLOTS * self._slot_bytes)
-                self._theirs[source] = where, self._slots(segment, parcel.offset)
-            self._parcels[source] = parcel
-
-    def _check(self, source: int, parcel: Parcel) -> None:
-        own = (self._first, self._steps * self._slot_bytes)
-        if (parcel.due, parcel.total) != own:
-            name = self._stream.name if self._stream is not None else ""
-            raise MismatchError(
-                f"tensor {name!r}: rank {self._first_rank + source} lays {parcel.total} bytes after {parcel.due} "
-                f"steps, rank {self._first_rank + self._me} {own[1]} after {own[0]}; call the same operations in the "
-                "same order on every rank"
-            )
-
-    def _absent(self, stream: Stream) -> list[int]:
-        """Members that have joined, and have not begun this operation."""
-        gone, flows = self._ledger.joined, stream.flows
-        return [s for s in self._others if s in gone and self._numbers[s] not in flows[s].parcels]
-
-    def _joined(self, stream: Stream, source: int) -> JoinedError:
         if self._wait is not None:
             self._patience.ended(self._wait)
-        return joined(stream.name, self._first_rank + source)
+        self._first += self._steps
+        self._operations += 1
+        self._wait = None
+
+    def _lines(self, local_rank: int) -> ctypes.Array[ctypes.c_char]:
+        return (ctypes.c_char * PAGE).from_address(self.controls[local_rank])
+
+    def _has_laid(self, source: int, word: int) -> bool:
+        return 0 <= self._laid(source) - word < AHEAD
+
+    def _laid(self, source: int) -> int:
+        return int(ctypes.c_uint64.from_address(self.controls[source] + WORD).value)
+
+    def _missing(self) -> list[int]:
+        if not self.knows_all:
+            return [source for source in self.others if source not in self.controls]
+        laid = {source: self._laid(source) for source in self.others}
+        return [source for source in self.others if laid[source] == min(laid.values())]
+
+    def _absent(self) -> list[int]:
+        """Members that have joined, and have not begun this operation."""
+        gone = self._ledger.joined
+        return [source for source in self.others if source in gone and not self._has_laid(source, self.base + 1)]
+
+    def _joined(self, source: int) -> JoinedError:
+        if self._wait is not None:
+            self._patience.ended(self._wait)
+        return joined(self._name, self._first_rank + source)

@@ -83,16 +83,23 @@ class Patience:
         self._me = local_rank
         self._first_rank = first_rank
         self._take_message = take_message
-        # Where ranks have to share cores, one that looks again and again keeps another from coming.
-        self._spin_s = SPIN_S if local_size <= len(os.sched_getaffinity(0)) else 0.0
         self._looks = Looks()
         self._waits = 0
 
-    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float) -> None:
-        """Return when ``condition`` holds. Raises StallError and what ends the session."""
+    def look_s(self) -> float:
+        """How long to look before the next wait, for who does so by itself and then says what came of it."""
+        return SPIN_S if self._looks.is_due() else 0.0
+
+    def looked(self, in_vain: bool) -> None:
+        self._looks.ended(paid=not in_vain)
+
+    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool = False) -> None:
+        """Return when ``condition`` holds. ``has_looked``: the caller has done so by itself. Raises StallError and what
+        ends the session."""
         host = self._host
         host.check_open()
-        if self._spin_s and timeout_s > self._spin_s and self._looks.is_due() and self._spin(condition):
+        is_to_look = not has_looked and timeout_s > SPIN_S and bool(self.look_s())
+        if is_to_look and self._spin(condition):
             return
         if not wait.since:
             wait.since = time.monotonic()
@@ -122,7 +129,7 @@ class Patience:
         host = self._host
         with host.state:
             host.check_open()
-            limit = time.perf_counter() + self._spin_s
+            limit = time.perf_counter() + SPIN_S
             while not host.is_being_read:
                 if self._take_message():
                     if condition():
@@ -131,6 +138,8 @@ class Patience:
                 elif time.perf_counter() > limit:
                     self._looks.ended(paid=False)
                     break
+                else:
+                    os.sched_yield()  # to a rank that shares this core, or to the service
         return condition()
 
     def _tell(self, wait: Wait) -> None:

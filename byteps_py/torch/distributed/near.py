@@ -22,7 +22,7 @@ from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.places import Kind
 from byteps_py.torch.distributed.work import Pending, Surroundings
-from byteps_py.torch.shares.ring_sum import SLOT_BYTES
+from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSums
 
 if TYPE_CHECKING:
     from byteps_py.torch.distributed.detours import Detour
@@ -107,7 +107,9 @@ class Near:
         self.detours: deque[Detour] = deque()  # under way, in the order of the calls
         self.turning = threading.RLock()
         #: For large sums, and those under way, in the order of the calls. It goes on after members have joined.
-        self.ring = neighbours.ring(self._all, SLOT_BYTES)
+        ring = neighbours.ring(neighbours.stream(f"{members.prefix}.ring", self._all), SLOT_BYTES)
+        ranks = {members.position: members.session.local_rank, **self.others}
+        self.ring_sums = RingSums(ring, members.position, ranks)
         self.sums: deque[NearSum] = deque()
         self._has_met = False
         neighbours.meet(self._meeting, self._all)
@@ -212,7 +214,9 @@ class Near:
     def close(self) -> None:
         """The group has ended here."""
         if not self.sums:
-            self.neighbours.retire(self.ring, self.neighbours.stream(f"{self._members.prefix}.ring.over", self._all))
+            self.neighbours.retire(
+                self.ring_sums.ring, self.neighbours.stream(f"{self._members.prefix}.ring.over", self._all)
+            )
 
     def await_meeting(self, timeout_s: float) -> None:
         """Return when all members can be reached. Raises StallError and what ends the session."""

@@ -26,8 +26,9 @@ from byteps_py.torch.distributed.near_rings import NearRings, NearSum
 from byteps_py.torch.distributed.places import Kind
 from byteps_py.torch.distributed.work import Done, Pending
 from byteps_py.torch.dtypes import is_plain
-from byteps_py.torch.shares import ring_sum
 from byteps_py.torch.shares.adding import add_up
+from byteps_py.torch.shares.ring_sum import is_able
+from byteps_py.torch.shares.suiting import has_cores, may_share
 
 #: What comes from all others together: up to 256 KB this way is the faster one with 2 ranks on 2 cores.
 MOST_BYTES = 128 << 10
@@ -48,13 +49,14 @@ class NearReductions:
 
     def suits(self, kind: Kind, tensors: Tensors) -> bool:
         """All members answer alike, but for memory that is laid out unusually: theirs must be laid out alike."""
-        nbytes = self._coming(kind, tensors)
+        coming = self._coming(kind, tensors)
         is_exact = tensors[0].is_floating_point() or not kind.average
-        return (
-            ring_sum.has_cores(self._count) and kind.op is Op.SUM and is_exact and nbytes > 0
-            and (nbytes <= MOST_BYTES or not kind.scatters)
-            and all(tensor.is_cpu for tensor in tensors)
-        )  # fmt: skip
+        if kind.op is not Op.SUM or not is_exact or not coming or not all(tensor.is_cpu for tensor in tensors):
+            return False
+        if coming <= MOST_BYTES:
+            return has_cores(self._count)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        return not kind.scatters and may_share(self._count, nbytes) and is_able()
 
     def goes_in_shares(self, kind: Kind, tensors: Tensors) -> bool:
         """Of what suits: everybody adds a share."""

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 
 from byteps_py.errors import JoinedError, StallError
-from byteps_py.session.nearby import Stream
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
 from byteps_py.torch.distributed.places import Kind
@@ -27,7 +26,6 @@ class NearRings:
 
     def __init__(self, members: Members, near: Near) -> None:
         self.near = near
-        self.own = members.position
         self.failure: Exception | None = None  # of an operation which other members may have carried on
         self._prefix = members.prefix
         self._lock = threading.Lock()
@@ -49,8 +47,7 @@ class NearRings:
         near, name = self.near, f"{self._prefix}.ring.{place}"
         with self._lock:
             near.around.check()
-            stream = near.neighbours.stream(name, near.others.values())
-            work = NearSum(self, stream, source, target, kind.average, what, outputs, timeout_s, finish, agreement)
+            work = NearSum(self, name, source, target, kind.average, what, outputs, timeout_s, finish, agreement)
             work.number = near.around.journal.record((what, kind), name)
             near.sums.append(work)
             return work
@@ -67,7 +64,7 @@ class NearSum(Pending):
     def __init__(
         self,
         rings: NearRings,
-        stream: Stream,
+        name: str,
         source: torch.Tensor,
         target: torch.Tensor | None,
         average: bool,
@@ -80,7 +77,7 @@ class NearSum(Pending):
         super().__init__(rings.near.around, what, outputs, timeout_s)
         self._rings = rings
         near = rings.near
-        self._sum: RingSum | None = RingSum(near.ring, stream, rings.own, near.others, source, target, average)
+        self._sum: RingSum | None = RingSum(near.ring_sums, source, target, average, name)
         self._finish = finish
         self._agreement = agreement
 

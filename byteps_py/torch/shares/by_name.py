@@ -23,7 +23,8 @@ from byteps_py.torch.context import Context
 from byteps_py.torch.dtypes import is_plain
 from byteps_py.torch.shares.adding import add_up
 from byteps_py.torch.shares.offers import IS_ABSENT, Rounds
-from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSum, has_cores
+from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSum, RingSums, is_able
+from byteps_py.torch.shares.suiting import may_share
 
 #: What comes from all others together, in messages: in shares, 128 KB take 1.4 times as long with 2 ranks on 2 cores.
 MOST_BYTES = 128 << 10
@@ -44,13 +45,14 @@ def is_among_neighbours(session: Session, ranks: Sequence[int]) -> bool:
     """Whether ranks tell each other about operations of ``ranks``. All of these answer alike."""
     first = session.rank - session.local_rank
     is_local = first <= ranks[0] and ranks[-1] < first + session.local_size
-    return is_local and len(ranks) > 1 and has_cores(session.local_size) and session.nearby is not None
+    return is_local and len(ranks) > 1 and may_share(session.local_size) and session.nearby is not None
 
 
-def can_be_offered(spec: TensorSpec) -> bool:
-    """Whether ranks can add ``spec`` up among themselves. All answer alike, wherever their tensors lie."""
+def can_be_offered(session: Session, spec: TensorSpec) -> bool:
+    """Whether ranks should add ``spec`` up among themselves. All answer alike, wherever their tensors lie."""
     is_exact = spec.dtype.is_floating or not spec.average
-    return spec.op is Op.SUM and not spec.scatters and is_exact and spec.nbytes > 0
+    is_sum = spec.op is Op.SUM and not spec.scatters and is_exact and spec.nbytes > 0
+    return is_sum and may_share(session.local_size, spec.nbytes)
 
 
 class SharedSums:
@@ -125,8 +127,8 @@ class _Circle:
         self.text = ", ".join(map(str, ranks))
         self._all = tuple(self.others.values())
         self._name = f"sums in shares among ranks {self.text}#{session.incarnation}"
-        self._stream = neighbours.stream(self._name, self._all)
-        self._ring = neighbours.ring(self._all, SLOT_BYTES)
+        ring = neighbours.ring(neighbours.stream(self._name, self._all), SLOT_BYTES)
+        self._sums = RingSums(ring, self.own, {self.own: session.local_rank, **self.others})
         self._is_taken = False
 
     def take(self) -> bool:
@@ -139,7 +141,7 @@ class _Circle:
 
     def shares(self, source: torch.Tensor, target: torch.Tensor, average: bool, name: str) -> RingSum:
         """Of flat and plain tensors, for who has taken the circle. Its first chunk is given."""
-        work = RingSum(self._ring, self._stream, self.own, self.others, source, target, average, name)
+        work = RingSum(self._sums, source, target, average, name)
         work.give()
         return work
 
@@ -148,7 +150,7 @@ class _Circle:
         work.run(time.monotonic() + self.timeout_s)
 
     def retire(self) -> None:
-        self.neighbours.retire(self._ring, self.neighbours.stream(f"{self._name}, over", self._all))
+        self.neighbours.retire(self._sums.ring, self.neighbours.stream(f"{self._name}, over", self._all))
 
 
 class _Name:
@@ -177,7 +179,7 @@ class _Name:
         to go through the service; None if that is known already."""
         circle, rounds, talk = self._circle, self._rounds, self._talk
         is_small = spec.nbytes * len(circle.others) <= MOST_BYTES
-        is_taken = not is_small and circle.take()
+        is_taken = not is_small and is_able() and circle.take()
         is_under_way = False
         try:
             if spec is not self._spec:

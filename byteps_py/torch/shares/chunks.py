@@ -31,15 +31,16 @@ class Chunks:
         #: Elements that a slot has for each member.
         self.room = slot_bytes // members // _LINE * line
         self._elements = count
-        self._share = -(-count // members // line) * line
+        #: Elements that a member adds; the last ones may have fewer.
+        self.share = -(-count // members // line) * line
         #: Chunks of each share.
-        self.count = -(-self._share // self.room)
+        self.count = -(-self.share // self.room)
         #: That a member lays.
         self.steps = self.count + 1
 
     def of(self, position: int, chunk: int) -> tuple[int, int]:
         """(first element, how many) of a chunk of the share that the member at ``position`` adds; the last shares may
         be shorter, or nothing."""
-        first = min(position * self._share + chunk * self.room, self._elements)
-        end = min((position + 1) * self._share, first + self.room, self._elements)
+        first = min(position * self.share + chunk * self.room, self._elements)
+        end = min((position + 1) * self.share, first + self.room, self._elements)
         return first, max(0, end - first)

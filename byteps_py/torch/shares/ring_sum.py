@@ -10,129 +10,158 @@ One thread at a time.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Mapping
 
 import torch
 
 from byteps_py import streaming
-from byteps_py.session.nearby import Ring, Stream
-from byteps_py.torch.shares.adding import add_to_both
+from byteps_py.instructions import Compiled, address_of
+from byteps_py.session.nearby import Ring
+from byteps_py.torch.shares.adding import add_to_both, kernels
 from byteps_py.torch.shares.chunks import Chunks
+from byteps_py.torch.shares.table import Entry, Status, new_table, rows_at, slots_at
 
-#: What is not larger than a slot goes in one chunk: with 4 MB that takes 0.92 to 0.96 of the time of two, with 8 MB 1.3
-#: times as long.
-SLOT_BYTES = 4 << 20
-#: Of larger ones. Of what two members have in two slots, half is being written, half read, and all stays in caches of
-#: 8 MB: twice as much is 15 to 25 % slower, half as much no faster.
-CHUNK_BYTES = 2 << 20
-#: Where ranks have to share cores, steps for which all wait are no faster than the service, and far slower at times (4
-#: ranks on 2 cores, 16 MB: 9.8 to 21 ms instead of 9.8 to 12). Not those of this process alone: all ranks of a machine
-#: decide alike.
-CORES = os.sysconf("SC_NPROCESSORS_ONLN")
-#: For each 2 MB everybody tells all others: with more, the messages (5 µs each) would take as long as the copies.
-_MOST_MEMBERS = 32
+#: What a member lays in a step. Measured with 2 and 4 members: half and twice as much take up to 1.15 times as long,
+#: four times as much 1.3 times.
+SLOT_BYTES = 128 << 10
 
 
-def has_cores(members: int) -> bool:
-    """Whether so many members of a group on one machine, which all answer alike, should add in shares."""
-    return 1 < members <= min(CORES, _MOST_MEMBERS)
+def _build() -> Callable[[int], None]:
+    from byteps_py.torch.shares.steps import compile_steps
+
+    return compile_steps()
+
+
+_steps = Compiled("steps", _build, "large sums go through the communication service")
+
+
+def prepare() -> None:
+    """Have the instructions compiled, unless they are. Returns at once."""
+    _steps.prepare()
+    streaming.prepare()
+
+
+def is_able() -> bool:
+    """Whether sums can go in shares, once that is known. All ranks of a machine answer alike."""
+    prepare()
+    return _steps.is_ready() and streaming.is_ready()
+
+
+class RingSums:
+    """Those of one ring, one at a time, if it ``is_able``. ``own``: this member's position; ``ranks``: the local ranks
+    of all, by position."""
+
+    def __init__(self, ring: Ring, own: int, ranks: Mapping[int, int]) -> None:
+        self.ring, self.own, self.ranks = ring, own, ranks
+        self._tables: dict[tuple[torch.dtype, bool], array[int]] = {}
+        self._era = -1  # of these
+
+    def table(self, dtype: torch.dtype, average: bool) -> array[int]:
+        """For sums of ``dtype``, with what does not depend on the tensor. The ring knows all its members."""
+        if self._era != self.ring.era:
+            self._era = self.ring.era
+            self._tables.clear()
+        table = self._tables.get((dtype, average))
+        if table is None:
+            members = len(self.ranks)
+            table = new_table(members)
+            for position, local_rank in self.ranks.items():
+                table[Entry.CONTROLS + position] = self.ring.controls[local_rank]
+                table[slots_at(members) + position] = self.ring.slots(local_rank)
+            table[Entry.OWN], table[Entry.SLOT_BYTES] = self.own, self.ring.slot_bytes
+            table[Entry.STREAM] = streaming.address()
+            compiled = kernels(dtype, members, average)
+            if compiled is not None:
+                compiled.prepare()
+                if compiled.ready is not None:
+                    table[Entry.ADD], table[Entry.ADD_PAST] = map(address_of, compiled.ready)
+            if compiled is None or compiled.ready is not None:
+                self._tables[dtype, average] = table
+        return table[:]
 
 
 class RingSum:
     """Of everybody's ``source``, flat and plain, into ``target``, which may be the same; None: for others only.
-
-    ``own``: this member's position; ``others``: the local ranks of the others, by position. ``name``: see Ring. It goes
-    on where it was if a wait for other members ends too early.
-    """
+    ``name``: what all members call it. It goes on where it was if a wait for other members ends too early."""
 
     def __init__(
-        self,
-        ring: Ring,
-        stream: Stream,
-        own: int,
-        others: Mapping[int, int],
-        source: torch.Tensor,
-        target: torch.Tensor | None,
-        average: bool,
-        name: str = "",
+        self, sums: RingSums, source: torch.Tensor, target: torch.Tensor | None, average: bool, name: str
     ) -> None:
-        self._ring, self._stream = ring, stream
-        self._own, self._others = own, others
-        self._source, self._target = source, target
-        self._average = average
-        self._name = name
-        chunk_bytes = SLOT_BYTES if source.nbytes <= SLOT_BYTES else CHUNK_BYTES
-        self._chunks = Chunks(source.numel(), source.itemsize, len(others) + 1, chunk_bytes)
-        self._room_bytes = self._chunks.room * source.itemsize
-        self._step = -1  # not begun
+        self._sums, self._ring = sums, sums.ring
+        self._source, self._target, self._average, self._name = source, target, average, name
+        self._chunks = Chunks(source.numel(), source.itemsize, len(sums.ranks), sums.ring.slot_bytes)
+        self._table: array[int] | None = None
         self._is_given = self._is_told = False
-
-    @property
-    def has_begun(self) -> bool:
-        return self._step >= 0
+        self.has_begun = False
 
     def give(self) -> None:
         """The first chunk, before it is sure that ``run`` follows. Who then calls that says that all others have done
         the same, so nobody waits for it."""
-        self._ring.prepare()
-        self._give(0)
+        ring, sums, chunks, source = self._ring, self._sums, self._chunks, self._source
+        ring.prepare()
+        itemsize, address = source.itemsize, source.data_ptr()
+        mine = ring.slots(sums.ranks[sums.own]) + ring.base % 2 * ring.slot_bytes
+        for position in sums.ranks:
+            if position != sums.own:
+                first, count = chunks.of(position, 0)
+                place = mine + position * chunks.room * itemsize
+                streaming.copy(place, address + first * itemsize, count * itemsize)
         self._is_given = True
 
     def run(self, deadline: float) -> None:
         """To its end. All members can be reached. Raises what the waits of the ring raise."""
-        ring, chunks = self._ring, self._chunks
-        if self._step < 0:
-            ring.begin(self._stream, chunks.steps, self._name)
+        ring = self._ring
+        if not self.has_begun:
+            ring.begin(self._name, self._source.nbytes, self._chunks.steps)
+            self.has_begun = True
             self._is_told = self._is_given and ring.knows_all
-            self._step = 1 if self._is_told else 0
-        while self._step <= chunks.steps:
-            step = self._step
-            is_told = self._is_told and step == 1
-            if step and not is_told:
-                ring.await_step(step - 1, deadline - time.monotonic())
-            if step < chunks.count and (step or not self._is_given):
-                self._give(step)
-            if 0 < step <= chunks.count:
-                self._add(step - 1)
-            if step > 1:
-                self._take(step - 2)
-            if step < chunks.steps:
-                ring.lay(2 if is_told else 1)
-            self._step += 1
+        if not ring.knows_all:
+            ring.meet(deadline - time.monotonic())
+        table = self._table = self._table or self._filled()
+        while (status := self._take_steps(table)) is not Status.DONE:
+            if status is Status.WAITS:
+                ring.sleep(table[Entry.STEP], deadline - time.monotonic())
+            elif status is Status.WAKE:
+                ring.wake()
+            elif status is Status.ADD:
+                self._add(table)
+            else:
+                raise ring.difference()
         ring.end()
 
-    def _give(self, chunk: int) -> None:
-        """Lay what others are to add."""
-        itemsize, address = self._source.itemsize, self._source.data_ptr()
-        mine = self._ring.mine(chunk).address
-        for position in self._others:
-            first, count = self._chunks.of(position, chunk)
-            streaming.copy(mine + position * self._room_bytes, address + first * itemsize, count * itemsize)
+    def _filled(self) -> array[int]:
+        ring, source, target, chunks = self._ring, self._source, self._target, self._chunks
+        table, itemsize = self._sums.table(source.dtype, self._average), source.itemsize
+        table[Entry.BASE], table[Entry.KEY], table[Entry.RECORD] = ring.base, ring.key, ring.record
+        table[Entry.STEP] = table[Entry.IS_TOLD] = self._is_told
+        table[Entry.CHUNKS] = chunks.count
+        table[Entry.SHARE], table[Entry.ROOM] = chunks.share * itemsize, chunks.room * itemsize
+        table[Entry.SOURCE], table[Entry.TOTAL] = source.data_ptr(), source.nbytes
+        table[Entry.TARGET] = 0 if target is None else target.data_ptr()
+        return table
 
-    def _add(self, chunk: int) -> None:
-        """Lay the sum of one's own share."""
-        ring, own = self._ring, self._own
-        first, count = self._chunks.of(own, chunk)
-        if not count:
-            return
-        itemsize, offset = self._source.itemsize, own * self._room_bytes
-        rows = [
-            ring.theirs(self._others[position], chunk).address + offset
-            if position != own
-            else self._source.data_ptr() + first * itemsize
-            for position in range(len(self._others) + 1)
-        ]
-        total = None if self._target is None else self._target.data_ptr() + first * itemsize
-        add_to_both(self._source.dtype, count, rows, total, ring.mine(chunk + 1).address + offset, self._average)
+    def _take_steps(self, table: array[int]) -> Status:
+        steps = _steps.ready
+        if steps is None:
+            raise RuntimeError("there are no instructions for steps; is_able() tells whether there are")
+        patience_s = self._ring.patience_s()
+        way = streaming.choice(table[Entry.ROOM])
+        table[Entry.PATIENCE_NS] = int(patience_s * 1e9)
+        table[Entry.IS_PAST], table[Entry.IS_TRY] = way.streams, way.is_try_due()
+        steps(table.buffer_info()[0])
+        for streamed, place in ((False, Entry.TOOK_NS), (True, Entry.TOOK_PAST_NS)):
+            if table[place + 1]:
+                way.took(streamed, table[place + 1], table[place] / 1e9)
+                table[place] = table[place + 1] = 0
+        status = Status(table[Entry.STATUS])
+        if patience_s:
+            self._ring.looked(in_vain=status is Status.WAITS)
+        return status
 
-    def _take(self, chunk: int) -> None:
-        """Copy the others' sums to where they belong."""
-        if self._target is not None:
-            itemsize, address = self._target.itemsize, self._target.data_ptr()
-            for position, local_rank in self._others.items():
-                first, count = self._chunks.of(position, chunk)
-                theirs = self._ring.theirs(local_rank, chunk + 1).address + position * self._room_bytes
-                ctypes.memmove(address + first * itemsize, theirs, count * itemsize)
+    def _add(self, table: array[int]) -> None:
+        """The chunk of the own share that the step before this one has brought."""
+        _, count = self._chunks.of(self._sums.own, table[Entry.STEP] - 1)
+        *rows, result, copy = table[rows_at(len(self._sums.ranks)) :]
+        add_to_both(self._source.dtype, count, rows, None if result == copy else result, copy, self._average)
