@@ -48,7 +48,7 @@ class Compiled(Generic[T]):
 
     def is_ready(self, timeout_s: float = 10.0) -> bool:
         """Whether it is there: once that is known, or within the time."""
-        if self._thread is not None:
+        if self.ready is None and self._thread is not None:
             self._thread.join(timeout_s)
         return self.ready is not None
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import zmq
 
+from byteps_py.looks import LOOK_S, Looks
+
 Callback = Callable[[], None]
 
 
@@ -33,6 +35,7 @@ class EventLoop:
         self._order = itertools.count()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
+        self._looks = Looks()
         self._stopped = False
 
     def add_reader(self, source: zmq.Socket[bytes] | int, callback: Callback) -> None:
@@ -96,7 +99,18 @@ class EventLoop:
             if self._poller is not None:
                 self._dispatch(self._poller.poll(timeout_ms), zmq.POLLOUT)
             else:
-                self._dispatch(self._epoll.poll(None if timeout_ms is None else timeout_ms / 1000), select.EPOLLOUT)
+                self._dispatch(self._await_events(timeout_ms), select.EPOLLOUT)
+
+    def _await_events(self, timeout_ms: int | None) -> list[tuple[int, int]]:
+        """Look for a while, if it pays; then sleep."""
+        if timeout_ms != 0 and self._looks.is_due():
+            limit = time.perf_counter() + LOOK_S
+            while not (events := self._epoll.poll(0)) and time.perf_counter() < limit:
+                os.sched_yield()
+            self._looks.ended(paid=bool(events))
+            if events:
+                return events
+        return self._epoll.poll(None if timeout_ms is None else timeout_ms / 1000)
 
     def _dispatch(self, events: list[tuple[Any, int]], writable: int) -> None:
         for source, event in events:

@@ -23,7 +23,7 @@ from byteps_py.session.nearby.memory import Incoming, Outgoing, size_class
 from byteps_py.session.nearby.messages import Kind, Message
 from byteps_py.session.nearby.neighbours import Neighbours
 from byteps_py.session.nearby.post import Inbox, Outbox
-from byteps_py.session.nearby.waiting import Looks
+from byteps_py.looks import Looks
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
 from byteps_py.worker.meetings import Introduce, Meetings, Tell

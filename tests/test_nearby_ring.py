@@ -19,12 +19,13 @@ from torch_values import same
 
 from byteps_py import streaming
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError, StallError
+from byteps_py.looks import LOOK_S
 from byteps_py.session.nearby import messages
 from byteps_py.session.nearby.ledger import Ledger
 from byteps_py.session.nearby.memory import Outgoing
 from byteps_py.session.nearby.messages import Kind, Message
 from byteps_py.session.nearby.ring import Ring
-from byteps_py.session.nearby.waiting import SPIN_S, Wait
+from byteps_py.session.nearby.waiting import Wait
 from byteps_py.shm import Segment
 from byteps_py.torch.shares import ring_sum, steps
 from byteps_py.torch.shares.chunks import Chunks
@@ -83,7 +84,7 @@ class Threads(Turns):
         self.sleeps = 0
 
     def look_s(self) -> float:
-        return random.choice([0.0, SPIN_S])
+        return random.choice([0.0, LOOK_S])
 
     def looked(self, in_vain: bool) -> None: ...
 

@@ -5,7 +5,9 @@ Rounding is to nearest, ties to even, once; NaN stays NaN. Every processor gives
 
 from __future__ import annotations
 
-from llvmlite import ir
+import sys
+
+from llvmlite import binding, ir
 
 from byteps_py.kernels.intrinsics import call
 
@@ -87,12 +89,16 @@ def round_float16(builder: ir.IRBuilder, wide: ir.Value) -> ir.Value:
 def _has_float16() -> bool:
     """Whether the processor converts float16. LLVM aborts the process where it would need a library for it.
 
-    x86 has done so since 2012, but virtual machines may hide it.
+    x86 has done so since 2012, but virtual machines may hide it, and users may tell numba not to use it. Processes that
+    have not loaded numba can't wait for that: their instructions are not compiled by it.
     """
-    from numba.core.registry import cpu_target  # here, as not all who use this file can wait for numba
-
-    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return not triple.startswith(("x86_64", "i686")) or "+f16c" in features.split(",")
+    if not binding.get_process_triple().startswith(("x86_64", "i686")):
+        return True
+    registry = sys.modules.get("numba.core.registry")
+    if registry is None:
+        return bool(binding.get_host_cpu_features().get("f16c", False))
+    _, _, features = registry.cpu_target.target_context.codegen().magic_tuple()
+    return "+f16c" in features.split(",")
 
 
 def _take(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, start: int, count: int) -> ir.Value:

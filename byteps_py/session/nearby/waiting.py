@@ -14,13 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from byteps_py.errors import StallError
+from byteps_py.looks import LOOK_S, Looks
 from byteps_py.session import protocol
 
-#: To be woken takes 50 µs here, to look at a socket 2: for as long as two wake-ups, it pays to look again and again.
-SPIN_S = 100e-6
-#: Where cores are short, or ranks late, who looks does so in vain, and keeps others from coming: after so many times in
-#: a row, only one of so many waits begins with it, until it pays again.
-_MOST_VAIN, _WAITS_PER_TRY = 2, 16
 #: After so long the communication service is told, which knows who is alive, and says who keeps others waiting.
 _TELL_AFTER_S = 0.3
 
@@ -56,23 +52,6 @@ class Wait:
     id: int = 0
 
 
-class Looks:
-    """Whether it pays to look before one sleeps, from how often it did. Pure."""
-
-    def __init__(self) -> None:
-        self._vain = 0  # in a row
-        self._waits = 0  # since the last look
-
-    def is_due(self) -> bool:
-        """True if this wait is to begin with a look."""
-        self._waits += 1
-        return self._vain < _MOST_VAIN or self._waits >= _WAITS_PER_TRY
-
-    def ended(self, paid: bool) -> None:
-        self._waits = 0
-        self._vain = 0 if paid else self._vain + 1
-
-
 class Patience:
     """``take_message``: takes one, if there is any; called with the host's ``state`` held while nobody else reads."""
 
@@ -88,7 +67,7 @@ class Patience:
 
     def look_s(self) -> float:
         """How long to look before the next wait, for who does so by itself and then says what came of it."""
-        return SPIN_S if self._looks.is_due() else 0.0
+        return LOOK_S if self._looks.is_due() else 0.0
 
     def looked(self, in_vain: bool) -> None:
         self._looks.ended(paid=not in_vain)
@@ -98,7 +77,7 @@ class Patience:
         ends the session."""
         host = self._host
         host.check_open()
-        is_to_look = not has_looked and timeout_s > SPIN_S and bool(self.look_s())
+        is_to_look = not has_looked and timeout_s > LOOK_S and bool(self.look_s())
         if is_to_look and self._spin(condition):
             return
         if not wait.since:
@@ -129,7 +108,7 @@ class Patience:
         host = self._host
         with host.state:
             host.check_open()
-            limit = time.perf_counter() + SPIN_S
+            limit = time.perf_counter() + LOOK_S
             while not host.is_being_read:
                 if self._take_message():
                     if condition():

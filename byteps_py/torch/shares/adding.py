@@ -47,13 +47,13 @@ def add_to_both(
     """``count`` elements at each address of ``rows`` to ``total``, which may be one of them, unless it is None, and to
     ``copy``, which is not."""
     nbytes = count * dtype.itemsize
-    compiled = kernels(dtype, len(rows), average)
-    if compiled is not None and compiled.ready is not None:
+    compiled = kernels(WIRE[dtype], len(rows), average)
+    if compiled.ready is not None:
         past_caches = total is not None and copy % _LINE == 0 and streaming.goes_past_caches(nbytes)
         table = array("Q", (*rows, copy if total is None else total, copy))
         compiled.ready[past_caches](table.buffer_info()[0], nbytes)
         return
-    if compiled is not None and nbytes >= streaming.LEAST_BYTES:
+    if nbytes >= streaming.LEAST_BYTES:
         compiled.prepare()
     tensors = [_tensor(dtype, count, address) for address in rows]
     # What is not one of the first two rows must stay until it has been added.
@@ -70,14 +70,9 @@ def _tensor(dtype: torch.dtype, count: int, address: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count)
 
 
-def kernels(dtype: torch.dtype, rows: int, average: bool) -> Compiled[tuple[Kernel, Kernel]] | None:
-    """With the copy through the caches, and past them; None if there are none."""
-    # Whether this processor converts float16 is numba's to say.
-    return None if dtype is torch.float16 else _kernels(WIRE[dtype], rows, average)
-
-
 @functools.cache
-def _kernels(dtype: DType, rows: int, average: bool) -> Compiled[tuple[Kernel, Kernel]]:
+def kernels(dtype: DType, rows: int, average: bool) -> Compiled[tuple[Kernel, Kernel]]:
+    """With the copy through the caches, and past them."""
     name = f"sum of {rows} in {dtype.name.lower()}"
 
     def build() -> tuple[Kernel, Kernel]:

@@ -227,11 +227,15 @@ class _Name:
         """Returns when that is known of this round, for which this rank has offered."""
         talk, number = self._talk, self._rounds.number
 
-        def verdict() -> bool | None:
-            return self._rounds.verdict(talk.joined, talk.heard(number))
+        found: bool | None = None
 
-        talk.await_words(number, lambda: verdict() is not None, self._name, self._circle.timeout_s)
-        return bool(verdict())
+        def is_known() -> bool:
+            nonlocal found
+            found = self._rounds.verdict(talk.joined, talk.heard(number))
+            return found is not None
+
+        talk.await_words(number, is_known, self._name, self._circle.timeout_s)
+        return bool(found)
 
     def _report(self, spec: TensorSpec, since_ns: int) -> None:
         observer = self._circle.session.observer

@@ -52,12 +52,10 @@ class Rounds:
         """Whether this round, for which this rank has offered, is added up here. None: others have yet to say
         something. ``joined``: ranks that say nothing any more; ``said``: of this round, looked at after that."""
         answers = [said.get(other) for other in self._others]
-        if any(answer is not None and answer != self._offer for answer in answers):
-            return False
-        if all(answer is not None for answer in answers):
-            return True
-        missing = [other for other in self._others if other not in said]
-        return False if any(other in joined for other in missing) else None
+        offers, missing = answers.count(self._offer), answers.count(None)
+        if not missing or offers + missing < len(answers):
+            return offers == len(answers)
+        return False if any(other in joined for other in self._others if other not in said) else None
 
     def _all_waited(self, said: Mapping[int, int]) -> bool:
         return all(said.get(other, IS_ABSENT) != IS_ABSENT for other in self._others)

@@ -19,6 +19,7 @@ import torch
 from byteps_py import streaming
 from byteps_py.instructions import Compiled, address_of
 from byteps_py.session.nearby import Ring
+from byteps_py.torch.dtypes import WIRE
 from byteps_py.torch.shares.adding import add_to_both, kernels
 from byteps_py.torch.shares.chunks import Chunks
 from byteps_py.torch.shares.table import Entry, Status, new_table, rows_at, slots_at
@@ -72,12 +73,10 @@ class RingSums:
                 table[slots_at(members) + position] = self.ring.slots(local_rank)
             table[Entry.OWN], table[Entry.SLOT_BYTES] = self.own, self.ring.slot_bytes
             table[Entry.STREAM] = streaming.address()
-            compiled = kernels(dtype, members, average)
-            if compiled is not None:
-                compiled.prepare()
-                if compiled.ready is not None:
-                    table[Entry.ADD], table[Entry.ADD_PAST] = map(address_of, compiled.ready)
-            if compiled is None or compiled.ready is not None:
+            compiled = kernels(WIRE[dtype], members, average)
+            compiled.prepare()
+            if compiled.ready is not None:
+                table[Entry.ADD], table[Entry.ADD_PAST] = map(address_of, compiled.ready)
                 self._tables[dtype, average] = table
         return table[:]
 
