@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 
 from byteps_py.errors import ProtocolError
+from byteps_py.looks import Looks
 from byteps_py.session.nearby import ledger as nearby_ledger
 from byteps_py.session.nearby import messages
 from byteps_py.session.nearby.ledger import Ledger, Stream
@@ -23,7 +24,6 @@ from byteps_py.session.nearby.memory import Incoming, Outgoing, size_class
 from byteps_py.session.nearby.messages import Kind, Message
 from byteps_py.session.nearby.neighbours import Neighbours
 from byteps_py.session.nearby.post import Inbox, Outbox
-from byteps_py.looks import Looks
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
 from byteps_py.worker.meetings import Introduce, Meetings, Tell
