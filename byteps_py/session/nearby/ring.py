@@ -187,20 +187,21 @@ class Ring:
             if ctypes.c_uint64.from_address(self.controls[target] + ASLEEP).value:
                 self._outboxes[target].send(messages.pack(_LOOK, self._me, self._era, 0, 0, 0, 0, 0, 0, 0, -1))
 
-    def difference(self) -> MismatchError:
-        """Somebody carries out another operation at this place of the order."""
-        own = self.key, self._nbytes
+    def differ(self, timeout_s: float) -> None:
+        """Somebody adds another tensor here. Raises MismatchError; where it is in another operation, whose name says
+        little to users, StallError once the time is over, for callers that can find out more meanwhile; and what ends
+        the session."""
         for source in self.others:
             key, nbytes = _RECORD.unpack_from(self._lines(source), self.record)
-            if (key, nbytes) != own:
-                what = f"adds {nbytes} bytes, rank {self._first_rank + self._me} {self._nbytes}"
-                if key != self.key:
-                    what = "is in another operation"
-                return MismatchError(
-                    f"tensor {self._name!r}: rank {self._first_rank + source} {what}; call the same operations in the "
-                    "same order on every rank"
+            if key == self.key and nbytes != self._nbytes:
+                raise MismatchError(
+                    f"tensor {self._name!r}: rank {self._first_rank + source} adds {nbytes} bytes, rank "
+                    f"{self._first_rank + self._me} {self._nbytes}; call the same operations in the same order on every "
+                    "rank"
                 )
-        return MismatchError(f"tensor {self._name!r}: not all ranks are in the same operation")
+        if self._wait is None:
+            raise ValueError("differ() without begin()")
+        self._patience.until(lambda: False, self._wait, timeout_s, has_looked=True)
 
     def end(self) -> None:
         """All steps of all have been laid, and read."""
@@ -223,7 +224,8 @@ class Ring:
         if not self.knows_all:
             return [source for source in self.others if source not in self.controls]
         laid = {source: self._laid(source) for source in self.others}
-        return [source for source in self.others if laid[source] == min(laid.values())]
+        elsewhere = [s for s in self.others if _RECORD.unpack_from(self._lines(s), self.record)[0] != self.key]
+        return elsewhere or [source for source in self.others if laid[source] == min(laid.values())]
 
     def _absent(self) -> list[int]:
         """Members that have joined, and have not begun this operation."""

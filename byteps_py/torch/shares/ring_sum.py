@@ -127,7 +127,7 @@ class RingSum:
             elif status is Status.ADD:
                 self._add(table)
             else:
-                raise ring.difference()
+                ring.differ(deadline - time.monotonic())
         ring.end()
 
     def _filled(self) -> array[int]:
