@@ -196,8 +196,8 @@ class Ring:
             if key == self.key and nbytes != self._nbytes:
                 raise MismatchError(
                     f"tensor {self._name!r}: rank {self._first_rank + source} adds {nbytes} bytes, rank "
-                    f"{self._first_rank + self._me} {self._nbytes}; call the same operations in the same order on every "
-                    "rank"
+                    f"{self._first_rank + self._me} {self._nbytes}; call the same operations in the same order on "
+                    "every rank"
                 )
         if self._wait is None:
             raise ValueError("differ() without begin()")
