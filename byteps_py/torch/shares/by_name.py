@@ -201,11 +201,11 @@ class _Name:
             try:
                 if not self._is_offered_by_all():
                     return False
-                with torch.no_grad():
-                    if shares is None:
+                if shares is None:
+                    with torch.no_grad():
                         self._add_all(mine, total, spec.average)
-                    else:
-                        circle.add_shares(shares)
+                else:
+                    circle.add_shares(shares)
                 torch.autograd.graph.increment_version(target)
                 self._report(spec, since_ns)
                 return True

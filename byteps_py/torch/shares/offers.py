@@ -55,6 +55,8 @@ class Rounds:
         offers, missing = answers.count(self._offer), answers.count(None)
         if not missing or offers + missing < len(answers):
             return offers == len(answers)
+        if not joined:
+            return None
         return False if any(other in joined for other in self._others if other not in said) else None
 
     def _all_waited(self, said: Mapping[int, int]) -> bool:

@@ -57,8 +57,12 @@ class _Steps:
 
         b.position_at_end(begin)
         step = self._get(Entry.STEP)
+        with b.if_then(self._is(self._get(Entry.IS_OFFER))):
+            self._put(Entry.IS_OFFER, _I64(0))
+            self._give(step)
+            self._leave(Status.DONE)
         with self._when(step, ">", self._get(Entry.IS_TOLD)):
-            self._await(b.add(self._base, step))
+            self._await(step)
         with self._when(step, "<", chunks):
             self._give(step)
         with self._when(step, ">", _I64(0)), self._when(step, "<=", chunks):
@@ -82,21 +86,24 @@ class _Steps:
 
     # ---- parts of a step -------------------------------------------------------------------------------
 
-    def _await(self, word: ir.Value) -> None:
+    def _await(self, step: ir.Value) -> None:
         """All others have laid as much, of the same operation."""
+        word = self._b.add(self._base, step)
         with self._each_other() as other:
             theirs = self._control_of(other)
             with self._unless_laid(theirs, word):
-                self._look(theirs, word)
+                self._look(theirs, word, step)
             record = self._b.add(theirs, self._get(Entry.RECORD))
             for place, entry in enumerate((Entry.KEY, Entry.TOTAL)):
                 with self._when(self._load(self._at(record, 8 * place)), "!=", self._get(entry)):
                     self._leave(Status.DIFFERS)
 
-    def _look(self, theirs: ir.Value, word: ir.Value) -> None:
+    def _look(self, theirs: ir.Value, word: ir.Value, step: ir.Value) -> None:
         """Again and again, and after a while have the caller sleep."""
         b = self._b
         look, over = self._function.append_basic_block(), self._function.append_basic_block()
+        has_begun = b.icmp_unsigned(">", step, _I64(1))
+        patience = b.select(has_begun, self._get(Entry.PATIENCE_NS), self._get(Entry.FIRST_PATIENCE_NS))
         since = self._now()
         b.store(_I64(1), self._looks)
         b.branch(look)
@@ -108,7 +115,7 @@ class _Steps:
             self._call(self._library(_libc.sched_yield), _I32)
             with (
                 self._unless_laid(theirs, word),
-                self._when(b.sub(self._now(), since), ">", self._get(Entry.PATIENCE_NS)),
+                self._when(b.sub(self._now(), since), ">", patience),
             ):
                 self._fall_asleep(theirs, word)
         b.cbranch(self._is_laid(theirs, word), over, look)

@@ -30,25 +30,27 @@ class Entry(enum.IntEnum):
     TOOK_BYTES = 5
     TOOK_PAST_NS = 6  # the same, past the caches
     TOOK_PAST_BYTES = 7
-    BASE = 8  # steps laid in operations before this one, as WORD counts
-    CHUNKS = 9
-    IS_TOLD = 10  # others are known to have written their first step, which they may not have laid
-    OWN = 11  # this member's position
-    SOURCE = 12  # address
-    TARGET = 13  # address, or 0: the result is for others only
-    SHARE = 14
-    ROOM = 15
-    TOTAL = 16
-    KEY = 17  # what all members call the operation
-    RECORD = 18  # where members have it, within their control lines
-    SLOT_BYTES = 19
-    PATIENCE_NS = 20  # how long to look before one sleeps
-    IS_PAST = 21  # copies go past the caches
-    STREAM = 22  # address of what copies so
-    ADD = 23  # address of what adds, or 0
-    ADD_PAST = 24  # the same, with the copy past the caches
-    MEMBERS = 25
-    CONTROLS = 26  # from here on, by position, the addresses of members' control lines;
+    IS_OFFER = 8  # to write the first step, and no more
+    BASE = 9  # steps laid in operations before this one, as WORD counts
+    CHUNKS = 10
+    IS_TOLD = 11  # others are known to have written their first step, which they may not have laid
+    OWN = 12  # this member's position
+    SOURCE = 13  # address
+    TARGET = 14  # address, or 0: the result is for others only
+    SHARE = 15
+    ROOM = 16
+    TOTAL = 17
+    KEY = 18  # what all members call the operation
+    RECORD = 19  # where members have it, within their control lines
+    SLOT_BYTES = 20
+    FIRST_PATIENCE_NS = 21  # how long to look before one sleeps, for the first step,
+    PATIENCE_NS = 22  # and for others
+    IS_PAST = 23  # copies go past the caches
+    STREAM = 24  # address of what copies so
+    ADD = 25  # address of what adds, or 0
+    ADD_PAST = 26  # the same, with the copy past the caches
+    MEMBERS = 27
+    CONTROLS = 28  # from here on, by position, the addresses of members' control lines;
 
 
 def slots_at(members: int) -> int:
