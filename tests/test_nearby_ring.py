@@ -141,8 +141,10 @@ class Rank:
         if message.kind != Kind.LOOK:
             assert self.ledger.came(message, None) is None
 
-    def add_up(self, tensor: torch.Tensor, target: torch.Tensor | None = None, name: str = "x") -> RingSum:
-        return RingSum(self.sums, tensor, tensor if target is None else target, False, name)
+    def add_up(
+        self, tensor: torch.Tensor, target: torch.Tensor | None = None, name: str = "x", scatters: bool = False
+    ) -> RingSum:
+        return RingSum(self.sums, tensor, tensor if target is None else target, False, name, scatters)
 
 
 @contextmanager
@@ -181,7 +183,7 @@ def go_on(work: RingSum) -> bool:
 
 
 class Program:
-    """Sums of odd sizes, the same on all ranks: in place, to another place, or for others only."""
+    """Sums of odd sizes, the same on all ranks: in place, to another place, or the own share only."""
 
     def __init__(self, order: random.Random, ranks: list[Rank]) -> None:
         size, sums = len(ranks), order.randint(1, 5)
@@ -190,11 +192,14 @@ class Program:
         self._inputs: list[list[torch.Tensor]] = []
         self._targets: list[list[torch.Tensor | None]] = []
         self.is_told = [order.random() < 0.4 for _ in range(sums)]
-        for _ in range(sums):
+        self._scatters = [order.random() < 0.4 for _ in range(sums)]
+        for scatters in self._scatters:
             dtype, count = order.choice(dtypes), order.randint(1, most)
+            count = -(-count // size) * size if scatters else count
             tensors = [torch.randint(-99, 99, (count,)).to(dtype) / 8 for _ in range(size)]
             self._inputs.append([tensor.to(dtype) for tensor in tensors])
-            self._targets.append([order.choice([None, torch.empty(count, dtype=dtype)]) for _ in range(size)])
+            length = count // size if scatters else count
+            self._targets.append([order.choice([None, torch.empty(length, dtype=dtype)]) for _ in range(size)])
         self._expected = [self._sum(inputs) for inputs in self._inputs]
         self.works = [self._works(rank) for rank in ranks]
 
@@ -210,7 +215,17 @@ class Program:
     def _works(self, rank: Rank) -> Iterator[RingSum]:
         for number, expected in enumerate(self._expected):
             tensor, target = self._inputs[number][rank.me], self._targets[number][rank.me]
-            yield rank.add_up(tensor, target, f"sum {number}")
+            if self._scatters[number]:
+                share = len(tensor) // len(self._inputs[number])
+                own = slice(rank.me * share, (rank.me + 1) * share)
+                before, expected = tensor.clone(), expected[own]
+                in_place = target is None
+                target = tensor[own] if target is None else target
+                yield rank.add_up(tensor, target, f"sum {number}", scatters=True)
+                before[own] = target if in_place else before[own]
+                assert same(tensor, before), (number, rank.me)
+            else:
+                yield rank.add_up(tensor, target, f"sum {number}")
             assert same(tensor if target is None else target, expected), (number, rank.me)
 
 

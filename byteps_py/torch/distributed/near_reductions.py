@@ -33,8 +33,6 @@ from byteps_py.torch.shares.suiting import has_cores, may_share
 #: What comes from all others together. With 2 ranks on 2 cores 16 KB take 62 µs this way and 59 in shares, 32 KB 65 and
 #: 62, 64 KB 82 and 67, 128 KB 91 and 70; a tensor's first sum in shares has to be agreed on.
 MOST_BYTES = 32 << 10
-#: The same where each member gets its share only, as what is larger goes through the service.
-MOST_SCATTERED_BYTES = 128 << 10
 
 Tensors = Sequence[torch.Tensor]
 
@@ -56,14 +54,13 @@ class NearReductions:
         is_exact = tensors[0].is_floating_point() or not kind.average
         if kind.op is not Op.SUM or not is_exact or not coming or not all(tensor.is_cpu for tensor in tensors):
             return False
-        if coming <= (MOST_SCATTERED_BYTES if kind.scatters else MOST_BYTES):
+        if coming <= MOST_BYTES:
             return has_cores(self._count)
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        return not kind.scatters and may_share(self._count, nbytes) and is_able()
+        return may_share(self._count, sum(tensor.nbytes for tensor in tensors)) and is_able()
 
     def goes_in_shares(self, kind: Kind, tensors: Tensors) -> bool:
         """Of what suits: everybody adds a share."""
-        return not kind.scatters and self._coming(kind, tensors) > MOST_BYTES
+        return self._coming(kind, tensors) > MOST_BYTES
 
     def _coming(self, kind: Kind, tensors: Tensors) -> int:
         """Bytes that come from all others, if everybody is to get all it needs for adding by itself."""
@@ -89,11 +86,9 @@ class NearReductions:
             check_writable(target)
         mine = _plain(contributions)
         if self.goes_in_shares(kind, contributions):
-            work = self._in_shares(place, kind, what, _end_to_end(mine), targets, outputs, timeout_s, agreement)
-            detour = Detour(self._near, what, work, outputs, otherwise, timeout_s)
-            if not is_awaited:
-                detour.go_on_by_itself()
-            return detour
+            whole = _end_to_end(mine)
+            work = self._in_shares(place, kind, what, whole, whole, targets, outputs, timeout_s, agreement)
+            return self._detour(what, work, outputs, otherwise, timeout_s, is_awaited)
         rooms = self._rooms(sum(tensor.numel() for tensor in mine), mine[0].dtype)
 
         # The result may lie where the own tensor does: the first two are read before anything is written.
@@ -124,21 +119,38 @@ class NearReductions:
         kind: Kind,
         what: str,
         source: torch.Tensor,
+        own: torch.Tensor,
         targets: Tensors,
         outputs: list[torch.Tensor],
         timeout_s: float,
         agreement: Pending | None,
     ) -> NearSum:
+        """``own``: that part of ``source`` whose sum this member is to have."""
         target, finish = None, None
-        if len(targets) == 1 and is_plain(targets[0]):
+        # What the others are to have of this member's has to stay until they do.
+        if len(targets) == 1 and is_plain(targets[0]) and (_is_same(targets[0], own) or _is_apart(targets[0], source)):
             target = targets[0].view(-1)
         elif targets:
-            whole = target = torch.empty_like(source)
+            whole = target = torch.empty_like(own)
 
             def finish() -> None:
                 _lay_out(whole, targets)
 
         return self._rings.add_up(place, kind, what, source, target, outputs, timeout_s, finish, agreement)
+
+    def _detour(
+        self,
+        what: str,
+        work: NearSum,
+        outputs: list[torch.Tensor],
+        otherwise: Callable[[], Pending],
+        timeout_s: float,
+        is_awaited: bool,
+    ) -> Detour:
+        detour = Detour(self._near, what, work, outputs, otherwise, timeout_s)
+        if not is_awaited:
+            detour.go_on_by_itself()
+        return detour
 
     def reduce_scatter(
         self,
@@ -150,11 +162,17 @@ class NearReductions:
         outputs: list[torch.Tensor],
         otherwise: Callable[[], Pending],
         timeout_s: float,
+        is_awaited: bool,
+        agreement: Pending | None,
     ) -> Detour:
-        """Of ``contributions``, end to end, each member gets an even share of the sum."""
+        """Of ``contributions``, end to end, each member gets an even share of the sum. The rest as with ``reduce``."""
         check_writable(target)
         whole = _end_to_end(_plain(contributions))
         shares = whole.chunk(self._count)
+        if self.goes_in_shares(kind, contributions):
+            own = shares[self._own]
+            work = self._in_shares(place, kind, what, whole, own, [target], outputs, timeout_s, agreement)
+            return self._detour(what, work, outputs, otherwise, timeout_s, is_awaited)
         rooms = self._rooms(target.numel(), whole.dtype)
 
         def finish() -> None:
@@ -183,6 +201,15 @@ def _plain(tensors: Tensors) -> list[torch.Tensor]:
 
 def _end_to_end(tensors: Tensors) -> torch.Tensor:
     return tensors[0].view(-1) if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
+
+
+def _is_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """They share no memory."""
+    return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
 def _lay_out(whole: torch.Tensor, targets: Tensors) -> None:

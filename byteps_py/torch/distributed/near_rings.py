@@ -42,12 +42,12 @@ class NearRings:
         finish: Callable[[], None] | None,
         agreement: Pending | None,
     ) -> NearSum:
-        """Of everybody's ``source``, flat and plain, into ``target``, which may be the same; None: for others only.
-        ``finish`` is called when it is there. ``agreement``: nothing is laid before it is over, and well."""
+        """Of everybody's ``source``, flat and plain, into ``target``, as ``kind`` and RingSum say. ``finish`` is called
+        when it is there. ``agreement``: nothing is laid before it is over, and well."""
         near, name = self.near, f"{self._prefix}.ring.{place}"
         with self._lock:
             near.around.check()
-            work = NearSum(self, name, source, target, kind.average, what, outputs, timeout_s, finish, agreement)
+            work = NearSum(self, name, source, target, kind, what, outputs, timeout_s, finish, agreement)
             work.number = near.around.journal.record((what, kind), name)
             near.sums.append(work)
             return work
@@ -67,7 +67,7 @@ class NearSum(Pending):
         name: str,
         source: torch.Tensor,
         target: torch.Tensor | None,
-        average: bool,
+        kind: Kind,
         what: str,
         outputs: list[torch.Tensor],
         timeout_s: float,
@@ -77,7 +77,7 @@ class NearSum(Pending):
         super().__init__(rings.near.around, what, outputs, timeout_s)
         self._rings = rings
         near = rings.near
-        self._sum: RingSum | None = RingSum(near.ring_sums, source, target, average, name)
+        self._sum: RingSum | None = RingSum(near.ring_sums, source, target, kind.average, name, kind.scatters)
         self._finish = finish
         self._agreement = agreement
 

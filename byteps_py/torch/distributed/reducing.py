@@ -120,7 +120,8 @@ class Reducing(Parts):
                 output, list(torch.cat([t.reshape(-1) for t in inputs]).chunk(self.size())), opts
             )
         self._input_check.look(what, inputs, how)
-        return self._record(self._reductions.reduce_scatter(what, inputs, output, how, self._limit(opts)))
+        is_awaited = not getattr(opts, "asyncOp", True)
+        return self._record(self._reductions.reduce_scatter(what, inputs, output, how, self._limit(opts), is_awaited))
 
     def _reduce_uneven(self, output: torch.Tensor, inputs: list[torch.Tensor], opts: Any) -> Pending:
         """With pieces of different sizes: everybody gets the whole result and keeps its own piece."""

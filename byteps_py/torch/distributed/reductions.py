@@ -74,12 +74,10 @@ class Reductions:
         near = self._near_sums
         if near is None or not is_near:
             return through_the_service()
-        agreement: Pending | None = None
-        place = self._known(kind)
-        if place is None:
-            if not near.goes_in_shares(kind, contributions):
-                return through_the_service()
-            place, agreement = self._agree(what, kind, timeout_s)
+        found = self._place(what, kind, near.goes_in_shares(kind, contributions), timeout_s)
+        if found is None:
+            return through_the_service()
+        place, agreement = found
         return near.reduce(
             place, kind, what, contributions, targets, list(outputs), through_the_service, timeout_s, is_awaited,
             agreement,
@@ -92,8 +90,9 @@ class Reductions:
         output: torch.Tensor,
         how: Reduction,
         timeout_s: float,
+        is_awaited: bool,
     ) -> Pending:
-        """Reduce ``tensors`` end to end, of which ``output`` is this member's even share."""
+        """Reduce ``tensors`` end to end, of which ``output`` is this member's even share. ``is_awaited`` as above."""
         contributions = [how.prepare(tensor) for tensor in tensors]
         target = how.seen(output)
         count = sum(tensor.numel() for tensor in contributions)
@@ -110,11 +109,15 @@ class Reductions:
             return self._start(what, kind, contributions, [target], [output], timeout_s)
 
         near = self._near_sums
-        if near is not None and near.suits(kind, contributions) and (place := self._known(kind)) is not None:
-            return near.reduce_scatter(
-                place, kind, what, contributions, target, [output], through_the_service, timeout_s
-            )
-        return through_the_service()
+        if near is None or not near.suits(kind, contributions):
+            return through_the_service()
+        found = self._place(what, kind, near.goes_in_shares(kind, contributions), timeout_s)
+        if found is None:
+            return through_the_service()
+        place, agreement = found
+        return near.reduce_scatter(
+            place, kind, what, contributions, target, [output], through_the_service, timeout_s, is_awaited, agreement
+        )
 
     def broadcast(self, what: str, tensor: torch.Tensor, root: int, timeout_s: float) -> Pending:
         """Copy the tensor of the member at ``root`` to all. Any dtype.
@@ -161,6 +164,16 @@ class Reductions:
             found = self._kinds[key] = kind, is_near
         return found
 
+    def _place(
+        self, what: str, kind: Kind, goes_in_shares: bool, timeout_s: float
+    ) -> tuple[int, Pending | None] | None:
+        """That of a kind, for a sum among neighbours, and what has to come before. None: a round through the service
+        has to, in which members find out whether they agree."""
+        place = self._known(kind)
+        if place is not None:
+            return place, None
+        return self._agree(what, kind, timeout_s) if goes_in_shares else None
+
     def _known(self, kind: Kind) -> int | None:
         """The place of a kind that is not used for the first time."""
         with self._lock:
@@ -178,7 +191,7 @@ class Reductions:
             lane = self._lane_at(place, place.next_lane(1))
             self._around.vacate(lane)
             spec = self._spec(kind, place, 0)
-            lane.declare(replace(spec, shape=(1,), terms=f"to agree on {kind}"))
+            lane.declare(replace(spec, shape=(1,), scatters=False, terms=f"to agree on {kind}"))
             place.declared.pop(0, None)
             here = torch.device("cpu")
             work = Operation(

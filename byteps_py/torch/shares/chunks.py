@@ -8,7 +8,8 @@ Chunk ``c`` of everybody's share is *given* in step ``c`` (each member lays, for
     add               chunk 0  chunk 1  chunk 2
     take                       chunk 0  chunk 1
 
-The last step lays nothing. All in elements of the tensor; positions are those of members in their group.
+The last step lays nothing. Where members are to have their own shares only, nobody takes. All in elements of the
+tensor; positions are those of members in their group.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _LINE = 64  # bytes: no two members write to one line of a cache
 
 class Chunks:
     """Of ``count`` elements of ``itemsize`` bytes among ``members``, who use ``slot_bytes`` of their slots.
+    ``scatters``: each is to have its own share only, and all have as many elements; else shares begin at a line of a
+    cache.
 
     >>> chunks = Chunks(1000, 4, 2, 1024)
     >>> chunks.room, chunks.count, chunks.steps
@@ -26,13 +29,13 @@ class Chunks:
     [(512, 128), (640, 128), (768, 128), (896, 104)]
     """
 
-    def __init__(self, count: int, itemsize: int, members: int, slot_bytes: int) -> None:
+    def __init__(self, count: int, itemsize: int, members: int, slot_bytes: int, scatters: bool = False) -> None:
         line = _LINE // itemsize
         #: Elements that a slot has for each member.
         self.room = slot_bytes // members // _LINE * line
         self._elements = count
         #: Elements that a member adds; the last ones may have fewer.
-        self.share = -(-count // members // line) * line
+        self.share = count // members if scatters else -(-count // members // line) * line
         #: Chunks of each share.
         self.count = -(-self.share // self.room)
         #: That a member lays.

@@ -88,14 +88,22 @@ class RingSums:
 
 class RingSum:
     """Of everybody's ``source``, flat and plain, into ``target``, which may be the same; None: for others only.
-    ``name``: what all members call it. It goes on where it was if a wait for other members ends too early."""
+    ``scatters``: ``target`` is for this member's even share, and may lie where that lies in ``source``. ``name``: what
+    all members call it. It goes on where it was if a wait for other members ends too early."""
 
     def __init__(
-        self, sums: RingSums, source: torch.Tensor, target: torch.Tensor | None, average: bool, name: str
+        self,
+        sums: RingSums,
+        source: torch.Tensor,
+        target: torch.Tensor | None,
+        average: bool,
+        name: str,
+        scatters: bool = False,
     ) -> None:
         self._sums, self._ring = sums, sums.ring
         self._source, self._target, self._average, self._name = source, target, average, name
-        self._chunks = Chunks(source.numel(), source.itemsize, len(sums.ranks), sums.ring.slot_bytes)
+        self._scatters = scatters
+        self._chunks = Chunks(source.numel(), source.itemsize, len(sums.ranks), sums.ring.slot_bytes, scatters)
         self._table: array[int] | None = None
         self.has_begun = False
         self._has_looked_in_vain = False  # for a step after the first
@@ -139,7 +147,10 @@ class RingSum:
         table[Entry.CHUNKS] = chunks.count
         table[Entry.SHARE], table[Entry.ROOM] = chunks.share * itemsize, chunks.room * itemsize
         table[Entry.SOURCE], table[Entry.TOTAL] = source.data_ptr(), source.nbytes
-        table[Entry.TARGET] = 0 if target is None else target.data_ptr()
+        if target is not None:
+            before = self._sums.own * table[Entry.SHARE] if self._scatters else 0
+            table[Entry.TARGET] = (target.data_ptr() - before) % (1 << 64)
+        table[Entry.SCATTERS] = self._scatters
         return table
 
     def _take_steps(self, table: array[int]) -> Status:

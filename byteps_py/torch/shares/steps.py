@@ -72,7 +72,8 @@ class _Steps:
         b.position_at_end(added)
         step = self._get(Entry.STEP)
         self._put(Entry.IS_ADDED, _I64(0))
-        with self._when(step, ">", _I64(1)), self._when(self._get(Entry.TARGET), "!=", _I64(0)):
+        takes = b.and_(self._is(self._get(Entry.TARGET)), b.not_(self._is(self._get(Entry.SCATTERS))))
+        with self._when(step, ">", _I64(1)), b.if_then(takes):
             self._take(b.sub(step, _I64(2)))
         laid = b.add(step, _I64(1))
         self._put(Entry.STEP, laid)
@@ -157,9 +158,11 @@ class _Steps:
             self._store(b.add(rows, b.mul(own, _I64(8))), b.add(self._get(Entry.SOURCE), first))
             result = b.add(rows, b.mul(self._members, _I64(8)))
             copy = b.add(self._slot(own, b.add(chunk, _I64(1))), offset)
-            self._store(result, b.select(self._is(target), b.add(target, first), copy))
-            self._store(self._at(result, 8), copy)
-            is_past = b.and_(self._is(target), self._is(self._get(Entry.IS_PAST)))
+            place = b.select(self._is(target), b.add(target, first), copy)
+            self._store(result, place)
+            for_others = b.select(self._is(self._get(Entry.SCATTERS)), place, copy)
+            self._store(self._at(result, 8), for_others)
+            is_past = b.and_(b.icmp_unsigned("!=", for_others, place), self._is(self._get(Entry.IS_PAST)))
             adding = b.select(is_past, self._get(Entry.ADD_PAST), self._get(Entry.ADD))
             with self._when(adding, "==", _I64(0)):
                 self._put(Entry.IS_ADDED, _I64(1))

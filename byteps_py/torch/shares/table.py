@@ -36,21 +36,22 @@ class Entry(enum.IntEnum):
     IS_TOLD = 11  # others are known to have written their first step, which they may not have laid
     OWN = 12  # this member's position
     SOURCE = 13  # address
-    TARGET = 14  # address, or 0: the result is for others only
-    SHARE = 15
-    ROOM = 16
-    TOTAL = 17
-    KEY = 18  # what all members call the operation
-    RECORD = 19  # where members have it, within their control lines
-    SLOT_BYTES = 20
-    FIRST_PATIENCE_NS = 21  # how long to look before one sleeps, for the first step,
-    PATIENCE_NS = 22  # and for others
-    IS_PAST = 23  # copies go past the caches
-    STREAM = 24  # address of what copies so
-    ADD = 25  # address of what adds, or 0
-    ADD_PAST = 26  # the same, with the copy past the caches
-    MEMBERS = 27
-    CONTROLS = 28  # from here on, by position, the addresses of members' control lines;
+    TARGET = 14  # address, of the whole in any case; or 0: the result is for others only
+    SCATTERS = 15  # each member has its own share only
+    SHARE = 16
+    ROOM = 17
+    TOTAL = 18
+    KEY = 19  # what all members call the operation
+    RECORD = 20  # where members have it, within their control lines
+    SLOT_BYTES = 21
+    FIRST_PATIENCE_NS = 22  # how long to look before one sleeps, for the first step,
+    PATIENCE_NS = 23  # and for others
+    IS_PAST = 24  # copies go past the caches
+    STREAM = 25  # address of what copies so
+    ADD = 26  # address of what adds, or 0
+    ADD_PAST = 27  # the same, with the copy past the caches
+    MEMBERS = 28
+    CONTROLS = 29  # from here on, by position, the addresses of members' control lines;
 
 
 def slots_at(members: int) -> int:
