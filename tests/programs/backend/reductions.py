@@ -341,20 +341,19 @@ def reduce_scatter() -> None:
 
 @feature
 def large_reduce_scatter() -> None:
-    """Of an odd size: to memory of its own, to where the own share lies, and to where another's does; as it lies, and
-    not."""
+    """Of an odd size: to where the own share lies, or others do, or to other memory; as it lies, and not."""
     for group, ranks, me in groups():
         n = len(ranks)
         for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32):
-            count = 40_001 * 4 // dtype.itemsize
+            count = 130_001 * 4 // dtype.itemsize
             parts = given(ranks, n * count, dtype=dtype)
             own = slice(me * count, (me + 1) * count)
             expected = torch.stack(parts).sum(0, dtype=dtype)[own]
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)[: 1 + dtype.is_floating_point]:
                 total = expected / n if op == dist.ReduceOp.AVG else expected
-                for place in (me, 0, n - 1):
+                for first in (me * count, 0, count // 2) if n > 1 else (0,):
                     whole = parts[me].clone()
-                    output = whole[place * count : (place + 1) * count]
+                    output = whole[first : first + count]
                     dist.reduce_scatter_tensor(output, whole, op, group=group)
                     same(output, total)
                 output = torch.zeros(count, 2, dtype=dtype)[:, 0]
