@@ -44,8 +44,8 @@ def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool) -> 
 def add_to_both(
     dtype: torch.dtype, count: int, rows: Sequence[int], total: int | None, copy: int, average: bool
 ) -> None:
-    """``count`` elements at each address of ``rows`` to ``total`` and to ``copy``. ``total`` may be one of them; if it is
-    None, ``copy`` may."""
+    """``count`` elements at each address of ``rows`` to ``total`` and to ``copy``. ``total`` may be one of them; if it
+    is None, ``copy`` may."""
     nbytes = count * dtype.itemsize
     compiled = kernels(WIRE[dtype], len(rows), average)
     if compiled.ready is not None:
