@@ -34,6 +34,7 @@ class Kind:
 
     def __str__(self) -> str:
         op = "average" if self.average else self.op.name.lower()
+        op = f"scattered {op}" if self.scatters else op
         root = f" from rank {self.root}" if self.root >= 0 else ""
         return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}"
 

@@ -41,6 +41,12 @@ def errors() -> None:
         for _ in range(2):
             dist.all_reduce(tensor := torch.ones(count), group=group)
             same(tensor, torch.full((count,), float(size())))
+        own, rows = torch.empty(count + me), torch.ones(size(), count + me)
+        text = f"scattered sum of float32[{size()}, "  # of any two that differ
+        raises(bps.MismatchError, text, lambda: dist.reduce_scatter_tensor(own, rows, group=group))  # noqa: B023
+        share = torch.empty(count)
+        dist.reduce_scatter_tensor(share, torch.ones(size(), count), group=group)
+        same(share, torch.full((count,), float(size())))
     text = "of a process group of ranks"
     raises(bps.MismatchError, text, lambda: dist.all_reduce(torch.ones(300_000 + (me > 0)), group=group))
     raises(bps.MismatchError, text, lambda: dist.all_reduce(torch.ones(300_000), group=group))
