@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from datetime import timedelta
@@ -46,8 +47,10 @@ def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool)
 
 
 def _comes(store: Store, key: str, deadline: float) -> bool:
+    # Stores count whole milliseconds: rounded down, a wait would end before the deadline, and look like a failed store.
+    left_ms = max(0, math.ceil(1000 * (deadline - time.monotonic())))
     try:
-        store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        store.wait([key], timedelta(milliseconds=left_ms + 1))
     except RuntimeError:  # of different types, one for each kind of store
         if time.monotonic() < deadline:
             raise
