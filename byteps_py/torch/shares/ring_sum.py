@@ -154,17 +154,19 @@ class RingSum:
         return table
 
     def _take_steps(self, table: array[int]) -> Status:
-        first_s, looks = self._ring.patience_s(), self._sums.looks
-        table[Entry.FIRST_PATIENCE_NS] = int(first_s * 1e9)
-        table[Entry.PATIENCE_NS] = int(STEP_LOOK_S * 1e9) * looks.is_due()
+        looks, is_first = self._sums.looks, table[Entry.STEP] <= 1
+        first_s = self._ring.patience_s() if is_first else 0.0
+        is_due = looks.is_due()
+        table[Entry.FIRST_PATIENCE_NS], table[Entry.PATIENCE_NS] = int(first_s * 1e9), int(STEP_LOOK_S * 1e9) * is_due
         self._go_through(table)
-        status, is_first = Status(table[Entry.STATUS]), table[Entry.STEP] <= 1
-        if first_s and is_first:
-            self._ring.looked(in_vain=status is Status.WAITS)
-        if status is Status.WAITS and not is_first:
+        status, is_still_first = Status(table[Entry.STATUS]), table[Entry.STEP] <= 1
+        waits = status is Status.WAITS
+        if first_s:
+            self._ring.looked(in_vain=waits and is_still_first)
+        if is_due and waits and not is_still_first:
             self._has_looked_in_vain = True
             looks.ended(paid=False)
-        elif status is Status.DONE and not self._has_looked_in_vain:
+        elif is_due and status is Status.DONE and not self._has_looked_in_vain:
             looks.ended(paid=True)
         return status
 
