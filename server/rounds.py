@@ -34,7 +34,7 @@ from byteps_py.server.actions import Action, Answer, Counters, Reduce, Refuse, S
 from byteps_py.server.awaited import Awaited
 from byteps_py.server.beginnings import Beginnings
 from byteps_py.server.checks import Facts, belated, difference, objection
-from byteps_py.server.partition import C, Partition, Round, State
+from byteps_py.server.partition import C, Contribution, Partition, Round, State
 from byteps_py.wire import Header, Kind, name_of
 
 #: Contributions that wait for news of a newer epoch; beyond either limit they are refused.
@@ -224,9 +224,8 @@ class Rounds(Generic[C]):
             round_.is_resent, round_.want_at = True, now + WANT_AFTER_S
         if (known := others.get(machine)) is not None:
             self.counters.duplicates += 1
-            if known.origin is new.origin:
+            if not _is_asked_anew(known, new):
                 return []
-            # The machine has connected again and repeats itself: the same bits, but the answer goes there.
             self.counters.bytes_in_flight -= known.nbytes
         count = new.header.machines or self.num_machines
         if known is None and len(others) == count:  # they all pass: there is nothing that it could add to
@@ -253,7 +252,7 @@ class Rounds(Generic[C]):
         if known is None:
             return self._refuse([new], ProtocolError, _not_among(round_, new.header.sender))
         self.counters.duplicates += 1
-        if known.origin is not new.origin and not new.header.is_supply:
+        if _is_asked_anew(round_.redirected.get(new.header.sender, known), new):
             round_.redirected[new.header.sender] = new
         return []
 
@@ -381,6 +380,12 @@ class Rounds(Generic[C]):
 
 def _not_among(round_: Round[C], machine: int) -> str:
     return f"machine {machine} is not among those of round {round_.number} of {round_.partition}"
+
+
+def _is_asked_anew(known: Contribution, new: Contribution) -> bool:
+    """The same bits, but an answer to another place: the machine has connected again and repeats itself. Or it wanted
+    none when it gave what others lacked, and now does."""
+    return not new.header.is_supply and (known.origin is not new.origin or known.header.is_supply)
 
 
 def _is_left(given: Header, epoch: int) -> bool:

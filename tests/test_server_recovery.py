@@ -43,6 +43,23 @@ def test_who_lacks_a_completed_round_gets_it_once_more_and_the_others_do_not() -
     assert (rounds.counters.bytes_in_flight, rounds.counters.wanted) == (0, 2)
 
 
+@pytest.mark.parametrize("is_reducing", [False, True])
+def test_who_gave_for_others_and_then_lacks_the_result_itself_is_answered(is_reducing: bool) -> None:
+    rounds = after_round_1(3)
+    lacks = given(1, flags=RESENT)
+    rounds.contribution(lacks, 1.0)
+    rounds.contribution(given(2, flags=RESENT | SUPPLY), 1.1)
+    lacks_too = given(2, flags=RESENT)
+    if not is_reducing:
+        assert rounds.contribution(lacks_too, 1.2) == []
+    round_ = reduction(rounds.contribution(given(0, flags=RESENT | SUPPLY), 1.3))
+    if is_reducing:
+        assert rounds.contribution(lacks_too, 1.4) == []
+    assert rounds.contribution(given(2, flags=RESENT | SUPPLY), 1.5) == []  # does not take its question back
+    assert answered(rounds.reduced(round_)) == [lacks, lacks_too]
+    assert rounds.counters.bytes_in_flight == 0
+
+
 @pytest.mark.parametrize("first", ["who is ahead", "who is behind"])
 def test_on_a_new_server_one_machine_may_be_a_round_ahead(first: str) -> None:
     """It had the answer of the server before this one, another had not."""
