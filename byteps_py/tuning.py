@@ -5,7 +5,9 @@ out n answers: 2·n·p/B from the first byte pushed to the last one answered. Th
 bytes in flight is the least; and it has to run empty at the end, so all that is more is lost there, and waits in
 queues ahead of more urgent tensors. Small partitions make it short, but cost processor time for every message.
 Where GPU machines sum, too, their links carry what others push beside what is their own, and both wait for each other:
-smaller partitions and more in flight are better there. docs/performance.md has the measurements. Pure; any thread.
+smaller partitions and more in flight are better there. Two GPU machines gain no time by CPU machines, and lose the
+time by which an answer follows its push: smaller partitions are better, and no more in flight is needed in any case.
+docs/performance.md has the measurements. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -37,21 +39,29 @@ def partition_bytes(link_mbit: float, machines: int, is_shared: bool) -> int:
     """The largest partition for links of this rate each way between so many GPU machines: a power of two.
     ``is_shared``: these machines sum, too.
 
+    >>> [partition_bytes(400, machines, is_shared=False) >> 10 for machines in (2, 3, 8)]
+    [128, 256, 256]
+
     >>> [partition_bytes(rate, 4, is_shared=False) >> 10 for rate in (100, 400, 1000, 10_000, 1e308)]
     [64, 256, 512, 4096, 4096]
     >>> [partition_bytes(rate, 4, is_shared=True) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
     [64, 128, 256, 2048, 4096]
     """
     rate = link_mbit * 1e6 / 8
-    message_s = max(_PIPELINE_S / (2 * machines), _SHARED_MESSAGE_S if is_shared else _MESSAGE_S)
+    least_s = _SHARED_MESSAGE_S if is_shared or machines == 2 else _MESSAGE_S
+    message_s = max(_PIPELINE_S / (2 * machines), least_s)
     wire_bytes = int(min(rate * message_s, MAX_PARTITION_BYTES))
     power = 1 << max(0, wire_bytes.bit_length() - 1)
     return max(power, MIN_PARTITION_BYTES)
 
 
 def credit_bytes(partition: int, machines: int, is_shared: bool) -> int:
-    """How much a machine has in flight, for partitions of this size."""
-    over_least = _SHARED_IN_FLIGHT_OVER_LEAST if is_shared else _IN_FLIGHT_OVER_LEAST
+    """How much a machine has in flight, for partitions of this size.
+
+    >>> [credit_bytes(128 << 10, machines, is_shared=True) >> 10 for machines in (2, 3, 4)]
+    [768, 1536, 2048]
+    """
+    over_least = _SHARED_IN_FLIGHT_OVER_LEAST if is_shared and machines > 2 else _IN_FLIGHT_OVER_LEAST
     return round(over_least * 2 * machines * partition)
 
 

@@ -90,7 +90,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("partition_bytes", ("BYTEPS_PARTITION_BYTES",), int, "largest piece of a tensor that is sent at once; default: by the links' rates, a few ms of the slowest", low=4096, high=1 << 30),
     Variable("link_mbit", ("BYTEPS_LINK_MBIT",), float, "rate of this machine's network link each way, Mbit/s; 0: measured when the cluster comes together", low=0, high=_FAR),
     Variable("placement", ("BYTEPS_PLACEMENT",), str, "who sums: every machine by its optimal share, or CPU machines alone (the classical parameter server)", choices=("optimal", "servers-only")),
-    Variable("credit_bytes", ("BYTEPS_SCHEDULING_CREDIT",), int, "most bytes a machine has in flight; 0: no limit; default: 4 partitions for each GPU machine", low=0),
+    Variable("credit_bytes", ("BYTEPS_SCHEDULING_CREDIT",), int, "most bytes a machine has in flight; 0: no limit; default: 3 or 4 partitions for each GPU machine", low=0),
     Variable("fusion_bytes", ("BYTEPS_FUSION_BYTES",), int, "gradients smaller than this travel together, up to this size; 0: never", low=0),
     Variable("nonfinite", ("BYTEPS_NONFINITE",), str, "what to do about NaN and infinity in gradients: nothing, as a GradScaler (AMP) expects; raise NonFiniteError, which names ranks and parameters, on every rank; or leave the step out on every rank", choices=("allow", "raise", "skip")),
     Variable("server_threads", ("BYTEPS_SERVER_ENGINE_THREAD",), int, "summing threads of a summation service; 0: one per core, at most 4", low=0, high=256),
