@@ -6,32 +6,24 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, strategies
 from llvmlite import ir
+from support.ring import SLOT_BYTES, Rank, deliver, deliver_all, go_on, go_to_the_end, some
 from torch_values import same
 
 from byteps_py import streaming
-from byteps_py.errors import JoinedError, MismatchError, ProtocolError, StallError
-from byteps_py.looks import LOOK_S
-from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.ledger import Ledger
-from byteps_py.session.nearby.memory import Outgoing
+from byteps_py.errors import JoinedError, MismatchError, ProtocolError
+from byteps_py.looks import Looks
 from byteps_py.session.nearby.messages import Kind, Message
-from byteps_py.session.nearby.ring import Ring
-from byteps_py.session.nearby.waiting import Wait
 from byteps_py.shm import Segment
 from byteps_py.torch.shares import ring_sum, steps
 from byteps_py.torch.shares.chunks import Chunks
-from byteps_py.torch.shares.ring_sum import RingSum, RingSums
+from byteps_py.torch.shares.ring_sum import RingSum
 
-SLOT_BYTES = 1024
 WAIT_S = 30.0
 
 
@@ -61,125 +53,6 @@ def test_chunks_of_all_shares_are_the_whole_tensor(count: int, itemsize: int, me
 def instructions_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ring_sum.is_able()
     monkeypatch.setattr(ring_sum, "STEP_LOOK_S", 0.0)  # ranks take turns
-
-
-class Turns:
-    """Who would wait gets a StallError: the ranks take turns."""
-
-    def look_s(self) -> float:
-        return 0.0
-
-    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool = False) -> None:
-        if not condition():
-            wait.missing()
-            raise StallError("not yet")
-
-    def ended(self, wait: Wait) -> None: ...
-
-
-class Threads(Turns):
-    """Who waits looks, and then sleeps until a message comes."""
-
-    def __init__(self, came: threading.Condition) -> None:
-        self._came = came
-        self.sleeps = 0
-
-    def look_s(self) -> float:
-        return random.choice([0.0, LOOK_S])
-
-    def looked(self, in_vain: bool) -> None: ...
-
-    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool = False) -> None:
-        with self._came:
-            self.sleeps += 1
-            if not self._came.wait_for(condition, timeout_s):
-                raise StallError("nothing came")
-
-
-class Outbox:
-    announced = 1
-
-    def __init__(self, deliver: Callable[[Message], None] | None) -> None:
-        self.messages: deque[Message] = deque()
-        self._deliver = deliver or self.messages.append
-
-    def send(self, data: bytes, fd: int = -1) -> None:
-        self._deliver(messages.unpack(memoryview(data), len(data)))
-
-
-class Rank:
-    """One of ``size``, with a ring to the others. What it sends waits in ``outboxes`` until somebody delivers it; in
-    threads it is there at once."""
-
-    def __init__(self, me: int, size: int, world: list[Rank], in_threads: bool = False) -> None:
-        self.me, self._world = me, world
-        self.others = [other for other in range(size) if other != me]
-        self.ledger, self.outgoing = Ledger(me), Outgoing()
-        self.came = threading.Condition()
-        self.patience = Threads(self.came) if in_threads else Turns()
-        self.outboxes = {other: Outbox(self._to(other) if in_threads else None) for other in self.others}
-        incoming = type("", (), {"find": self.find})()
-        self.ring = Ring(
-            me, 0, self.ledger.stream("ring", self.others), SLOT_BYTES, threading.Lock(), self.ledger, self.outgoing,
-            cast(Any, incoming), cast(Any, self.outboxes), cast(Any, self.patience), lambda outbox: None,
-        )  # fmt: skip
-        self.sums = RingSums(self.ring, me, {rank: rank for rank in range(size)})
-
-    def find(self, source: int, number: int, end: int) -> Segment:
-        return self._world[source].outgoing.segments[number]
-
-    def _to(self, other: int) -> Callable[[Message], None]:
-        def deliver(message: Message) -> None:
-            target = self._world[other]
-            with target.came:
-                target.take(message)
-                target.came.notify_all()
-
-        return deliver
-
-    def take(self, message: Message) -> None:
-        if message.kind != Kind.LOOK:
-            assert self.ledger.came(message, None) is None
-
-    def add_up(
-        self, tensor: torch.Tensor, target: torch.Tensor | None = None, name: str = "x", scatters: bool = False
-    ) -> RingSum:
-        return RingSum(self.sums, tensor, tensor if target is None else target, False, name, scatters)
-
-
-@contextmanager
-def some(size: int, in_threads: bool = False) -> Iterator[list[Rank]]:
-    ranks: list[Rank] = []
-    ranks += [Rank(me, size, ranks, in_threads) for me in range(size)]
-    try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.outgoing.close()
-
-
-def deliver(ranks: list[Rank], source: int, target: int) -> bool:
-    waiting = ranks[source].outboxes[target].messages
-    if waiting:
-        ranks[target].take(waiting.popleft())
-        return True
-    return False
-
-
-def deliver_all(ranks: list[Rank]) -> None:
-    for rank in ranks:
-        for target in rank.others:
-            while deliver(ranks, rank.me, target):
-                pass
-
-
-def go_on(work: RingSum) -> bool:
-    """As far as it can. True if it is over."""
-    try:
-        work.run(0.0)
-    except StallError:
-        return False
-    return True
 
 
 class Program:
@@ -326,8 +199,34 @@ def test_whoever_sleeps_is_woken_by_the_next_step() -> None:
         deliver_all(ranks)
         assert not go_on(works[0])
         assert {message.kind for message in ranks[0].outboxes[1].messages} == {Kind.LOOK}
-        while works := [work for work in works if not go_on(work)]:
-            deliver_all(ranks)
+        go_to_the_end(ranks, works)
+
+
+class Remembered(Looks):
+    """``due``: what it has said to each wait in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.due: list[bool] = []
+
+    def is_due(self) -> bool:
+        self.due.append(super().is_due())
+        return self.due[-1]
+
+
+def test_steps_are_looked_for_again_after_some_waits_and_always_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that was not made says nothing about looks."""
+    monkeypatch.setattr(ring_sum, "STEP_LOOK_S", 1e-6)
+    with some(2) as ranks:
+        looks = ranks[0].sums.looks = Remembered()
+        go_to_the_end(ranks, [rank.add_up(torch.ones(40 * SLOT_BYTES)) for rank in ranks])
+        in_vain = looks.due[looks.due.index(False) :]
+        assert 0 < in_vain.count(True) <= len(in_vain) / 10
+        while not looks.due[-1]:  # what is one step only needs no look that could be in vain
+            go_to_the_end(ranks, [rank.add_up(torch.ones(1)) for rank in ranks])
+        looks.due.clear()
+        go_to_the_end(ranks, [rank.add_up(torch.ones(1)) for rank in ranks])
+        assert all(looks.due)
 
 
 def test_a_member_that_does_something_else_is_told_of() -> None:
@@ -357,9 +256,7 @@ def test_nothing_begins_without_a_member_that_has_joined() -> None:
     with some(3) as ranks:
         for turn in range(3):
             works = [rank.add_up(torch.full((1000,), 1.0 + turn)) for rank in ranks]
-            left = works
-            while left := [work for work in left if not go_on(work)]:
-                deliver_all(ranks)
+            go_to_the_end(ranks, works)
             assert bool((works[0]._source == 3 * (1 + turn)).all())
             late = [rank.add_up(torch.ones(1000)) for rank in ranks]
             assert not go_on(late[0])

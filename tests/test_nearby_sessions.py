@@ -29,8 +29,8 @@ from byteps_py import channel
 from byteps_py.session.remote import RemoteSession
 session = RemoteSession(channel.connect(sys.argv[1], 30), 1, 2, 30, 600)
 nearby = session.nearby
-nearby.meet("s", (0,))
-nearby.await_meeting("s", (0,), 30)
+nearby.meetings.ask("s", (0,))
+nearby.meetings.wait("s", (0,), 30)
 memory = ctypes.create_string_buffer(b"x" * 3_000_000, 3_000_000)
 nearby.send(nearby.stream("s", (0,)), (0,), [(ctypes.addressof(memory), 3_000_000)], True)
 print("sent", flush=True)
@@ -76,10 +76,10 @@ def met(ranks: list[RemoteSession]) -> tuple[str, list[Stream]]:
     """A name, and what both ranks know it as."""
     name = f"stream-{uuid.uuid4()}"
     for session in ranks:
-        nearby(session).meet(name, (1 - session.rank,))
+        nearby(session).meetings.ask(name, (1 - session.rank,))
     for session in ranks:
-        nearby(session).await_meeting(name, (1 - session.rank,), WAIT_S)
-        assert nearby(session).has_met(name)
+        nearby(session).meetings.wait(name, (1 - session.rank,), WAIT_S)
+        assert nearby(session).meetings.has_met(name)
     return name, [nearby(session).stream(name, (1 - session.rank,)) for session in ranks]
 
 
@@ -252,8 +252,8 @@ def test_a_killed_neighbour_is_named_and_what_it_sent_is_there() -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.closing(session), process:
-        nearby(session).meet("s", (1,))
-        nearby(session).await_meeting("s", (1,), WAIT_S)
+        nearby(session).meetings.ask("s", (1,))
+        nearby(session).meetings.wait("s", (1,), WAIT_S)
         stream = nearby(session).stream("s", (1,))
         assert process.stdout.readline() == b"sent\n"
         process.kill()

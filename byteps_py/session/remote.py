@@ -344,7 +344,7 @@ class RemoteSession(Line):
             self._nearby.introduce(int(fields["local_rank"]), fds[0])
             del fds[0]
         elif kind is Kind.MET and self._nearby is not None:
-            self._nearby.met(int(fields["key"]))
+            self._nearby.meetings.met(int(fields["key"]))
         elif kind is Kind.SETTLED:
             self._is_settled = True
         elif kind is Kind.HOSTS:

@@ -92,7 +92,7 @@ class Context:
                 session.incarnation = self.incarnation
                 self._session = session
                 if suiting.may_share(session.local_size) and session.nearby is not None:
-                    session.nearby.meet_all()
+                    session.nearby.meetings.ask_all()
                     ring_sum.prepare()
             self._holders.add(holder)
 

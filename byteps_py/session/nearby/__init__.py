@@ -7,6 +7,7 @@ two passes over memory and one wake-up. What is small travels in the message its
     Neighbours (the shell) ─┬─ Ledger, Receipt (pure: what came, what is still needed; where it goes)
                             ├─ Ring (a large tensor, step by step)
                             ├─ Talk (a word about each round of something)
+                            ├─ Meetings (who knows whom)
                             ├─ Patience (how long to look, when to sleep, when to complain)
                             ├─ messages (what neighbours say to each other)
                             ├─ Outgoing, Incoming (memory)

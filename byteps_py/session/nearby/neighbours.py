@@ -1,4 +1,4 @@
-"""A rank's side of its dealings with the other ranks of its machine: meet them, send them parcels, collect theirs.
+"""A rank's side of its dealings with the other ranks of its machine: send them parcels, collect theirs.
 
 Owns this rank's inbox, the ways to the others, and the memory between them; the Ledger decides. Must not know torch,
 process groups or operations. Any thread may call; those that use one stream take turns.
@@ -19,9 +19,9 @@ from typing import cast
 
 from byteps_py import streaming
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
-from byteps_py.session import protocol
 from byteps_py.session.nearby import messages
 from byteps_py.session.nearby.ledger import Ledger, Parcel, Stream
+from byteps_py.session.nearby.meetings import Meetings
 from byteps_py.session.nearby.memory import Incoming, Outgoing
 from byteps_py.session.nearby.messages import RECORD_BYTES, Kind
 from byteps_py.session.nearby.post import Inbox, Outbox
@@ -30,7 +30,7 @@ from byteps_py.session.nearby.ring import Ring
 from byteps_py.session.nearby.talk import Talk
 from byteps_py.session.nearby.waiting import Host, Patience, Wait
 from byteps_py.shm import Block
-from byteps_py.tensors import differing, key_of
+from byteps_py.tensors import differing
 
 #: What is not longer travels in the message: a copy more, but no memory to be given back.
 INLINE_BYTES = 32 << 10
@@ -38,9 +38,6 @@ INLINE_BYTES = 32 << 10
 CHUNK_BYTES = 1 << 20
 #: Parcels of a stream that somebody has not acknowledged; a further one has to wait.
 WINDOW = 4
-
-_ALL = "the ranks of this machine"
-_MEETING_S = 60.0
 
 _INLINE, _LAID, _MORE, _TAKEN, _SEGMENT, _JOINED, _LOOK = map(int, Kind)
 
@@ -61,39 +58,8 @@ class Neighbours:
         self._inbox = Inbox()
         self._outboxes: dict[int, Outbox] = {}
         self._retired: list[tuple[Ring, Stream]] = []
-        self._has_told = False  # the service of the inbox
-        self._others = [rank for rank in range(local_size) if rank != local_rank]
-        self._meets_all = False
-        self._met: set[int] = set()
-
-    # ---- meeting ---------------------------------------------------------------------------------------
-
-    def meet(self, name: str, others: Sequence[int]) -> None:
-        """Ask to be introduced to these local ranks, who ask the same under the same name. Returns at once."""
-        fds = () if self._has_told else (self._inbox.door,)
-        self._has_told = True
-        members = sorted([self._me, *others])
-        self._host.tell(protocol.pack(protocol.Kind.MEET, key=key_of(name), members=members), fds)
-
-    def meet_all(self) -> None:
-        """Ask to be introduced to all ranks of the machine, who ask the same. Returns at once."""
-        self._meets_all = True
-        self.meet(_ALL, self._others)
-
-    def await_all(self) -> None:
-        """Return when all ranks of the machine have asked that. Raises StallError and what ends the session."""
-        self.await_meeting(_ALL, self._others, _MEETING_S)
-
-    def has_met(self, name: str) -> bool:
-        return key_of(name) in self._met
-
-    def await_meeting(self, name: str, others: Sequence[int], timeout_s: float) -> None:
-        """Return when all have asked. Raises StallError and what ends the session."""
-        key = key_of(name)
-        if key not in self._met:
-            wait = Wait(f"{name}: meeting", 0, lambda: others)
-            self._patience.until(lambda: key in self._met, wait, timeout_s)
-            self._patience.ended(wait)
+        #: With which ranks this one can deal.
+        self.meetings = Meetings(host, self._patience, local_rank, local_size, self._inbox.door)
 
     def introduce(self, local_rank: int, door: int) -> None:
         """The service gives the way to a neighbour, perhaps a new one in an earlier one's place."""
@@ -101,10 +67,6 @@ class Neighbours:
         self._outboxes[local_rank] = Outbox(door)
         if before is not None:
             before.close()
-
-    def met(self, key: int) -> None:
-        """The service says that all who were to meet under this key have asked."""
-        self._met.add(key)
 
     # ---- sending ---------------------------------------------------------------------------------------
 
@@ -375,8 +337,8 @@ class Neighbours:
 
     def join(self, tell: Callable[[], None]) -> None:
         """No more data: ``tell`` the service, then neighbours, who may join on hearing it, and be heard first there."""
-        if self._meets_all:
-            self.await_all()
+        if self.meetings.includes_all:
+            self.meetings.wait_for_all()
         record = messages.pack(_JOINED, self._me, self._ledger.era, 0, 0, 0, 0, 0, 0, 0, -1)
         tell()
         for outbox in self._outboxes.values():

@@ -112,7 +112,7 @@ class Near:
         self.ring_sums = RingSums(ring, members.position, ranks)
         self.sums: deque[NearSum] = deque()
         self._has_met = False
-        neighbours.meet(self._meeting, self._all)
+        neighbours.meetings.ask(self._meeting, self._all)
 
     @property
     def _meeting(self) -> str:
@@ -221,13 +221,13 @@ class Near:
     def await_meeting(self, timeout_s: float) -> None:
         """Return when all members can be reached. Raises StallError and what ends the session."""
         if not self._has_met:
-            self.neighbours.await_meeting(self._meeting, self._all, timeout_s)
+            self.neighbours.meetings.wait(self._meeting, self._all, timeout_s)
             self._has_met = True
 
     @property
     def has_met(self) -> bool:
         """True if ``await_meeting`` would return at once."""
-        return self._has_met or self.neighbours.has_met(self._meeting)
+        return self._has_met or self.neighbours.meetings.has_met(self._meeting)
 
     # ---- with the lock held ----------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class SharedSums:
         self._context = context
         self._session = context.session
         self._neighbours = cast(Neighbours, context.session.nearby)
-        self._neighbours.await_all()
+        self._neighbours.meetings.wait_for_all()
         limit_s = context.settings.stall_limit_s
         self._timeout_s = limit_s + _PATIENCE_S if limit_s else _FOREVER_S
         self._circles: dict[Sequence[int], _Circle] = {}

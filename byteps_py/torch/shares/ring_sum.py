@@ -106,7 +106,8 @@ class RingSum:
         self._chunks = Chunks(source.numel(), source.itemsize, len(sums.ranks), sums.ring.slot_bytes, scatters)
         self._table: array[int] | None = None
         self.has_begun = False
-        self._has_looked_in_vain = False  # for a step after the first
+        self._looks_for_steps: bool | None = None  # after the first; None: to be decided anew
+        self._has_looked_in_vain = False  # for one of these
 
     def give(self) -> None:
         """The first chunk, if members know each other, before it is sure that ``run`` follows. Who then calls that says
@@ -156,16 +157,19 @@ class RingSum:
     def _take_steps(self, table: array[int]) -> Status:
         looks, is_first = self._sums.looks, table[Entry.STEP] <= 1
         first_s = self._ring.patience_s() if is_first else 0.0
-        is_due = looks.is_due()
+        if (is_due := self._looks_for_steps) is None:
+            is_due = self._looks_for_steps = looks.is_due()
         table[Entry.FIRST_PATIENCE_NS], table[Entry.PATIENCE_NS] = int(first_s * 1e9), int(STEP_LOOK_S * 1e9) * is_due
         self._go_through(table)
         status, is_still_first = Status(table[Entry.STATUS]), table[Entry.STEP] <= 1
         waits = status is Status.WAITS
         if first_s:
             self._ring.looked(in_vain=waits and is_still_first)
-        if is_due and waits and not is_still_first:
-            self._has_looked_in_vain = True
-            looks.ended(paid=False)
+        if waits and not is_still_first:
+            self._looks_for_steps = None
+            if is_due:
+                self._has_looked_in_vain = True
+                looks.ended(paid=False)
         elif is_due and status is Status.DONE and not self._has_looked_in_vain:
             looks.ended(paid=True)
         return status
