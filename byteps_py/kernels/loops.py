@@ -26,8 +26,8 @@ _CHUNK_BYTES = 256
 # 1.10, with four 0.80 to 0.97), and looking for NaN costs nothing; in caches four are.
 _FROM_MEMORY = 4 << 20
 _LINES_BYTES = 128
-# So many inputs have a loop of their own: 4 and 8 are 1.05 to 1.25 times as fast so, from 1 MB in all on, for
-# 40 ms more of compiling.
+# So many inputs have a loop of their own, with their addresses at hand: in caches up to 1.25 times as fast (Zen 5), for
+# 20 ms more of compiling.
 _UNROLLED = (2, 4, 8)
 
 
@@ -58,6 +58,7 @@ class Loops:
         self._finite = checks.Finite(builder, dtype) if Checks.FINITE in wanted and dtype.is_floating else None
         width = chunk_width(dtype)
         self._sum = checks.Checksum(builder, width * dtype.itemsize // 8) if Checks.CHECKSUM in wanted else None
+        self._known: list[ir.Value] = []  # the first addresses of the table, inside a loop that has read them
 
     def emit(self) -> None:
         builder, size = self._builder, self._dtype.itemsize
@@ -85,8 +86,12 @@ class Loops:
             return
         count = _I64(counts[0])
         with builder.if_else(builder.icmp_signed("==", self._inputs, count)) as (then, otherwise):
-            with then, cgutils.for_range_slice(builder, start, end, step) as (offset, _):
-                self._fold(offset, width, count)
+            with then:
+                # Once: LLVM would read them for each chunk, for all it knows an output may lie over the table.
+                self._known = [builder.load(self._entry(_I64(i))) for i in range(counts[0] + 1)]
+                with cgutils.for_range_slice(builder, start, end, step) as (offset, _):
+                    self._fold(offset, width, count)
+                self._known = []
             with otherwise:
                 self._sweep(start, end, width, counts[1:])
 
@@ -139,7 +144,7 @@ class Loops:
             for at, result in zip(starts, results, strict=True):
                 vector.store(builder, builder.add(start, _I64(at)), builder.load(result))
 
-        write(self._inputs)
+        write(inputs)
         second = builder.add(self._inputs, _I64(1))
         with cgutils.for_range_slice(builder, second, self._outputs_end, _I64(1)) as (index, _):
             write(index)
@@ -166,7 +171,9 @@ class Loops:
         return self._builder.inttoptr(entry, _I64.as_pointer())
 
     def _address(self, index: ir.Value, offset: ir.Value) -> ir.Value:
-        return self._builder.add(self._builder.load(self._entry(index)), offset)
+        is_known = isinstance(index, ir.Constant) and index.constant < len(self._known)
+        place = self._known[index.constant] if is_known else self._builder.load(self._entry(index))
+        return self._builder.add(place, offset)
 
     def _set(self, index: ir.Value, value: ir.Value) -> None:
         self._builder.store(value, self._entry(index))
