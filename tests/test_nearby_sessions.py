@@ -7,20 +7,15 @@ import ctypes
 import subprocess
 import sys
 import threading
-import time
-import uuid
-from collections.abc import Iterator
 
 import pytest
-import torch
+from support.neighbours import doomed_pair, lasting_service, met, nearby, two_ranks
 from support.sessions import WAIT_S, Service, end, failure, start, sum_once_more
 
 from byteps_py.errors import JoinedError, MismatchError, NotInitializedError, PeerLostError, StallError
-from byteps_py.session.nearby import WINDOW, Neighbours, Receipt, Stream
+from byteps_py.session.nearby import WINDOW, Receipt, Stream
 from byteps_py.session.nearby.neighbours import INLINE_BYTES
 from byteps_py.session.remote import RemoteSession
-from byteps_py.torch.shares import ring_sum
-from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSum, RingSums
 
 #: A rank in a process of its own, that sends one large parcel, and then waits for what never comes.
 SENDER = """
@@ -39,48 +34,9 @@ sys.stdin.read()
 SIZES = (0, 1, 1000, INLINE_BYTES, INLINE_BYTES + 1, 1 << 20, (5 << 20) + 3)
 
 
-@pytest.fixture(scope="module")
-def lasting() -> Iterator[Service]:
-    service = start("--stay")
-    yield service
-    end(service)
-    assert service.process.returncode == 0
-
-
-@pytest.fixture
-def ranks(lasting: Service) -> Iterator[list[RemoteSession]]:
-    sessions = [lasting.rank(0), lasting.rank(1)]
-    yield sessions
-    for session in sessions:
-        session.close()
-
-
-@pytest.fixture
-def pair() -> Iterator[list[RemoteSession]]:
-    """Two ranks whose job will not end well."""
-    service = start()
-    sessions = [service.rank(0), service.rank(1)]
-    yield sessions
-    for session in sessions:
-        session.close()
-    end(service)
-
-
-def nearby(session: RemoteSession) -> Neighbours:
-    found = session.nearby
-    assert found is not None
-    return found
-
-
-def met(ranks: list[RemoteSession]) -> tuple[str, list[Stream]]:
-    """A name, and what both ranks know it as."""
-    name = f"stream-{uuid.uuid4()}"
-    for session in ranks:
-        nearby(session).meetings.ask(name, (1 - session.rank,))
-    for session in ranks:
-        nearby(session).meetings.wait(name, (1 - session.rank,), WAIT_S)
-        assert nearby(session).meetings.has_met(name)
-    return name, [nearby(session).stream(name, (1 - session.rank,)) for session in ranks]
+lasting = pytest.fixture(scope="module")(lasting_service)
+ranks = pytest.fixture(two_ranks)
+pair = pytest.fixture(doomed_pair)
 
 
 def send(session: RemoteSession, stream: Stream, data: bytes, is_led: bool = True, due: int = -1) -> None:
@@ -262,94 +218,6 @@ def test_a_killed_neighbour_is_named_and_what_it_sent_is_there() -> None:
         assert isinstance(error, PeerLostError)
         assert f"rank 1 (process {process.pid} on " in str(error)
     end(service)
-
-
-def sums_of(session: RemoteSession, name: str) -> RingSums:
-    other = 1 - session.rank
-    ring = nearby(session).ring(nearby(session).stream(name, (other,)), SLOT_BYTES)
-    return RingSums(ring, session.rank, {session.rank: session.rank, other: other})
-
-
-def add_up(sums: list[RingSums], *tensors: torch.Tensor) -> None:
-    """In a thread for each."""
-
-    def run(work: RingSum) -> None:
-        work.run(time.monotonic() + WAIT_S)
-        over.append(work)
-
-    over: list[RingSum] = []
-    works = [RingSum(one, tensor, tensor, False, "x") for one, tensor in zip(sums, tensors, strict=True)]
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert len(over) == len(works)
-
-
-def is_over_soon(work: RingSum) -> bool:
-    try:
-        work.run(time.monotonic() + 0.001)
-    except StallError:
-        return False
-    return True
-
-
-def test_a_sum_goes_on_after_a_wait_that_was_too_short(ranks: list[RemoteSession]) -> None:
-    assert ring_sum.is_able()
-    name, _ = met(ranks)
-    sums = [sums_of(session, name) for session in ranks]
-    for operation in range(3):
-        tensors = [torch.arange(100_003) * (1.0 + rank + operation) for rank in range(2)]
-        expected = tensors[0] + tensors[1]
-        works = [RingSum(one, tensor, tensor, False, "x") for one, tensor in zip(sums, tensors, strict=True)]
-        while works:
-            works = [work for work in works if not is_over_soon(work)]
-        assert all(torch.equal(tensor, expected) for tensor in tensors)
-    assert all(len(nearby(session)._outgoing.segments) == 1 for session in ranks)
-
-
-def test_ranks_that_sleep_are_woken(ranks: list[RemoteSession], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each step: nobody looks before it sleeps."""
-    assert ring_sum.is_able()
-    name, _ = met(ranks)
-    for session in ranks:
-        monkeypatch.setattr(nearby(session)._patience, "look_s", lambda: 0.0)
-    sums = [sums_of(session, name) for session in ranks]
-    for _ in range(5):
-        tensors = [torch.arange(1_000_003) * (1.0 + rank) for rank in range(2)]
-        expected = tensors[0] + tensors[1]
-        add_up(sums, *tensors)
-        assert all(torch.equal(tensor, expected) for tensor in tensors)
-
-
-def test_slots_are_used_again_once_all_have_retired_their_ring(ranks: list[RemoteSession]) -> None:
-    assert ring_sum.is_able()
-    name, streams = met(ranks)
-    found: list[list[object]] = [[], []]
-    for turn in range(3):
-        sums = [sums_of(session, f"{name}, turn {turn}") for session in ranks]
-        over = [nearby(session).stream(f"{streams[0].name}.{turn}", (1 - session.rank,)) for session in ranks]
-        add_up(sums, torch.ones(1000), torch.ones(1000))
-        for number, one in enumerate(sums):
-            found[number].append(one.ring.block)
-        for session, one, stream in list(zip(ranks, sums, over, strict=True))[: 1 + turn]:
-            nearby(session).retire(one.ring, stream)
-        for session in ranks:
-            nearby(session).take_messages()
-    for number, (first, second, third) in enumerate(found):
-        assert second is not first, number  # one of the two might still have read it
-        assert third is second, number
-
-
-def test_who_waits_in_a_sum_for_a_neighbour_that_left_is_told(pair: list[RemoteSession]) -> None:
-    assert ring_sum.is_able()
-    name, _ = met(pair)
-    sums = [sums_of(session, name) for session in pair]
-    add_up(sums, torch.ones(1000), torch.ones(1000))
-    work = RingSum(sums[0], torch.ones(1000), None, False, "x")
-    pair[1].close()
-    assert isinstance(failure(lambda: work.run(time.monotonic() + WAIT_S)), PeerLostError)
 
 
 def test_who_waits_is_woken_by_close(pair: list[RemoteSession]) -> None:

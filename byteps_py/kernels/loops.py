@@ -25,7 +25,7 @@ _CHUNK_BYTES = 256
 # to 1.04 times the speed of gcc's loop, with one line 0.86 to 1.03, with four 0.86 to 1.07; Zen 4: with one 0.96 to
 # 1.10, with four 0.80 to 0.97), and looking for NaN costs nothing; in caches four are.
 _FROM_MEMORY = 4 << 20
-_LINES_BYTES = 128
+_MEMORY_CHUNK_BYTES = 128
 # So many inputs have a loop of their own, with their addresses at hand: in caches up to 1.25 times as fast (Zen 5), for
 # 20 ms more of compiling.
 _UNROLLED = (2, 4, 8)
@@ -68,8 +68,8 @@ class Loops:
             is_large = builder.icmp_unsigned(">=", self._end, _I64(_FROM_MEMORY))
             wide_end = builder.select(is_large, _I64(0), wide_end)
             self._sweep(start, wide_end, width)
-            start, wide_end = wide_end, builder.and_(self._end, _I64(-_LINES_BYTES))
-            width = _LINES_BYTES // size
+            start, wide_end = wide_end, builder.and_(self._end, _I64(-_MEMORY_CHUNK_BYTES))
+            width = _MEMORY_CHUNK_BYTES // size
         self._sweep(start, wide_end, width)
         with cgutils.for_range_slice(builder, wide_end, self._end, _I64(size)) as (offset, _):
             self._fold(offset, 1, self._inputs)

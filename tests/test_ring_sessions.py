@@ -1,0 +1,108 @@
+"""Sums in shares of two ranks beside a real communication service."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from support.neighbours import doomed_pair, lasting_service, met, nearby, two_ranks
+from support.sessions import WAIT_S, failure
+
+from byteps_py.errors import PeerLostError, StallError
+from byteps_py.session.remote import RemoteSession
+from byteps_py.torch.shares import ring_sum
+from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSum, RingSums
+
+lasting = pytest.fixture(scope="module")(lasting_service)
+ranks = pytest.fixture(two_ranks)
+pair = pytest.fixture(doomed_pair)
+
+
+def sums_of(session: RemoteSession, name: str) -> RingSums:
+    other = 1 - session.rank
+    ring = nearby(session).ring(nearby(session).stream(name, (other,)), SLOT_BYTES)
+    return RingSums(ring, session.rank, {session.rank: session.rank, other: other})
+
+
+def add_up(sums: list[RingSums], *tensors: torch.Tensor) -> None:
+    """In a thread for each."""
+
+    def run(work: RingSum) -> None:
+        work.run(time.monotonic() + WAIT_S)
+        over.append(work)
+
+    over: list[RingSum] = []
+    works = [RingSum(one, tensor, tensor, False, "x") for one, tensor in zip(sums, tensors, strict=True)]
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(over) == len(works)
+
+
+def is_over_soon(work: RingSum) -> bool:
+    try:
+        work.run(time.monotonic() + 0.001)
+    except StallError:
+        return False
+    return True
+
+
+def test_a_sum_goes_on_after_a_wait_that_was_too_short(ranks: list[RemoteSession]) -> None:
+    assert ring_sum.is_able()
+    name, _ = met(ranks)
+    sums = [sums_of(session, name) for session in ranks]
+    for operation in range(3):
+        tensors = [torch.arange(100_003) * (1.0 + rank + operation) for rank in range(2)]
+        expected = tensors[0] + tensors[1]
+        works = [RingSum(one, tensor, tensor, False, "x") for one, tensor in zip(sums, tensors, strict=True)]
+        while works:
+            works = [work for work in works if not is_over_soon(work)]
+        assert all(torch.equal(tensor, expected) for tensor in tensors)
+    assert all(len(nearby(session)._outgoing.segments) == 1 for session in ranks)
+
+
+def test_ranks_that_sleep_are_woken(ranks: list[RemoteSession], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each step: nobody looks before it sleeps."""
+    assert ring_sum.is_able()
+    name, _ = met(ranks)
+    for session in ranks:
+        monkeypatch.setattr(nearby(session)._patience, "look_s", lambda: 0.0)
+    sums = [sums_of(session, name) for session in ranks]
+    for _ in range(5):
+        tensors = [torch.arange(1_000_003) * (1.0 + rank) for rank in range(2)]
+        expected = tensors[0] + tensors[1]
+        add_up(sums, *tensors)
+        assert all(torch.equal(tensor, expected) for tensor in tensors)
+
+
+def test_slots_are_used_again_once_all_have_retired_their_ring(ranks: list[RemoteSession]) -> None:
+    assert ring_sum.is_able()
+    name, streams = met(ranks)
+    found: list[list[object]] = [[], []]
+    for turn in range(3):
+        sums = [sums_of(session, f"{name}, turn {turn}") for session in ranks]
+        over = [nearby(session).stream(f"{streams[0].name}.{turn}", (1 - session.rank,)) for session in ranks]
+        add_up(sums, torch.ones(1000), torch.ones(1000))
+        for number, one in enumerate(sums):
+            found[number].append(one.ring.block)
+        for session, one, stream in list(zip(ranks, sums, over, strict=True))[: 1 + turn]:
+            nearby(session).retire(one.ring, stream)
+        for session in ranks:
+            nearby(session).take_messages()
+    for number, (first, second, third) in enumerate(found):
+        assert second is not first, number  # one of the two might still have read it
+        assert third is second, number
+
+
+def test_who_waits_in_a_sum_for_a_neighbour_that_left_is_told(pair: list[RemoteSession]) -> None:
+    assert ring_sum.is_able()
+    name, _ = met(pair)
+    sums = [sums_of(session, name) for session in pair]
+    add_up(sums, torch.ones(1000), torch.ones(1000))
+    work = RingSum(sums[0], torch.ones(1000), None, False, "x")
+    pair[1].close()
+    assert isinstance(failure(lambda: work.run(time.monotonic() + WAIT_S)), PeerLostError)
