@@ -1,11 +1,10 @@
-"""Parts of what ranks of one machine do among themselves: the ledger, memory, sockets, who is introduced to whom."""
+"""Parts of what ranks of one machine do among themselves: the ledger, memory, who is introduced to whom."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import random
-import select
 import socket
 import threading
 from collections import deque
@@ -23,7 +22,6 @@ from byteps_py.session.nearby.ledger import Ledger, Stream
 from byteps_py.session.nearby.memory import Incoming, Outgoing, size_class
 from byteps_py.session.nearby.messages import Kind, Message
 from byteps_py.session.nearby.neighbours import Neighbours
-from byteps_py.session.nearby.post import Inbox, Outbox
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
 from byteps_py.worker.meetings import Introduce, Meetings, Tell
@@ -308,40 +306,6 @@ def test_a_descriptor_that_nobody_wants_is_closed(data: bytes, what: str) -> Non
     assert len(os.listdir("/proc/self/fd")) == before
     nearby.close()
     segment.close()
-
-
-# ---- sockets -------------------------------------------------------------------------------------------------------
-
-
-def test_an_inbox_that_is_not_read_holds_up_nobody() -> None:
-    inbox = Inbox()
-    outbox = Outbox(os.dup(inbox.door))
-    words = [f"{i:05}".encode() * 2000 for i in range(300)]  # far more than a socket takes
-    segment = Segment.create(4096)
-    for word in words:
-        outbox.send(word)
-    outbox.send(b"last", segment.fd)
-    segment.close()
-    got = []
-    readable = select.poll()
-    readable.register(inbox.fileno(), select.POLLIN)
-    while not got or got[-1] != b"last":
-        assert readable.poll(30_000)
-        nbytes, fd = inbox.receive()
-        got.append(bytes(inbox.buffer[:nbytes]))
-    assert got == [*words, b"last"]
-    Segment(fd, 4096).close()
-    assert inbox.receive() == (0, -1)
-    outbox.close()
-    inbox.close()
-
-
-def test_nobody_minds_an_inbox_that_is_gone() -> None:
-    inbox = Inbox()
-    outbox = Outbox(os.dup(inbox.door))
-    inbox.close()
-    outbox.send(b"too late")
-    outbox.close()
 
 
 # ---- meetings ------------------------------------------------------------------------------------------------------

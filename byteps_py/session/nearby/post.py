@@ -15,6 +15,9 @@ import socket
 import threading
 from collections import deque
 
+from byteps_py.errors import CommunicationError
+from byteps_py.log import logger
+
 MAX_MESSAGE = 192 << 10
 _ANCILLARY_BYTES = socket.CMSG_LEN(4 * 4)
 _BUFFER_BYTES = 4 << 20  # the kernel allows less, as a rule
@@ -74,7 +77,8 @@ class Outbox:
         self.announced = 0  # segments that the neighbour has been told of
 
     def send(self, message: bytes, fd: int = -1) -> None:
-        """Send, now or later. If the neighbour has left, nobody needs it."""
+        """Send, now or later. If the neighbour has left, nobody needs it. Raises CommunicationError if the system does
+        not take such a message."""
         with self._lock:
             if self._waiting or not self._try(message, fd):
                 self._waiting.append((message, os.dup(fd) if fd >= 0 else -1))
@@ -90,9 +94,24 @@ class Outbox:
                 self._sock.send(message, _DONTWAIT)
         except BlockingIOError:
             return False
-        except OSError:  # it is gone; who waits for it hears so from the communication service
+        except ConnectionError:  # it is gone; who waits for it hears so from the communication service
             return True
+        except OSError as error:
+            if self._sock.fileno() < 0:  # given up here
+                return True
+            room = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            raise CommunicationError(
+                f"a message of {len(message)} bytes to another rank of this machine can't be sent ({error}); its "
+                f"socket takes {room} bytes: let net.core.wmem_max be {MAX_MESSAGE} at least"
+            ) from error
         return True
+
+    def _try_again(self, message: bytes, fd: int) -> bool:
+        try:
+            return self._try(message, fd)
+        except CommunicationError as error:  # whose call it was is over; who waits for it will say so, too
+            logger.error("%s", error)
+            return True
 
     def _flush(self) -> None:
         writable = select.poll()
@@ -100,7 +119,7 @@ class Outbox:
         while True:
             writable.poll(_LOOK_MS)
             with self._lock:
-                while self._waiting and (self._closing or self._try(*self._waiting[0])):
+                while self._waiting and (self._closing or self._try_again(*self._waiting[0])):
                     _, fd = self._waiting.popleft()
                     if fd >= 0:
                         os.close(fd)
