@@ -46,6 +46,13 @@ def test_a_rank_that_leaves_a_sum_is_named() -> None:
         assert "for rank 0, which has not handed it over" in line
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_right_after_a_rank_was_interrupted_in_one(ranks: int) -> None:
+    run = bpslaunch(["-np", str(ranks)], [PROGRAM, "interrupted"], TEST_SIZE="large")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("interrupted: all is well") == ranks
+
+
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_a_rank_that_dies_in_a_sum_is_named(size: str) -> None:
     run = bpslaunch(["-np", "3"], [PROGRAM, "killed"], TEST_SIZE=size)

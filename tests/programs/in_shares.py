@@ -29,7 +29,7 @@ from byteps_py.session.nearby import Talk
 from byteps_py.torch import context as contexts
 from byteps_py.torch.dtypes import WIRE
 from byteps_py.torch.shares import by_name, ring_sum, suiting
-from byteps_py.torch.shares.table import Entry
+from byteps_py.torch.shares.table import Entry, Status
 
 IS_LARGE = os.environ.get("TEST_SIZE") == "large"
 #: Several chunks of a slot for every rank, and a multiple of nothing; or what goes in a message.
@@ -325,6 +325,29 @@ def left() -> None:
     said(bps.barrier)
 
 
+def interrupted() -> None:
+    """One rank is interrupted when it has given all that the others need, and lives on: later sums are right."""
+    take_steps = ring_sum.RingSum._take_steps
+
+    def interrupt(work: ring_sum.RingSum, table: Any) -> Status:
+        if (status := take_steps(work, table)) is Status.DONE:
+            raise KeyboardInterrupt
+        return status
+
+    assert same(bps.push_pull(mine(), average=False, name="x"), total())
+    if bps.rank() == 0:
+        ring_sum.RingSum._take_steps = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            bps.push_pull(mine(), average=False, name="x")
+        ring_sum.RingSum._take_steps = take_steps  # type: ignore[method-assign]
+    else:
+        assert same(bps.push_pull(mine(), average=False, name="x"), total())
+    for turn in range(1, 4):
+        parts = [values(10 * turn + rank, torch.float32, SHAPE) for rank in range(bps.size())]
+        assert same(bps.push_pull(parts[bps.rank()], average=False, name="x"), contract(parts, (len(parts),))), turn
+    expect_shared(2 if bps.rank() else 1)  # the rest went through the service
+
+
 def die() -> None:
     """In the middle of the next sum."""
     if IS_LARGE:
@@ -375,6 +398,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         who_joins,
         recorded,
         left,
+        interrupted,
         killed,
         elastic,
     )

@@ -203,10 +203,14 @@ class Ring:
             raise ValueError("differ() without begin()")
         self._patience.until(lambda: False, self._wait, timeout_s, has_looked=True)
 
-    def end(self) -> None:
-        """All steps of all have been laid, and read."""
+    def pause(self) -> None:
+        """Nobody waits for the operation now; it may go on later, or never."""
         if self._wait is not None:
             self._patience.ended(self._wait)
+
+    def end(self) -> None:
+        """All steps of all have been laid, and read."""
+        self.pause()
         self._first += self._steps
         self._operations += 1
         self._wait = None
@@ -233,6 +237,4 @@ class Ring:
         return [source for source in self.others if source in gone and not self._has_laid(source, self.base + 1)]
 
     def _joined(self, source: int) -> JoinedError:
-        if self._wait is not None:
-            self._patience.ended(self._wait)
         return joined(self._name, self._first_rank + source)

@@ -16,6 +16,7 @@ from typing import Self, cast
 
 import torch
 
+from byteps_py.errors import JoinedError
 from byteps_py.session import Session, Slot
 from byteps_py.session.nearby import Neighbours
 from byteps_py.tensors import Op, TensorSpec, key_of
@@ -131,10 +132,12 @@ class _Circle:
         ring = neighbours.ring(neighbours.stream(self._name, self._all), SLOT_BYTES)
         self._sums = RingSums(ring, self.own, {self.own: session.local_rank, **self.others})
         self._is_taken = False
+        self._is_broken = False  # a sum was begun and given up, which others may have carried on
 
     def take(self) -> bool:
         """For one large sum, until ``give_back``. False if there is one already. With the context's lock held."""
-        is_free, self._is_taken = not self._is_taken, True
+        is_free = not self._is_taken and not self._is_broken
+        self._is_taken = self._is_taken or is_free
         return is_free
 
     def give_back(self) -> None:
@@ -147,8 +150,14 @@ class _Circle:
         return work
 
     def add_shares(self, work: RingSum) -> None:
-        """All others do the same. Raises StallError and what ends the session."""
-        work.run(time.monotonic() + self.timeout_s)
+        """All others do the same. Raises StallError, JoinedError and what ends the session."""
+        try:
+            work.run(time.monotonic() + self.timeout_s)
+        except JoinedError:  # nobody has begun
+            raise
+        except BaseException:  # an interrupt, say, that the program lives on with
+            self._is_broken = True
+            raise
 
     def retire(self) -> None:
         self.neighbours.retire(self._sums.ring, self.neighbours.stream(f"{self._name}, over", self._all))

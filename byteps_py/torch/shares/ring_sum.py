@@ -121,6 +121,14 @@ class RingSum:
 
     def run(self, deadline: float) -> None:
         """To its end. All members can be reached. Raises what the waits of the ring raise."""
+        try:
+            self._run(deadline)
+        except BaseException:
+            self._ring.pause()
+            raise
+        self._ring.end()
+
+    def _run(self, deadline: float) -> None:
         ring = self._ring
         if not self.has_begun:
             ring.begin(self._name, self._source.nbytes, self._chunks.steps)
@@ -139,7 +147,6 @@ class RingSum:
                 self._add(table)
             else:
                 ring.differ(deadline - time.monotonic())
-        ring.end()
 
     def _filled(self) -> array[int]:
         ring, source, target, chunks = self._ring, self._source, self._target, self._chunks
