@@ -25,7 +25,7 @@ from byteps_py.session.remote import RemoteSession
 session = RemoteSession(channel.connect(sys.argv[1], 30), 1, 2, 30, 600)
 nearby = session.nearby
 nearby.meetings.ask("s", (0,))
-nearby.meetings.wait("s", (0,), 30)
+nearby.meetings.meeting("s", (0,))(30)
 memory = ctypes.create_string_buffer(b"x" * 3_000_000, 3_000_000)
 nearby.send(nearby.stream("s", (0,)), (0,), [(ctypes.addressof(memory), 3_000_000)], True)
 print("sent", flush=True)
@@ -85,12 +85,12 @@ def test_a_sender_does_not_wait_for_its_receiver_but_is_a_window_ahead_at_most(r
     _, streams = met(ranks)
     for nbytes in (3, 100_000):
         for seed in range(WINDOW):
-            nearby(ranks[0]).make_room(streams[0], 0.0)
+            nearby(ranks[0]).room(streams[0])(0.0)
             send(ranks[0], streams[0], data(nbytes, seed)[:nbytes])
-        assert isinstance(failure(lambda: nearby(ranks[0]).make_room(streams[0], 0.1)), StallError)
+        assert isinstance(failure(lambda: nearby(ranks[0]).room(streams[0])(0.1)), StallError)
         for seed in range(WINDOW):
             assert Expected(ranks[1], streams[1], nbytes).get() == data(nbytes, seed)[:nbytes]
-        nearby(ranks[0]).make_room(streams[0], WAIT_S)
+        nearby(ranks[0]).room(streams[0])(WAIT_S)
         nearby(ranks[0]).take_messages()
         assert streams[0].unacknowledged == 0
 
@@ -209,7 +209,7 @@ def test_a_killed_neighbour_is_named_and_what_it_sent_is_there() -> None:
     assert process.stdout is not None
     with contextlib.closing(session), process:
         nearby(session).meetings.ask("s", (1,))
-        nearby(session).meetings.wait("s", (1,), WAIT_S)
+        nearby(session).meetings.meeting("s", (1,))(WAIT_S)
         stream = nearby(session).stream("s", (1,))
         assert process.stdout.readline() == b"sent\n"
         process.kill()

@@ -48,6 +48,6 @@ def met(ranks: list[RemoteSession]) -> tuple[str, list[Stream]]:
     for session in ranks:
         nearby(session).meetings.ask(name, (1 - session.rank,))
     for session in ranks:
-        nearby(session).meetings.wait(name, (1 - session.rank,), WAIT_S)
+        nearby(session).meetings.meeting(name, (1 - session.rank,))(WAIT_S)
         assert nearby(session).meetings.has_met(name)
     return name, [nearby(session).stream(name, (1 - session.rank,)) for session in ranks]

@@ -6,7 +6,7 @@ Must not know what they have to do with each other. Any thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from byteps_py.session import protocol
 from byteps_py.session.nearby.waiting import Host, Patience, Wait
@@ -42,20 +42,24 @@ class Meetings:
         self.includes_all = True
         self.ask(_ALL, self._others)
 
-    def wait(self, name: str, others: Sequence[int], timeout_s: float) -> None:
-        """Return when all have asked. Raises StallError and what ends the session."""
-        key = key_of(name)
-        if key not in self._met:
-            wait = Wait(f"{name}: meeting", 0, lambda: others)
-            self._patience.until(lambda: key in self._met, wait, timeout_s)
-            self._patience.ended(wait)
+    def meeting(self, name: str, others: Sequence[int]) -> Callable[[float], None]:
+        """Of one who waits for it: returns, within so many seconds, when all have asked. Raises StallError, after which
+        it may be called again, and what ends the session."""
+        key, wait = key_of(name), Wait(f"{name}: meeting", 0, lambda: others)
+
+        def within(timeout_s: float) -> None:
+            if key not in self._met:
+                self._patience.until(lambda: key in self._met, wait, timeout_s)
+                self._patience.ended(wait)
+
+        return within
 
     def wait_for_all(self) -> None:
         """Return when all ranks of the machine have asked that. Raises StallError and what ends the session."""
-        self.wait(_ALL, self._others, _ALL_WITHIN_S)
+        self.meeting(_ALL, self._others)(_ALL_WITHIN_S)
 
     def has_met(self, name: str) -> bool:
-        """``wait`` would return at once."""
+        """Whoever waits for it returns at once."""
         return key_of(name) in self._met
 
     def met(self, key: int) -> None:

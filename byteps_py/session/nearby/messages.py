@@ -28,7 +28,8 @@ class Message(NamedTuple):
     """``source``: the local rank that says it. ``era``: how often all ranks have joined. ``stream``: the key of one.
     ``number``: of a parcel among those that the stream brings from there to here. ``total``: its bytes. ``id``: what
     the sender calls it; 0 if the sender need not know when it is taken. ``due``: bytes that the sender of a parcel
-    expects in turn from the one it is for; -1: it does not say."""
+    expects in turn from the one it is for; -1: it does not say; REFUSED: there is no parcel, since the local rank
+    ``offset`` has joined."""
 
     kind: int
     source: int
@@ -45,6 +46,7 @@ class Message(NamedTuple):
 
 _RECORD = struct.Struct("<HHIQQQQQQQq")
 RECORD_BYTES = _RECORD.size
+REFUSED = -2
 pack = _RECORD.pack  # its arguments are the fields, in order: this is the hot path
 _KINDS = frozenset(map(int, Kind))
 

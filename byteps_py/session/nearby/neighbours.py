@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from byteps_py import streaming
-from byteps_py.errors import JoinedError, MismatchError, ProtocolError
+from byteps_py.errors import CommunicationError, JoinedError, MismatchError, ProtocolError
 from byteps_py.session.nearby import messages
 from byteps_py.session.nearby.ledger import Ledger, Parcel, Stream
 from byteps_py.session.nearby.meetings import Meetings
@@ -80,12 +80,23 @@ class Neighbours:
             self.take_messages()
         return stream.unacknowledged < WINDOW
 
-    def make_room(self, stream: Stream, timeout_s: float) -> None:
-        """Return when the next parcel may be sent. Raises StallError and what ends the session."""
-        if stream.unacknowledged >= WINDOW:
-            wait = Wait(stream.name, 0, lambda: self._ledger.takers(stream))
-            self._patience.until(lambda: stream.unacknowledged < WINDOW, wait, timeout_s)
-            self._patience.ended(wait)
+    def room(self, stream: Stream) -> Callable[[float], None]:
+        """Of one who waits for it: returns, within so many seconds, when the next parcel may be sent. Raises
+        StallError, after which it may be called again, JoinedError (one that has not taken the others has no more data)
+        and what ends the session."""
+        wait = Wait(stream.name, 0, lambda: self._ledger.takers(stream))
+
+        def gone() -> set[int]:
+            return self._ledger.joined & self._ledger.takers(stream)
+
+        def within(timeout_s: float) -> None:
+            if stream.unacknowledged >= WINDOW:
+                self._patience.until(lambda: stream.unacknowledged < WINDOW or bool(gone()), wait, timeout_s)
+                self._patience.ended(wait)
+            if stream.unacknowledged >= WINDOW:
+                raise joined(stream.name, self._first_rank + min(gone()))
+
+        return within
 
     def send(
         self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], is_led: bool, dues: Sequence[int] = ()
@@ -101,6 +112,14 @@ class Neighbours:
             self._send_inline(stream, targets, spans, nbytes, is_led, dues)
         else:
             self._lay(stream, targets, spans, nbytes, dues)
+
+    def refuse(self, stream: Stream, targets: Iterable[int], gone: int) -> None:
+        """These do not get the stream's next parcel, since the local rank ``gone`` has joined: they raise that."""
+        era, me, key = self._ledger.era, self._me, stream.key
+        for target in targets:
+            number = stream.send(target)
+            record = messages.pack(_INLINE, me, era, 0, key, number, 0, 0, 0, gone, messages.REFUSED)
+            self._outboxes[target].send(record)
 
     def _send_inline(
         self,
@@ -198,7 +217,16 @@ class Neighbours:
         Raises StallError, MismatchError (once all is there; what is not as long as it should be is let go), JoinedError
         and what ends the session.
         """
-        left, deadline = receipt.left, time.monotonic() + timeout_s
+        try:
+            self._collect(receipt, time.monotonic() + timeout_s)
+        finally:
+            if receipt.wait is not None:
+                self._patience.ended(receipt.wait)
+        if receipt.error is not None:
+            raise receipt.error
+
+    def _collect(self, receipt: Receipt, deadline: float) -> None:
+        left = receipt.left
         while left:
             source, number, spans, nbytes, sent = left[-1]
             parcels = receipt.stream.flows[source].parcels
@@ -212,10 +240,6 @@ class Neighbours:
                 continue
             wait = receipt.wait = receipt.wait or Wait(receipt.stream.name, number, receipt.missing)
             self._await_parcel(receipt, wait, source, number, deadline - time.monotonic())
-        if receipt.wait is not None:
-            self._patience.ended(receipt.wait)
-        if receipt.error is not None:
-            raise receipt.error
 
     def await_next(self, streams: Sequence[tuple[Stream, int]], timeout_s: float) -> None:
         """Return when one of these streams has a parcel of this source that nobody expects yet. Raises StallError and
@@ -241,10 +265,13 @@ class Neighbours:
             while not self._host.is_being_read and self.take_message():
                 pass
 
-    def joined(self, stream: Stream) -> JoinedError | None:
-        """One of the ranks that the stream is for has no more data."""
-        missing = self._ledger.joined & stream.flows.keys()
-        return joined(stream.name, self._first_rank + min(missing)) if missing else None
+    def gone(self, local_ranks: Iterable[int]) -> set[int]:
+        """Which of them have no more data."""
+        return self._ledger.joined.intersection(local_ranks)
+
+    def joined(self, stream: Stream, gone: Iterable[int]) -> JoinedError:
+        """These have no more data, and the stream's next operation needs them."""
+        return joined(stream.name, self._first_rank + min(gone))
 
     def _await_parcel(self, receipt: Receipt, wait: Wait, source: int, number: int, timeout_s: float) -> None:
         flows = receipt.stream.flows
@@ -263,8 +290,12 @@ class Neighbours:
         if number not in parcels:
             raise joined(receipt.stream.name, self._first_rank + absent()[0])
 
-    def _difference(self, stream: Stream, source: int, parcel: Parcel, nbytes: int, sent: int) -> MismatchError | None:
+    def _difference(
+        self, stream: Stream, source: int, parcel: Parcel, nbytes: int, sent: int
+    ) -> CommunicationError | None:
         """What is wrong with a parcel that is not as long as it should be, or whose sender expects something else."""
+        if parcel.due == messages.REFUSED:
+            return joined(stream.name, self._first_rank + parcel.offset)
         other, own = self._first_rank + source, self._first_rank + self._me
         if parcel.total != nbytes:
             return MismatchError(differing(stream.name, other, parcel.total, own, nbytes))

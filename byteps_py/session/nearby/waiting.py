@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from byteps_py.errors import StallError
+from byteps_py.errors import BytePSError, StallError
 from byteps_py.looks import LOOK_S, Looks
 from byteps_py.session import protocol
 
@@ -74,7 +74,14 @@ class Patience:
 
     def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool = False) -> None:
         """Return when ``condition`` holds. ``has_looked``: the caller has done so by itself. Raises StallError and what
-        ends the session."""
+        ends the session; then the service is told that nobody waits, until this is called again."""
+        try:
+            self._until(condition, wait, timeout_s, has_looked)
+        except BaseException:  # an interrupt, too, may be the end of it
+            self.ended(wait)
+            raise
+
+    def _until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool) -> None:
         host = self._host
         host.check_open()
         is_to_look = not has_looked and timeout_s > LOOK_S and bool(self.look_s())
@@ -131,7 +138,9 @@ class Patience:
         )
 
     def ended(self, wait: Wait) -> None:
-        """It has come."""
+        """It has come, or nobody waits for it any more: the service ends the job for a wait that it never hears the end
+        of."""
         if wait.id:
-            self._host.tell(protocol.pack(protocol.Kind.WAITED, id=wait.id))
-            wait.id = 0
+            told, wait.id = wait.id, 0
+            with contextlib.suppress(BytePSError):  # what has ended the session is the caller's to find out
+                self._host.tell(protocol.pack(protocol.Kind.WAITED, id=told))

@@ -134,12 +134,15 @@ class Near:
     ) -> Passage:
         """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send.
         ``own``: what this member has for itself, and where it goes. ``together``: all send to all, and who sends is
-        told, too, if sizes differ; it does not begin without members that have joined. ``kind``: what else must agree,
+        told, too, if sizes differ; it does not begin without members that have joined. Else it is not sent if one of
+        those it is for has joined. ``kind``: what else must agree,
         for the journal."""
         with self._lock:
             line = self._begin(name)
-            if together and (error := self.neighbours.joined(line.stream)):
+            if together and (error := self._joined(line)):
                 return self._follow(line, what, {}, outputs, timeout_s, None, None, {}, kind, error)
+            if not together and (error := self._refused(line, [self.others[position] for position in sends])):
+                return self._follow(line, what, receives, outputs, timeout_s, None, None, {}, kind, error)
             for position, spans in sends.items():
                 dues = (total(receives[position]),) if together else ()
                 self.neighbours.send(line.stream, (self.others[position],), spans, is_led, dues)
@@ -163,8 +166,10 @@ class Near:
         """The same, where a member sends all others the same, or (None) nothing."""
         with self._lock:
             line = self._begin(name)
-            if together and (error := self.neighbours.joined(line.stream)):
+            if together and (error := self._joined(line)):
                 return self._follow(line, what, {}, outputs, timeout_s, None, None, {}, kind, error)
+            if not together and sends is not None and (error := self._refused(line, self._all)):
+                return self._follow(line, what, receives, outputs, timeout_s, None, None, {}, kind, error)
             sent: Mapping[int, int] = {}
             if sends is not None:
                 dues = [total(receives[position]) for position in self.others] if together else ()
@@ -188,7 +193,7 @@ class Near:
         wire it is the same."""
         with self._lock:
             line = self._begin(name)
-            if error := self.neighbours.joined(line.stream):
+            if error := self._joined(line):
                 return self._follow(line, what, {}, outputs, timeout_s, None, None, {}, kind, error)
             nbytes = mine[1]
             self.neighbours.send(line.stream, self._all, (mine,), False, [nbytes] * len(self._all))
@@ -218,16 +223,16 @@ class Near:
                 self.ring_sums.ring, self.neighbours.stream(f"{self._members.prefix}.ring.over", self._all)
             )
 
-    def await_meeting(self, timeout_s: float) -> None:
-        """Return when all members can be reached. Raises StallError and what ends the session."""
-        if not self._has_met:
-            self.neighbours.meetings.wait(self._meeting, self._all, timeout_s)
-            self._has_met = True
+    def meeting(self) -> Callable[[float], None]:
+        """Of one who waits for it: returns, within so many seconds, when all members can be reached. Raises StallError,
+        after which it may be called again, and what ends the session."""
+        return self.neighbours.meetings.meeting(self._meeting, self._all)
 
     @property
     def has_met(self) -> bool:
-        """True if ``await_meeting`` would return at once."""
-        return self._has_met or self.neighbours.meetings.has_met(self._meeting)
+        """All members can be reached."""
+        self._has_met = self._has_met or self.neighbours.meetings.has_met(self._meeting)
+        return self._has_met
 
     # ---- with the lock held ----------------------------------------------------------------------------
 
@@ -238,13 +243,27 @@ class Near:
         if line is None:
             stream = self.neighbours.stream(f"{self._members.prefix}.{name}", self._all)
             line = self._lines[name] = _Line(stream)
-        if not self._has_met:
-            around.patiently(self.await_meeting)
+        if not self.has_met:
+            around.patiently(self.meeting())
         for work in list(line.under_way)[: len(line.under_way) + 1 - LANES]:
             around.patiently(work.settle)
         if not self.neighbours.has_room(line.stream):
-            around.patiently(lambda timeout_s: self.neighbours.make_room(line.stream, timeout_s))
+            with contextlib.suppress(JoinedError):  # who has something to send finds that out
+                around.patiently(self.neighbours.room(line.stream))
         return line
+
+    def _joined(self, line: _Line) -> JoinedError | None:
+        """A member has no more data."""
+        gone = self.neighbours.gone(self._all)
+        return self.neighbours.joined(line.stream, gone) if gone else None
+
+    def _refused(self, line: _Line, targets: Sequence[int]) -> JoinedError | None:
+        """One of ``targets``, to whom something was to be sent, has no more data: the rest of them are told instead."""
+        gone = self.neighbours.gone(targets)
+        if not gone:
+            return None
+        self.neighbours.refuse(line.stream, [target for target in targets if target not in gone], min(gone))
+        return self.neighbours.joined(line.stream, gone)
 
     def _follow(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -70,6 +71,7 @@ class NearReceive(Pending):
         self._receipt = receipt
         self._landing = landing
         self._channel = channel
+        self._meet: Callable[[float], None] | None = None
 
     def _complete(self, deadline: float) -> None:
         if self._channel[0] is not self:
@@ -82,7 +84,9 @@ class NearReceive(Pending):
             self._landing.land()
 
     def _collect(self, timeout_s: float) -> None:
-        self._near.await_meeting(timeout_s)  # there may have to be an answer
+        if not self._near.has_met:  # there may have to be an answer
+            self._meet = self._meet or self._near.meeting()
+            self._meet(timeout_s)
         self._near.neighbours.collect(self._receipt, timeout_s)
 
     def _is_ready(self) -> bool:
@@ -140,8 +144,8 @@ class NearSender:
                     self._is_served = False
                     return
             try:
-                self._around.patiently(self._near.await_meeting)
-                self._around.patiently(self._make_room)
+                self._around.patiently(self._near.meeting())
+                self._around.patiently(self._near.neighbours.room(self._stream))
             except Exception as error:
                 self._fail(error)
                 return
@@ -153,9 +157,6 @@ class NearSender:
                     message.failure = error
                 if message.begun is not None:
                     message.begun.set()
-
-    def _make_room(self, timeout_s: float) -> None:
-        self._near.neighbours.make_room(self._stream, timeout_s)
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

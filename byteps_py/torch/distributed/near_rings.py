@@ -80,6 +80,7 @@ class NearSum(Pending):
         self._sum: RingSum | None = RingSum(near.ring_sums, source, target, kind.average, name, kind.scatters)
         self._finish = finish
         self._agreement = agreement
+        self._meet: Callable[[float], None] | None = None
 
     def _complete(self, deadline: float) -> None:
         rings = self._rings
@@ -103,8 +104,9 @@ class NearSum(Pending):
         if work is None:
             return
         try:
-            if not work.has_begun:
-                self._rings.near.await_meeting(timeout_s)
+            if not work.has_begun and not self._rings.near.has_met:
+                self._meet = self._meet or self._rings.near.meeting()
+                self._meet(timeout_s)
             work.run(deadline)
         except (StallError, JoinedError):  # it may go on, or nobody has begun
             raise

@@ -53,14 +53,14 @@ class Surroundings:
         """``wait`` for something before an operation begins. Raises StallError; then the group is at its end, as the
         other members don't know that this one has left a call out."""
         deadline = time.monotonic() + self.timeout_s
-        while True:
+        for look_s in itertools.chain(_DOUBT_S, itertools.repeat(self.look_s)):
             self.check()
             left = deadline - time.monotonic()
             try:
-                wait(max(0.0, min(left, _DOUBT_S[0])))
+                wait(max(0.0, min(left, look_s)))
                 return
             except StallError as error:
-                if left <= _DOUBT_S[0]:
+                if left <= look_s:
                     self.aborted = error
                     raise
             self.compare(self.journal.count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import byteps_py.torch as bps
 from backend.common import feature, raises, rank, same, size, values
 from backend.groups import DTYPES, OTHER_DTYPES, given, groups, groups_of_two, pair
+from byteps_py.session.nearby import WINDOW
 
 
 @feature
@@ -358,6 +360,37 @@ def after_uneven_data() -> None:
         dist.recv(got := torch.empty(3), (rank() - 1) % size(), tag=12)
         same(got, torch.full((3,), float((rank() - 1) % size())))
         dist.barrier()
+
+
+@feature
+def what_has_a_root_after_a_join() -> None:
+    """It is an error of all that have not joined, at the latest when it has been carried out a few times more."""
+    for _ in range(2):
+        for count in (5, 20_000):  # in a message, in memory
+            tensor, parts = torch.full((count,), float(rank())), None
+            dist.broadcast(tensor, 0)
+            same(tensor, torch.zeros(count))
+            if rank() == 0:
+                parts = [torch.full((count,), float(r)) for r in range(size())]
+            dist.scatter(tensor, parts, 0)
+            same(tensor, torch.full((count,), float(rank())))
+        if size() > 1 and rank() < size() - 1:
+            for count in (5, 20_000):
+                zeros = torch.zeros(count)
+                fails_in_the_end(functools.partial(dist.broadcast, zeros, 0))
+                fails_in_the_end(functools.partial(dist.scatter, zeros, [zeros] * size() if rank() == 0 else None, 0))
+        bps.join()
+
+
+def fails_in_the_end(operation: Callable[[], object]) -> None:
+    succeeded = 0
+    for _ in range(3 * WINDOW):
+        try:
+            operation()
+            succeeded += 1
+            assert succeeded <= WINDOW, "an operation that needs all ranks succeeds though one has joined"
+        except bps.JoinedError:
+            succeeded = WINDOW
 
 
 @feature
