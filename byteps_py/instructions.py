@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar, cast
 from byteps_py.log import logger
 
 _lock = threading.Lock()
+#: Longer than it takes to load LLVM from a file system that is slow, too.
+_LONG_S = 60.0
 
 
 def address_of(call: Callable[..., None]) -> int:
@@ -46,8 +48,8 @@ class Compiled(Generic[T]):
                     thread.start()
                     self._thread = thread
 
-    def is_ready(self, timeout_s: float = 10.0) -> bool:
-        """Whether it is there: once that is known, or within the time."""
+    def is_ready(self, timeout_s: float = _LONG_S) -> bool:
+        """Whether it is there: once that is known, or within the time. Ranks of one machine should answer alike."""
         if self.ready is None and self._thread is not None:
             self._thread.join(timeout_s)
         return self.ready is not None

@@ -102,9 +102,9 @@ def prepare() -> None:
     _code.prepare()
 
 
-def is_ready(timeout_s: float = 10.0) -> bool:
+def is_ready() -> bool:
     """Whether copies may go past the caches, once that is known, or within the time."""
-    return _code.is_ready(timeout_s)
+    return _code.is_ready()
 
 
 def _timed(choice: Choice, streamed: bool, target: int, source: int, nbytes: int) -> None:
