@@ -89,7 +89,10 @@ def main() -> None:
     print("      KB         usual way: writes  reads      past the caches: writes  reads")
     for kilobytes in arguments.kilobytes:
         nbytes = kilobytes << 10
-        found = {way: [seconds(nbytes, copy) for _ in range(arguments.rounds)] for way, copy in WAYS.items()}
+        found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        for _ in range(arguments.rounds):
+            for way, copy in WAYS.items():
+                found[way].append(seconds(nbytes, copy))
         medians = {
             way: [statistics.median(column) for column in zip(*pairs, strict=True)] for way, pairs in found.items()
         }

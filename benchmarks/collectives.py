@@ -60,7 +60,7 @@ def run(backend: str, ranks: int, hosts: Sequence[Host], program: Sequence[str],
                 "BYTEPS_SECRET": "secret of the benchmark", "TORCH_CPP_LOG_LEVEL": "ERROR",
             }  # fmt: skip
             command = host.command(command)
-        elif ranks:
+        else:
             place |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
         torchrun = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
         torchrun["TORCHELASTIC_RUN_ID"] = f"collectives-{port}"
@@ -88,6 +88,7 @@ def show(seen: Seen, ranks: int, mbit: float) -> list[dict[str, Any]]:
         for backend in BACKENDS:
             times = seen[backend, collective, nbytes]
             row[backend] = statistics.median(times)
+            row[f"{backend}_rounds_s"] = times
             cells.append(f"{row[backend] * 1e6:12.0f} µs (×{max(times) / min(times):4.2f})")
         line = f"{collective:16}{nbytes:10d}" + "".join(f"{cell:>24}" for cell in cells)
         line += f"{row['gloo'] / row['byteps']:15.2f}"
@@ -100,6 +101,15 @@ def show(seen: Seen, ranks: int, mbit: float) -> list[dict[str, Any]]:
     behind = [f"{row['collective']} {row['bytes']}" for row in large if row["byteps"] > row["gloo"]]
     print(f"behind gloo from 64 KB up: {', '.join(behind) or 'nowhere'}")
     return rows
+
+
+def without_nan(found: Any) -> Any:
+    """None instead of what a backend has not: JSON knows no NaN."""
+    if isinstance(found, dict):
+        return {key: without_nan(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [without_nan(value) for value in found]
+    return None if isinstance(found, float) and math.isnan(found) else found
 
 
 def main() -> None:
@@ -127,7 +137,7 @@ def main() -> None:
                     seen[backend, line["collective"], line["bytes"]].append(line["median_s"])
     rows = show(seen, ranks, arguments.mbit if arguments.hosts else 0.0)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        arguments.json.write_text(json.dumps(without_nan(rows), indent=1))
 
 
 if __name__ == "__main__":

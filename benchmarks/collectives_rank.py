@@ -94,7 +94,7 @@ COLLECTIVES = {
 
 
 def measure(call: Call, nbytes: int, seconds: float) -> float:
-    """The median time of a call, from when all ranks begin until the last of them has its result."""
+    """The median over the calls of the longest that one of the ranks takes; a barrier before each."""
     for _ in range(WARM_UP):
         call()
     repeats = int(min(300, max(4, seconds * 1e9 / (4 * nbytes + 1e6))))

@@ -6,10 +6,11 @@ On a training machine the communication service has cores to spare; on two cores
 So rank 0 is pinned to one core and everything else (rank 1, the service) to another: what rank 0's loop loses is what
 its own process does for the communication (GIL, threads, locks), plus what the cores share of caches and memory. A
 process of no job that copies memory on the other core shows that last part alone. The peer is gloo's all-reduce with
-async_op, as DDP uses it: its threads live in the training process. Stretches of the loop beside communication and
-without it take turns; a loss is that of the whole (mean) and of the typical millisecond (median). A machine that others
-use, too, spoils the mean. So the CPU time is shown that the training process spends outside the loop while it
-communicates, as a share of that time: it can lose no more than this to its own threads.
+async_op, as DDP uses it: its threads live in the training process, and so on the trainer's core; once more with these
+threads moved to the other core, where ours are. Stretches of the loop beside communication and without it take turns; a
+loss is that of the whole (mean) and of the typical millisecond (median). A machine that others use, too, spoils the
+mean. So the CPU time is shown that the training process spends outside the loop while it communicates, as a share of
+that time: it can lose no more than this to its own threads.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ import numpy as np
 
 TENSOR_BYTES = 256 << 20
 LOOP = 20_000  # about a millisecond
-TITLES = {"ours": "ours", "gloo": "gloo, async_op", "copies": "unrelated copies"}
+TITLES = {
+    "ours": "ours", "gloo": "gloo, async_op", "gloo_apart": "gloo, threads apart", "copies": "unrelated copies",
+}  # fmt: skip
 
 
 def loop_s() -> float:
@@ -95,15 +98,25 @@ def gloo() -> Background:
     )
 
 
-def rank(contender: str, repeats: int, core: int) -> None:
+def move_threads(core: int) -> None:
+    """All of this process but the main one."""
+    for task in map(int, os.listdir("/proc/self/task")):
+        if task != os.getpid():
+            os.sched_setaffinity(task, {core})
+
+
+def rank(contender: str, repeats: int, core: int, other: int) -> None:
     """``core``: where the first rank goes; before its libraries start threads, so that these go there as well."""
-    if os.environ.get("BYTEPS_LOCAL_RANK", os.environ.get("LOCAL_RANK")) == "0":
+    is_first = os.environ.get("BYTEPS_LOCAL_RANK", os.environ.get("LOCAL_RANK")) == "0"
+    if is_first:
         os.sched_setaffinity(0, {core})
-    background = {"ours": ours, "gloo": gloo}[contender]()
+    background = {"ours": ours, "gloo": gloo, "gloo_apart": gloo}[contender]()
     beside: list[float] = []
     alone: list[float] = []
     took_s = other_cpu_s = 0.0
     for repeat in range(repeats + 1):
+        if is_first and contender == "gloo_apart":
+            move_threads(other)
         began, process_s, thread_s = time.perf_counter(), time.process_time(), time.thread_time()
         background.start()
         started_s = time.thread_time() - thread_s
@@ -131,9 +144,8 @@ def run(contender: str, repeats: int, cores: list[int]) -> dict[str, list[float]
         port = str(probe.getsockname()[1])
     starter = {
         "ours": ["-m", "byteps_py.launch", "-np", "2", sys.executable],
-        "gloo": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port],
-    }[contender]
-    rest = ["--as", contender, "--repeats", str(repeats), "--core", str(cores[0])]
+    }.get(contender, ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port])
+    rest = ["--as", contender, "--repeats", str(repeats), "--core", str(cores[0]), "--other", str(cores[1])]
     os.sched_setaffinity(0, {cores[1]})  # inherited by all that is started
     command = [sys.executable, *starter, str(Path(__file__)), *rest]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -172,9 +184,10 @@ def main() -> None:
     parser.add_argument("--as", dest="contender", help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--other", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender:
-        rank(arguments.contender, arguments.repeats, arguments.core)
+        rank(arguments.contender, arguments.repeats, arguments.core, arguments.other)
         return
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -187,7 +200,8 @@ def main() -> None:
             for where, times in measured.items():
                 seen[name][where] += times
     print(f"a pure-Python loop on core {cores[0]}; all else on core {cores[1]}: {arguments.gigabytes:g} GB per round")
-    print(f"{'beside it':20}{'loops':>8}{'alone':>12}{'beside':>12}{'loss, mean':>12}{'median':>9}{'other CPU':>11}")
+    heads = f"{'alone':>12}{'beside':>12}{'loss, mean':>12}{'median':>9}{'CPU elsewhere':>15}"
+    print(f"{'beside it':20}{'loops':>8}{heads}")
     rows = []
     for name, title in TITLES.items():
         alone, beside = seen[name]["alone_s"], seen[name]["beside_s"]
@@ -195,9 +209,9 @@ def main() -> None:
         median = statistics.median(beside) / statistics.median(alone) - 1
         cells = f"{statistics.fmean(alone) * 1e3:9.3f} ms{statistics.fmean(beside) * 1e3:9.3f} ms"
         other = statistics.median(seen[name]["other"])
-        print(f"{title:20}{len(beside):8d}{cells}{mean:12.1%}{median:9.1%}{other:11.2%}")
+        print(f"{title:20}{len(beside):8d}{cells}{mean:12.1%}{median:9.1%}{other:15.2%}")
         row = {"beside": title, "loops": len(beside), "loss_mean": mean, "loss_median": median, "other_cpu": other}
-        rows.append(row)
+        rows.append({**row, **seen[name]})
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

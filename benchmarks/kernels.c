@@ -26,13 +26,20 @@ static inline uint16_t half_b(float f) {
 
 /* x0 … x7: the inputs; the first SUMn of them are added. */
 #define SUM2(W) W(x0[i]) + W(x1[i])
-#define SUM4(W) SUM2(W) + W(x2[i]) + W(x3[i])
-#define SUM8(W) SUM4(W) + W(x4[i]) + W(x5[i]) + W(x6[i]) + W(x7[i])
+#define SUM3(W) SUM2(W) + W(x2[i])
+#define SUM4(W) SUM3(W) + W(x3[i])
+#define SUM5(W) SUM4(W) + W(x4[i])
+#define SUM6(W) SUM5(W) + W(x5[i])
+#define SUM7(W) SUM6(W) + W(x6[i])
+#define SUM8(W) SUM7(W) + W(x7[i])
 #define INPUTS(T) const T *x0 = t[0], *x1 = t[1], *x2 = t[2], *x3 = t[3], *x4 = t[4], *x5 = t[5], *x6 = t[6], *x7 = t[7]
 #define LOOP(NAME, T, W, H, SUM) void NAME(void **t, void *to, long count) { \
     T *out = to; INPUTS(T); (void)x2; (void)x3; (void)x4; (void)x5; (void)x6; (void)x7; \
     _Pragma("GCC ivdep") for (long i = 0; i < count; i++) out[i] = H(SUM(W)); }
-#define LOOPS(NAME, T, W, H) LOOP(NAME##_2, T, W, H, SUM2) LOOP(NAME##_4, T, W, H, SUM4) LOOP(NAME##_8, T, W, H, SUM8)
+#define LOOPS(NAME, T, W, H) \
+    LOOP(NAME##_2, T, W, H, SUM2) LOOP(NAME##_3, T, W, H, SUM3) LOOP(NAME##_4, T, W, H, SUM4) \
+    LOOP(NAME##_5, T, W, H, SUM5) LOOP(NAME##_6, T, W, H, SUM6) LOOP(NAME##_7, T, W, H, SUM7) \
+    LOOP(NAME##_8, T, W, H, SUM8)
 
 LOOPS(float32, float, ID, ID)
 LOOPS(float64, double, ID, ID)

@@ -6,6 +6,7 @@ Speed is bytes read and written, in GB/s: summing n inputs of S bytes moves (n +
 buffer through the same n + 1 of them, so that both have the same memory at work. With several threads each has
 memory of its own, and the speeds are added. All contenders are called from C, in turns, so that a busy machine
 disturbs all alike; a figure is the median over the rounds of the ratio to the same round's memcpy. Needs gcc.
+In brackets: the tenths and ninetieths of the rounds.
 What one call costs from Python, and how long kernels take to become ready, stands in the first lines.
 """
 
@@ -52,7 +53,10 @@ class Row:
     contender: str
     gb_per_s: float
     to_memcpy: float
-    to_c: float | None
+    to_c: float
+    #: Of the last two between rounds: the tenths and ninetieths.
+    to_memcpy_range: tuple[float, float]
+    to_c_range: tuple[float, float]
 
 
 class Contender:
@@ -132,19 +136,27 @@ def measure(
             if number:  # the first round warms up
                 found.append(sum(repeats * contenders[0].moved / each for each in taken) / 1e9)
 
-    def ratio(name: str, other: str) -> float:
-        return statistics.median(a / b for a, b in zip(speeds[name], speeds[other], strict=True))
+    def ratios(name: str, other: str) -> list[float]:
+        return sorted(a / b for a, b in zip(speeds[name], speeds[other], strict=True))
 
     rows = []
     for name, found in speeds.items():
         title = name + (", in place" if in_place else "")
+        to_memcpy, to_c = ratios(name, "memcpy"), ratios(name, "C")
         rows.append(
             Row(
                 dtype.name.lower(), size_kb, inputs, threads, title,
-                statistics.median(found), ratio(name, "memcpy"), ratio(name, "C"),
+                statistics.median(found), statistics.median(to_memcpy), statistics.median(to_c),
+                tenths(to_memcpy), tenths(to_c),
             )
         )  # fmt: skip
     return rows
+
+
+def tenths(values: list[float]) -> tuple[float, float]:
+    """The tenth and the ninetieth percentile of sorted values."""
+    last = len(values) - 1
+    return values[round(last / 10)], values[round(last * 9 / 10)]
 
 
 @dataclass(frozen=True)
@@ -210,7 +222,7 @@ def show(rows: list[Row]) -> None:
     ratios = "".join(f"{row.to_memcpy:11.2f}" for row in rows[1:])
     print(
         f"{first.dtype:9} {first.size_kb:8} {first.inputs:6} {first.threads:7} {place:>8} {first.gb_per_s:7.1f}"
-        f"{ratios}{rows[2].to_c:13.2f}",
+        f"{ratios}{rows[2].to_c:13.2f} ({rows[2].to_c_range[0]:.2f} to {rows[2].to_c_range[1]:.2f})",
         flush=True,
     )
 
@@ -219,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_KB, metavar="KB", help="of one buffer")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=(*DTYPES, "int64"), metavar="NAME")
-    parser.add_argument("--inputs", type=int, nargs="+", default=(2, 4, 8), choices=(2, 4, 8), metavar="N")
+    parser.add_argument("--inputs", type=int, nargs="+", default=range(2, 9), choices=range(2, 9), metavar="N")
     parser.add_argument("--threads", type=int, nargs="+", default=(1, 2) if (os.cpu_count() or 1) > 1 else (1,))
     parser.add_argument("--quick", action="store_true", help="few rounds of small samples")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")

@@ -74,7 +74,7 @@ def rank(contender: str, steps: int) -> None:
             named = [(f"{name}.{key}", parameter) for key, parameter in model.named_parameters()]
             optimizer = bps.DistributedOptimizer(optimizer, named)
         elif contender == "ddp":
-            model = torch.nn.parallel.DistributedDataParallel(model)
+            model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         times = []
         for _ in range((steps + 5) * (_SHORT if shapes is _FEW else 1)):
             barrier()

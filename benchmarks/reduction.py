@@ -3,9 +3,10 @@
     python benchmarks/reduction.py [--ranks 2 4] [--rounds 3] [--quick] [--json FILE]
 
 The contenders take turns, round after round, each in fresh processes; a figure is the median over the rounds of
-the median call. Open MPI takes part if mpirun and mpi4py are there. Beside the smallest size stands what two wake-ups
-cost here (wakeups.py), measured in the same rounds. A last table shows CPU seconds per GB in each of this project's
-processes, on one machine and on two.
+the median call. All keep memory that they free: else Open MPI's large sums pay for fresh pages in each call. Open MPI
+takes part if mpirun and mpi4py are there, as it comes, not bound to cores. Beside the smallest size stands what two
+wake-ups cost here (wakeups.py), measured in the same rounds. A last table shows CPU seconds per GB in each of this
+project's processes, on one machine and on two.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ TITLES = {
 }
 
 
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -54,7 +58,7 @@ def has_open_mpi() -> bool:
 def run(contender: str, ranks: int, sizes: list[int], seconds: float, launcher: list[str]) -> list[dict[str, Any]]:
     """One job; returns rank 0's lines."""
     program = [sys.executable, str(RANK), contender, "--seconds", str(seconds), "--sizes", *map(str, sizes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **KEEPS_MEMORY, "OMP_NUM_THREADS": "1"}
     if contender == "mpi":
         command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), *program]
     elif contender in ("gloo", "backend"):
@@ -138,13 +142,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if not has_open_mpi():
+        print("Open MPI is left out: it needs mpirun and mpi4py")
     sizes, seconds = (QUICK, 0.3) if arguments.quick else (SIZES, 1.0)
     rows = []
     for ranks in arguments.ranks:
         rows.append(compare(ranks, sizes, arguments.rounds, seconds))
         show(rows[-1])
     cpu = cpu_per_gb(2.0 if arguments.quick else 8.0)
-    print("\nCPU seconds per GB of tensor summed (a server's: per GB of its share; start-up included)")
+    print("\nCPU seconds per GB of tensor summed (a server's: per GB of its share; services' start-up included)")
     for row in cpu:
         print(f"{row['layout']:28} {row['process']:12} {row['cpu_s_per_gb']:6.3f}")
     if arguments.json:

@@ -9,19 +9,23 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 WARM_UP = 3
 
+Prepared = tuple[Callable[[], object], Callable[[], "np.ndarray[Any, np.dtype[np.float32]]"]]
+
 
 @dataclass(frozen=True)
 class Contender:
-    """``prepare(count)`` returns the timed call for float32[count]."""
+    """``prepare(count)`` returns the timed call for float32[count], 1 everywhere, and what shows its result."""
 
     rank: int
+    size: int
     barrier: Callable[[], object]
-    prepare: Callable[[int], Callable[[], object]]
+    prepare: Callable[[int], Prepared]
     close: Callable[[], object]
 
 
@@ -32,7 +36,7 @@ def arena() -> Contender:
 
     session = open_session()
 
-    def prepare(count: int) -> Callable[[], object]:
+    def prepare(count: int) -> Prepared:
         (slot,) = session.declare([TensorSpec(f"arena {count}", DType.FLOAT32, (count,))])
         for memory in slot.inputs:
             np.frombuffer(memory, np.float32)[:] = 1
@@ -41,9 +45,9 @@ def arena() -> Contender:
             session.hand_over(slot)
             session.wait(slot)
 
-        return call
+        return call, lambda: np.frombuffer(slot.result, np.float32)
 
-    return Contender(session.rank, session.barrier, prepare, session.close)
+    return Contender(session.rank, session.size, session.barrier, prepare, session.close)
 
 
 def tensor() -> Contender:
@@ -54,11 +58,11 @@ def tensor() -> Contender:
 
     bps.init()
 
-    def prepare(count: int) -> Callable[[], object]:
+    def prepare(count: int) -> Prepared:
         values = torch.ones(count)
-        return lambda: bps.push_pull_inplace(values, average=False, name=f"tensor {count}")
+        return lambda: bps.push_pull_inplace(values, average=False, name=f"tensor {count}"), values.numpy
 
-    return Contender(bps.rank(), bps.barrier, prepare, bps.shutdown)
+    return Contender(bps.rank(), bps.size(), bps.barrier, prepare, bps.shutdown)
 
 
 def backend() -> Contender:
@@ -78,11 +82,11 @@ def _process_group(name: str) -> Contender:
 
     dist.init_process_group(name)
 
-    def prepare(count: int) -> Callable[[], object]:
+    def prepare(count: int) -> Prepared:
         values = torch.ones(count)
-        return lambda: dist.all_reduce(values)
+        return lambda: dist.all_reduce(values), values.numpy
 
-    return Contender(dist.get_rank(), dist.barrier, prepare, dist.destroy_process_group)
+    return Contender(dist.get_rank(), dist.get_world_size(), dist.barrier, prepare, dist.destroy_process_group)
 
 
 def mpi() -> Contender:
@@ -90,11 +94,11 @@ def mpi() -> Contender:
 
     world = MPI.COMM_WORLD
 
-    def prepare(count: int) -> Callable[[], object]:
+    def prepare(count: int) -> Prepared:
         values = np.ones(count, np.float32)
-        return lambda: world.Allreduce(MPI.IN_PLACE, values, op=MPI.SUM)
+        return lambda: world.Allreduce(MPI.IN_PLACE, values, op=MPI.SUM), lambda: values
 
-    return Contender(world.Get_rank(), world.Barrier, prepare, lambda: None)
+    return Contender(world.Get_rank(), world.Get_size(), world.Barrier, prepare, lambda: None)
 
 
 CONTENDERS = {"arena": arena, "tensor": tensor, "backend": backend, "gloo": gloo, "mpi": mpi}
@@ -108,8 +112,11 @@ def main() -> None:
     arguments = parser.parse_args()
     contender = CONTENDERS[arguments.contender]()
     for nbytes in arguments.sizes:
-        call = contender.prepare(max(1, nbytes // 4))
-        for _ in range(WARM_UP):
+        call, result = contender.prepare(max(1, nbytes // 4))
+        call()
+        if not (result() == contender.size).all():
+            raise SystemExit(f"{arguments.contender}: the sum of {nbytes} bytes is wrong")
+        for _ in range(WARM_UP - 1):
             call()
         # Every rank must run the same number: estimated from the size alone, not from a clock.
         repeats = int(min(1000, max(4, arguments.seconds * 1e9 / (nbytes + 1e6))))

@@ -4,10 +4,11 @@
 
 Client processes push float32 partitions and wait for their sums, several in flight. The echo sends every message
 straight back: what the sockets alone would allow. BYTEPS_SECRET and BYTEPS_ENCRYPT=1 protect the sums' messages. Both
-servers stay up; runs alternate between them, and with an all-reduce by gloo between as many processes (which with two
-of them sends and receives as much). Printed: goodput in each direction per worker; CPU seconds, page faults and context
-switches of the server per GB that it received (4 MB partitions: 250 of them); and what the server used while idle for
-a second.
+servers stay up; runs alternate between them, and with all-reduces by gloo between as many processes, of as many bytes,
+as many in flight and one at a time (with two processes each sends and receives what a worker does; with n of them
+2(n−1)/n times as much, which is counted). Printed: goodput in each direction per worker; CPU seconds, page faults and
+context switches of the server per GB that it received (4 MB partitions: 238 of them); of gloo CPU seconds of all
+processes per GB that all receive; and what the server used while idle for a second.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.wire import Header, Kind
 
-GLOO_REPEATS = 16
 IDLE_S = 1.0
 
 
@@ -159,20 +159,25 @@ def work(address: str, index: int, nbytes: int, in_flight: int, count: int, is_s
     context.term()
 
 
-def reduce_with_gloo(index: int, workers: int, nbytes: int, count: int, port: int) -> None:
+def reduce_with_gloo(index: int, workers: int, nbytes: int, in_flight: int, count: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=workers)
-    tensor = torch.ones(nbytes // 4)
-    dist.all_reduce(tensor)
+    tensors = [torch.ones(nbytes // 4) for _ in range(in_flight)]
+    for tensor in tensors:
+        dist.all_reduce(tensor)
     print("ready", flush=True)
     sys.stdin.readline()
-    began = time.monotonic()
-    for _ in range(count):
-        dist.all_reduce(tensor)
-    print(time.monotonic() - began, flush=True)
+    began, cpu_s = time.monotonic(), time.process_time()
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for number in range(in_flight, count):
+        works[number % in_flight].wait()
+        works[number % in_flight] = dist.all_reduce(tensors[number % in_flight], async_op=True)
+    for work in works:
+        work.wait()
+    print(time.monotonic() - began, time.process_time() - cpu_s, flush=True)
     dist.destroy_process_group()
 
 
@@ -201,18 +206,18 @@ def used(pid: int) -> tuple[float, int, int]:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[7]), switches
 
 
-def race(processes: list[subprocess.Popen[str]]) -> float:
-    """Seconds that the slowest of them took, once all are ready."""
+def race(processes: list[subprocess.Popen[str]]) -> list[list[float]]:
+    """What each of them says at its end, once all are ready: the seconds it took come first."""
     for process in processes:
         line_of(process)
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    elapsed = max(float(line_of(process)) for process in processes)
+    said = [[float(word) for word in line_of(process).split()] for process in processes]
     for process in processes:
         process.communicate()
-    return elapsed
+    return said
 
 
 def measure(
@@ -223,20 +228,23 @@ def measure(
     base = run * (count + 1)
     shape = (options.partition_bytes, options.in_flight, count, int(is_sums))
     before = used(server.pid)
-    elapsed = race([start("--work", address, i, *shape, base) for i in range(options.workers)])
+    said = race([start("--work", address, i, *shape, base) for i in range(options.workers)])
+    elapsed = max(seconds for (seconds,) in said)
     gigabytes = options.workers * count * options.partition_bytes / 1e9
     rate = gigabytes / options.workers * 8 / elapsed
     return [rate, *((now - then) / gigabytes for now, then in zip(used(server.pid), before, strict=True))]
 
 
-def measure_gloo(options: argparse.Namespace) -> float:
-    """Gbit/s each way per process."""
+def measure_gloo(options: argparse.Namespace, in_flight: int) -> list[float]:
+    """Gbit/s each way per process; CPU seconds of all of them per GB that all receive."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     n = options.workers
-    shape = (options.partition_bytes, GLOO_REPEATS, port)
-    elapsed = race([start("--gloo", i, n, *shape) for i in range(n)])
-    return 2 * (n - 1) / n * GLOO_REPEATS * options.partition_bytes * 8 / 1e9 / elapsed
+    count = int(options.gigabytes * 1e9 / n / options.partition_bytes)
+    said = race([start("--gloo", i, n, options.partition_bytes, in_flight, count, port) for i in range(n)])
+    gigabytes = 2 * (n - 1) / n * count * options.partition_bytes / 1e9  # of each
+    elapsed, cpu_s = max(row[0] for row in said), sum(row[1] for row in said)
+    return [gigabytes * 8 / elapsed, cpu_s / (n * gigabytes)]
 
 
 def main() -> None:
@@ -268,14 +276,15 @@ def compare(options: argparse.Namespace) -> None:
     servers = {kind: start("--serve", kind, "--workers", options.workers, *untuned) for kind in ("echo", "sums")}
     addresses = {kind: line_of(server) for kind, server in servers.items()}
     found: dict[str, list[list[float]]] = {kind: [] for kind in servers}
-    gloo = []
+    ways = {"gloo": options.in_flight, "gloo, one at a time": 1}
+    gloo: dict[str, list[list[float]]] = {way: [] for way in ways}
     for run in range(options.runs + 1):
         for kind, server in servers.items():
             result = measure(server, addresses[kind], options, run, kind == "sums")
             if run:  # the first warms up
                 found[kind].append(result)
-        if run:
-            gloo.append(measure_gloo(options))
+        for way, in_flight in ways.items() if run else ():
+            gloo[way].append(measure_gloo(options, in_flight))
     before = used(servers["sums"].pid)
     time.sleep(IDLE_S)
     idle_s = used(servers["sums"].pid)[0] - before[0]
@@ -288,14 +297,15 @@ def compare(options: argparse.Namespace) -> None:
             zip(*results, strict=True), (2, 3, 0, 0), ("Gbit/s", "CPU s/GB", "faults/GB", "switches/GB"), strict=True
         )
         print(f"{kind:5}", *(spread(c, d) + f" {unit}" for c, d, unit in columns), sep="  ")
-    print(f"gloo   {spread(gloo, 2)} Gbit/s")
-    rates = [row[0] for row in found["sums"]]
-    for kind, others in (("echo", [row[0] for row in found["echo"]]), ("gloo", gloo)):
-        ratios = [ours / theirs for ours, theirs in zip(rates, others, strict=True)]
+    for way, results in gloo.items():
+        rates, cpu = zip(*results, strict=True)
+        print(f"{way}  {spread(rates, 2)} Gbit/s  {spread(cpu, 3)} CPU s/GB")
+    for kind, others in {"echo": found["echo"], **gloo}.items():
+        ratios = [ours[0] / theirs[0] for ours, theirs in zip(found["sums"], others, strict=True)]
         print(f"sums / {kind}, run by run: {spread(ratios, 2)}")
     print(f"idle for {IDLE_S:g} s: {idle_s:.2f} CPU s")
     if options.json:
-        options.json.write_text(json.dumps({**found, "gloo": gloo, "idle_cpu_s": idle_s}, indent=1))
+        options.json.write_text(json.dumps({**found, **gloo, "idle_cpu_s": idle_s}, indent=1))
 
 
 def spread(values: Sequence[float], digits: int) -> str:

@@ -1,6 +1,6 @@
 """What honest traffic loses while strangers knock, with noise or greetings that lead nowhere, at each kind of port.
 
-    python benchmarks/strangers.py [--rate 100] [--runs 5] [--seconds 5] [--only server …] [--json FILE]
+    python -m benchmarks.strangers [--rate 100] [--runs 5] [--seconds 5] [--only server …] [--json FILE]
 
     server     a summation server's: partitions pushed and answered, see benchmarks/server.py
     peer       a communication service's: all-gathers between two machines of a rank, which go over it

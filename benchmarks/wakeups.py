@@ -1,6 +1,6 @@
 """What the smallest reduction can't do without: messages over Unix sockets between processes that sleep meanwhile.
 
-    python benchmarks/wakeups.py
+    python benchmarks/wakeups.py [--rounds 5] [--json FILE]
 
 Processes that do nothing but answer: two in C, two in Python, and three in Python in the shape of a reduction (a hub
 answers both others once it has heard from both). Where the system puts a process that it wakes matters most: on the
@@ -10,6 +10,8 @@ several times that. Two ranks on two cores have one such crossing at least.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import shutil
 import socket
@@ -131,8 +133,16 @@ def floors() -> dict[str, float]:
 
 
 def main() -> None:
-    for title, seconds in floors().items():
-        print(f"{title:28} {seconds * 1e6:6.1f} µs")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rounds = [floors() for _ in range(arguments.rounds)]
+    seen = {title: [found[title] for found in rounds] for title in rounds[0]}
+    for title, times in seen.items():
+        print(f"{title:28} {statistics.median(times) * 1e6:6.1f} µs (×{max(times) / min(times):.2f} between rounds)")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(seen, indent=1))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ queues ahead of more urgent tensors. Small partitions make it short, but cost pr
 Where GPU machines sum, too, their links carry what others push beside what is their own, and both wait for each other:
 smaller partitions and more in flight are better there. Two GPU machines gain no time by CPU machines, and lose the
 time by which an answer follows its push: smaller partitions are better, and no more in flight is needed in any case.
-docs/performance.md has the measurements. Pure; any thread.
+docs/tried.md has the measurements. Pure; any thread.
 """
 
 from __future__ import annotations

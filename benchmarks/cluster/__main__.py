@@ -21,6 +21,11 @@ from benchmarks.cluster.hosts import cluster
 from byteps_py.placement.shares import Optimum
 
 
+def spread(times: list[float]) -> float:
+    """The largest over the smallest."""
+    return max(times) / min(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
@@ -56,6 +61,10 @@ def main() -> None:
         + (", ".join(f"{name}={value}" for name, value in tuning.items()) or "default settings")
     )
     print(f"gloo {gloo:.3f} s = {gloo / unit_s:.3f} M/B (ring's optimum {2 * (n - 1) / n:.3f})")
+    print(
+        f"spread of gloo's rounds ×{spread(seen['gloo', 0]):.3f}; ours, of each k: "
+        + ", ".join(f"×{spread(seen['ours', k]):.3f}" for k in arguments.servers)
+    )
     print(" k   ours s  t·B/M  optimum  ours/optimum  gain over gloo (theory)  servers only s  gain (theory)")
     rows = []
     for k in arguments.servers:

@@ -1,6 +1,6 @@
 """Training steps across machines with shaped links: how much of the communication hides behind computation.
 
-    python -m benchmarks.cluster.overlap [--compute 0.5 1 2] [--rounds 1] [--mparams 32] [--json FILE]
+    python -m benchmarks.cluster.overlap [--compute 0.5 1 2] [--rounds 2] [--mparams 32] [--json FILE]
     python -m benchmarks.cluster.overlap --contenders cross --partition-kb 64 1024 4096 --credit-kb 1024 16384
 
 Hosts are network namespaces (root needed), four workers and four CPU machines unless told otherwise. The model:
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--partition-kb", type=int, nargs="+", default=[0], help="0: the product's own choice")
     parser.add_argument("--credit-kb", type=int, nargs="+", default=[0], help="likewise")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     n, k = arguments.workers, arguments.servers
@@ -148,13 +148,14 @@ def main() -> None:
         f"n = {n}, k = {k}, {arguments.mbit:g} Mbit/s each way, {sum(counts) * 4 / 1e6:.0f} MB of gradients in "
         f"{len(counts)} layers ({arguments.model}); optimum communication {optimum_s:.2f} s"
     )
-    print("compute s  contender                      step s  step / max(compute, optimum)  settings")
+    print("compute s  contender                    step s (min to max)    step / max(compute, optimum)  settings")
     rows: list[dict[str, Any]] = []
     for index, (compute, contender, tuning) in enumerate(cases):
         compute_s, step_s = compute * optimum_s, statistics.median(seen[index])
         ratio = step_s / max(compute_s, optimum_s)
         settings = ", ".join(f"{name}={value}" for name, value in tuning.items()) or "default"
-        print(f"{compute_s:9.2f}  {NAMES[contender]:28s} {step_s:8.2f} {ratio:29.3f}  {settings}")
+        spread = f"{step_s:.2f} ({min(seen[index]):.2f} to {max(seen[index]):.2f})"
+        print(f"{compute_s:9.2f}  {NAMES[contender]:28s} {spread:>20s} {ratio:29.3f}  {settings}")
         rows.append(
             {
                 "n": n, "k": k, "mbit": arguments.mbit, "bytes": sum(counts) * 4, "model": arguments.model,
