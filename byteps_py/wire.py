@@ -92,6 +92,11 @@ class Header:
     def is_supply(self) -> bool:
         return bool(self.flags & SUPPLY)
 
+    @property
+    def answer_place(self) -> tuple[int, int]:
+        """Where in shared memory the answer is wanted, or lies: segment, offset."""
+        return self.answer_segment, self.answer_offset
+
     def pack(self) -> bytes:
         return _LAYOUT.pack(
             MAGIC,

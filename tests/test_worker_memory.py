@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.worker_core import slot, tensor
 
+from byteps_py.shm import Block
 from byteps_py.wire import Header, Kind
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.tensor import Part
@@ -11,8 +12,10 @@ from byteps_py.worker.tensor import Part
 HERE, THERE = 3, 4
 
 
-def answer(part: Part, round_: int) -> Header:
-    return Header(Kind.ANSWER, 0, key=part.tensor.key, generation=1, index=part.index, round=round_)
+def answer(part: Part, round_: int, block: Block) -> Header:
+    header = Header(Kind.ANSWER, 0, key=part.tensor.key, generation=1, index=part.index, round=round_)
+    header.answer_segment, header.answer_offset = block.segment, block.offset
+    return header
 
 
 def test_what_an_ended_server_may_have_written_is_free() -> None:
@@ -23,7 +26,25 @@ def test_what_an_ended_server_may_have_written_is_free() -> None:
     memory.abandon_answer_block(parts[0], HERE)
     memory.abandon_answer_block(parts[1], THERE)
     memory.free_abandoned(HERE)
-    assert not memory.take_abandoned(answer(parts[0], made.round), HERE)
+    assert not memory.take_abandoned(answer(parts[0], made.round, blocks[0]), HERE)
     assert memory.give_answer_block(parts[0]) == blocks[0]
-    assert memory.take_abandoned(answer(parts[1], made.round), THERE)
+    assert memory.take_abandoned(answer(parts[1], made.round, blocks[1]), THERE)
+    memory.let_go()
+
+
+def test_a_partition_that_comes_back_in_the_same_round_is_answered_in_another_block() -> None:
+    memory = Memory(2, 2)
+    made = tensor([slot(0), slot(1)])
+    part = Part(made, 0, 0, 4096, HERE)
+    before = [memory.give_answer_block(part)]
+    memory.abandon_answer_block(part, HERE)
+    before.append(memory.give_answer_block(part))
+    memory.abandon_answer_block(part, HERE)
+    now = memory.give_answer_block(part)
+    assert len({block.offset for block in (*before, now)}) == 3
+    assert not memory.take_abandoned(answer(part, made.round, now), HERE)
+    assert memory.take_abandoned(answer(part, made.round, before[0]), HERE)
+    assert not memory.take_abandoned(answer(part, made.round, before[0]), HERE)
+    memory.free_abandoned(HERE)
+    assert {memory.machine.allocate(4096).offset for _ in before} == {block.offset for block in before}
     memory.let_go()

@@ -268,11 +268,12 @@ class Executor:
         if frame is None:  # of the service of this machine
             if server != part.server:
                 return  # of a place that was given up
-            if part.answer is None and part.tensor.root_slot is None and part.tensor.slots:
-                raise ProtocolError(
-                    f"tensor {part.tensor.name!r}: an answer lies in memory that was given to no server"
-                )
-            source = part.answer.address if part.answer is not None else 0
+            if part.tensor.root_slot is None and part.tensor.slots:
+                if part.answer is None or header.answer_place != (part.answer.segment, part.answer.offset):
+                    raise ProtocolError(
+                        f"tensor {part.tensor.name!r}: an answer lies in memory that was not given for it"
+                    )
+                source = part.answer.address
         elif part.tensor.root_slot is None and part.tensor.slots:
             if len(frame) != part.length:
                 raise ProtocolError(

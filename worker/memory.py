@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from byteps_py.shm import Arena, Block
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.wire import Header
+from byteps_py.wire import Header, RoundName, name_of
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.tensor import Part, RankSlot, Tensor
 from byteps_py.worker.topology import Topology
@@ -37,7 +37,8 @@ class Memory:
         #: Calls what gives memory back, once nothing is being sent from there to other machines: what nobody needs any
         #: more may have been asked for twice.
         self.when_left: Callable[[Callable[[], None]], None] = lambda then: then()
-        self._abandoned: dict[tuple[int, int, int, int, int], Block] = {}  # server, key, generation, index, round
+        #: By server, round and place: a partition may come back to a server, and be answered there in another block.
+        self._abandoned: dict[tuple[int, RoundName, tuple[int, int]], Block] = {}
         self._next_slot_id = 1
 
     def arena_of(self, local_rank: int) -> Arena:
@@ -84,13 +85,13 @@ class Memory:
     def abandon_answer_block(self, part: Part, server: int) -> None:
         """The partition has moved: nobody reads the answer, but its server of this machine may yet write it."""
         if part.answer is not None:
-            tensor = part.tensor
-            self._abandoned[server, tensor.key, tensor.generation, part.index, tensor.round] = part.answer
+            name = (part.tensor.key, part.tensor.generation, part.index, part.tensor.round)
+            self._abandoned[server, name, (part.answer.segment, part.answer.offset)] = part.answer
             part.answer = None
 
     def take_abandoned(self, header: Header, server: int) -> bool:
         """This server has written such an answer. False if it is none."""
-        block = self._abandoned.pop((server, header.key, header.generation, header.index, header.round), None)
+        block = self._abandoned.pop((server, name_of(header), header.answer_place), None)
         if block is not None:
             self.machine.free(block)
         return block is not None
