@@ -383,9 +383,10 @@ def _not_among(round_: Round[C], machine: int) -> str:
 
 
 def _is_asked_anew(known: Contribution, new: Contribution) -> bool:
-    """The same bits, but an answer to another place: the machine has connected again and repeats itself. Or it wanted
-    none when it gave what others lacked, and now does."""
-    return not new.header.is_supply and (known.origin is not new.origin or known.header.is_supply)
+    """The same bits, but an answer to another place: the machine has connected again and repeats itself, or the
+    partition has left and come back. Or it wanted none when it gave what others lacked, and now does."""
+    is_elsewhere = known.origin is not new.origin or known.header.answer_place != new.header.answer_place
+    return not new.header.is_supply and (is_elsewhere or known.header.is_supply)
 
 
 def _is_left(given: Header, epoch: int) -> bool:

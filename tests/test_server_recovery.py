@@ -89,6 +89,26 @@ def test_an_answer_goes_to_the_newer_connection() -> None:
     assert [c.origin for c in answered(rounds.reduced(round_))] == ["connection of machine 0", "a new connection"]
 
 
+@pytest.mark.parametrize("is_reducing", [False, True])
+def test_an_answer_goes_to_the_place_where_it_is_wanted_now(is_reducing: bool) -> None:
+    """The partition left the server of machine 1, and is there again before that has added it up. What took it back
+    came too late, or was not needed."""
+    rounds = started(2)
+    before, other = given(1, answer_segment=1, answer_offset=64), given(0)
+    now = given(1, answer_segment=1, answer_offset=128, flags=RESENT)
+    same = given(1, answer_segment=1, answer_offset=128, flags=RESENT)
+    rounds.contribution(before, 0.0)
+    if not is_reducing:
+        assert rounds.contribution(now, 0.0) == []
+    round_ = reduction(rounds.contribution(other, 0.0))
+    if is_reducing:
+        rounds.withdraw(before.header)
+        assert rounds.contribution(now, 0.0) == []
+    assert rounds.contribution(same, 0.0) == []  # a mere repetition
+    assert answered(rounds.reduced(round_)) == [other, now]
+    assert rounds.counters.bytes_in_flight == 0
+
+
 def test_all_resend_at_once_and_nobody_is_asked() -> None:
     rounds = started(2)
     rounds.contribution(given(0, flags=RESENT), 0.0)
