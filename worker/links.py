@@ -33,6 +33,9 @@ OnLost = Callable[[str], None]
 _DRAIN = 64  # messages taken per wake-up before others get their turn
 #: Requests that are kept for the case that they must be sent again; some never get an answer, and need none.
 _MOST_KEPT = 8192
+#: When so many answers have come whole since one did not, the way is good again: what is still without one may be what
+#: never gets any, a round in which all pass.
+_GOOD_AGAIN = 256
 _CONNECT_S = 1.0
 
 
@@ -108,6 +111,7 @@ class TcpLink(ServerLink, Owner):
         self._unsent: list[_Request] = []  # while there is no connection
         self._requests: dict[RoundName, _Request] = {}  # sent, and not answered
         self._suspects: set[RoundName] = set()  # one of their answers came damaged
+        self._came_whole = 0  # answers since then
         self._opened = 0  # connections so far
         self._is_closed = False
         self._dialer = Dialer(context, loop, address, sender, settings, self, self._who, group)
@@ -158,9 +162,16 @@ class TcpLink(ServerLink, Owner):
         if header.kind is not Kind.AWAITED:
             self.bytes_received += len(payload)
         if header.kind not in (Kind.WANT, Kind.AWAITED):
-            self._suspects.discard(name_of(header))
-            self._requests.pop(name_of(header), None)  # none: it says again what an earlier answer has said
+            self._answered(name_of(header))
         self._on_answer(header, payload)
+
+    def _answered(self, name: RoundName) -> None:
+        self._requests.pop(name, None)  # none: it says again what an earlier answer has said
+        if self._suspects:
+            self._suspects.discard(name)
+            self._came_whole += 1
+            if self._came_whole >= _GOOD_AGAIN:
+                self._suspects.clear()
 
     def on_damaged(self, number: int | None) -> None:
         if number is None:
@@ -177,10 +188,12 @@ class TcpLink(ServerLink, Owner):
         self._send(request)
 
     def _answer_damaged(self) -> None:
-        if self._suspects:
+        """Nobody can tell which: it may be the second time for what is asked for again on this connection."""
+        if not self._suspects.isdisjoint(self._requests):
             raise IntegrityError(_DAMAGED.format(f"an answer from {self._who}"))
         logger.warning("an answer from %s came damaged: it is asked for again", self._who)
-        self._suspects = set(self._requests)
+        self._suspects.update(name for name, it in self._requests.items() if it.header.kind is not Kind.TAKEN)
+        self._came_whole = 0
         self._dialer.reconnect()
 
     def on_broken(self) -> None:
