@@ -15,6 +15,7 @@ from support.damage import Flipper
 from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_values
 from support.proxy import Proxy
 
+from byteps_py.dataplane.listener import _MOST_DAMAGED
 from byteps_py.errors import BytePSError, IntegrityError, ProtocolError
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
@@ -144,6 +145,36 @@ def test_contributions_that_are_always_damaged_are_an_error_that_names_the_way(l
     error = line.answer()
     assert isinstance(error, IntegrityError)
     assert f"a PUSH message to the summation service at {line.proxy.address} came damaged twice" in str(error)
+
+
+@pytest.mark.parametrize("line", [(OPEN,)], indirect=True)
+def test_after_many_that_came_damaged_in_a_row_there_is_a_new_connection(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was said again on the old one may be lost with it; all is said once more on the next."""
+    line.check_round(1)
+    flipper = line.proxy.alter = Flipper(to_listener=True, times=_MOST_DAMAGED, word=b"BPS1", after=40)
+    both = [random_values(DType.FLOAT32, COUNT, seed=seed) for seed in (1, 2)]
+    due = set(range(_MOST_DAMAGED))
+    line._data = bytearray(both[0].tobytes())
+
+    def push(flags: int) -> None:
+        for index in sorted(due):
+            header = header_for(0, line._data, round=2, index=index, flags=flags)
+            line.link.push(header, Block(0, 0, len(line._data), 0), 0, None)
+
+    monkeypatch.setattr(line.link, "_on_again", lambda: push(RESENT))
+    line.loop.post(lambda: push(0))
+    for index in range(_MOST_DAMAGED):
+        line.other.push(both[1].tobytes(), round=2, index=index)
+    expected = exact_sum(DType.FLOAT32, both).tobytes()
+    while due:
+        came = line.answer()
+        assert isinstance(came, tuple), came
+        assert (came[0].kind, came[1] == expected) == (Kind.ANSWER, True), came[1][:200]
+        due.discard(came[0].index)
+    assert flipper.flipped == _MOST_DAMAGED
+    assert line.losses.empty()
 
 
 @pytest.mark.parametrize(

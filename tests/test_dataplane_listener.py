@@ -9,7 +9,7 @@ import zmq
 from support.data_plane import WAIT_S, Machine
 from support.summation import SETTINGS
 
-from byteps_py.dataplane.listener import DataListener
+from byteps_py.dataplane.listener import _MOST_DAMAGED, DataListener
 from byteps_py.dataplane.peer import Peer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.wire import Header, Kind
@@ -63,6 +63,36 @@ def test_the_last_words_of_who_is_gone_are_dropped_without_a_warning(
         pass
     listener.read()
     assert (listener.heard, listener.gone, listener.traffic.malformed) == ([peer], [peer], 0)
+
+
+def test_a_connection_on_which_all_comes_damaged_is_cut(
+    listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """And what is left of it is dropped without a warning; on its next one the machine is known again."""
+    machine = Machine(context, listener.listener.address, 0, SETTINGS)
+    listener.welcome(machine)
+    machine.push(bytes(4))
+    listener.read()
+    monitor = machine.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    for _ in range(_MOST_DAMAGED):
+        machine.socket.send_multipart([b"damaged", b""])
+    while not listener.gone:
+        listener.read()
+    machine.push(bytes(4), round=2)
+    listener.read()
+    assert [machine.receive()[0].kind for _ in range(_MOST_DAMAGED)] == [Kind.DAMAGED] * _MOST_DAMAGED
+    assert (listener.gone, listener.traffic.malformed) == (listener.heard, _MOST_DAMAGED)
+    listener.listener._strangers.sweep()
+    assert monitor.poll(WAIT_S * 1000)
+    machine.socket.disable_monitor()
+    monitor.close(0)
+    machine.close()
+    again = Machine(context, listener.listener.address, 0, SETTINGS)
+    listener.welcome(again)
+    again.push(bytes(4))
+    listener.read()
+    assert (len(listener.heard), listener.listener.peer_of(0)) == (2, listener.heard[-1])
+    again.close()
 
 
 def test_a_connection_is_gone_when_its_machine_has_a_newer_one(

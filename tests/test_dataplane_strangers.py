@@ -75,6 +75,21 @@ def test_who_says_more_than_a_proof_takes_is_cut_off_at_once(door: Door) -> None
     assert [is_cut_off(modest), is_cut_off(chatty)] == [False, True]
 
 
+def test_who_is_expelled_is_cut_off_at_the_next_look(door: Door) -> None:
+    timers: list[Timer] = []
+    door.strangers.watch(lambda delay_s, callback: timers.append((delay_s, callback)))
+    known = door.come()
+    assert door.here is not None
+    door.strangers.known(door.here.fileno())
+    timers.pop()[1]()
+    assert timers == []
+    door.strangers.expel(door.here.fileno())
+    assert not is_cut_off(known)
+    timers.pop()[1]()
+    assert is_cut_off(known)
+    assert (len(door.strangers), door.strangers.cut_off, timers) == (0, 1, [])
+
+
 def test_they_are_looked_at_while_there_are_any(door: Door) -> None:
     timers: list[Timer] = []
     door.strangers.watch(lambda delay_s, callback: timers.append((delay_s, callback)))

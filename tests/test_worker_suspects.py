@@ -104,6 +104,19 @@ def test_each_of_several_may_come_damaged_once(line: Line) -> None:
     assert line.dialer.connections == 4
 
 
+def test_a_request_that_comes_damaged_again_on_the_next_connection_is_an_error(line: Line) -> None:
+    """The other end has cut the first one, on which nothing came whole any more."""
+    for number in range(2):
+        line.ask(number)
+    line.link.on_damaged(0)
+    assert [header.index for header in line.dialer.sent] == [0, 1, 0]
+    line.dialer.reconnect()
+    line.dialer.open()
+    line.link.on_damaged(1)
+    with pytest.raises(IntegrityError, match="a FETCH message to the summation service at tcp://there came damaged"):
+        line.link.on_damaged(0)
+
+
 def test_what_gets_no_answer_has_none_that_came_damaged(line: Line) -> None:
     for number in range(3):
         line.ask(10 + number, Kind.TAKEN)  # of which the owner says once more which pieces have come

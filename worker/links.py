@@ -71,7 +71,6 @@ class _Request:
     offset: int
     body: bytes = b""
     number: int = -1  # on the connection; -1: not sent
-    was_damaged: bool = False  # once
 
 
 class TcpLink(ServerLink, Owner):
@@ -110,6 +109,7 @@ class TcpLink(ServerLink, Owner):
         self._on_lost = on_lost
         self._unsent: list[_Request] = []  # while there is no connection
         self._requests: dict[RoundName, _Request] = {}  # sent, and not answered
+        self._damaged: set[RoundName] = set()  # requests that came damaged, here or on an earlier connection
         self._suspects: set[RoundName] = set()  # one of their answers came damaged
         self._came_whole = 0  # answers since then
         self._opened = 0  # connections so far
@@ -144,6 +144,7 @@ class TcpLink(ServerLink, Owner):
             self.bytes_sent += header.length
         if header.kind is Kind.WITHDRAW:
             self._requests.pop(name_of(header), None)
+            self._damaged.discard(name_of(header))
             self._suspects.discard(name_of(header))
         elif not header.is_supply:
             self._requests[name_of(header)] = request
@@ -167,6 +168,7 @@ class TcpLink(ServerLink, Owner):
 
     def _answered(self, name: RoundName) -> None:
         self._requests.pop(name, None)  # none: it says again what an earlier answer has said
+        self._damaged.discard(name)
         if self._suspects:
             self._suspects.discard(name)
             self._came_whole += 1
@@ -180,11 +182,11 @@ class TcpLink(ServerLink, Owner):
         request = next((r for r in self._requests.values() if r.number == number), None)
         if request is None:
             return  # nobody waits for it
-        what = f"a {request.header.kind.name} message to {self._who}"
-        if request.was_damaged:
+        what, name = f"a {request.header.kind.name} message to {self._who}", name_of(request.header)
+        if name in self._damaged:
             raise IntegrityError(_DAMAGED.format(what))
         logger.warning("%s came damaged: it is sent again", what)
-        request.was_damaged = True
+        self._damaged.add(name)
         self._send(request)
 
     def _answer_damaged(self) -> None:

@@ -43,7 +43,7 @@ _MOST_CHALLENGES = 256
 _REMEMBERED = 256
 #: Answers that wait for a peer to read them. A machine keeps 8192 requests for a second try.
 _MOST_UNREAD = 1 << 16
-#: Damaged messages in a row after which a peer is a stranger again.
+#: Damaged messages in a row after which a connection is cut: on the next one all is said again.
 _MOST_DAMAGED = 16
 
 
@@ -200,7 +200,7 @@ class DataListener:
         try:
             packed, payload = peer.opening.open(frames[0].bytes, frames[1])
         except DamagedError as damage:
-            self._damaged(peer, damage)
+            self._damaged(peer, damage, frames[1])
             return
         peer.damaged = 0
         header = Header.unpack(packed)
@@ -217,13 +217,17 @@ class DataListener:
         # Else its machine has connected again, and says again there what has no answer: one on this connection would
         # be lost. Or its group is over, which it will hear from the scheduler.
 
-    def _damaged(self, peer: RemotePeer, damage: DamagedError) -> None:
-        """What it says, it will have to say again. But who says nothing else is none of us."""
+    def _damaged(self, peer: RemotePeer, damage: DamagedError, frame: zmq.Frame) -> None:
+        """What it says, it will have to say again. But who says nothing else is none of us, or will be once more when
+        it has connected anew."""
         peer.damaged += 1
         self._traffic.turned_away(f"machine {peer.machine}", damage)
         self.send(peer, Header(Kind.DAMAGED, peer.machine, round=damage.number).pack(), zmq.Frame())
         if peer.damaged >= _MOST_DAMAGED and peer.identity in self._peers:
             del self._peers[peer.identity]
+            self._departed.append(peer.identity)
+            self.on_monitor()  # what is told of its descriptor after this is about it
+            self._strangers.expel(int(frame.get(zmq.SRCFD)))
             self._on_gone(peer)
 
     # ---- coming --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import struct
@@ -71,6 +72,13 @@ class Strangers:
             self._waiting[fd] = _Connection(self._clock(), _duplicate(fd, self.port))
         if len(self._waiting) > MOST:
             self._cut_off(next(iter(self._waiting)))
+        self._look_later()
+
+    def expel(self, fd: int) -> None:
+        """Cut off who was known at the next look: what it has been told is on its way to it."""
+        self.known(fd)
+        with contextlib.suppress(OSError):  # gone already
+            self._waiting[fd] = _Connection(-math.inf, _duplicate(fd, self.port))
         self._look_later()
 
     def known(self, fd: int) -> None:
