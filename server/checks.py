@@ -5,6 +5,7 @@ Decisions come back as sentences: the refusal, the log and the error on the rank
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from byteps_py.tensors import DType, Op
@@ -47,6 +48,22 @@ def difference(gave: list[tuple[int, Facts]]) -> str:
         for facts, machines in views.items()
     )
     return f"machines disagree about {' and '.join(names)}: {said}"
+
+
+def not_among(header: Header, partition: object) -> str:
+    """A machine that gives to a round of which all are known that take part, and which are others."""
+    return f"machine {header.sender} is not among those of round {header.round} of {partition}"
+
+
+def rootless(header: Header, machines: Collection[int]) -> str:
+    """Why these, all that take part, can't end the round that ``header`` is of; empty if they can."""
+    if header.op is not Op.BROADCAST or header.root in machines:
+        return ""
+    who = ", ".join(map(str, sorted(machines)))
+    return (
+        f"partition {header.index} of tensor key {header.key:#018x}: machine {header.root} was to broadcast in round "
+        f"{header.round}, and is not among those that take part, machines {who}"
+    )
 
 
 def belated(header: Header, since_epoch: int) -> str:

@@ -33,7 +33,7 @@ from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, Pro
 from byteps_py.server.actions import Action, Answer, Counters, Reduce, Refuse, Stall, Want
 from byteps_py.server.awaited import Awaited
 from byteps_py.server.beginnings import Beginnings
-from byteps_py.server.checks import Facts, belated, difference, objection
+from byteps_py.server.checks import Facts, belated, difference, not_among, objection, rootless
 from byteps_py.server.partition import C, Contribution, Partition, Round, State
 from byteps_py.wire import Header, Kind, name_of
 
@@ -229,7 +229,9 @@ class Rounds(Generic[C]):
             self.counters.bytes_in_flight -= known.nbytes
         count = new.header.machines or self.num_machines
         if known is None and len(others) == count:  # they all pass: there is nothing that it could add to
-            return self._refuse([new], ProtocolError, _not_among(round_, machine))
+            return self._refuse([new], ProtocolError, not_among(new.header, round_.partition))
+        if known is None and len(others) == count - 1 and (text := rootless(new.header, {*others, machine})):
+            return self._break(round_.partition, new, text)
         others[machine] = new
         self.counters.bytes_in_flight += new.nbytes
         if len(others) < count:
@@ -250,7 +252,7 @@ class Rounds(Generic[C]):
         """All machines have given, and the result is on its way: a repetition."""
         known = round_.contributions.get(new.header.sender)
         if known is None:
-            return self._refuse([new], ProtocolError, _not_among(round_, new.header.sender))
+            return self._refuse([new], ProtocolError, not_among(new.header, round_.partition))
         self.counters.duplicates += 1
         if _is_asked_anew(round_.redirected.get(new.header.sender, known), new):
             round_.redirected[new.header.sender] = new
@@ -376,10 +378,6 @@ class Rounds(Generic[C]):
 
     def _rounds(self, state: State) -> list[Round[C]]:
         return [r for partition in self._partitions() for r in partition.rounds.values() if r.state is state]
-
-
-def _not_among(round_: Round[C], machine: int) -> str:
-    return f"machine {machine} is not among those of round {round_.number} of {round_.partition}"
 
 
 def _is_asked_anew(known: Contribution, new: Contribution) -> bool:

@@ -70,6 +70,19 @@ def test_wrong_headers_are_refused(server: Server, header: Header, payload: byte
     assert_works(server, machine)
 
 
+def test_a_broadcast_that_nobody_pushes_is_refused_and_nothing_else_happens() -> None:
+    with Server(SETTINGS, num_machines=3) as server:
+        machines = [server.machine(1), server.machine(2)]
+        for machine in machines:
+            machine.pull(4, root=0, machines=2)
+        for machine in machines:
+            assert "machine 0 was to broadcast in round 1" in machine.refusal()
+        machines += [server.machine(0)]
+        for machine in machines:
+            machine.push(bytes(4), key=99)
+        assert [machine.result() for machine in machines] == [bytes(4)] * 3
+
+
 def test_the_last_words_of_a_dead_connection_do_not_take_the_place_of_the_next(server: Server) -> None:
     """A proof that lay unread while its machine connected again and proved itself there."""
     first = server.machine(0)

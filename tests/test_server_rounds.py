@@ -118,6 +118,18 @@ def test_a_broadcast_takes_one_push_and_the_others_pulls() -> None:
     assert len(answered(rounds.reduced(round_))) == 3
 
 
+def test_a_broadcast_among_machines_of_which_none_is_its_root_is_refused() -> None:
+    """There is nothing that they could get."""
+    rounds = started(3)
+    facts = {"op": Op.BROADCAST, "root": 0, "machines": 2, "kind": Kind.PULL}
+    assert rounds.contribution(given(2, **facts), 0.0) == []
+    machines, text = refusal(rounds.contribution(given(1, **facts), 0.0))
+    assert machines == [2, 1]
+    assert "machine 0 was to broadcast in round 1, and is not among those that take part, machines 1, 2" in text
+    assert refusal(rounds.contribution(given(0, **{**facts, "kind": Kind.PUSH}), 0.0)) == ([0], text)
+    assert rounds.counters.bytes_in_flight == 0
+
+
 REFUSED_ALONE = [
     ({"sender": 2}, "from machine 2: there are 2 machines, from 0"),
     ({"epoch": 2}, "without this one: what it gave is of epoch 2, and since epoch 3 the job has other machines"),

@@ -203,6 +203,7 @@ class ServerRounds(Target):
         assert [header.sender for header in headers] == sorted({header.sender for header in headers})
         assert all(header.sender < MACHINES for header in headers)
         assert len(given) == (headers[0].machines or MACHINES)
+        assert any(header.kind is Kind.PUSH for header in headers)
         first = headers[0]
         for contribution, header in zip(given, headers, strict=True):
             assert (header.length, header.op, header.dtype) == (first.length, first.op, first.dtype)
