@@ -46,8 +46,8 @@ class Pipeline:
 
         Raises ProtocolError if that can't be.
         """
-        if slot.is_kept or (slot.tensor is not None and slot.tensor.retired):
-            return []  # the news that it is void crosses this message
+        if slot.is_void:
+            return []  # the news of it crosses this message
         begins = slot.ready_bytes < 0
         expected = slot.round + 1 if begins else slot.round
         if round_ != expected or not max(slot.ready_bytes, 0) <= nbytes <= slot.spec.nbytes:

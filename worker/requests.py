@@ -108,7 +108,8 @@ class Requests:
             slot = self.memory.slots.get(slot_id)
             if slot is None:  # its declaration failed while the message was on its way
                 continue
-            if (rank := self.executor.ranks.get(slot.local_rank)) is not None:
+            rank = self.executor.ranks.get(slot.local_rank)
+            if rank is not None and not slot.is_void:  # else it has been told already that it waits for nothing
                 self.executor.pace.ready(slot.local_rank, rank.pid, slot_id, round_, now)
             if slot.spec.op.is_direct:
                 layout = self._layouts.pop(slot_id, None)

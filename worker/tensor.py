@@ -159,6 +159,11 @@ class RankSlot:
     copies: int = 0  # of pieces, under way to its result
 
     @property
+    def is_void(self) -> bool:
+        """Nothing will come of what its rank hands over, which it may not know yet."""
+        return self.is_kept or (self.tensor is not None and self.tensor.retired)
+
+    @property
     def waits(self) -> bool:
         """Its rank has begun a round, and is there to see its end."""
         return self.ready_bytes >= 0 and not self.has_left

@@ -1,0 +1,56 @@
+"""What ranks hand over, as their communication service counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.worker_core import slot, spec, tensor
+
+from byteps_py.session import protocol
+from byteps_py.worker import requests
+from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.pace import RankPace
+from byteps_py.worker.pipeline import Pipeline
+from byteps_py.worker.requests import Requests
+from byteps_py.worker.tensor import RankSlot
+
+
+def kept() -> RankSlot:
+    """Its declaration was rejected."""
+    void = slot(0, spec(name="void"))
+    void.is_kept = True
+    return void
+
+
+def retired() -> RankSlot:
+    void = slot(0, spec(name="void"))
+    tensor([void]).retired = True
+    return void
+
+
+@pytest.mark.parametrize("make", [kept, retired])
+def test_a_rank_does_not_wait_for_what_it_handed_over_before_it_heard_that_it_is_void(
+    make: Callable[[], RankSlot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would look as if it had always something to wait for, and so as if it never waited."""
+    now_s = 5.0
+    monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: now_s))
+    void, good = make(), slot(0)
+    tensor([good]).machines = 1
+    pace, pipeline = RankPace(0), Pipeline(1, PushQueue())
+    nothing: Any = None
+    executor: Any = SimpleNamespace(ranks={0: SimpleNamespace(pid=7)}, pace=pace)
+    memory: Any = SimpleNamespace(slots={each.id: each for each in (void, good)})
+    agreement: Any = SimpleNamespace(came=lambda slot: [])
+    heard = Requests(nothing, memory, agreement, pipeline, nothing, executor, nothing, nothing)
+    heard.ready(protocol.pack_records(protocol.Kind.READY, [(void.id, 1, void.spec.nbytes)]))
+    for step in range(1, 10):
+        now_s = 10.0 * step
+        heard.ready(protocol.pack_records(protocol.Kind.READY, [(good.id, step, good.spec.nbytes)]))
+        good.ready_bytes = -1  # delivered
+        pace.done(0, good.id, now_s + 1)
+    (said,) = pace.report([0])
+    assert (said.step_s, said.wait_s) == (pytest.approx(9), pytest.approx(1))
