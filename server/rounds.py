@@ -294,11 +294,13 @@ class Rounds(Generic[C]):
         for other in partition.rounds.values():
             if other.number < new.header.round - 1:
                 continue  # all have its result, and only the engine does not know: see _overtake
-            lower_is_resent = other.is_resent if other.number < new.header.round else new.header.is_resent
-            if not lower_is_resent:
-                if other.state is State.REDUCING:
-                    return f"round {new.header.round} of {partition}: round {other.number} is not delivered yet"
+            if other.is_resent if other.number < new.header.round else new.header.is_resent:
+                continue
+            if other.state is not State.REDUCING:
                 return self._disagreement(other, new)
+            given = other.contributions.get(new.header.sender)  # perhaps before another server answered it, and faster
+            if given is None or not _is_left(given.header, new.header.epoch):
+                return f"round {new.header.round} of {partition}: round {other.number} is not delivered yet"
         return ""
 
     def _disagreement(self, round_: Round[C], new: C) -> str:

@@ -172,6 +172,23 @@ def test_who_lacks_a_result_since_an_earlier_epoch_still_gets_it() -> None:
     assert answered(rounds.reduced(round_)) == [behind]
 
 
+def test_a_sum_that_takes_longer_than_another_server_does_not_hold_up_later_rounds() -> None:
+    """The partition went there while this one was adding round 1 up, and is back with round 2."""
+    rounds = started(2)
+    rounds.contribution(given(0), 0.0)
+    slow = reduction(rounds.contribution(given(1), 0.0))
+    assert "round 1 is not delivered yet" in refusal(rounds.contribution(given(0, round=2), 0.0))[1]
+    assert rounds.membership(rounds.epoch + 2, 2, 0.1, since_epoch=1) == []
+    rounds.withdraw(given(0).header)  # too late
+    new = [given(machine, round=2, epoch=rounds.epoch) for machine in range(2)]
+    assert rounds.contribution(new[0], 0.1) == []
+    round_ = reduction(rounds.contribution(new[1], 0.1))
+    rounds.reduced(slow)
+    assert answered(rounds.reduced(round_)) == new
+    assert "round 2 is complete" in refusal(rounds.contribution(given(0, epoch=rounds.epoch), 0.2))[1]
+    assert rounds.counters.bytes_in_flight == 0
+
+
 @pytest.mark.parametrize("flags", [0, RESENT])
 def test_what_is_left_of_a_round_that_all_have_does_not_count(flags: int) -> None:
     """It was given here, then the partition went to another server, and word of it was lost; now it comes back: who
