@@ -359,6 +359,20 @@ def test_what_may_be_wanted_outlives_its_tensor() -> None:
     assert pipeline.wanted(made.parts[1], 1, 9) == []
 
 
+def test_nobody_hastens_what_was_queued_of_a_void_tensor() -> None:
+    """Others, who have yet to hear that it is void, wait for it."""
+    only, other = slot(0, inputs=2), slot(0, spec(2, "other"), inputs=2)
+    made, next_ = tensor([only]), tensor([other])
+    pipeline = started(made, 2, 2, credit_bytes=8)
+    pipeline.start(next_, [(0, 8, 5)], 0.0)
+    ready(pipeline, only)
+    queued = made.parts[1]
+    assert queued.stage is Stage.QUEUED
+    pipeline.retire(made, 0.0, keep=True)
+    assert pushes(ready(pipeline, other)) == [(0, 1)]  # the first after all was answered, or given up
+    assert pipeline.awaited([(queued, 1)], 0.0) == []
+
+
 def test_slots_that_live_on_are_not_released() -> None:
     """In the tensor's next generation, or because their rank does not know yet that they are void."""
     slots = [slot(0), slot(1), slot(2)]

@@ -145,7 +145,7 @@ class Pipeline:
         late = set()
         for part, round_ in rounds:
             part.awaited_round = round_
-            if part.stage is Stage.QUEUED and round_ == part.tensor.round:
+            if part.stage is Stage.QUEUED and not part.tensor.retired and round_ == part.tensor.round:
                 late.add(part)
         self._queue.hasten(late)
         return self.pump(now)
