@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from support.summation import SETTINGS
 
 from byteps_py.dataplane.listener import _MOST_DAMAGED, DataListener
 from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.strangers import WATCH_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.wire import Header, Kind
 
@@ -82,6 +84,7 @@ def test_a_connection_on_which_all_comes_damaged_is_cut(
     listener.read()
     assert [machine.receive()[0].kind for _ in range(_MOST_DAMAGED)] == [Kind.DAMAGED] * _MOST_DAMAGED
     assert (listener.gone, listener.traffic.malformed) == (listener.heard, _MOST_DAMAGED)
+    listener.listener._strangers._clock = lambda: time.monotonic() + WATCH_S
     listener.listener._strangers.sweep()
     assert monitor.poll(WAIT_S * 1000)
     machine.socket.disable_monitor()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import zmq
-from support.data_plane import Server, header_for
+from support.data_plane import WAIT_S, Server, header_for
 from support.summation import SETTINGS
 
 from byteps_py.server.actions import Answer, Reduce, Refuse
@@ -100,12 +100,16 @@ def test_a_connection_that_says_nothing_that_can_be_opened_is_none_of_ours() -> 
     with Server(SETTINGS) as server:
         zero = server.machine(0)
         zero.prove()
+        monitor = zero.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         for _ in range(16):
             zero.socket.send_multipart([b"x" * 93, ONE])
         for _ in range(16):
             assert zero.receive()[0].kind is Kind.DAMAGED
+        assert monitor.poll(WAIT_S * 1000)  # it is cut
+        zero.socket.disable_monitor()
+        monitor.close(0)
         zero.seals = None
-        zero.socket.send_multipart([header_for(0, ONE).pack(), ONE])
+        zero.socket.send_multipart([header_for(0, ONE).pack(), ONE])  # on the next one, which ZeroMQ makes by itself
         assert "no HELLO was accepted" in zero.refusal()
 
 

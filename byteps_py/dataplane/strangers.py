@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import socket
 import struct
@@ -75,10 +74,10 @@ class Strangers:
         self._look_later()
 
     def expel(self, fd: int) -> None:
-        """Cut off who was known at the next look: what it has been told is on its way to it."""
+        """Cut off who was known, but not before what it has been told had WATCH_S to leave."""
         self.known(fd)
         with contextlib.suppress(OSError):  # gone already
-            self._waiting[fd] = _Connection(-math.inf, _duplicate(fd, self.port))
+            self._waiting[fd] = _Connection(self._clock() - PATIENCE_S + WATCH_S, _duplicate(fd, self.port))
         self._look_later()
 
     def known(self, fd: int) -> None:
