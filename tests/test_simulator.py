@@ -25,6 +25,7 @@ from simulator.peer_mutations import PEER_MUTATIONS
 from simulator.pipeline_mutations import PIPELINE_MUTATIONS
 from simulator.shocks import CUT_OFF, SHOCKS
 from simulator.trials import TRIALS
+from simulator.visits import VISIT
 
 KNOWN = {
     **MUTATIONS,
@@ -86,7 +87,7 @@ def test_a_seed_gives_one_log_in_every_process() -> None:
 )
 def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str]) -> None:
     """Otherwise the seeds above show little."""
-    missing = {*names, *TRIALS}
+    missing = {*names, *TRIALS, VISIT}
     for seed in range(1000, 1400):
         report = run(seed, kind)
         missing -= {each.split(":")[0] for each in (report.fault, *report.trials)}

@@ -21,6 +21,7 @@ from .rank import Rank
 from .services import Server, Worker
 from .surroundings import Surroundings
 from .trials import Trials
+from .visits import Visits
 from .world import InvariantError, Process, World
 
 # Mbit/s; 0: measured.
@@ -78,6 +79,7 @@ class Cluster:
         self.place = Place(world, self.config)
         self.surroundings = Surroundings(world, self.memory, self.local, self.network, self.place)
         self.trials = Trials(self)
+        self.visits = Visits(self)
         self.program = Program.make(rng, sum(self.local_sizes))
         self.results: dict[int, bytes] = {
             use.id: use.combined(self.local_sizes)
@@ -173,6 +175,7 @@ class Cluster:
     def strike_more(self) -> None:
         """Between two events."""
         self.trials.step()
+        self.visits.step()
 
     def _goes_on(self) -> bool:
         if any(process.is_alive for process in self.world.processes if process is not self.scheduler):

@@ -138,7 +138,7 @@ def hear_nobody_who_came_back(core: pytest.MonkeyPatch) -> None:
 
 #: Each with a seed that shows it.
 ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    know_machines_by_their_index: 968,
+    know_machines_by_their_index: 6540,
     take_whoever_comes_for_equal: 139,
     mourn_for_who_leaves_no_group: 8,
     count_on_servers_of_outsiders: 504,

@@ -22,6 +22,7 @@ from .world import InvariantError, Process, World
 
 ARENA_BYTES = 192 << 10
 _LINE = 64
+_SLOWEST_S = 10.0
 _POISON = 0xA5
 _KINDS: dict[DType, np.dtype[Any]] = {
     dtype: np.dtype(dtype.name.lower()) for dtype in DType if dtype is not DType.BFLOAT16
@@ -237,13 +238,16 @@ class Engine:
     """Stands for byteps_py.kernels.engine.Engine: work ends after any time, in any order. What a kernel reads
     must not change before it ends; unless it ``is_lenient``: a server whose answer nobody waits for any more may sum
     what it likes. Where it writes must be nobody else's all the same.
-    A process that ends leaves half a result behind."""
+    A process that ends leaves half a result behind. ``slowness``: how much longer all takes."""
 
-    def __init__(self, world: World, memory: Memory, process: Process, is_lenient: bool = False) -> None:
+    def __init__(
+        self, world: World, memory: Memory, process: Process, is_lenient: bool = False, slowness: float = 1.0
+    ) -> None:
         self._world = world
         self._memory = memory
         self._process = process
         self._is_lenient = is_lenient
+        self._slowness = slowness
         self._held: list[list[tuple[int, int]]] = []
         process.on_end.append(self._end)
 
@@ -268,6 +272,9 @@ class Engine:
 
         # Some take long: until after the end of the tensor that they work for.
         delay_s = self._world.delay() * self._world.random.choice((1, 1, 1, 10))
+        if self._slowness > 1.0:
+            delay_s = min(delay_s * self._slowness, _SLOWEST_S)
+            self._world.expect_quiet(delay_s)
         self._world.after(delay_s, self._process, "kernel", run)
 
     def _claim(self, work: Callable[[], None]) -> tuple[list[tuple[int, int]], list[bytes]]:

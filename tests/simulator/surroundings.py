@@ -12,6 +12,8 @@ from typing import Any
 
 from byteps_py import strips
 from byteps_py.kernels import readiness
+from byteps_py.placement import table
+from byteps_py.placement.table import PlacementTable
 from byteps_py.server import local as server_local
 from byteps_py.server import reducer
 from byteps_py.server import service as server_service
@@ -42,6 +44,7 @@ from .network import Network, ServerNetwork, TcpLink
 from .peers import PeerDialer, PeerListener
 from .program import PARTITION_BYTES
 from .services import Probe, Queue
+from .visits import RestlessTable, has_visits, slowness
 from .world import Process, World
 
 
@@ -120,7 +123,12 @@ class Surroundings:
             desk: {"time": clock},
             elastic_desk: {"os": os_, "select": SimpleNamespace(select=local.select)},
             memory: {"Arena": memory_.new_arena},
-            placing: {"LOCAL_PIECE_BYTES": PARTITION_BYTES},
+            placing: {
+                "LOCAL_PIECE_BYTES": PARTITION_BYTES,
+                "PlacementTable": RestlessTable if has_visits(world.seed) else PlacementTable,
+            },
+            # Small as all is here, with the real one no server is so much above its share that a partition leaves it.
+            table: {"MIN_CUT_BYTES": table.MIN_CUT_BYTES if world.seed % 5 == 3 else PARTITION_BYTES // 8},
             network: {
                 "TcpLink": type("SimulatedTcpLink", (TcpLink,), {"network": net}),
                 "zmq": SimpleNamespace(Context=lambda: context),
@@ -134,7 +142,7 @@ class Surroundings:
             server_local: {"Listener": new_listener, "Segment": memory_.map_segment, "os": os_},
             readiness: {"prepare": kernels.prepare},
             reducer: {
-                "Engine": lambda threads, name: Engine(world, memory_, self.booting, is_lenient=True),
+                "Engine": lambda threads, name: Engine(world, memory_, self.booting, True, slowness(world.seed)),
                 "kernels": Kernels(memory_, is_lenient=True), "INLINE_BYTES": small,
                 "ctypes": SimpleNamespace(memmove=memory_.move),
             },
