@@ -3,10 +3,10 @@
     python benchmarks/reduction.py [--ranks 2 4] [--rounds 3] [--quick] [--json FILE]
 
 The contenders take turns, round after round, each in fresh processes; a figure is the median over the rounds of
-the median call. All keep memory that they free: else Open MPI's large sums pay for fresh pages in each call. Open MPI
-takes part if mpirun and mpi4py are there, as it comes, not bound to cores. Beside the smallest size stands what two
-wake-ups cost here (wakeups.py), measured in the same rounds. A last table shows CPU seconds per GB in each of this
-project's processes, on one machine and on two.
+the median call. Open MPI takes part if mpirun and mpi4py are there, not bound to cores: as it comes, and with an
+allocator that keeps memory that is freed, as the others have, since in large sums it pays for fresh pages in each call.
+Beside the smallest size stands what two wake-ups cost here (wakeups.py), measured in the same rounds. A last table
+shows CPU seconds per GB in each of this project's processes, on one machine and on two.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ TITLES = {
     "backend": "ours, torch.distributed",
     "gloo": "gloo",
     "mpi": "Open MPI",
+    "mpi_keeps": "Open MPI, keeps memory",
 }
 
 
@@ -57,9 +58,10 @@ def has_open_mpi() -> bool:
 
 def run(contender: str, ranks: int, sizes: list[int], seconds: float, launcher: list[str]) -> list[dict[str, Any]]:
     """One job; returns rank 0's lines."""
-    program = [sys.executable, str(RANK), contender, "--seconds", str(seconds), "--sizes", *map(str, sizes)]
-    environment = {**os.environ, **KEEPS_MEMORY, "OMP_NUM_THREADS": "1"}
-    if contender == "mpi":
+    way = contender.removesuffix("_keeps")
+    program = [sys.executable, str(RANK), way, "--seconds", str(seconds), "--sizes", *map(str, sizes)]
+    environment = {**os.environ, **({} if contender == "mpi" else KEEPS_MEMORY), "OMP_NUM_THREADS": "1"}
+    if way == "mpi":
         command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), *program]
     elif contender in ("gloo", "backend"):
         command = [
@@ -76,7 +78,7 @@ def run(contender: str, ranks: int, sizes: list[int], seconds: float, launcher: 
 
 def compare(ranks: int, sizes: list[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
     """One row per size: seconds of each contender, median and spread (largest over smallest round)."""
-    contenders = ["arena", "tensor", "backend", "gloo", *(["mpi"] if has_open_mpi() else [])]
+    contenders = ["arena", "tensor", "backend", "gloo", *(["mpi", "mpi_keeps"] if has_open_mpi() else [])]
     seen: dict[tuple[str, int], list[float]] = defaultdict(list)
     waking: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
