@@ -1,4 +1,5 @@
-"""Resident memory of each process while 1 GB of gradients goes through, on one machine and across two with a server.
+"""Resident memory of each process while 1 GB of gradients goes through, on one machine and across two with a server;
+and what a partition of 4 MB costs each service in processor time and context switches.
 
     python benchmarks/memory.py [--gigabytes 1] [--rounds 6] [--json FILE]
 
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +37,11 @@ LAYOUTS = {
 ROLES = {"byteps_py.worker": "CS", "byteps_py.server": "SS", "byteps_py.scheduler": "scheduler", "--as-rank": "rank"}
 
 Memory = dict[str, int]  # field → bytes
+
+
+class Work(NamedTuple):
+    cpu_s: float
+    switches: int
 
 
 def rank(tensors: int, rounds: int) -> None:
@@ -82,19 +90,29 @@ def read(pid: int) -> Memory:
     return {words[0][:-1]: int(words[1]) << 10 for words in lines if words[0][:-1] in FIELDS}
 
 
-def sample(launcher: int) -> dict[int, tuple[str, Memory]]:
+def used(pid: int) -> Work:
+    """So far, by all its threads that are there."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    lines = [line for task in Path(f"/proc/{pid}/task").glob("*/status") for line in task.read_text().splitlines()]
+    return Work(cpu_s, sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line))
+
+
+def sample(launcher: int) -> dict[int, tuple[str, Memory, Work]]:
     seen = {}
     for pid in job_of(launcher):
         try:
-            seen[pid] = role_of(pid), read(pid)
+            seen[pid] = role_of(pid), read(pid), used(pid)
         except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             continue
     return seen
 
 
-def run(launcher: list[str], tensors: int, rounds: int) -> tuple[dict[int, tuple[str, Memory]], dict[int, Memory], int]:
-    """(role and memory of each process when the cluster stands, the largest of each figure after that, the largest
-    sum of shared memory at one time)."""
+def run(
+    launcher: list[str], tensors: int, rounds: int
+) -> tuple[dict[int, tuple[str, Memory, Work]], dict[int, Memory], dict[int, Work], int]:
+    """(each process when the cluster stands, the largest of each figure after that, what it had done when it was seen
+    last, the largest sum of shared memory at one time)."""
     program = [sys.executable, __file__, "--as-rank", "--tensors", str(tensors), "--rounds", str(rounds)]
     command = [sys.executable, "-m", "byteps_py.launch", *launcher, *program]
     job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -106,17 +124,19 @@ def run(launcher: list[str], tensors: int, rounds: int) -> tuple[dict[int, tuple
     job.stdin.write("\n")
     job.stdin.flush()
     peak: dict[int, Memory] = defaultdict(lambda: dict.fromkeys(FIELDS, 0))
+    done: dict[int, Work] = {}
     shared = 0
     while job.poll() is None:
         now = sample(job.pid)
-        shared = max(shared, sum(memory["Pss_Shmem"] for _, memory in now.values()))
-        for pid, (_, memory) in now.items():
+        shared = max(shared, sum(memory["Pss_Shmem"] for _, memory, _ in now.values()))
+        for pid, (_, memory, work) in now.items():
+            done[pid] = work
             for field, nbytes in memory.items():
                 peak[pid][field] = max(peak[pid][field], nbytes)
         time.sleep(0.05)
     if job.returncode:
         raise SystemExit(f"the job failed with {job.returncode}: {' '.join(command)}")
-    return before, peak, shared
+    return before, peak, done, shared
 
 
 def main() -> None:
@@ -140,17 +160,24 @@ def main() -> None:
     for title, (machines, ranks, launcher) in LAYOUTS.items():
         # Loopback is so fast that partitions are as large as they may be.
         credit = settings.credit_bytes or tuning.credit_bytes(settings.max_partition_bytes, machines, is_shared=True)
-        before, peak, shared = run(launcher, tensors, arguments.rounds)
-        print(f"\n{title}: {whole / 1e6:.0f} MB of gradients per rank, credit {credit / 1e6:.0f} MB; MB, largest seen")
-        print(f"{'process':12}" + "".join(f"{field:>12}" for field in (*FIELDS, "own, idle", "own, grown")))
+        before, peak, done, shared = run(launcher, tensors, arguments.rounds)
+        partitions = whole // settings.max_partition_bytes * arguments.rounds
+        print(f"\n{title}: {whole / 1e6:.0f} MB of gradients per rank, credit {credit / 1e6:.0f} MB")
+        print("MB, largest seen; CPU ms and context switches for each partition of the model")
+        heads = (*FIELDS, "own, idle", "own, grown", "CPU ms", "switches")
+        print(f"{'process':12}" + "".join(f"{head:>12}" for head in heads))
         rows = []
-        for pid, (role, idle) in before.items():
+        for pid, (role, idle, work) in before.items():
             if role in ("launcher", "other"):
                 continue
-            row = {"process": role, "grown": peak[pid]["Pss_Anon"] - idle["Pss_Anon"], "idle": idle["Pss_Anon"]}
+            row: dict[str, Any] = {"process": role, "idle": idle["Pss_Anon"]}
+            row["grown"] = peak[pid]["Pss_Anon"] - idle["Pss_Anon"]
+            row["cpu_ms"] = (done[pid].cpu_s - work.cpu_s) * 1000 / partitions
+            row["switches"] = (done[pid].switches - work.switches) / partitions
             row |= {field: peak[pid][field] for field in FIELDS}
             cells = [*(peak[pid][field] for field in FIELDS), idle["Pss_Anon"], row["grown"]]
-            print(f"{role:12}" + "".join(f"{nbytes / 1e6:12.1f}" for nbytes in cells))
+            line = "".join(f"{nbytes / 1e6:12.1f}" for nbytes in cells)
+            print(f"{role:12}{line}{row['cpu_ms']:12.2f}{row['switches']:12.1f}")
             rows.append(row)
         limit = machines * (ranks * whole + (2 * (whole + credit) if machines > 1 else 0))
         per_machine = whole * machines
