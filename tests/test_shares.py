@@ -8,6 +8,7 @@ import pytest
 from support.clusters import bpslaunch
 
 PROGRAM = Path(__file__).parent / "programs" / "in_shares.py"
+ENDS = PROGRAM.with_name("ends_in_shares.py")
 SCENARIOS = [
     "dtypes", "added_in_python", "sizes", "who_is_not_at_hand", "nobody_is_kept_waiting", "forked", "in_any_order",
     "in_sets", "backwards", "mistakes", "who_joins", "recorded",
@@ -37,7 +38,7 @@ def test_the_same_bits_whoever_is_at_hand(ranks: int, size: str, tmp_path: Path)
 
 def test_a_rank_that_leaves_a_sum_is_named() -> None:
     limits = {"BYTEPS_STALL_WARN_S": "0.5", "BYTEPS_STALL_LIMIT_S": "1.5"}
-    run = bpslaunch(["-np", "3"], [PROGRAM, "left"], TEST_SIZE="large", **limits)
+    run = bpslaunch(["-np", "3"], [ENDS, "left"], TEST_SIZE="large", **limits)
     said = [line for line in run.stdout.splitlines() if line.startswith(("1: StallError", "2: StallError"))]
     assert {line[0] for line in said} == {"1", "2"}, run.stdout + run.stderr
     for line in said:
@@ -48,20 +49,20 @@ def test_a_rank_that_leaves_a_sum_is_named() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_are_right_after_a_rank_was_interrupted_in_one(ranks: int) -> None:
-    run = bpslaunch(["-np", str(ranks)], [PROGRAM, "interrupted"], TEST_SIZE="large")
+    run = bpslaunch(["-np", str(ranks)], [ENDS, "interrupted"], TEST_SIZE="large")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("interrupted: all is well") == ranks
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_a_rank_that_dies_in_a_sum_is_named(size: str) -> None:
-    run = bpslaunch(["-np", "3"], [PROGRAM, "killed"], TEST_SIZE=size)
+    run = bpslaunch(["-np", "3"], [ENDS, "killed"], TEST_SIZE=size)
     said = [line for line in run.stdout.splitlines() if "PeerLostError: rank 2 " in line]
     assert {line[0] for line in said} == {"0", "1"}, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_an_elastic_job_goes_on_without_a_rank_that_died_in_a_sum(size: str) -> None:
-    run = bpslaunch(["--elastic", "-np", "3"], [PROGRAM, "elastic"], TEST_SIZE=size)
+    run = bpslaunch(["--elastic", "-np", "3"], [ENDS, "elastic"], TEST_SIZE=size)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("elastic: all is well") == 2, run.stdout + run.stderr

@@ -23,7 +23,7 @@ import byteps_py.torch as bps
 from backend.common import FEATURES
 from byteps_py.torch.shares import suiting
 
-MODULES = ("reductions", "collectives", "mistakes", "as_gloo", "training", "parallel", "pipelines")
+MODULES = ("reductions", "collectives", "joins", "mistakes", "as_gloo", "training", "parallel", "pipelines")
 STUCK_S = 50  # before the group's timeout ends the job
 
 
