@@ -50,13 +50,19 @@ def zeromq() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
         yield context
 
 
-def test_the_last_words_of_who_is_gone_are_dropped_without_a_warning(
-    listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
-) -> None:
+def heard(listener: Listener, context: zmq.Context[zmq.Socket[bytes]]) -> Machine:
+    """One that is known, and has pushed."""
     machine = Machine(context, listener.listener.address, 0, SETTINGS)
     listener.welcome(machine)
     machine.push(bytes(4))
     listener.read()
+    return machine
+
+
+def test_the_last_words_of_who_is_gone_are_dropped_without_a_warning(
+    listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    machine = heard(listener, context)
     (peer,) = listener.heard
     machine.push(bytes(4), round=2)
     assert listener.listener.socket.poll(WAIT_S * 1000)  # it has come, and is not read yet
@@ -71,10 +77,7 @@ def test_a_connection_on_which_all_comes_damaged_is_cut(
     listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     """And what is left of it is dropped without a warning; on its next one the machine is known again."""
-    machine = Machine(context, listener.listener.address, 0, SETTINGS)
-    listener.welcome(machine)
-    machine.push(bytes(4))
-    listener.read()
+    machine = heard(listener, context)
     monitor = machine.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     for _ in range(_MOST_DAMAGED):
         machine.socket.send_multipart([b"damaged", b""])
@@ -90,10 +93,7 @@ def test_a_connection_on_which_all_comes_damaged_is_cut(
     machine.socket.disable_monitor()
     monitor.close(0)
     machine.close()
-    again = Machine(context, listener.listener.address, 0, SETTINGS)
-    listener.welcome(again)
-    again.push(bytes(4))
-    listener.read()
+    again = heard(listener, context)
     assert (len(listener.heard), listener.listener.peer_of(0)) == (2, listener.heard[-1])
     again.close()
 
@@ -102,10 +102,7 @@ def test_a_connection_is_gone_when_its_machine_has_a_newer_one(
     listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     """What was given there can't be answered, and is given again: nobody waits for the operating system to say so."""
-    first = Machine(context, listener.listener.address, 0, SETTINGS)
-    listener.welcome(first)
-    first.push(bytes(4))
-    listener.read()
+    first = heard(listener, context)
     second = Machine(context, listener.listener.address, 0, SETTINGS)
     listener.welcome(second)
     assert listener.gone == listener.heard

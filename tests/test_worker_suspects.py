@@ -117,18 +117,16 @@ def test_a_request_that_comes_damaged_again_on_the_next_connection_is_an_error(l
         line.link.on_damaged(0)
 
 
-def test_what_gets_no_answer_has_none_that_came_damaged(line: Line) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_due"),
+    [
+        (Kind.TAKEN, True),  # of which the owner says once more which pieces have come
+        (Kind.PUSH, False),  # not asked for again: it was of a tensor that is void
+    ],
+)
+def test_what_gets_no_answer_has_none_that_came_damaged(line: Line, kind: Kind, is_due: bool) -> None:
     for number in range(3):
-        line.ask(10 + number, Kind.TAKEN)  # of which the owner says once more which pieces have come
-        header = line.ask(number)
-        line.damage()
-        line.answer(header)
-    assert line.dialer.connections == 4
-
-
-def test_what_is_not_asked_for_again_was_of_a_tensor_that_is_void(line: Line) -> None:
-    for number in range(3):
-        line.ask(10 + number, Kind.PUSH, is_due=False)
+        line.ask(10 + number, kind, is_due)
         header = line.ask(number)
         line.damage()
         line.answer(header)

@@ -87,14 +87,14 @@ class Neighbours:
         wait = Wait(stream.name, 0, lambda: self._ledger.takers(stream))
 
         def gone() -> set[int]:
-            return self._ledger.joined & self._ledger.takers(stream)
+            return self.gone(self._ledger.takers(stream))
 
         def within(timeout_s: float) -> None:
             if stream.unacknowledged >= WINDOW:
                 self._patience.until(lambda: stream.unacknowledged < WINDOW or bool(gone()), wait, timeout_s)
                 self._patience.ended(wait)
             if stream.unacknowledged >= WINDOW:
-                raise joined(stream.name, self._first_rank + min(gone()))
+                raise self.joined(stream, gone())
 
         return within
 

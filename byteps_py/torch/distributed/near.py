@@ -132,17 +132,15 @@ class Near:
         together: bool = False,
         kind: Kind | None = None,
     ) -> Passage:
-        """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send.
-        ``own``: what this member has for itself, and where it goes. ``together``: all send to all, and who sends is
-        told, too, if sizes differ; it does not begin without members that have joined. Else it is not sent if one of
-        those it is for has joined. ``kind``: what else must agree,
-        for the journal."""
+        """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send. ``own``: what
+        this member has for itself, and where it goes. ``together``: all send to all, and who sends is told, too, if
+        sizes differ; it does not begin without members that have joined. Else it is not sent if one of those it is for
+        has joined. ``kind``: what else must agree, for the journal."""
         with self._lock:
             line = self._begin(name)
-            if together and (error := self._joined(line)):
-                return self._follow(line, what, {}, outputs, timeout_s, None, None, {}, kind, error)
-            if not together and (error := self._refused(line, [self.others[position] for position in sends])):
-                return self._follow(line, what, receives, outputs, timeout_s, None, None, {}, kind, error)
+            if error := self._joined(line) if together else self._refused(line, [self.others[p] for p in sends]):
+                due = {} if together else receives
+                return self._follow(line, what, due, outputs, timeout_s, None, None, {}, kind, error)
             for position, spans in sends.items():
                 dues = (total(receives[position]),) if together else ()
                 self.neighbours.send(line.stream, (self.others[position],), spans, is_led, dues)
@@ -166,10 +164,9 @@ class Near:
         """The same, where a member sends all others the same, or (None) nothing."""
         with self._lock:
             line = self._begin(name)
-            if together and (error := self._joined(line)):
-                return self._follow(line, what, {}, outputs, timeout_s, None, None, {}, kind, error)
-            if not together and sends is not None and (error := self._refused(line, self._all)):
-                return self._follow(line, what, receives, outputs, timeout_s, None, None, {}, kind, error)
+            if error := self._joined(line) if together else self._refused(line, () if sends is None else self._all):
+                due = {} if together else receives
+                return self._follow(line, what, due, outputs, timeout_s, None, None, {}, kind, error)
             sent: Mapping[int, int] = {}
             if sends is not None:
                 dues = [total(receives[position]) for position in self.others] if together else ()

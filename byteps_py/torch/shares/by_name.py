@@ -136,8 +136,9 @@ class _Circle:
 
     def take(self) -> bool:
         """For one large sum, until ``give_back``. False if there is one already. With the context's lock held."""
-        is_free = not self._is_taken and not self._is_broken
-        self._is_taken = self._is_taken or is_free
+        is_free = not (self._is_taken or self._is_broken)
+        if is_free:
+            self._is_taken = True
         return is_free
 
     def give_back(self) -> None:
