@@ -164,6 +164,24 @@ def test_checkpointing(use_reentrant) -> None:
             assert torch.equal(grad, contract(parts, (2,), average=True))
 
 
+def test_checkpoints_that_compute_a_gradient_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+            return checkpoint(self.layer, hidden, use_reentrant=True)
+
+    def main(rank: int) -> None:
+        model = DistributedDataParallel(Twice())
+        with pytest.raises(bps.GradientOrderError, match=r"needs use_reentrant=False .* of 'layer\."):
+            model(torch.ones(1, 4)).sum().backward()
+
+    ThreadedCluster((1,)).run(main)
+
+
 def test_outputs_of_any_shape_and_double_use() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

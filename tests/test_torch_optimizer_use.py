@@ -166,6 +166,67 @@ def test_calls_out_of_order(size) -> None:
     ThreadedCluster((1,) * size).run(main)
 
 
+class Mostly(nn.Module):
+    """Most of it is not used, so that its bucket is not complete before step()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(2, 1)
+        self.unused = nn.ModuleList(nn.Linear(2, 1) for _ in range(3))
+        with torch.no_grad():
+            for param in self.parameters():
+                param.fill_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_computed_twice_in_a_bucket_that_is_not_complete(size) -> None:
+    def main(rank: int) -> list[float]:
+        model = Mostly()
+        optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=1.0))
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(bps.GradientOrderError, match=r"more than backward_passes_per_step times .*'used\."):
+            optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()  # and it goes on
+        optimizer.step()
+        return model.used.weight.flatten().tolist()
+
+    assert ThreadedCluster((1,) * size).run(main) == [[-0.5, -0.5]] * size
+
+
+def test_what_is_not_final_may_be_changed() -> None:
+    """After one of two passes: a gradient may be clipped, and a step with it is one like any other."""
+
+    def main(rank: int) -> list[float]:
+        model = Mostly()
+        optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=1.0), backward_passes_per_step=2)
+        model(torch.full((1, 2), 2.0 + rank)).sum().backward()
+        with torch.no_grad():
+            model.used.weight.grad.clamp_(max=2.5)
+        optimizer.step()
+        return model.used.weight.flatten().tolist()
+
+    assert ThreadedCluster((1, 1)).run(main) == [[0.5 - 2.25] * 2] * 2
+
+
+def test_state_loaded_between_two_passes_exchanges_nothing() -> None:
+    def main(rank: int) -> None:
+        model = Mostly()
+        optimizer = wrap(model, backward_passes_per_step=2)
+        model(torch.ones(1, 2)).sum().backward()
+        if rank == 0:  # alone: nobody would answer
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.zero_grad()
+
+    cluster = ThreadedCluster((1, 1))
+    cluster.run(main)
+    assert not [name for name, _ in cluster.rounds if "Gradient" in name]
+
+
 def test_a_change_that_would_be_lost_is_an_error() -> None:
     def main(rank: int):
         model = Net()

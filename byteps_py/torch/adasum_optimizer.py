@@ -3,7 +3,7 @@
     start = weights;  the wrapped optimizer steps;  delta = weights - start;  weights = start + adasum(deltas)
 
 So momentum and the like are applied before ranks are combined, as Horovod does. Owns the deltas; what Adasum is says
-adasum.py. The training thread calls; hooks (hooks.py) only count passes.
+adasum.py. The training thread calls; hooks (passes.py) only count passes.
 
 With BYTEPS_NONFINITE, ranks first tell each other whether their gradients are finite: once an optimizer has stepped
 with NaN, its state has it, too. A guarded sum of one number for each parameter, NaN where its gradient is not finite.
@@ -125,7 +125,7 @@ class AdasumDistributed(Distributed):
         loss = None if closure is None else closure()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._passes.hook(params)  # unfrozen meanwhile
-        self._passes.over()
+        self._passes.drop()
         poison = self._deltas.poison(self._parameter_names, params)
         if poison is not None and self._deltas.nonfinite is NonFinite.RAISE:
             raise poison

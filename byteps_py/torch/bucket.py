@@ -6,6 +6,7 @@ the lock of the GradientReducer (buckets.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,43 +80,56 @@ class Bucket:
 
     def reset(self) -> None:
         """Before the first gradient of a round."""
-        self.seen = [False] * len(self.params)
-        self.missing = -1  # counted when the first one comes: requires_grad may change between rounds
+        self.arrived: list[int] = []  # positions of gradients, as they are computed
+        # How many there will be. Counted when the first one comes: requires_grad may change before.
+        self.due = 0
         self.sent = False
         self.kinds: Exchange | None = None  # what is sent instead if gradients turn out to be sparse: which ones
-        self.takes_part = [False] * len(self.params)  # known once sent: requires_grad may change after that, too
-        self.snapshot: list[tuple[torch.Tensor, int] | None] = [None] * len(self.params)  # final gradient, version
+        self.takes_part = [False] * len(self.params)  # known once collected: requires_grad may change after that, too
+        self.final: list[torch.Tensor | None] = [None] * len(self.params)  # gradients that must not change any more
+        self.versions = [0] * len(self.params)  # theirs
 
-    def mark(self, position: int) -> bool:
-        """Note that a gradient is final; True if it was the last one of the bucket."""
-        if self.missing < 0:
-            self.missing = sum(param.requires_grad for param in self.params)
-        self.seen[position] = True
-        param = self.params[position]
-        grad = param.grad
-        if grad is not None:
-            if self.scheme.sparse_as_dense and grad.layout is not torch.strided:
-                grad = param.grad = grad.to_dense()
-            self.snapshot[position] = grad, grad._version
-        self.missing -= 1
-        return self.missing <= 0
+    def is_complete(self, passes: int) -> bool:
+        """Every gradient has been computed ``passes`` times, if none was too often."""
+        if not self.due:
+            self.due = passes * max(1, sum(param.requires_grad for param in self.params))
+        return len(self.arrived) >= self.due
 
-    def gradients(self, sparse: bool = False) -> list[torch.Tensor | None]:
+    def recount(self, passes: int) -> str | None:
+        """Gradients that were computed less than ``passes`` times are not final: they may be changed. Returns the name
+        of one that was computed more often."""
+        for position, count in Counter(self.arrived).items():
+            if count > passes:
+                return self.names[position]
+            if count < passes:
+                self.final[position] = None
+        return None
+
+    def collect(self, sparse: bool = False) -> list[torch.Tensor | None]:
         """What to hand over: None (zeros) for unused parameters without a gradient, and for frozen ones.
 
         Raises UsageError for a gradient that has no values, and, but if ``sparse``, for one that is not dense.
         """
-        self.takes_part = [seen or param.requires_grad for param, seen in zip(self.params, self.seen, strict=True)]
-        found: list[torch.Tensor | None] = []
-        for param, takes_part, name in zip(self.params, self.takes_part, self.names, strict=True):
-            grad = param.grad if takes_part else None
-            if grad is not None and (grad.is_meta or (grad.layout is not torch.strided and not sparse)):
-                check_dense(grad, name)  # raises
-            found.append(grad)
+        self.takes_part = [param.requires_grad for param in self.params]
+        for position in self.arrived:
+            self.takes_part[position] = True
+        found = [p.grad if takes_part else None for p, takes_part in zip(self.params, self.takes_part, strict=True)]
+        for position, grad in enumerate(found):
+            if grad is not None and (grad.layout is not torch.strided or grad.is_meta):
+                if self.scheme.sparse_as_dense and not grad.is_meta:
+                    found[position] = self._make_dense(position, grad)
+                elif grad.is_meta or not sparse:
+                    check_dense(grad, self.names[position])  # raises
         return found
 
+    def _make_dense(self, position: int, grad: torch.Tensor) -> torch.Tensor:
+        dense = self.params[position].grad = grad.to_dense()
+        if self.final[position] is grad and self.versions[position] == grad._version:
+            self.final[position], self.versions[position] = dense, dense._version
+        return dense
+
     def hand_over(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Send what ``gradients`` gave; nothing to do if it does not travel."""
+        """Send what ``collect`` gave; nothing to do if it does not travel."""
         if self.exchange is None:
             return
         factor = self.scheme.predivide
@@ -125,22 +139,22 @@ class Bucket:
 
     def take_over(self, other: Bucket, positions: Sequence[int]) -> None:
         """Go on with the round of ``other`` for its gradients at ``positions``, which are this bucket's."""
-        self.seen = [other.seen[i] for i in positions]
-        self.snapshot = [other.snapshot[i] for i in positions]
-        self.missing = 0
+        self.arrived = [i for i, position in enumerate(positions) if other.takes_part[position]]
+        self.final = [other.final[i] for i in positions]
+        self.versions = [other.versions[i] for i in positions]
 
     @property
     def changed(self) -> str | None:
         """The parameter whose gradient was touched after it was final, if any."""
-        for name, param, was in zip(self.names, self.params, self.snapshot, strict=True):
-            if was is not None and (param.grad is not was[0] or was[0]._version != was[1]):
-                return name
+        for position, (param, final, version) in enumerate(zip(self.params, self.final, self.versions, strict=True)):
+            if final is not None and (param.grad is not final or final._version != version):
+                return self.names[position]
         return None
 
     @property
     def wanted(self) -> bool:
         """False if all its parameters are frozen: it takes no part in the round."""
-        return any(self.seen) or any(param.requires_grad for param in self.params)
+        return bool(self.arrived) or any(param.requires_grad for param in self.params)
 
     @property
     def round(self) -> int:
@@ -179,22 +193,22 @@ class Bucket:
             return
         copied: list[int] = []
         outputs: list[torch.Tensor] = []
-        results: list[torch.Tensor] = []
+        given: list[torch.Tensor] = []
         for position, (param, takes_part) in enumerate(zip(self.params, self.takes_part, strict=True)):
             if not takes_part:
                 continue  # frozen: must stay without a gradient
-            view = exchange.results[position]
-            if view.dtype == param.dtype and view.device == param.device:
-                if param.grad is not view:
-                    param.grad = view
+            grad = exchange.results[position]
+            if param.dtype is exchange.dtype and param.is_cpu:
+                param.grad = grad
             else:
                 if param.grad is None or param.grad.layout is not torch.strided:
                     param.grad = torch.empty_like(param)
+                grad = param.grad
                 copied.append(position)
-                outputs.append(param.grad)
-            results.append(param.grad)
+                outputs.append(grad)
+            given.append(grad)
         exchange.fetch(outputs, copied)
         after = self.scheme.after(exchange.session.size)
-        if after != 1.0 and results:
+        if after != 1.0 and given:
             with torch.no_grad():
-                torch._foreach_mul_(results, after)
+                torch._foreach_mul_(given, after)

@@ -1,8 +1,8 @@
 """Gradients on their way: from "this one is final" to "all of them are combined", bucket by bucket.
 
-Owns which gradients of a round were handed over. Must not know optimizers, hooks or accumulation: those are
-in optimizer.py and parallel.py, which share this. Autograd's threads call ``ready`` (one at a time per
-device, hence the lock), the training thread calls ``finish``.
+Owns which gradients of a round were handed over. Must not know optimizers or hooks: those are in passes.py and
+parallel.py, which share this. Autograd's threads call ``ready`` (one at a time per device, hence the lock), the
+training thread calls ``finish``.
 
     hook → ready(place) ─ last of its bucket → copy into the slot, hand over ─┐
     step → finish()  ─ the rest of the buckets, zeros for unused ─────────┴→ wait → p.grad = view of the result
@@ -57,6 +57,10 @@ class GradientReducer:
         self.takes_sparse = not self._scheme.sparse_as_dense
         #: This rank takes no part: its gradients stay its own.
         self.outside = bool(self._scheme.group) and context.session.rank not in self._scheme.group
+        #: How many backward passes add up to a final gradient. Constant within a round.
+        self.passes = 1
+        #: What to say of a gradient that was computed more often than that.
+        self.too_often = "a backward pass may compute a gradient once; checkpoint() needs use_reentrant=False for that"
         #: Of the last round: its gradients are not finite, and the step is to be left out.
         self.poison: NonFiniteError | None = None
         self.add(named, groups)
@@ -116,25 +120,40 @@ class GradientReducer:
 
     @property
     def begun(self) -> bool:
-        """True from the first ``ready`` of a round to its ``finish``."""
-        return any(bucket.sent or bucket.missing >= 0 for bucket in self._buckets)
+        """True from the first ``ready`` of a round to its ``finish`` or ``depart``."""
+        return any(bucket.due for bucket in self._buckets)
 
     def place(self, param: torch.nn.Parameter) -> Place:
         """What to call ``ready`` with."""
         return self._places[param]
 
-    def ready(self, place: Place) -> None:
-        """The gradient that travels there is final for this round: it must not change before ``finish``. Never blocks
-        for others."""
-        bucket, position = place.bucket, place.position
+    def ready(self, place: Place, param: torch.Tensor) -> None:
+        """The gradient of ``param``, which travels there, was computed. After ``passes`` times it is final, and must
+        not change before ``finish``. Never blocks for others. Raises GradientOrderError if it was computed more
+        often: now, or where its bucket is not complete, in ``finish``."""
+        # A thousand small gradients are a thousand calls: what can wait for the last one of the bucket does.
+        bucket, position, grad = place.bucket, place.position, param.grad
+        if grad is not None and not bucket.sent:
+            bucket.final[position], bucket.versions[position] = grad, grad._version
+        bucket.arrived.append(position)
+        if len(bucket.arrived) >= bucket.due:
+            self._look_at(bucket)
+
+    def _look_at(self, bucket: Bucket) -> None:
         with self._lock:
-            if bucket.seen[position] or bucket.sent:
-                raise GradientOrderError(
-                    f"the gradient of {bucket.names[position]!r} was computed again before the earlier one was "
-                    "synchronized"
-                )
-            if bucket.mark(position):
+            if bucket.sent and len(bucket.arrived) > bucket.due:
+                raise self._too_often(bucket.names[bucket.arrived[-1]])
+            if not bucket.sent and bucket.is_complete(self.passes):
+                self._check_passes(bucket)
                 self._send(bucket)
+
+    def _check_passes(self, bucket: Bucket) -> None:
+        name = bucket.recount(self.passes)
+        if name is not None:
+            raise self._too_often(name)
+
+    def _too_often(self, name: str) -> GradientOrderError:
+        return GradientOrderError(f"{self.too_often} (the gradient of {name!r})")
 
     def finish(self) -> None:
         """Hand over what is left, wait for everything, and put the results into ``param.grad``.
@@ -187,7 +206,10 @@ class GradientReducer:
         In a job that goes on the other ranks wait for them, so that they are sent all the same.
         """
         if self.begun:
-            if self._context.is_open and self._context.session is self._session:
+            for bucket in self._buckets:
+                bucket.recount(self.passes)
+            has_final = any(grad is not None for bucket in self._buckets for grad in bucket.final)
+            if has_final and self._context.is_open and self._context.session is self._session:
                 with contextlib.suppress(CommunicationError, GradientOrderError, NonFiniteError):  # nobody wants it
                     self.finish()
             with self._lock:
@@ -204,6 +226,7 @@ class GradientReducer:
             self._send_rest(errors)
             departed = [bucket for bucket in self._buckets if bucket.sent]
             for bucket in departed:
+                bucket.due = 0
                 _attempt(errors, bucket.check_untouched)
         if errors:
             with contextlib.suppress(Exception):  # the first one is raised below
@@ -264,7 +287,7 @@ class GradientReducer:
         """
         kinds = bucket.kinds
         if kinds is None or error is not None:
-            kinds = self._ask(f"{bucket.request.spec.name}.kinds", bucket.gradients(sparse=True))
+            kinds = self._ask(f"{bucket.request.spec.name}.kinds", bucket.collect(sparse=True))
             kinds.wait()
         sparse = kinds.results[0].tolist()
         if error is not None and not any(sparse):
@@ -295,10 +318,11 @@ class GradientReducer:
     def _send_rest(self, errors: list[Exception]) -> None:
         for bucket in self._buckets:
             if not bucket.sent and bucket.wanted:
+                _attempt(errors, self._check_passes, bucket)
                 _attempt(errors, self._send, bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        gradients = bucket.gradients(self.takes_sparse)
+        gradients = bucket.collect(self.takes_sparse)
         if self._exchanges_needed():
             if isinstance(bucket, SparseBucket):
                 bucket.start()

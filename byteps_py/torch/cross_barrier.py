@@ -64,7 +64,7 @@ class _CrossBarrier(Distributed):
         if averaged or not self._should_synchronize or _has_step_hooks(self):
             return super().step()
         self._synchronized = False
-        departed = self._passes.depart()
+        departed = self._reducer.depart()
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # unfrozen meanwhile
         hyperparameters = [_snapshot(group) for group in self.param_groups]  # a scheduler may change them next
         for bucket in departed:
@@ -189,18 +189,15 @@ def CrossBarrier(  # noqa: N802  BytePS's name
         raise UsageError("CrossBarrier needs a DistributedOptimizer: wrap the optimizer in one first")
     if isinstance(optimizer, _CrossBarrier):
         raise UsageError("the optimizer is a CrossBarrier already")
-    if optimizer._passes.reducer is not None:
-        if optimizer._passes.reducer.has_sparse:
-            raise UsageError(
-                "CrossBarrier can't overlap sparse gradients; use DistributedOptimizer(sparse_as_dense=True)"
-            )
-        optimizer._passes.reducer.takes_sparse = False
-        optimizer._passes.reducer.prioritize()
+    if optimizer._reducer.has_sparse:
+        raise UsageError("CrossBarrier can't overlap sparse gradients; use DistributedOptimizer(sparse_as_dense=True)")
+    optimizer._reducer.takes_sparse = False
+    optimizer._reducer.prioritize()
     base = type(optimizer)
     crossing: Any = object.__new__(type(base.__name__, (_CrossBarrier, base), {"__doc__": base.__doc__}))
     crossing.__dict__.update(optimizer.__dict__)
     crossing.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, which would step around us
-    crossing._pending = PendingUpdates(crossing._passes.reducer, crossing._update)
+    crossing._pending = PendingUpdates(crossing._reducer, crossing._update)
     contexts.current().unfinished.add(crossing._pending)
     crossing._model = model
     crossing._whole = tuple(whole)

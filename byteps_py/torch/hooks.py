@@ -1,16 +1,14 @@
 """What DistributedOptimizer (optimizer.py) makes of an optimizer: step() works with the gradients of all ranks.
 
-Owns hooks, accumulation over passes and the order of calls; what happens to a final gradient is the
-GradientReducer's. Hooks run on autograd's threads, everything else on the training thread.
+Owns the order of calls; which gradients there are is known to passes.py, and what happens to a final one is the
+GradientReducer's. The training thread calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,8 +17,8 @@ from byteps_py.errors import GradientOrderError, NonFiniteError
 from byteps_py.torch import context as contexts
 from byteps_py.torch import nonfinite
 from byteps_py.torch.arguments import check_passes
-from byteps_py.torch.bucket import Bucket, Place
 from byteps_py.torch.buckets import GradientReducer
+from byteps_py.torch.passes import Passes
 
 Names = dict[torch.nn.Parameter, str]
 
@@ -33,103 +31,12 @@ class _LeftOutError(Exception):
         self.loss = loss
 
 
-class _Watched:
-    """A parameter with a hook. ``passes``: backward passes since the last synchronization."""
-
-    __slots__ = ("passes", "place")
-
-    def __init__(self, place: Place | None) -> None:
-        self.place = place
-        self.passes = 0
-
-
-class Passes:
-    """Counts backward passes of each parameter; on the last one its gradient is ready.
-
-    reducer: None if gradients stay where they are.
-    """
-
-    def __init__(self, reducer: GradientReducer | None, passes: int) -> None:
-        self.reducer = reducer
-        self.per_step = passes
-        self._hooked: dict[torch.nn.Parameter, _Watched] = {}
-        self._begun: list[_Watched] = []  # has had a pass since the last synchronization
-
-    @property
-    def begun(self) -> bool:
-        """True if a gradient was computed since the last synchronization."""
-        return bool(self._begun)
-
-    def hook(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Watch those that require gradients and are not watched yet."""
-        # Weak: the parameters outlive this optimizer, and the next one has hooks of its own.
-        me = weakref.ref(self)
-
-        def computed(watched: _Watched, _: torch.Tensor) -> None:
-            passes = me()
-            if passes is not None:
-                passes._computed(watched)
-
-        reducer = self.reducer
-        if reducer is not None and reducer.outside:
-            return
-        for param in params:
-            if param.requires_grad and param not in self._hooked:
-                watched = self._hooked[param] = _Watched(None if reducer is None else reducer.place(param))
-                param.register_post_accumulate_grad_hook(functools.partial(computed, watched))
-
-    def _computed(self, watched: _Watched) -> None:
-        done = watched.passes + 1
-        if done > self.per_step:
-            raise GradientOrderError(
-                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally."
-            )
-        if done == 1:
-            self._begun.append(watched)
-        watched.passes = done
-        if done == self.per_step and self.reducer is not None and watched.place is not None:
-            self.reducer.ready(watched.place)
-
-    def finish(self) -> None:
-        try:
-            if self.reducer is not None:
-                self.reducer.finish()
-        finally:
-            self.over()
-
-    @property
-    def poison(self) -> NonFiniteError | None:
-        """Why the step is to be left out."""
-        return self.reducer.poison if self.reducer is not None else None
-
-    def depart(self) -> list[Bucket]:
-        """The first half of ``finish``, see GradientReducer."""
-        try:
-            return [] if self.reducer is None else self.reducer.depart()
-        finally:
-            self.over()
-
-    def drop(self) -> None:
-        """Forget what was computed since the last synchronization."""
-        try:
-            if self.reducer is not None:
-                self.reducer.drop()
-        finally:
-            self.over()
-
-    def over(self) -> None:
-        """The next pass is the first one of its step."""
-        for watched in self._begun:
-            watched.passes = 0
-        self._begun.clear()
-
-
 class Distributed:
     """What DistributedOptimizer puts before the wrapped optimizer's class."""
 
     param_groups: list[dict[str, Any]]
     _passes: Passes
+    _reducer: GradientReducer
     _parameter_names: Names  # Horovod's name for it, which scripts read
     _synchronized: bool
     _should_synchronize: bool
@@ -144,7 +51,7 @@ class Distributed:
         check_passes(passes)
         if self._passes.begun:
             raise GradientOrderError("set_backward_passes_per_step() was called between backward() and step()")
-        self._passes.per_step = passes
+        self._passes.set_per_step(passes)
 
     def synchronize(self) -> None:
         """Wait until every ``p.grad`` is the average over all ranks. Unused parameters count as zeros.
@@ -152,8 +59,8 @@ class Distributed:
         step() does it by itself; call it to clip or unscale gradients, then step() in skip_synchronize().
         """
         self._poison = None
-        self._passes.finish()
-        self._poison = self._passes.poison
+        self._reducer.finish()
+        self._poison = self._reducer.poison
         self._synchronized = True
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # unfrozen meanwhile
 
@@ -235,6 +142,5 @@ class Distributed:
             (self._parameter_names.setdefault(param, f"push_pull.parameter.{number}.{i}"), param)
             for i, param in enumerate(self.param_groups[-1]["params"])
         ]
-        if self._passes.reducer is not None:
-            self._passes.reducer.add(new)
+        self._passes.add(new)
         self._passes.hook(param for _, param in new)

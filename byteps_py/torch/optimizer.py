@@ -1,7 +1,7 @@
 """DistributedOptimizer: from an optimizer and what is asked of it to one that works on all ranks together.
 
-Owns the choice of parts, nothing of what they do: hooks.py (hooks, order of calls), buckets.py (gradients on
-their way), adasum_optimizer.py. The training thread calls.
+Owns the choice of parts, nothing of what they do: hooks.py (order of calls), passes.py (which gradients
+there are), buckets.py (gradients on their way), adasum_optimizer.py. The training thread calls.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from byteps_py.torch.arguments import (
 from byteps_py.torch.bucket import Scheme
 from byteps_py.torch.buckets import GradientReducer
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.hooks import Distributed, Names, Passes
+from byteps_py.torch.hooks import Distributed, Names
 from byteps_py.torch.ops import Adasum, Average, ReduceOp
+from byteps_py.torch.passes import Passes, ReducedPasses
 from byteps_py.torch.process_sets import ProcessSet, global_process_set
 
 
@@ -84,7 +85,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     ranks = ranks_of(process_set)
     if op is Adasum:
         prefix = prefix_of(process_set, "Delta")
-        adasum: AdasumDistributed = _dress(optimizer, AdasumDistributed, Passes(None, backward_passes_per_step), names)
+        adasum: AdasumDistributed = _dress(optimizer, AdasumDistributed, Passes(backward_passes_per_step), names)
         adasum._deltas = Deltas(context, context.claim(prefix), ranks, compression)
         adasum._passes.hook(params)
         return adasum
@@ -101,7 +102,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
         ),
         [[names[param] for param in group] for group in together],
     )
-    wrapped = _dress(optimizer, Distributed, Passes(reducer, backward_passes_per_step), names)
+    wrapped = _dress(optimizer, Distributed, ReducedPasses(reducer, backward_passes_per_step), names)
+    wrapped._reducer = reducer
     wrapped._passes.hook(params)
     return wrapped
 

@@ -108,11 +108,11 @@ class _Backward:
         self._queued = False  # a backward pass that raised did not come to its end
         me = weakref.ref(self)  # the module may outlive its wrapper, and be wrapped again
 
-        def computed(place: Place, _: torch.Tensor) -> None:
+        def computed(place: Place, param: torch.Tensor) -> None:
             backward = me()
             if backward is not None and backward._expected:
                 backward._begin()
-                backward._reducer.ready(place)
+                backward._reducer.ready(place, param)
 
         for param in params:
             if param.requires_grad and param not in self._hooked:

@@ -67,7 +67,7 @@ class SparseBucket(Bucket):
 
     def start(self) -> None:
         """Tell the others how many rows there are."""
-        (gradient,) = self.gradients(sparse=True)
+        (gradient,) = self.collect(sparse=True)
         header = np.zeros(2, np.int64)
         if gradient is not None:
             dimensions = gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 1
