@@ -1,11 +1,11 @@
-"""Memory in which the ranks of a group lay, step by step, what the others are to have, while they do the same: two
+"""Memory in which the ranks of a group lay, step by step, what the others are to have, while they do the same: a few
 slots of each, and a few lines that say how far it is.
 
 So a tensor of any size needs no more shared memory than that, and what is laid is read while it is in the caches.
 Nobody says that a slot has been read: who lays a step has read all of the others' steps before it.
 
     wait until all others have laid step s - 1, for which they have read step s - 2 of this rank
-    read step s - 1 of the others; write step s where step s - 2 was; lay it
+    read step s - 1 of the others; write step s where step s - 2 was, or an earlier one; lay it
 
 How far a rank is stands in memory, so to lay a step is to write a word, and to wait is to look at one. Who has looked
 for long enough writes down that it sleeps, and whoever lays a step sends it a message. The steps themselves are taken
@@ -30,7 +30,9 @@ from byteps_py.session.nearby.waiting import Patience, Wait
 from byteps_py.shm import PAGE, Block, Segment
 from byteps_py.tensors import key_of
 
-SLOTS = 2
+#: A power of two. Two would do, but what was written two steps ago is still in the caches of those who have read it, and
+#: has to be taken from there: with four, sums of 4 MB take half of the time where that is slow, and nowhere more.
+SLOTS = 4
 #: Where a rank's control lines have what: steps laid so far, in all operations of its era; whether it sleeps; what the
 #: operation under way is, and the one before or after it. Nobody else writes there.
 WORD, ASLEEP, RECORDS = 0, 64, 128

@@ -1,4 +1,4 @@
-"""One large sum in shares, chunk by chunk (chunks.py), through two small slots of each member
+"""One large sum in shares, chunk by chunk (chunks.py), through a few small slots of each member
 (byteps_py/session/nearby/ring.py).
 
 Of the tensor itself every byte is read once from memory, and written once; the rest happens in the caches. The

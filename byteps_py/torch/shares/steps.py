@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import ir
 
 from byteps_py import llvm
-from byteps_py.session.nearby.ring import AHEAD, ASLEEP, WORD
+from byteps_py.session.nearby.ring import AHEAD, ASLEEP, SLOTS, WORD
 from byteps_py.streaming import AT_ONCE_BYTES
 from byteps_py.torch.shares.table import Entry, Status
 
@@ -209,7 +209,7 @@ class _Steps:
         slots = self._load(
             b.add(self._table, b.mul(b.add(b.add(self._members, position), _I64(Entry.CONTROLS)), _I64(8)))
         )
-        number = b.and_(b.add(self._base, step), _I64(1))
+        number = b.and_(b.add(self._base, step), _I64(SLOTS - 1))
         return b.add(slots, b.mul(number, self._get(Entry.SLOT_BYTES)))
 
     def _control_of(self, position: ir.Value) -> ir.Value:
