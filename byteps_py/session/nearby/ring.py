@@ -30,8 +30,8 @@ from byteps_py.session.nearby.waiting import Patience, Wait
 from byteps_py.shm import PAGE, Block, Segment
 from byteps_py.tensors import key_of
 
-#: A power of two. Two would do, but what was written two steps ago is still in the caches of those who have read it, and
-#: has to be taken from there: with four, sums of 4 MB take half of the time where that is slow, and nowhere more.
+#: A power of two. Two would do, but what was written two steps ago is still in the caches of those who have read it,
+#: and has to be taken from there: with four, sums of 4 MB take half of the time where that is slow, and nowhere more.
 SLOTS = 4
 #: Where a rank's control lines have what: steps laid so far, in all operations of its era; whether it sleeps; what the
 #: operation under way is, and the one before or after it. Nobody else writes there.
