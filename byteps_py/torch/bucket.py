@@ -1,7 +1,7 @@
 """Gradients that are one tensor to the service: their state in a round, how they leave and how they come back.
 
 Owns one bucket's memory of the current round. Must not know other buckets, optimizers or hooks. Whoever calls holds
-the lock of the GradientReducer (buckets.py).
+the lock of the GradientReducer (buckets.py), unless a method says otherwise.
 """
 
 from __future__ import annotations
@@ -88,6 +88,13 @@ class Bucket:
         self.takes_part = [False] * len(self.params)  # known once collected: requires_grad may change after that, too
         self.final: list[torch.Tensor | None] = [None] * len(self.params)  # gradients that must not change any more
         self.versions = [0] * len(self.params)  # theirs
+
+    def mark(self, position: int, grad: torch.Tensor | None) -> bool:
+        """A gradient was computed. True if it is time to look whether the bucket ``is_complete``. Without the lock."""
+        if grad is not None and not self.sent:
+            self.final[position], self.versions[position] = grad, grad._version
+        self.arrived.append(position)
+        return len(self.arrived) >= self.due
 
     def is_complete(self, passes: int) -> bool:
         """Every gradient has been computed ``passes`` times, if none was too often."""

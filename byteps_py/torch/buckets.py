@@ -132,11 +132,8 @@ class GradientReducer:
         not change before ``finish``. Never blocks for others. Raises GradientOrderError if it was computed more
         often: now, or where its bucket is not complete, in ``finish``."""
         # A thousand small gradients are a thousand calls: what can wait for the last one of the bucket does.
-        bucket, position, grad = place.bucket, place.position, param.grad
-        if grad is not None and not bucket.sent:
-            bucket.final[position], bucket.versions[position] = grad, grad._version
-        bucket.arrived.append(position)
-        if len(bucket.arrived) >= bucket.due:
+        bucket = place.bucket
+        if bucket.mark(place.position, param.grad):
             self._look_at(bucket)
 
     def _look_at(self, bucket: Bucket) -> None:

@@ -186,7 +186,7 @@ class Collectives(Target):
         spec = TensorSpec("rows", DType.FLOAT32, (36,))
         request = Request(spec, torch.float32, ((36,),), torch.device("cpu"))
         bucket = SparseBucket(self._context, request, "rows", param, Scheme(), 0)
-        bucket.mark(0)
+        bucket.mark(0, param.grad)
         bucket.start()
         bucket.travel()
         bucket.receive()
