@@ -188,7 +188,7 @@ def test_computed_twice_in_a_bucket_that_is_not_complete(size) -> None:
         optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=1.0))
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(bps.GradientOrderError, match=r"more than backward_passes_per_step times .*'used\."):
+        with pytest.raises(bps.GradientOrderError, match=r"'used\..*' came .* more than backward_passes"):
             optimizer.step()
         optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()  # and it goes on

@@ -60,7 +60,7 @@ class GradientReducer:
         #: How many backward passes add up to a final gradient. Constant within a round.
         self.passes = 1
         #: What to say of a gradient that was computed more often than that.
-        self.too_often = "a backward pass may compute a gradient once; checkpoint() needs use_reentrant=False for that"
+        self.too_often = "a backward pass may compute it once. Use checkpoint(…, use_reentrant=False)"
         #: Of the last round: its gradients are not finite, and the step is to be left out.
         self.poison: NonFiniteError | None = None
         self.add(named, groups)
@@ -150,7 +150,7 @@ class GradientReducer:
             raise self._too_often(name)
 
     def _too_often(self, name: str) -> GradientOrderError:
-        return GradientOrderError(f"{self.too_often} (the gradient of {name!r})")
+        return GradientOrderError(f"the gradient of {name!r} came too often: {self.too_often}")
 
     def finish(self) -> None:
         """Hand over what is left, wait for everything, and put the results into ``param.grad``.
