@@ -51,7 +51,7 @@ class Distributed:
         check_passes(passes)
         if self._passes.begun:
             raise GradientOrderError("set_backward_passes_per_step() was called between backward() and step()")
-        self._passes.set_per_step(passes)
+        self._passes.per_step = passes
 
     def synchronize(self) -> None:
         """Wait until every ``p.grad`` is the average over all ranks. Unused parameters count as zeros.

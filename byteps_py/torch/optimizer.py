@@ -28,7 +28,7 @@ from byteps_py.torch.buckets import GradientReducer
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.hooks import Distributed, Names
 from byteps_py.torch.ops import Adasum, Average, ReduceOp
-from byteps_py.torch.passes import Passes, ReducedPasses
+from byteps_py.torch.passes import CountedPasses, Passes, ReducedPasses
 from byteps_py.torch.process_sets import ProcessSet, global_process_set
 
 
@@ -85,7 +85,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     ranks = ranks_of(process_set)
     if op is Adasum:
         prefix = prefix_of(process_set, "Delta")
-        adasum: AdasumDistributed = _dress(optimizer, AdasumDistributed, Passes(backward_passes_per_step), names)
+        adasum: AdasumDistributed = _dress(optimizer, AdasumDistributed, CountedPasses(backward_passes_per_step), names)
         adasum._deltas = Deltas(context, context.claim(prefix), ranks, compression)
         adasum._passes.hook(params)
         return adasum
