@@ -17,6 +17,9 @@ from byteps_py.errors import ConfigurationError
 from byteps_py.tuning import MAX_PARTITION_BYTES
 from byteps_py.variables import IGNORED, VARIABLES
 
+MIN_SECRET_BYTES = 16
+#: A command that prints a good one.
+MAKE_SECRET = "head -c 32 /dev/urandom | base64"
 _MAX_SECRET = 1 << 20  # characters of its file, which may be a device that has no end
 
 
@@ -42,6 +45,7 @@ class Settings:
     socket_name: str = ""
     secret: str = field(default="", repr=False)
     secret_file: str = ""
+    local_secret: str = field(default="", repr=False)
     encrypt: bool = False
     placement: str = "optimal"
     link_mbit: float = 0.0
@@ -94,6 +98,11 @@ class Settings:
             raise ConfigurationError(
                 "BYTEPS_PLACEMENT=servers-only needs servers, but DMLC_NUM_SERVER is 0: without CPU machines GPU "
                 "machines sum"
+            )
+        if 0 < len(self.secret.encode(errors="surrogateescape")) < MIN_SECRET_BYTES:
+            raise ConfigurationError(
+                f"the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE) has fewer than {MIN_SECRET_BYTES} bytes, so "
+                f"it can be guessed; make one with: {MAKE_SECRET}"
             )
         if self.encrypt and not self.secret:
             raise ConfigurationError(
@@ -171,7 +180,8 @@ class Settings:
 
     def describe(self) -> str:
         """All settings, one per line, the secret hidden."""
-        lines = [f"{f.name} = {getattr(self, f.name)!r}" for f in fields(self) if f.name != "secret"]
+        shown = [f.name for f in fields(self) if f.name not in ("secret", "local_secret")]
+        lines = [f"{name} = {getattr(self, name)!r}" for name in shown]
         return "\n".join([*lines, f"secret = {'(set)' if self.secret else '(none)'}"])
 
 

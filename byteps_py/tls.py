@@ -33,9 +33,9 @@ class Credentials:
     private_key: bytes
 
 
-def credentials(secret: str) -> Credentials:
-    """Credentials of a new member of the cluster that ``secret`` belongs to. Any thread."""
-    seed = HKDF(hashes.SHA256(), 48, salt=None, info=b"byteps_py control plane authority").derive(secret.encode())
+def credentials(key: bytes) -> Credentials:
+    """Credentials of a new member of the cluster whose ``auth.membership_key`` is ``key``. Any thread."""
+    seed = HKDF(hashes.SHA256(), 48, salt=None, info=b"byteps_py control plane authority").derive(key)
     authority_key = ec.derive_private_key(int.from_bytes(seed) % (_CURVE_ORDER - 1) + 1, _CURVE)
     authority = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "byteps cluster")])
     root = _builder(authority, authority, authority_key.public_key(), is_authority=True)

@@ -42,7 +42,8 @@ class Variable:
 
     def parse(self, name: str, text: str) -> object:
         """The value of ``text``. Raises ConfigurationError that names the variable and what it allows."""
-        shown = "(hidden)" if self.field == "secret" else repr(text if len(text) <= 200 else text[:200] + "…")
+        is_hidden = self.field in ("secret", "local_secret")
+        shown = "(hidden)" if is_hidden else repr(text if len(text) <= 200 else text[:200] + "…")
         error = ConfigurationError(f"{name}={shown} is not valid: it takes {self.allowed()}")
         try:
             text.encode()
@@ -84,8 +85,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("interface", ("DMLC_INTERFACE",), str, "network interface whose address this process offers"),
     Variable("job_id", ("BYTEPS_JOB_ID",), str, "keeps jobs on one machine apart; default: the scheduler's address"),
     Variable("socket_name", ("BYTEPS_SOCKET_NAME",), str, "local socket of this machine's communication service; set by bpslaunch"),
-    Variable("secret", ("BYTEPS_SECRET",), str, "cluster secret; required to listen beyond loopback"),
+    Variable("secret", ("BYTEPS_SECRET",), str, "cluster secret, at least 16 bytes; required to listen beyond loopback"),
     Variable("secret_file", ("BYTEPS_SECRET_FILE",), str, "file that holds the cluster secret"),
+    Variable("local_secret", ("BYTEPS_LOCAL_SECRET",), str, "keeps other users of this machine out of a job on loopback; set by bpslaunch -np"),
     Variable("encrypt", ("BYTEPS_ENCRYPT",), bool, "encrypt tensors on their way between machines; without, they are authenticated only; needs a secret"),
     Variable("partition_bytes", ("BYTEPS_PARTITION_BYTES",), int, "largest piece of a tensor that is sent at once; default: by the links' rates, a few ms of the slowest", low=4096, high=1 << 30),
     Variable("link_mbit", ("BYTEPS_LINK_MBIT",), float, "rate of this machine's network link each way, Mbit/s; 0: measured when the cluster comes together", low=0, high=_FAR),

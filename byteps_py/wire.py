@@ -16,7 +16,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 5
+VERSION = 6
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | blame | waited

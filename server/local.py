@@ -182,7 +182,7 @@ class Local:
         header = Header.unpack(data[:HEADER_BYTES])
         if header.kind is Kind.HELLO and peer.machine < 0:
             token = data[HEADER_BYTES:].decode(errors="replace")
-            if not auth.is_valid(token, self._settings.secret, "local", self._settings.job, str(header.sender)):
+            if not auth.is_valid(token, self._settings, "local", str(header.sender)):
                 text = "its proof of membership is wrong: do job and secret agree?"
                 peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
                 raise ProtocolError(text)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 from support.damage import Flipper
-from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_values
+from support.data_plane import WAIT_S, BareListener, Server, exact_sum, header_for, random_values
 from support.proxy import Proxy
 
 from byteps_py.dataplane.listener import _MOST_DAMAGED
@@ -181,10 +181,10 @@ def test_after_many_that_came_damaged_in_a_row_there_is_a_new_connection(
     ("line", "text"),
     [
         (
-            (SIGNED, dataclasses.replace(SIGNED, secret="guessed")),
-            "could not prove that it belongs to this cluster: its proof of membership is wrong: do job and secret",
+            (SIGNED, dataclasses.replace(SIGNED, secret="guessed by others")),
+            "turned this process away: its proof of membership is wrong: do job and secret agree?",
         ),
-        ((SIGNED, OPEN), "its messages would be open, here they are signed: set BYTEPS_SECRET and BYTEPS_ENCRYPT"),
+        ((SIGNED, OPEN), "turned this process away: its proof of membership is wrong: do job and secret agree?"),
         ((ENCRYPTED, SIGNED), "its messages would be signed, here they are encrypted"),
     ],
     ids=["secret", "open", "encrypt"],
@@ -243,9 +243,9 @@ def test_answers_that_are_always_damaged_are_an_error_that_names_the_way(line: L
 def test_something_else_listens_there(says: list[bytes], text: str) -> None:
     """A few attempts, then an error: once may be chance."""
     loop, losses = EventLoop(), []
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as stranger:
-        stranger.linger = 0
-        address = f"tcp://127.0.0.1:{stranger.bind_to_random_port('tcp://127.0.0.1')}"
+    with zmq.Context() as context, BareListener(context, SIGNED) as listener:
+        listener.attach(loop)
+        stranger, address = listener.router, listener.address
         loop.add_reader(stranger, lambda: stranger.send_multipart([stranger.recv_multipart()[0], *says]))
         link = TcpLink(
             context, loop, address, 0, SIGNED, lambda *block: memoryview(b""), lambda *answer: None, lambda: None,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import zmq
-from support.data_plane import WAIT_S, header_for
+from support.data_plane import WAIT_S, BareListener, header_for
 from support.summation import SETTINGS
 
 from byteps_py.dataplane.dialer import Dialer, Owner
@@ -120,14 +120,15 @@ def test_a_connection_that_ends_before_it_is_used_is_made_again(monkeypatch: pyt
 class Script:
     """Listens, and proves itself to who calls. What it says to a proof, others decide."""
 
-    def __init__(self, router: zmq.Socket[bytes], call: Call) -> None:
-        self.router = router
-        self.address = str(router.last_endpoint.decode())
+    def __init__(self, listener: BareListener, call: Call) -> None:
+        self.router = listener.router
+        self.address = listener.address
         self.keeper = Doorkeeper(SETTINGS)
         self.challenge: Challenge
         self.pushed: list[bytes] = []
         self.caller = call(self.address)
-        self.caller.loop.add_reader(router, self.heard)
+        self.caller.loop.add_reader(self.router, self.heard)
+        listener.attach(self.caller.loop)
 
     def heard(self) -> None:
         whom, packed, said = self.router.recv_multipart()
@@ -161,16 +162,14 @@ class Saying(Script):
         return self.says
 
 
-@pytest.fixture(name="router")
-def scripted_listener() -> Iterator[zmq.Socket[bytes]]:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.linger = 0
-        router.bind("tcp://127.0.0.1:*")
-        yield router
+@pytest.fixture(name="listener")
+def scripted_listener() -> Iterator[BareListener]:
+    with zmq.Context() as context, BareListener(context, SETTINGS) as listener:
+        yield listener
 
 
-def test_it_is_open_when_it_is_welcome_and_not_before(router: zmq.Socket[bytes], call: Call) -> None:
-    script = Welcoming(router, call)
+def test_it_is_open_when_it_is_welcome_and_not_before(listener: BareListener, call: Call) -> None:
+    script = Welcoming(listener, call)
     script.caller.run()
     assert (script.caller.times_open, script.pushed) == (1, [PUSHED])
 
@@ -189,10 +188,10 @@ class Ended:
 
 @pytest.mark.parametrize("parts", [0, 1])
 def test_a_connection_may_end_in_the_middle_of_a_message(
-    router: zmq.Socket[bytes], call: Call, monkeypatch: pytest.MonkeyPatch, parts: int
+    listener: BareListener, call: Call, monkeypatch: pytest.MonkeyPatch, parts: int
 ) -> None:
     """It happens once in thousands of kills. Whoever sends hears that it broke."""
-    script = Welcoming(router, call)
+    script = Welcoming(listener, call)
     script.caller.run()
     dialer = script.caller.dialer
     monkeypatch.setattr(dialer, "_socket", Ended(parts))
@@ -215,10 +214,10 @@ def test_a_connection_may_end_in_the_middle_of_a_message(
     ],
 )
 def test_who_says_something_else_to_a_proof_is_none_of_ours(
-    router: zmq.Socket[bytes], call: Call, says: list[bytes], text: str
+    listener: BareListener, call: Call, says: list[bytes], text: str
 ) -> None:
     """A few attempts, then an error: once may be chance."""
-    script = Saying(router, call)
+    script = Saying(listener, call)
     script.says = says
     script.caller.run()
     assert (script.caller.times_open, script.caller.refused) == (0, [text])
@@ -234,7 +233,8 @@ class BusyListener:
         self.bytes_heard: list[int] = []
         self.at_each_look: list[int] = []
         self.caller = call(self.listener.address)
-        self.caller.loop.add_reader(self.listener.socket, self.read)
+        self.listener.attach(self.caller.loop)
+        self.caller.loop.change_reader(self.listener.socket, self.read)
 
     def read(self) -> None:
         self.listener.on_monitor()

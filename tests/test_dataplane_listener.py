@@ -28,7 +28,12 @@ class Listener:
         self.heard.append(peer)
 
     def read(self) -> None:
-        assert self.listener.socket.poll(WAIT_S * 1000)
+        poller = zmq.Poller()
+        poller.register(self.listener.socket, zmq.POLLIN)
+        poller.register(self.listener._authenticator.socket, zmq.POLLIN)
+        while self.listener.socket not in (ready := dict(poller.poll(WAIT_S * 1000))):
+            assert ready, "nothing came"
+            self.listener._authenticator.on_readable()
         self.listener.on_readable()
 
     def welcome(self, machine: Machine) -> None:

@@ -132,7 +132,7 @@ def test_digests_are_made_with_a_key_of_their_listener_that_only_members_know() 
             _, down, _, out = shake(Caller(settings, machine, ADDRESS), keeper, machine)
             assert opened(down, out.seal(HEADER, payload, digest)) == (HEADER, payload)
     keeper = Doorkeeper(SIGNED)
-    guessed = new_digester(Protection.SIGNED, handshake._digest_key("guessed", keeper._keys.public))
+    guessed = new_digester(Protection.SIGNED, handshake._digest_key(b"guessed", keeper._keys.public))
     for other in (guessed, Doorkeeper(SIGNED).digest):
         _, down, _, out = shake(Caller(SIGNED, 3, ADDRESS), keeper)
         with pytest.raises(DamagedError):
@@ -165,7 +165,7 @@ def test_both_ends_get_the_same_keys_and_each_connection_its_own() -> None:
 @pytest.mark.parametrize(
     ("changes", "machine", "address", "group"),
     [
-        ({"secret": "guessed"}, 3, ADDRESS, 0),
+        ({"secret": "guessed by others"}, 3, ADDRESS, 0),
         ({"job_id": "b"}, 3, ADDRESS, 0),
         ({}, 4, ADDRESS, 0),
         ({}, 3, "tcp://10.0.0.2:4711", 0),

@@ -50,7 +50,7 @@ class Cluster:
         port = str(free_port())
         self._common = {
             "DMLC_PS_ROOT_URI": hosts[0].address, "DMLC_PS_ROOT_PORT": port, "DMLC_NUM_WORKER": "2",
-            "DMLC_NUM_SERVER": "1", "BYTEPS_JOB_ID": f"partitions-{port}", "BYTEPS_SECRET": "of a test",
+            "DMLC_NUM_SERVER": "1", "BYTEPS_JOB_ID": f"partitions-{port}", "BYTEPS_SECRET": "the secret of a test",
             "BYTEPS_LINK_MBIT": str(RATE_MBIT),
         }  # fmt: skip
         self.scheduler = stack.enter_context(self._job(0, (), DMLC_ROLE="scheduler"))

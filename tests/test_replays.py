@@ -6,7 +6,9 @@ import pytest
 import zmq
 from support.data_plane import WAIT_S, Server, header_for
 from support.summation import SETTINGS
+from zmq.utils.monitor import recv_monitor_message
 
+from byteps_py.dataplane.authenticator import show_password
 from byteps_py.server.actions import Answer, Reduce, Refuse
 from byteps_py.server.partition import Contribution
 from byteps_py.server.rounds import Rounds
@@ -100,16 +102,26 @@ def test_a_connection_that_says_nothing_that_can_be_opened_is_none_of_ours() -> 
     with Server(SETTINGS) as server:
         zero = server.machine(0)
         zero.prove()
-        monitor = zero.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = zero.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         for _ in range(16):
             zero.socket.send_multipart([b"x" * 93, ONE])
         for _ in range(16):
             assert zero.receive()[0].kind is Kind.DAMAGED
-        assert monitor.poll(WAIT_S * 1000)  # it is cut
+        events = []
+        while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in events:
+            assert monitor.poll(WAIT_S * 1000)
+            events.append(recv_monitor_message(monitor)["event"])
         zero.socket.disable_monitor()
         monitor.close(0)
-        zero.seals = None
-        zero.socket.send_multipart([header_for(0, ONE).pack(), ONE])  # on the next one, which ZeroMQ makes by itself
+        # It is cut; the next one, which ZeroMQ makes by itself, shows a password that has been used.
+        assert events[0] == zmq.EVENT_DISCONNECTED
+
+
+def test_what_nobody_has_greeted_with_is_refused() -> None:
+    with Server(SETTINGS) as server:
+        zero = server.machine(0)
+        zero.challenge()
+        zero.socket.send_multipart([header_for(0, ONE).pack(), ONE])
         assert "no HELLO was accepted" in zero.refusal()
 
 
@@ -118,6 +130,7 @@ def test_an_identity_of_ones_own_choice_is_refused() -> None:
         spoofing = context.socket(zmq.DEALER)
         spoofing.linger = 0
         spoofing.setsockopt(zmq.IDENTITY, b"another's")
+        show_password(spoofing, SETTINGS, server.service.address)
         spoofing.connect(server.service.address)
         spoofing.send_multipart([header_for(0, b"", Kind.HELLO).pack(), bytes((1,)) + bytes(32)])
         assert spoofing.poll(30_000)

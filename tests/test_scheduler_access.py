@@ -74,9 +74,9 @@ def test_a_refusal_comes_as_its_typed_error(start: Factory, attend: Attend) -> N
     assert first.lost.empty()
 
 
-@pytest.mark.parametrize("secret", ["", "wrong"])
+@pytest.mark.parametrize("secret", ["", "not what they know"])
 def test_without_the_secret_nobody_gets_in(start: Factory, attend: Attend, secret: str) -> None:
-    scheduler = start(num_workers=1, secret="right").wait_listening()
+    scheduler = start(num_workers=1, secret="known to members").wait_listening()
     assert any("the cluster secret is shorter than 16 characters: it can be guessed" in line for line in scheduler.log)
     # Without a secret nothing says why the other end hangs up: the process tries until it is late, then names it.
     settings = dataclasses.replace(scheduler.settings, secret=secret, start_timeout_s=5.0)
@@ -104,8 +104,8 @@ def test_an_occupied_port_is_named(start: Factory) -> None:
     ("changes", "text"),
     [
         ({"DMLC_PS_ROOT_URI": "0.0.0.0"}, "set BYTEPS_SECRET"),
-        ({"DMLC_PS_ROOT_URI": "192.0.2.1", "BYTEPS_SECRET": "s"}, "DMLC_PS_ROOT_URI=192.0.2.1"),
-        ({"DMLC_PS_ROOT_URI": "no.such.host.invalid", "BYTEPS_SECRET": "s"}, "no.such.host.invalid is not known"),
+        ({"DMLC_PS_ROOT_URI": "192.0.2.1", "BYTEPS_SECRET": "x" * 16}, "DMLC_PS_ROOT_URI=192.0.2.1"),
+        ({"DMLC_PS_ROOT_URI": "no.such.host.invalid", "BYTEPS_SECRET": "x" * 16}, "no.such.host.invalid is not known"),
         ({"DMLC_PS_ROOT_URI": "", "DMLC_PS_ROOT_PORT": ""}, "needs DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
     ],
 )
@@ -212,6 +212,6 @@ def test_trainers_and_the_core_do_not_load_grpc() -> None:
 
 
 def test_tokens_are_bound_to_the_job() -> None:
-    one, other = (Settings(secret="s", job_id=job) for job in "ab")
+    one, other = (Settings(secret="x" * 16, job_id=job) for job in "ab")
     assert rpc.token(one) != rpc.token(other)
     assert rpc.metadata(Settings()) == ()

@@ -82,7 +82,7 @@ def arrive(sequence: int) -> pb.MemberMessage:
 SHAPE = {"num_workers": 2, "num_servers": 1, "placement": "servers-only"}
 
 
-@pytest.mark.parametrize("secret", ["", "s3cret"])
+@pytest.mark.parametrize("secret", ["", "s3cret of members"])
 def test_a_killed_scheduler_takes_its_members_back(start: Factory, attend: Attend, tmp_path: Path, secret: str) -> None:
     scheduler = start(**SHAPE, secret=secret).wait_listening()
     one, two, server = members = cluster(scheduler.settings, attend)
@@ -107,7 +107,7 @@ def test_a_killed_scheduler_takes_its_members_back(start: Factory, attend: Atten
     (journal,) = tmp_path.iterdir()
     assert str(journal) == status.journal
     assert journal.stat().st_mode & 0o777 == 0o600
-    assert b"s3cret" not in journal.read_bytes()
+    assert b"s3cret of members" not in journal.read_bytes()
     for worker in (one, two):
         worker.leave()
     assert server.wait("stop").stop.reason == "all workers have left"

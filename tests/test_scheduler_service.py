@@ -82,7 +82,7 @@ def test_a_members_connection_says_again_at_a_steady_pace(
     member.leave()
 
 
-@pytest.mark.parametrize("secret", ["", "s3cret"])
+@pytest.mark.parametrize("secret", ["", "s3cret of members"])
 def test_a_job_from_start_to_end(start: Factory, attend: Attend, secret: str) -> None:
     scheduler = start(num_workers=2, num_servers=2, secret=secret).wait_listening()
     settings = scheduler.settings

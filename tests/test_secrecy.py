@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
+import hashlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -79,7 +81,7 @@ def test_nothing_that_is_printed_shows_a_secret(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = Settings(secret=SECRET)
-    credentials = tls.credentials(SECRET)
+    credentials = tls.credentials(auth.membership_key(settings))
     for text in (settings.describe(), repr(settings), str(settings), repr(credentials), str(credentials)):
         assert SECRET not in text
         assert "PRIVATE KEY" not in text
@@ -113,13 +115,30 @@ def test_a_secret_file_is_read(tmp_path: Path) -> None:
 
 
 def test_tokens_say_nothing_of_the_secret_and_serve_one_purpose() -> None:
-    shown = auth.token(SECRET, "local", "job", "3")
+    own = Settings(secret=SECRET, job_id="job")
+    shown = auth.token(own, "local", "3")
     assert SECRET not in shown
-    assert auth.is_valid(shown, SECRET, "local", "job", "3")
-    for parts in (("control", "job", "3"), ("local", "other", "3"), ("local", "job", "4"), ("local", "job3", "")):
-        assert not auth.is_valid(shown, SECRET, *parts)
-    assert not auth.is_valid("", SECRET, "local", "job", "3")
-    assert not auth.is_valid("é\ud800", SECRET, "local", "job", "3")
+    assert auth.is_valid(shown, own, "local", "3")
+    for job, *parts in (("job", "control", "3"), ("other", "local", "3"), ("job", "local", "4"), ("job3", "local", "")):
+        assert not auth.is_valid(shown, dataclasses.replace(own, job_id=job), *parts)
+    assert not auth.is_valid("", own, "local", "3")
+    assert not auth.is_valid("é\ud800", own, "local", "3")
+
+
+def test_each_guess_of_a_secret_costs_memory_and_time() -> None:
+    """Whoever connects sees a proof, and can try secrets at home. This is scrypt, and nothing faster."""
+    own = Settings(secret=SECRET)
+    key = hashlib.scrypt(SECRET.encode(), salt=b"byteps_py cluster secret", n=1 << 14, r=8, p=1, dklen=32)
+    assert auth.membership_key(own) == key
+    assert auth.membership_key(Settings(local_secret="of this machine")) == b"of this machine"
+    assert auth.membership_key(Settings()) == b""
+
+
+@pytest.mark.parametrize("secret", ["x", "x" * 15, "é" * 7])
+def test_a_short_secret_is_refused_with_the_command_that_makes_one(secret: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"fewer than 16 bytes.*: head -c 32 /dev/urandom \| base64"):
+        Settings.from_env({"BYTEPS_SECRET": secret})
+    assert Settings(secret=secret + "x" * 16).secret
 
 
 def test_shared_memory_is_its_owners_and_has_no_name() -> None:

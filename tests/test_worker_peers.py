@@ -34,7 +34,7 @@ SETTINGS = Settings(
     node_host="127.0.0.1",
     job_id="test",
     num_workers=2,
-    secret="s3cret",
+    secret="s3cret of members",
 )
 Connect = Callable[..., Machine]
 LARGE = bytes(range(256)) * 4096

@@ -113,6 +113,8 @@ class TcpLink(ServerLink, Owner):
         self._suspects: set[RoundName] = set()  # one of their answers came damaged
         self._came_whole = 0  # answers since then
         self._opened = 0  # connections so far
+        self._refusal = ""  # what was said on the attempts since
+        self._is_late = is_late
         self._is_closed = False
         self._dialer = Dialer(context, loop, address, sender, settings, self, self._who, group)
         first_s = SLOW_FACTOR * self._silence_s if is_late else max(settings.start_timeout_s, self._silence_s)
@@ -155,6 +157,7 @@ class TcpLink(ServerLink, Owner):
 
     def on_open(self) -> None:
         self._opened += 1
+        self._refusal = ""
         unsent, self._unsent = self._unsent, []
         for request in unsent:
             self._send(request)
@@ -208,11 +211,15 @@ class TcpLink(ServerLink, Owner):
 
     def _give_up(self, opened: int, after_s: float) -> None:
         if not (self._is_closed or self._dialer.is_open) and opened == self._opened:
-            self._on_lost(f"{self._who} can't be reached since {after_s:g} s")
+            self._on_lost(f"{self._who} can't be reached since {after_s:g} s{self._refusal}")
             self._loop.call_later(self._silence_s, lambda: self._give_up(opened, after_s + self._silence_s))
 
     def on_refused(self, error: ProtocolError) -> None:
-        raise error
+        """While the cluster forms, somebody has configured it wrongly. Later, another process has the port of the
+        service, which can't be reached any more."""
+        if not (self._opened or self._is_late):
+            raise error
+        self._refusal = f": {error}"
 
     def close(self) -> None:
         self._is_closed = True
@@ -243,7 +250,7 @@ class LocalLink(ServerLink):
         self._unsent: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
         try:  # it listened before it became a member: who is not there now is gone
             self._channel = connect_channel(name, _CONNECT_S)
-            token = auth.token(settings.secret, "local", settings.job, str(sender))
+            token = auth.token(settings, "local", str(sender))
             self._channel.send(Header(Kind.HELLO, sender).pack() + token.encode())
         except (PeerLostError, RendezvousError) as lost:
             self._lost(lost)

@@ -189,6 +189,7 @@ class PeerMachines:
                 lambda sentence: on_lost(sentence, machine_index),
                 f"communication service of machine {machine_index}",
                 self._topology.group,
+                is_late=True,  # it is a member: who does not know it now has its port, but is another process
             )
         return link
 
@@ -275,8 +276,7 @@ class PeerMachines:
             self._watch()
 
     def close(self) -> None:
-        self._loop.remove(self._listener.socket)
-        self._loop.remove(self._listener.monitor)
+        self._listener.detach(self._loop)
         for link in self._links.values():
             link.close()
         self._context.term()

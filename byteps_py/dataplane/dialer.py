@@ -11,7 +11,8 @@ import contextlib
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from byteps_py.dataplane.handshake import Caller
+from byteps_py.dataplane.authenticator import show_password
+from byteps_py.dataplane.handshake import WRONG, Caller
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import ProtocolError
 from byteps_py.loop import EventLoop
@@ -53,7 +54,8 @@ class Owner:
         """Message ``number`` could not be read at the other end; None: one from there could not be read here."""
 
     def on_refused(self, error: ProtocolError) -> None:
-        """The other end is not one of ours, or thinks so of us."""
+        """The other end is not one of ours, or thinks so of us, several times in a row. If this returns, the Dialer
+        goes on trying."""
 
 
 class Dialer:
@@ -135,6 +137,7 @@ class Dialer:
         }
         for option, value in options.items():
             socket.setsockopt(option, value)
+        show_password(socket, self._settings, self._address)
         self._monitor = socket.get_monitor_socket(_EVENTS)
         try:
             socket.connect(self._address)
@@ -149,10 +152,14 @@ class Dialer:
         """The connection broke, or was never made."""
         socket = self._socket
         while self._socket is socket and self._socket is not None and self._monitor.poll(0):
-            recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             while self._socket is socket and self._take():
                 pass  # what came before is no less true
-            if self._socket is socket:
+            if self._socket is not socket:
+                return
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._refused(f"turned this process away: {WRONG}")
+            else:
                 self._again()
 
     def _again(self) -> None:
@@ -203,8 +210,9 @@ class Dialer:
         if not self._is_welcome or self._opening is None:
             self._shake_hands(frames)
             return True
-        if len(frames) != 2:
-            raise ProtocolError(f"{self._who} sent {len(frames)} frames, a message has 2")
+        if len(frames) != 2:  # no seal can say so: the connection is no good
+            self._again()
+            return True
         try:
             packed, payload = self._opening.open(frames[0].bytes, frames[1])
         except DamagedError:
@@ -250,10 +258,10 @@ class Dialer:
 
     def _refused(self, why: str) -> None:
         self._refusals += 1
-        if self._refusals >= _MOST_REFUSALS:
-            self._owner.on_refused(ProtocolError(f"{self._who} {why}"))
         if self._socket is not None:
             self._again()
+        if self._refusals >= _MOST_REFUSALS:
+            self._owner.on_refused(ProtocolError(f"{self._who} {why}"))
 
 
 def _said(frames: list[zmq.Frame], due: Kind, opening: Seal | None = None) -> bytes:

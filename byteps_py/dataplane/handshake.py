@@ -11,8 +11,8 @@ hears the proof late.
 Proofs are HMACs, under a key made from the secret, of all that is said and of whom it binds: the job, the listener's
 address, the machine that speaks and its group of ranks (see listener.py), the protection (so that nobody can talk the
 two into less). Nothing that somebody has overheard is of use on another connection. Keys come from an exchange of
-X25519 keys that only live in memory: who learns the secret later can't decrypt what was recorded. Without a secret
-(loopback only) the same messages prove nothing.
+X25519 keys that only live in memory: who learns the secret later can't decrypt what was recorded. With a local secret
+(loopback only, made by bpslaunch) the proofs are the same, but messages are not sealed. With none they prove nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+from byteps_py import auth
 from byteps_py.dataplane.seal import KEY_BYTES, Digester, Protection, Seal, new_digester, new_seal
 from byteps_py.errors import ProtocolError
 from byteps_py.settings import Settings
@@ -49,8 +50,8 @@ def protection_of(settings: Settings) -> Protection:
 
 
 @lru_cache(maxsize=4)
-def _proof_key(secret: str) -> bytes:
-    return hmac.digest(secret.encode(), b"byteps_py data plane: proofs", "sha256")
+def _proof_key(membership_key: bytes) -> bytes:
+    return hmac.digest(membership_key, b"byteps_py data plane: proofs", "sha256")
 
 
 def _derive(salt: bytes, material: bytes, what_for: bytes) -> bytes:
@@ -59,9 +60,9 @@ def _derive(salt: bytes, material: bytes, what_for: bytes) -> bytes:
     return hmac.digest(extracted, b"byteps_py data plane: " + what_for + b"\x01", "sha256")[:KEY_BYTES]
 
 
-def _digest_key(secret: str, listener_public: bytes) -> bytes:
+def _digest_key(membership_key: bytes, listener_public: bytes) -> bytes:
     """Of one listener's Digester: each process has a fresh public key."""
-    return _derive(listener_public, _proof_key(secret), b"digests")
+    return _derive(listener_public, _proof_key(membership_key), b"digests")
 
 
 class KeyPair:
@@ -93,7 +94,7 @@ class KeyPair:
 class _Transcript:
     """All that the proofs are about. Equal at both ends, or the proofs are wrong."""
 
-    secret: str
+    membership_key: bytes  # auth.py
     job: str
     address: str
     machine: int
@@ -113,14 +114,14 @@ class _Transcript:
         )
 
     def proof(self, of_whom: bytes) -> bytes:
-        return hmac.digest(_proof_key(self.secret), of_whom + self._bytes, "sha256")
+        return hmac.digest(_proof_key(self.membership_key), of_whom + self._bytes, "sha256")
 
     def key(self, shared: bytes, direction: bytes) -> bytes:
-        return _derive(hashlib.sha256(self._bytes).digest(), shared + _proof_key(self.secret), direction)
+        return _derive(hashlib.sha256(self._bytes).digest(), shared + _proof_key(self.membership_key), direction)
 
     def seals(self, shared: bytes) -> tuple[Seal, Seal]:
         """(CS to listener, listener to CS)"""
-        digest_key = _digest_key(self.secret, self.listener_public)
+        digest_key = _digest_key(self.membership_key, self.listener_public)
         up, down = (new_seal(self.protection, self.key(shared, way), digest_key) for way in (b"up", b"down"))
         return up, down
 
@@ -148,7 +149,7 @@ class Caller:
         nonce, public = challenge[:_NONCE_BYTES], challenge[_NONCE_BYTES:-_PROOF_BYTES]
         settings = self._settings
         said = _Transcript(
-            settings.secret, settings.job, self._address, self._machine, self._group, self._protection,
+            auth.membership_key(settings), settings.job, self._address, self._machine, self._group, self._protection,
             self._keys.public, nonce, public,
         )  # fmt: skip
         if not hmac.compare_digest(challenge[-_PROOF_BYTES:], said.proof(_LISTENER)):
@@ -164,7 +165,8 @@ class Doorkeeper:
         self._settings = settings
         self.protection = protection_of(settings)
         self._keys = KeyPair(self.protection)
-        self.digest: Digester = new_digester(self.protection, _digest_key(settings.secret, self._keys.public))
+        self._membership_key = auth.membership_key(settings)
+        self.digest: Digester = new_digester(self.protection, _digest_key(self._membership_key, self._keys.public))
 
     def challenge(self, hello: bytes, machine: int, address: str, group: int = 0) -> tuple[bytes, Challenge]:
         """What to send, and what to keep until it is answered. ``address``: the listener's, as others know it.
@@ -181,7 +183,7 @@ class Doorkeeper:
             )
         nonce = os.urandom(_NONCE_BYTES)
         said = _Transcript(
-            self._settings.secret, self._settings.job, address, machine, group, self.protection, hello[1:], nonce,
+            self._membership_key, self._settings.job, address, machine, group, self.protection, hello[1:], nonce,
             self._keys.public,
         )  # fmt: skip
         return nonce + self._keys.public + said.proof(_LISTENER), Challenge(said, self._keys)

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from byteps_py.dataplane.handshake import Challenge, Doorkeeper
+from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
+from byteps_py.dataplane.handshake import WRONG, Challenge, Doorkeeper
 from byteps_py.dataplane.peer import Peer, reply
 from byteps_py.dataplane.seal import DamagedError, Seal
 from byteps_py.dataplane.strangers import PATIENCE_S, Strangers
@@ -107,8 +108,12 @@ class DataListener:
         # Probes wait until this process has loaded its kernels: else they would measure the processor.
         self._held_probes: list[tuple[RemotePeer, Header, zmq.Frame]] | None = []
         self._refusals = Limiter(_STRANGER_REFUSALS_PER_S)
+        self.address = ""
         self._context = zmq.Context(io_threads=2)
+        self._authenticator = Authenticator(self._context, settings, lambda: self.address, self._on_unauthenticated)
+        seed_routing_ids()
         self.socket = self._context.socket(zmq.ROUTER)
+        self._authenticator.guard(self.socket)
         self._configure()
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connected: set[int] = set()  # descriptors
@@ -146,7 +151,12 @@ class DataListener:
         """To the loop of the thread that uses it."""
         loop.add_reader(self.socket, self.on_readable)
         loop.add_reader(self.monitor, self.on_monitor)
+        self._authenticator.attach(loop)
         self._strangers.watch(loop.call_later)
+
+    def detach(self, loop: EventLoop) -> None:
+        for socket in (self.socket, self.monitor, self._authenticator.socket):
+            loop.remove(socket)
 
     def peer_of(self, machine: int) -> Peer | None:
         """Its latest connection; None if it has none."""
@@ -169,6 +179,9 @@ class DataListener:
             else:
                 self._connected.discard(fd)
                 self._strangers.known(fd)
+
+    def _on_unauthenticated(self, ip: str) -> None:
+        self._traffic.turned_away(f"a stranger at {ip}", WRONG)
 
     def on_readable(self) -> None:
         """Messages are there: take some."""
@@ -342,4 +355,5 @@ class DataListener:
         self.monitor.close(0)
         self.socket.close()
         self._strangers.close()
+        self._authenticator.close()
         self._context.term()

@@ -34,12 +34,13 @@ _COMMON: Options = [
 
 def token(settings: Settings) -> str:
     """What a caller shows to the scheduler; empty without a secret."""
-    return auth.token(settings.secret, "control", settings.job)
+    return auth.token(settings, "control")
 
 
 def metadata(settings: Settings) -> tuple[tuple[str, str], ...]:
     """Sent with every call."""
-    return ((TOKEN_KEY, token(settings)),) if settings.secret else ()
+    shown = token(settings)
+    return ((TOKEN_KEY, shown),) if shown else ()
 
 
 def server_options() -> Options:
@@ -81,7 +82,7 @@ def open_channel(settings: Settings) -> grpc.Channel:
         return grpc.insecure_channel(settings.scheduler_address, options)
     from byteps_py import tls
 
-    own = tls.credentials(settings.secret)
+    own = tls.credentials(auth.membership_key(settings))
     return grpc.secure_channel(
         settings.scheduler_address,
         grpc.ssl_channel_credentials(own.authority, own.private_key, own.certificate),
@@ -96,7 +97,7 @@ def add_port(server: grpc.aio.Server, address: str, settings: Settings) -> None:
         return
     from byteps_py import tls
 
-    own = tls.credentials(settings.secret)
+    own = tls.credentials(auth.membership_key(settings))
     server.add_secure_port(
         address,
         grpc.ssl_server_credentials([(own.private_key, own.certificate)], own.authority, require_client_auth=True),

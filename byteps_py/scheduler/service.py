@@ -38,7 +38,6 @@ from byteps_py.settings import Settings
 
 TICK_S = 0.2
 STOP_GRACE_S = 1.0
-SHORT_SECRET = 16
 NOBODY = "a process"  # that has yet to say who it is
 MAX_BACKLOG = 20_000  # messages that wait for one connection; who takes none of so many is cut off
 
@@ -95,8 +94,6 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 self._journal.close()
 
     async def _serve(self, host: str, port: int) -> Finish:
-        if 0 < len(self._settings.secret) < SHORT_SECRET:
-            logger.warning("the cluster secret is shorter than %d characters: it can be guessed", SHORT_SECRET)
         restored = restoring.restore(self._config, self._journal)
         self._go_on_with(restored)
         if self._sessions.restarts and self._journal is not None:
@@ -281,7 +278,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
 
     async def _authenticate(self, context: Context) -> None:
         shown = dict(context.invocation_metadata() or ()).get(rpc.TOKEN_KEY, "")
-        if not auth.is_valid(str(shown), self._settings.secret, "control", self._settings.job):
+        if not auth.is_valid(str(shown), self._settings, "control"):
             why = "the cluster secrets differ" if shown else "it needs the cluster secret"
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,

@@ -25,7 +25,7 @@ from .base import Target
 _SETTINGS = Settings(secret="known to members", job_id="fuzz")
 _MACHINE = 2
 _SEGMENT_BYTES = 1 << 16
-_TOKEN = auth.token(_SETTINGS.secret, "local", _SETTINGS.job, str(_MACHINE)).encode()
+_TOKEN = auth.token(_SETTINGS, "local", str(_MACHINE)).encode()
 _HELLO = Header(Kind.HELLO, _MACHINE).pack() + _TOKEN
 _MEMBER, _STRANGER = range(2)
 _NOTHING, _MEMORY, _LOOSE, _VAST, _SEALED, _PIPE, _TWO = range(7)

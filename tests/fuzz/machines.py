@@ -97,10 +97,11 @@ class _Link:
 
 
 class _Listener:
-    address, socket, monitor = "tcp://node1:7000", 1 << 21, 1 << 22
+    address = "tcp://node1:7000"
 
     def __init__(self, *_: object) -> None: ...
     def attach(self, loop: object) -> None: ...
+    def detach(self, loop: object) -> None: ...
     def close(self) -> None: ...
 
 
@@ -138,7 +139,7 @@ class Cluster(Machine):
                 links[_HERE] = self
 
         class ToMachine(_Link):
-            def __init__(self, context: object, loop: object, address: str, *rest: Any) -> None:
+            def __init__(self, context: object, loop: object, address: str, *rest: Any, **options: Any) -> None:
                 super().__init__(rest[3])
                 links[-1 - int(address)] = self
 

@@ -10,6 +10,7 @@ import numpy as np
 import zmq
 
 from byteps_py import auth, channel
+from byteps_py.dataplane.authenticator import Authenticator, show_password
 from byteps_py.dataplane.handshake import Caller
 from byteps_py.dataplane.seal import Seal
 from byteps_py.errors import BytePSError
@@ -47,6 +48,7 @@ class Machine:
         self.index, self.group = index, group
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
+        show_password(self.socket, settings, known_as or address)
         self.socket.connect(address)
         self._caller = Caller(settings, index, known_as or address, group)
         self.socket.send_multipart([Header(Kind.HELLO, index, group).pack(), self._caller.hello])
@@ -122,6 +124,25 @@ class Machine:
         self.socket.close()
 
 
+class BareListener:
+    """A ROUTER that lets in who knows the secret, and has nothing behind it."""
+
+    def __init__(self, context: zmq.Context, settings: Settings) -> None:
+        self._authenticator = Authenticator(context, settings, lambda: self.address, lambda ip: None)
+        self.attach = self._authenticator.attach  # to a loop
+        self.router = context.socket(zmq.ROUTER)
+        self.router.linger = 0
+        self._authenticator.guard(self.router)
+        self.address = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def __enter__(self) -> BareListener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.router.close()
+        self._authenticator.close()
+
+
 class LocalMachine:
     """A machine's connection inside the machine, with one shared segment (number 0)."""
 
@@ -129,7 +150,7 @@ class LocalMachine:
         self.index = index
         self.segment = Segment.create(nbytes)
         self.channel = channel.connect(name, WAIT_S)
-        token = auth.token(settings.secret, "local", settings.job, str(index)) if shown is None else shown
+        token = auth.token(settings, "local", str(index)) if shown is None else shown
         self.channel.send(Header(Kind.HELLO, index).pack() + token.encode())
 
     def give_segment(self, **facts: int) -> None:

@@ -1,0 +1,114 @@
+"""Admission to a data port during ZeroMQ's own handshake: it refuses a caller that does not know the cluster secret.
+
+libzmq lets a peer choose its routing id, and ends the process when an id that a peer chose meets the next one of its
+own counter. It looks at ids only after the handshake, so the handshake is where strangers must be stopped: with the
+PLAIN mechanism, whose name and password the listener's Authenticator checks over ZAP (ZeroMQ RFC 27).
+
+    caller ──HELLO  name: a fresh nonce; password: HMAC of the nonce, the job and the listener's address──► listener
+           ◄─WELCOME, or ERROR 400, and the connection ends ──────────────────────────────────────────────
+
+A password is taken once: whoever overhears one can't use it. What follows (handshake.py) proves both ends to each
+other, and gives the keys that seal all messages. Without a secret this keeps out other jobs, but not whoever means
+harm.
+
+Owned by the loop's thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hmac
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+
+import zmq
+
+from byteps_py import auth
+from byteps_py.loop import EventLoop
+from byteps_py.settings import Settings
+
+_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks, by its specification
+_NONCE_BYTES = 16
+#: Nonces that are remembered. Members alone can make valid ones, a few for each connection that breaks.
+_MOST_USED = 1 << 16
+_BATCH = 64
+#: version, request id, domain, address, routing id, mechanism, name, password
+_REQUEST_PARTS = 8
+_OK, _REFUSED = (b"200", b"OK"), (b"400", b"not a member of this job")
+
+
+def _password(settings: Settings, address: str, nonce: bytes) -> bytes:
+    return auth.token(settings, "data plane admission", address, nonce.decode()).encode()
+
+
+def show_password(socket: zmq.Socket[bytes], settings: Settings, address: str) -> None:
+    """Let ``socket``, which is about to connect to the listener at ``address``, show a password when it does so."""
+    nonce = os.urandom(_NONCE_BYTES).hex().encode()
+    socket.setsockopt(zmq.PLAIN_USERNAME, nonce)
+    socket.setsockopt(zmq.PLAIN_PASSWORD, _password(settings, address, nonce) or b"-")
+
+
+@functools.cache
+def seed_routing_ids() -> None:
+    """libzmq's counter of routing ids starts at a number of C's ``rand()``, which is the same in every process. From
+    here on it is a random one, for sockets that are made later."""
+    ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4)))
+
+
+class Authenticator:
+    """Decides who may connect to the sockets of ``context`` that ``guard`` prepared. ``address()``: of the listener;
+    ``on_refused(ip)``: somebody was turned away."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: Settings,
+        address: Callable[[], str],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self._address = address
+        self._settings = settings
+        self._on_refused = on_refused
+        self._used: OrderedDict[bytes, None] = OrderedDict()  # nonces, the oldest first
+        self.socket = context.socket(zmq.ROUTER)  # libzmq's own threads are its only peers
+        self.socket.linger = 0
+        self.socket.bind(_ENDPOINT)
+
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
+        """Before ``socket`` binds."""
+        socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, b"byteps")
+
+    def attach(self, loop: EventLoop) -> None:
+        loop.add_reader(self.socket, self.on_readable)
+
+    def on_readable(self) -> None:
+        """libzmq asks about callers: answer."""
+        for _ in range(_BATCH):
+            try:
+                *envelope, empty, version, number, _, ip, _, mechanism, name, password = self.socket.recv_multipart(
+                    zmq.NOBLOCK
+                )
+            except zmq.Again:
+                return
+            is_member = mechanism == b"PLAIN" and self._is_valid(name, password)
+            code, text = _OK if is_member else _REFUSED
+            self.socket.send_multipart([*envelope, empty, version, number, code, text, b"", b""], zmq.NOBLOCK)
+            if not is_member:
+                self._on_refused(ip.decode(errors="replace"))
+
+    def _is_valid(self, nonce: bytes, password: bytes) -> bool:
+        """True once for what ``show_password`` made."""
+        if len(nonce) != 2 * _NONCE_BYTES or not nonce.isalnum() or nonce in self._used:
+            return False
+        if not hmac.compare_digest(password, _password(self._settings, self._address(), nonce) or b"-"):
+            return False
+        self._used[nonce] = None
+        if len(self._used) > _MOST_USED:
+            self._used.popitem(last=False)
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
