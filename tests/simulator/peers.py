@@ -174,6 +174,7 @@ class PeerListener:
         network.listeners[self.address] = self
 
     def attach(self, loop: Loop) -> None: ...
+    def detach(self, loop: Loop) -> None: ...
 
     def close(self) -> None:
         """What was sent arrives yet: its process ends when it has left."""
