@@ -15,7 +15,6 @@ import zmq
 from byteps_py import auth
 from byteps_py.channel import Channel, Listener
 from byteps_py.dataplane.peer import Peer, reply
-from byteps_py.dataplane.strangers import PATIENCE_S
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import PeerLostError, ProtocolError
 from byteps_py.log import logger
@@ -24,6 +23,7 @@ from byteps_py.server.arrival import Arrival, SharedMemory
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
 from byteps_py.tensors import Op
+from byteps_py.unauthenticated import PATIENCE_S
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 _BATCH = 64

@@ -38,10 +38,10 @@ from support.summation import SETTINGS
 from byteps_py.channel import Listener
 from byteps_py.dataplane import listener
 from byteps_py.dataplane.handshake import Caller
-from byteps_py.dataplane.strangers import PATIENCE_S
 from byteps_py.loop import EventLoop
 from byteps_py.scheduler import query
 from byteps_py.scheduler.core import REGISTER_TIMEOUT_S
+from byteps_py.unauthenticated import PATIENCE_S
 from byteps_py.wire import Header, Kind
 from byteps_py.worker import desk
 from byteps_py.worker.peers import PeerMachines
@@ -119,7 +119,7 @@ class LoneServer:
 
 
 def test_time_limits_are_within_what_is_promised() -> None:
-    assert max(PATIENCE_S, REGISTER_TIMEOUT_S, desk._PATIENCE_S) < MOST_S - 0.5  # they are looked at from time to time
+    assert max(PATIENCE_S, REGISTER_TIMEOUT_S, desk.PATIENCE_S) < MOST_S - 0.5  # they are looked at from time to time
 
 
 class LoneScheduler:
@@ -182,7 +182,7 @@ def processes(*starts: Callable[[], LoneServer | LoneScheduler]) -> Iterator[lis
 
 
 class Crowd(list[Visit]):
-    """Strangers; whoever is still there in the end is sent home."""
+    """UnauthenticatedConnections; whoever is still there in the end is sent home."""
 
     def add(self, it: Visit) -> Visit:
         self.append(it)

@@ -17,12 +17,11 @@ from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.session import protocol
 from byteps_py.session.protocol import Kind
+from byteps_py.unauthenticated import MOST, PATIENCE_S
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests
 
 _READY = int(Kind.READY)  # a plain integer: by far the most frequent
-_PATIENCE_S = 4.0  # whoever connects says who it is at once
-_MOST_STRANGERS = 256
 _MOST_EPOCHS = 1 << 32
 MAX_NOTE_CHARS = 9000
 _DRAIN = 256  # messages taken from a rank before others get their turn
@@ -87,11 +86,11 @@ class Desk:
         except (BytePSError, OSError) as error:
             logger.warning("turned away: %s", error)
             return
-        if len(self._strangers) >= _MOST_STRANGERS:
+        if len(self._strangers) >= MOST:
             self._expire(next(iter(self._strangers.values())))
         self._strangers[channel.fileno()] = channel
         self._loop.add_reader(channel.fileno(), functools.partial(self._greet, channel))
-        self._loop.call_later(_PATIENCE_S, functools.partial(self._expire, channel))
+        self._loop.call_later(PATIENCE_S, functools.partial(self._expire, channel))
 
     def _expire(self, channel: Channel) -> None:
         """It has not said in time who it is."""

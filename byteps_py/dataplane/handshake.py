@@ -5,7 +5,7 @@
        ──PROOF      proof that the CS knows it ───────────────────────────────────────────────────►
        ◄═WELCOME    sealed, as is all that follows, each way under a key of this connection alone (seal.py) ═
 
-A CS says nothing more until it is welcome: what a stranger may send is little (strangers.py), and a busy listener
+A CS says nothing more until it is welcome: what a stranger may send is little (unauthenticated.py), and a busy listener
 hears the proof late.
 
 Proofs are HMACs, under a key made from the secret, of all that is said and of whom it binds: the job, the listener's

@@ -21,12 +21,12 @@ from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
 from byteps_py.dataplane.handshake import WRONG, Challenge, Doorkeeper
 from byteps_py.dataplane.peer import Peer, reply
 from byteps_py.dataplane.seal import DamagedError, Seal
-from byteps_py.dataplane.strangers import PATIENCE_S, Strangers
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
+from byteps_py.unauthenticated import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.wire import Header, Kind
 
 _NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine enums takes a microsecond
@@ -117,7 +117,7 @@ class DataListener:
         self._configure()
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connected: set[int] = set()  # descriptors
-        self._strangers = Strangers()
+        self._strangers = UnauthenticatedConnections()
         try:
             port = self._strangers.port = self.socket.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:
@@ -354,6 +354,5 @@ class DataListener:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close()
-        self._strangers.close()
         self._authenticator.close()
         self._context.term()

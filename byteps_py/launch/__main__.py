@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
     given = options.parse(arguments, outer_environ)
     environ = {**outer_environ, **given.variables}
+    if given.ranks and not (environ.get("BYTEPS_SECRET") or environ.get("BYTEPS_SECRET_FILE")):
+        # Only this job's processes know it: other users of this machine can't join the job, or end it.
+        environ = {"BYTEPS_LOCAL_SECRET": secrets.token_hex(32), **environ}
     command = resolve(given.command, environ)
     for start in range(1, _STARTS + 1):
         token = os.urandom(8).hex()

@@ -25,8 +25,9 @@ from byteps_py.scheduler.services import Services
 from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.watch import Watch
 from byteps_py.scheduler.words import count_text
+from byteps_py.unauthenticated import PATIENCE_S
 
-REGISTER_TIMEOUT_S = 3.5  # a connection that has not said by then who it is, is turned away
+REGISTER_TIMEOUT_S = PATIENCE_S - 0.5  # a connection that has not said by then who it is, is turned away
 
 
 class SchedulerCore:

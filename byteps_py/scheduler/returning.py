@@ -1,7 +1,7 @@
 """Whether the members of a journal's job come back to a scheduler that was started again, and when to give up. Pure.
 
 The same job and address may also be a new job's, after one that was killed with all its processes: then nobody comes
-back, and whoever comes is a stranger. Strangers are put off until it is clear which of both it is.
+back, and whoever comes is a stranger. UnauthenticatedConnections are put off until it is clear which of both it is.
 
     started again ──a member is back──► the job goes on; who is still away has until the limit, then is lost
                   ──nobody, a stranger asks, 2 timeouts over──► abandoned: a new job

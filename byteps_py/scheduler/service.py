@@ -27,6 +27,7 @@ from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler import restoring, rpc, unfinished
 from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.scheduler.connections import SchedulerConnections
 from byteps_py.scheduler.ending import Finish
 from byteps_py.scheduler.journal import Journal, journal_path
 from byteps_py.scheduler.member import describe
@@ -71,6 +72,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._clock_s = -time.monotonic()  # of the scheduler's own clock, which begins at 0, less that of the system
         self._links: dict[int, _Link] = {}
         self._streams = itertools.count(1)
+        self._connections: SchedulerConnections | None = None
         self._strangers = Traffic()
         self._held: list[Sent] = []  # until the journal has what they follow from
         self._is_flushing = False
@@ -109,6 +111,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             raise ConfigurationError(f"the scheduler can't listen on {host}:{port}: {error}") from error
         await server.start()
         retry_steadily(port)
+        self._connections = SchedulerConnections(port)
+        watching = asyncio.create_task(_watch(self._connections))
         logger.info("listening on %s:%d for job %s", host, port, self._settings.job)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -119,6 +123,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 self._journal.delete()
             return finish
         finally:
+            watching.cancel()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             for link in self._links.values():
@@ -285,6 +290,13 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 f"{why}, or the jobs do: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE, and the same BYTEPS_JOB_ID "
                 "or scheduler address, everywhere",
             )
+        if self._connections is not None:
+            self._connections.admit(context.peer())
+
+
+async def _watch(connections: SchedulerConnections) -> None:
+    while True:
+        await asyncio.sleep(connections.look())
 
 
 def listening_address(settings: Settings) -> tuple[str, int]:

@@ -1,9 +1,9 @@
-"""Connections to a listener that have not proven who they are: how many, for how long, how much they may send, and how
-they end.
+"""Connections that have not proven that they are a member's: how many there may be, for how long, and how much they may
+send. The limits of every listener of the product stand here.
 
-Owned by the loop thread. ZeroMQ says nothing of a connection but its descriptor, and can't be told to end one. So who
-does not prove itself in time is cut off beneath it, and who sends more than a proof takes: an incomplete message is
-memory that ZeroMQ holds.
+Owned by its listener's thread. ZeroMQ and gRPC can't be told to end a connection. So one that does not prove itself in
+time is cut off beneath them, and one that sends more than a proof takes: an incomplete message is memory that they
+hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: An honest one needs milliseconds, or seconds on a machine that is busy with starting up.
+#: A member needs milliseconds, or seconds on a machine that is busy with starting up.
 PATIENCE_S = 4.0
 #: So often they are looked at, while there are any.
 WATCH_S = 0.05
@@ -25,19 +25,18 @@ WATCH_S = 0.05
 MOST_BYTES = 1 << 16
 _BYTES_RECEIVED = struct.Struct("@Q")
 _BYTES_RECEIVED_AT = 128  # in Linux's struct tcp_info
-#: More than this many at once are cut off, the oldest first.
+#: Of more than this many at once the oldest are cut off.
 MOST = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
     since_s: float
-    end: socket.socket  # a duplicate of our own: ZeroMQ's number may be another connection's by now
+    inode: int  # which connection it is: its descriptor may be another file's by now
 
 
-class Strangers:
-    """``port``: of the listener; nothing else's connections are ever touched. ``close`` gives back what is held of
-    those that are left."""
+class UnauthenticatedConnections:
+    """``port``: of the listener; nothing else's connections are ever touched."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.port = 0
@@ -68,7 +67,7 @@ class Strangers:
     def came(self, fd: int) -> None:
         self.known(fd)
         with contextlib.suppress(OSError):  # gone already
-            self._waiting[fd] = _Connection(self._clock(), _duplicate(fd, self.port))
+            self._waiting[fd] = _Connection(self._clock(), self._inode(fd))
         if len(self._waiting) > MOST:
             self._cut_off(next(iter(self._waiting)))
         self._look_later()
@@ -77,19 +76,18 @@ class Strangers:
         """Cut off who was known, but not before what it has been told had WATCH_S to leave."""
         self.known(fd)
         with contextlib.suppress(OSError):  # gone already
-            self._waiting[fd] = _Connection(self._clock() - PATIENCE_S + WATCH_S, _duplicate(fd, self.port))
+            self._waiting[fd] = _Connection(self._clock() - PATIENCE_S + WATCH_S, self._inode(fd))
         self._look_later()
 
     def known(self, fd: int) -> None:
         """It has proven who it is, or is gone."""
-        if (connection := self._waiting.pop(fd, None)) is not None:
-            connection.end.close()
+        self._waiting.pop(fd, None)
 
     def sweep(self) -> None:
         """Cut off who is late, or has said too much."""
         late_s = self._clock() - PATIENCE_S
         for fd, connection in list(self._waiting.items()):
-            if connection.since_s <= late_s or _received(connection.end) > MOST_BYTES:
+            if connection.since_s <= late_s or self._received(fd, connection) > MOST_BYTES:
                 self._cut_off(fd)
 
     def cut(self, fd: int) -> None:
@@ -97,27 +95,34 @@ class Strangers:
         if fd in self._waiting:
             self._cut_off(fd)
 
-    def close(self) -> None:
-        for fd in list(self._waiting):
-            self.known(fd)
-
     def _cut_off(self, fd: int) -> None:
         connection = self._waiting.pop(fd)
-        with connection.end, contextlib.suppress(OSError):  # the other end was faster
-            connection.end.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), self._opened(fd, connection) as end:  # the other end was faster
+            end.shutdown(socket.SHUT_RDWR)
             self.cut_off += 1
 
+    def _received(self, fd: int, connection: _Connection) -> int:
+        """So many bytes."""
+        with contextlib.suppress(OSError, struct.error), self._opened(fd, connection) as end:
+            facts = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            return int(_BYTES_RECEIVED.unpack_from(facts, _BYTES_RECEIVED_AT)[0])
+        return 0
 
-def _received(end: socket.socket) -> int:
-    """So many bytes."""
-    with contextlib.suppress(OSError, struct.error):
-        facts = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        return int(_BYTES_RECEIVED.unpack_from(facts, _BYTES_RECEIVED_AT)[0])
-    return 0
+    def _opened(self, fd: int, connection: _Connection) -> socket.socket:
+        """Raises OSError if it has ended."""
+        end = duplicate(fd, self.port)
+        if os.fstat(end.fileno()).st_ino != connection.inode:
+            end.close()
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return end
+
+    def _inode(self, fd: int) -> int:
+        with duplicate(fd, self.port) as end:
+            return os.fstat(end.fileno()).st_ino
 
 
-def _duplicate(fd: int, port: int) -> socket.socket:
-    """Raises OSError if it is no connection to that port: the number is something else's by now."""
+def duplicate(fd: int, port: int) -> socket.socket:
+    """A descriptor of our own, as ``fd`` is a library's. Raises OSError if it is no connection to that port."""
     copy = os.dup(fd)
     try:
         end = socket.socket(fileno=copy)
