@@ -26,6 +26,7 @@ from byteps_py.worker.desk import Desk
 from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.farewell import Farewell
 from byteps_py.worker.group import Group, Surroundings
+from byteps_py.worker.links import silence_s
 from byteps_py.worker.overdue import Overdue
 from byteps_py.worker.peers import PeerMachines
 from byteps_py.worker.pieces import Receipt, Request
@@ -69,7 +70,7 @@ class Service:
         self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
-        self._accusations = Accusations(2 * settings.heartbeat_timeout_s)
+        self._accusations = Accusations()
         self._link: ControlLink = connect(
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
             self._scheduler_away, self._scheduler_back,
@@ -180,7 +181,8 @@ class Service:
             # Not while kernels keep the processor busy.
             self._ready.when_done(functools.partial(self._measure, message.measure))
         elif body == "still":
-            self._accusations.asked(message.still.member_id, time.monotonic())
+            valid_s = 2 * silence_s(self._settings, self._loop)
+            self._accusations.asked(message.still.member_id, time.monotonic(), valid_s)
         elif body == "stalled":
             self._overdue.said(message.stalled.message)
             logger.warning("%s", message.stalled.message)

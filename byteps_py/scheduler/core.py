@@ -38,7 +38,7 @@ class SchedulerCore:
         self._watch = Watch(self._job, self._group)
         self._elastic = Elastic(config, self._roster) if config.elastic else None
         self._services = Services(self._job, self._elastic)
-        self._silence = Silence(config.heartbeat_timeout_s, config.heartbeat_interval_s)
+        self._silence = Silence(config)
         self._forming = Forming(self._job)
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
         self._connections: set[int] = set()
@@ -108,6 +108,7 @@ class SchedulerCore:
                 case "drain":
                     return self._drain(member, message.drain.reason, now_s)
                 case "ready":
+                    self._silence.started(member)
                     return self._services.ready(member, now_s)
                 case "applied":
                     return self._services.applied(member, message.applied)
@@ -210,9 +211,20 @@ class SchedulerCore:
         return [(connection, why) for connection, why in whys if why]
 
     def heard(self, connection: int, now_s: float) -> None:
-        """The member has given a sign of life."""
+        """The member has given a sign of life. Not called when a journal is gone through, which lacks most of them."""
+        if (member := self._roster.of_connection(connection)) is not None:
+            self._silence.heard(member, now_s)
+            member.last_seen_s = now_s
+
+    def came_back(self, connection: int, now_s: float) -> None:
+        """The member is heard on a new connection: what was on its way over the one before is no late heartbeat."""
         if (member := self._roster.of_connection(connection)) is not None:
             member.last_seen_s = now_s
+
+    def timeout_s(self, connection: int) -> float:
+        """The silence of a member that would be its death."""
+        member = self._roster.of_connection(connection)
+        return self._config.heartbeat_timeout_s if member is None else self._silence.timeout_s(member)
 
     def finished(self, now_s: float) -> Finish | None:
         """Not None once the scheduler can go: its members have left, or had their time to do so."""

@@ -42,7 +42,7 @@ def gone(service_pid: int) -> PeerLostError:
 def frozen(service_pid: int, silence_s: float) -> PeerLostError:
     return PeerLostError(
         f"the communication service of this machine (process {service_pid}) has not answered for {silence_s:g} s: it "
-        "is frozen or starved (PS_HEARTBEAT_TIMEOUT)"
+        "is frozen or starved (BYTEPS_HEARTBEAT_TIMEOUT_MAX_S)"
     )
 
 
