@@ -228,7 +228,7 @@ class Policy:
             self.code = exit_code(status)
             return self._kill_all(now)
         if spec.is_replaceable:
-            if self.phase is Phase.RUNNING:
+            if self.phase is Phase.RUNNING and is_crash:  # else it has said itself why, or the job has failed
                 return [Say(f"{text}; the other summation services take over, if there are any")]
         elif not spec.is_vital:
             self._is_headless = True

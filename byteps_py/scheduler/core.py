@@ -16,7 +16,7 @@ from byteps_py.scheduler.elastic import Elastic
 from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.forming import Forming
 from byteps_py.scheduler.group import Group
-from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Job
+from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, STOPPED, Job
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
 from byteps_py.scheduler.reforming import Break, GiveUp, Open
@@ -155,7 +155,7 @@ class SchedulerCore:
 
     def stop(self, reason: str, now_s: float) -> Outgoing:
         """End the job in order: every member is told to leave."""
-        return self._end(f"stopped: {reason or 'no reason given'}", now_s)
+        return self._end(f"{STOPPED}{reason or 'no reason given'}", now_s)
 
     def _end(self, reason: str, now_s: float) -> Outgoing:
         self._job.end(reason, now_s)

@@ -8,6 +8,7 @@ waiting, they are told what ended the thread. Hooks that were there before are c
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import sys
 import threading
@@ -17,6 +18,8 @@ from multiprocessing import util
 from types import TracebackType
 from typing import Any, Protocol
 
+from byteps_py import last_words
+from byteps_py.errors import BytePSError
 from byteps_py.session import words
 
 
@@ -60,9 +63,35 @@ class ChainedHook:
             try:
                 self._tell(*args)
             finally:
-                self.before(*args)
+                self._pass_on(*args)
         finally:
             _running.is_told = False
+
+    def _pass_on(self, *args: Any) -> None:
+        self.before(*args)
+
+
+class MainHook(ChainedHook):
+    """``sys.excepthook``. Under a launcher, what it would print on stderr goes there."""
+
+    def _pass_on(self, *args: Any) -> None:
+        error = args[1]
+        if not _is_the_end(error):
+            self.before(*args)
+            return
+        if isinstance(error, BytePSError):
+            error.__traceback__ = words.without_inside(error.__traceback__)
+            args = (args[0], error, error.__traceback__)
+        if not _speakers or not last_words.is_heard():
+            self.before(*args)
+            return
+        stderr, sys.stderr = sys.stderr, io.StringIO()
+        try:
+            self.before(*args)
+        finally:
+            printed, sys.stderr = sys.stderr.getvalue(), stderr
+        if not last_words.say(words.blame_for(error), words.cause(error), printed):
+            sys.stderr.write(printed)
 
 
 def watch(speaker: Speaker) -> None:
@@ -74,7 +103,7 @@ def watch(speaker: Speaker) -> None:
             _is_child = True
             util.Finalize(None, _on_end_of_child, exitpriority=1000)
         if not isinstance(sys.excepthook, ChainedHook):
-            sys.excepthook = ChainedHook(sys.excepthook, _tell_exception)
+            sys.excepthook = MainHook(sys.excepthook, _tell_exception)
         if not isinstance(threading.excepthook, ChainedHook):
             threading.excepthook = ChainedHook(threading.excepthook, _tell_exception_in_thread)
 
@@ -91,9 +120,13 @@ def unwatch(speaker: Speaker) -> None:
             threading.excepthook = threading.excepthook.before
 
 
+def _is_the_end(error: BaseException) -> bool:
+    """Of this process. Programs call this hook, too, to print an exception and go on."""
+    return getattr(sys, "last_value", None) is error and not words.is_interactive()
+
+
 def _tell_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    # Programs call this hook, too, to print an exception and go on.
-    if getattr(sys, "last_value", None) is error and not words.is_interactive():
+    if _is_the_end(error):
         for speaker in list(_speakers):
             speaker.tell_failure(error)
 
