@@ -11,6 +11,7 @@ import collections
 import contextlib
 import heapq
 import itertools
+import math
 import os
 import select
 import time
@@ -87,7 +88,7 @@ class EventLoop:
     @property
     def lateness_s(self) -> float:
         """By how much timers have been late lately, at worst: how busy this process, or its machine, is."""
-        return self._late_s * 0.5 ** ((time.monotonic() - self._late_at) / _HALF_LIFE_S)
+        return self._late_s * math.exp2((self._late_at - time.monotonic()) / _HALF_LIFE_S)
 
     def post(self, callback: Callback) -> None:
         """Run ``callback`` in the loop's thread, soon. Any thread."""
@@ -140,7 +141,7 @@ class EventLoop:
 
     def _run_timers(self) -> None:
         now = time.monotonic()
-        if self._timers and now - self._timers[0][0] > self._late_s * 0.5 ** ((now - self._late_at) / _HALF_LIFE_S):
+        if self._timers and now - self._timers[0][0] > self._late_s * math.exp2((self._late_at - now) / _HALF_LIFE_S):
             self._late_s, self._late_at = now - self._timers[0][0], now
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()

@@ -109,6 +109,7 @@ class Supervisor:
         self._streams[spec.name] = streams
         words = self._words[spec.name] = WordsPipe()
         env[VARIABLE] = words.name
+        self._watch(words.reader, functools.partial(self._words_came, spec))
         try:
             process = subprocess.Popen(
                 spec.argv,
@@ -124,7 +125,6 @@ class Supervisor:
             for fd in outputs:
                 os.close(fd)
             os.close(words.writer)
-        self._watch(words.reader, functools.partial(self._words_came, spec))
         self._processes[spec.name] = process
         for stream in streams:
             self._watch(stream.pipe, functools.partial(self._readable, stream))
@@ -155,9 +155,12 @@ class Supervisor:
             for stream in self._streams[spec.name]:
                 stream.keep(said.text)
         if words.is_over:
-            self._selector.unregister(words.reader)
-            words.close()
-            del self._words[spec.name]
+            self._hear_no_more(spec.name)
+
+    def _hear_no_more(self, name: str) -> None:
+        words = self._words.pop(name)
+        self._selector.unregister(words.reader)
+        words.close()
 
     def _show_report(self) -> None:
         for labels, text in self._report.take(self._was_signalled):
@@ -173,6 +176,8 @@ class Supervisor:
         spec = next(spec for spec in self._specs if spec.name == name)
         if name in self._words:
             self._words_came(spec)
+        if name in self._words:  # what it has started holds the other end, too
+            self._hear_no_more(name)
         self._do(self._policy.exited(name, status, time.monotonic()))
         if self._how.elastic and spec.kind is Kind.MAIN:
             self._show_report()  # the others go on
