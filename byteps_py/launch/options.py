@@ -41,6 +41,9 @@ machines the last two are the scheduler's address and the port before its own: s
 run on the machine of DMLC_WORKER_ID=0. Only the first rank reads this terminal's input. When CMD's name is python and
 no such program is found, the Python that runs bpslaunch is used.
 
+The lines of several ranks have prefixes ([0], [1], ...). When a job fails, what the first rank that failed said comes
+last, once; what other ranks say because of that is left out (--output-filename keeps it).
+
 exit code: that of the first rank that failed (128 + signal number if a signal killed it); 2 when the configuration
 is unusable; 126 or 127 when CMD can't be run or found. When a rank fails, the others have 15 s to end with an error
 that says what they miss; then they get SIGTERM and, after the grace period, SIGKILL. In an elastic job a rank that

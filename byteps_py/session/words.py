@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -18,9 +17,10 @@ from byteps_py.errors import (
     UsageError,
 )
 from byteps_py.last_words import Blame
-from byteps_py.log import logger
 from byteps_py.tensors import TensorSpec
 
+#: BYTEPS_LOG_LEVEL says so; see ``without_inside``.
+whole_tracebacks = False
 _MAX_CHARS = 500
 _MAX_TRACEBACK_CHARS = 8000
 
@@ -115,7 +115,7 @@ def without_inside(traceback: TracebackType | None) -> TracebackType | None:
         entries.append(entry)
         entry = entry.tb_next
     outside = [i for i, each in enumerate(entries) if not _is_inside(each.tb_frame.f_globals.get("__name__", ""))]
-    if not outside or logger.isEnabledFor(logging.DEBUG):
+    if not outside or whole_tracebacks:
         return traceback
     kept: TracebackType | None = None
     for each in reversed(entries[: outside[-1] + 1]):
