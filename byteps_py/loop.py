@@ -11,6 +11,7 @@ import collections
 import contextlib
 import heapq
 import itertools
+import math
 import os
 import select
 import time
@@ -24,6 +25,10 @@ from byteps_py.looks import LOOK_S, Looks
 Callback = Callable[[], None]
 
 
+#: A late timer counts for half after so long.
+_HALF_LIFE_S = 60.0
+
+
 class EventLoop:
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -33,6 +38,7 @@ class EventLoop:
         self._posted: collections.deque[Callback] = collections.deque()
         self._timers: list[tuple[float, int, Callback]] = []
         self._order = itertools.count()
+        self._late_s, self._late_at = 0.0, 0.0  # by how much the latest timer was late, and when
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._looks = Looks()
@@ -78,6 +84,11 @@ class EventLoop:
 
     def call_later(self, delay_s: float, callback: Callback) -> None:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
+
+    @property
+    def lateness_s(self) -> float:
+        """By how much timers have been late lately, at worst: how busy this process, or its machine, is."""
+        return self._late_s * math.exp2((self._late_at - time.monotonic()) / _HALF_LIFE_S)
 
     def post(self, callback: Callback) -> None:
         """Run ``callback`` in the loop's thread, soon. Any thread."""
@@ -130,6 +141,8 @@ class EventLoop:
 
     def _run_timers(self) -> None:
         now = time.monotonic()
+        if self._timers and now - self._timers[0][0] > self._late_s * math.exp2((self._late_at - now) / _HALF_LIFE_S):
+            self._late_s, self._late_at = now - self._timers[0][0], now
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
 

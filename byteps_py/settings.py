@@ -20,6 +20,8 @@ from byteps_py.variables import IGNORED, VARIABLES
 MIN_SECRET_BYTES = 16
 #: A command that prints a good one.
 MAKE_SECRET = "head -c 32 /dev/urandom | base64"
+#: So many timeouts long may be silent, unless a variable says otherwise, who is slow but not dead.
+SLOW_FACTOR = 10
 _MAX_SECRET = 1 << 20  # characters of its file, which may be a device that has no end
 
 
@@ -62,6 +64,7 @@ class Settings:
     straggler: float = 5.0
     heartbeat_interval_s: float = 0.2
     heartbeat_timeout_s: float = 1.0
+    heartbeat_timeout_max_s: float | None = None
     journal_dir: str = ""
     elastic: bool = False
     min_ranks: int = 1
@@ -129,6 +132,11 @@ class Settings:
                 f"PS_HEARTBEAT_TIMEOUT={self.heartbeat_timeout_s:g} must be at least twice "
                 f"PS_HEARTBEAT_INTERVAL={self.heartbeat_interval_s:g}: one late beat is no death"
             )
+        if self.heartbeat_timeout_max_s is not None and self.heartbeat_timeout_max_s < self.heartbeat_timeout_s:
+            raise ConfigurationError(
+                f"BYTEPS_HEARTBEAT_TIMEOUT_MAX_S={self.heartbeat_timeout_max_s:g} must not be below "
+                f"PS_HEARTBEAT_TIMEOUT={self.heartbeat_timeout_s:g}: it is the most that busy machines are given"
+            )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -159,9 +167,9 @@ class Settings:
 
     @property
     def patience_s(self) -> float:
-        """How long a process may be silent that is known, or thought, to be slow rather than dead: one of a machine
-        that lives, or one whom only the scheduler may declare dead sooner."""
-        return 10 * self.heartbeat_timeout_s
+        """How long a process may be silent that is known, or thought, to be slow rather than dead: one whose heartbeats
+        have been late, one of a machine that lives, or one whom only the scheduler may declare dead sooner."""
+        return self.heartbeat_timeout_max_s or SLOW_FACTOR * self.heartbeat_timeout_s
 
     @property
     def max_partition_bytes(self) -> int:

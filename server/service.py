@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from byteps_py import machine
+from byteps_py import last_words, machine
 from byteps_py.dataplane.peer import Peer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import (
@@ -34,6 +34,7 @@ from byteps_py.errors import (
     StallError,
     from_name,
 )
+from byteps_py.last_words import Blame
 from byteps_py.launch.spec import GIVEN_UP_STATUS
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
@@ -93,6 +94,7 @@ class Service:
         self._rounds: Rounds[Arrival] = Rounds(settings.max_partition_bytes)
         self._traffic = Traffic()
         self._status = 0
+        self._has_ended = False
         self._error: BytePSError | None = None
         self._reason = "the server is done"
         self._is_headless = False  # the scheduler is away
@@ -288,7 +290,9 @@ class Service:
             case "membership":
                 self._on_membership(message.membership)
             case "failure":
-                logger.log(self._bad_news, "the job has failed: %s: %s", message.failure.error, message.failure.message)
+                text = f"the job has failed: {message.failure.error}: {message.failure.message}"
+                if not last_words.say(Blame.SERVICE, message.failure.message, f"byteps_py server: {text}"):
+                    logger.log(self._bad_news, "%s", text)
                 self._end(1, "the job has failed")
             case "stop":
                 logger.info("the job is over: %s", message.stop.reason)
@@ -348,5 +352,9 @@ class Service:
         self._loop.call_later(_ORPHAN_CHECK_S, self._end_if_orphaned)
 
     def _end(self, status: int, reason: str) -> None:
+        """The first reason counts: a job that has failed also says Stop, before this loop has ended."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         self._status, self._reason = status, reason
         self._loop.stop()

@@ -291,7 +291,7 @@ def test_a_rank_that_is_done_early_is_named(options: str, word: str, text: str) 
 
 GONE = r"the communication service of this machine is gone \(process PID\)"
 FROZEN = r"the communication service of this machine \(process PID\) has not answered for 10 s: it is frozen or starved"
-SILENT = r"nothing was heard of it for \S+ s \(PS_HEARTBEAT_TIMEOUT\)"
+SILENT = r"nothing was heard of it for \S+ s \((PS_HEARTBEAT_TIMEOUT|BYTEPS_HEARTBEAT_TIMEOUT_MAX_S)"
 WORKER = r"lost worker 1 \(rank 1, host .*, pid PID\)"
 VICTIMS = [  # options, whom, how → what rank 0 and rank 1 say
     ("-np 2", "byteps_py.worker", {}, signal.SIGKILL, GONE, GONE),

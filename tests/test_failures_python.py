@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.breaking import ERROR_STATUS, command, launch
@@ -100,6 +101,49 @@ def test_hooks_of_others_are_called_and_come_back(monkeypatch: pytest.MonkeyPatc
     for speaker in speakers:
         endings.unwatch(speaker)
     assert (sys.excepthook, threading.excepthook) == before
+
+
+def test_hooks_that_keep_ours_and_are_kept_by_ours_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after ``init_process_group``, ``destroy_process_group`` and ``init_process_group`` again: torch's hook is
+    between two of ours. An exception is told once, and printed once."""
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: printed.append(error))
+    monkeypatch.setattr(threading, "excepthook", lambda args: printed.append(args.exc_value))
+    error = ValueError("x")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    speakers = [_Speaker() for _ in range(3)]
+    passed: list[str] = []
+    for speaker in speakers:
+        endings.watch(speaker)
+        beneath, beneath_in_threads = sys.excepthook, threading.excepthook
+
+        def others(*args: Any, kept: Any = beneath) -> None:
+            passed.append("main")
+            kept(*args)
+
+        def others_in_threads(args: Any, kept: Any = beneath_in_threads) -> None:
+            passed.append("thread")
+            kept(args)
+
+        monkeypatch.setattr(sys, "excepthook", others)
+        monkeypatch.setattr(threading, "excepthook", others_in_threads)
+        if speaker is not speakers[-1]:
+            endings.unwatch(speaker)
+
+    def fail() -> None:
+        raise error
+
+    thread = threading.Thread(target=fail, name="loader")
+    thread.start()
+    thread.join()
+    sys.excepthook(ValueError, error, None)
+    assert printed == [error, error]
+    assert passed == ["thread"] * 3 + ["main"] * 3
+    assert [len(speaker.said) for speaker in speakers] == [0, 0, 2]
+    endings.unwatch(speakers[-1])
+    sys.excepthook(ValueError, error, None)  # ours are still beneath the others', and only pass it on
+    assert printed == [error] * 3
+    assert speakers[-1].said[1:] == ["failure"]
 
 
 def test_an_interactive_interpreter_goes_on(speaker: _Speaker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,24 @@ def words(actions: Sequence[Action]) -> str:
 
 
 class TestPolicy:
+    def test_a_job_that_cannot_begin_is_not_started_over(self) -> None:
+        spec = ProcessSpec(
+            "scheduler", Kind.SERVICE, "x", ("x",), {}, is_vital=False, retry_status=2, hopeless_status=78
+        )
+        policy = Policy([spec, ProcessSpec("rank 0", Kind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
+        actions = policy.exited("scheduler", 78, 1)
+        assert words(actions) == "scheduler can't begin; its own message is above"
+        assert sends(actions) == [(("rank 0",), signal.SIGKILL)]
+        policy.exited("rank 0", -9, 2)
+        assert (policy.retry, policy.code, policy.finished) == (False, 2, True)
+
+    def test_after_a_signal_an_exception_of_a_rank_is_no_failure_of_its_own(self) -> None:
+        policy = policy_of()
+        policy.signalled(signal.SIGINT, 0)
+        policy.exited("rank 1", 1, 1)  # it heard that rank 0 was ended
+        policy.exited("rank 0", -2, 1)
+        assert policy.code == 130
+
     def test_good_run(self) -> None:
         policy = policy_of()
         assert policy.exited("rank 1", 0, 1) == []

@@ -45,6 +45,18 @@ def test_it_ends_with_a_failure_of_the_job(server: Server) -> None:
     assert server.join() == 1
 
 
+def test_a_job_that_has_failed_and_says_stop_at_once_has_failed(server: Server) -> None:
+    """Both are there before the loop looks whether it is to end, if the last worker is quick."""
+    on_message = server.service._on_message
+
+    def both() -> None:
+        on_message(pb.SchedulerMessage(failure=pb.Failure(error="PeerLostError", message="rank 3 is gone")))
+        on_message(pb.SchedulerMessage(stop=pb.Stop(reason="rank 3 is gone")))
+
+    server.service._loop.post(both)
+    assert (server.join(), server.link.closed_because) == (1, "the job has failed")
+
+
 def test_it_says_why_it_was_not_let_in() -> None:
     with Server(SETTINGS, num_machines=0) as server:
         server.link.say(refused=pb.Refused(error="RendezvousError", message="the job is full"))

@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import pytest
-from simulator import KINDS, Cluster, ElasticCluster, ElasticOutageCluster, OutageCluster, run
+from simulator import KINDS, BusyCluster, Cluster, ElasticCluster, ElasticOutageCluster, OutageCluster, run
 from simulator import __main__ as command
+from simulator.busy import STARVES, STOPS
 from simulator.cluster import FAULTS
 from simulator.elastic_mutations import ELASTIC_MUTATIONS
 from simulator.mutations import MUTATIONS, order_by_arrival
-from simulator.outage_mutations import ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
+from simulator.outage_mutations import BUSY_MUTATIONS, ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
 from simulator.outages import OUTAGES
 from simulator.peer_mutations import PEER_MUTATIONS
 from simulator.pipeline_mutations import PIPELINE_MUTATIONS
@@ -34,12 +35,13 @@ KNOWN = {
     **ELASTIC_MUTATIONS,
     **OUTAGE_MUTATIONS,
     **ELASTIC_OUTAGE_MUTATIONS,
+    **BUSY_MUTATIONS,
 }
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("kind", "seeds"), [("fixed", 500), ("elastic", 150), ("outages", 150), ("elastic-outages", 50)]
+    ("kind", "seeds"), [("fixed", 500), ("elastic", 150), ("outages", 150), ("elastic-outages", 50), ("busy", 150)]
 )
 def test_the_invariants_hold(kind: str, seeds: int) -> None:
     """By the command, and on all cores: about 40 ms a seed, 80 of an elastic job."""
@@ -96,6 +98,11 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
     pytest.fail(f"not one of these in 400 seeds: {missing}")
 
 
+def test_processes_starve_and_freeze() -> None:
+    trials = [trial.split(":")[0] for seed in range(10) for trial in run(seed, BusyCluster).trials]
+    assert {*trials} == {STARVES, STOPS}
+
+
 @pytest.mark.timeout(600)  # the rarest fault shows in one seed of a thousand
 @pytest.mark.parametrize("mutate", KNOWN, ids=lambda mutate: mutate.__name__.strip("_"))
 def test_a_broken_core_is_found(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +112,7 @@ def test_a_broken_core_is_found(mutate: Callable[[pytest.MonkeyPatch], None], mo
         (ElasticCluster, ELASTIC_MUTATIONS),
         (OutageCluster, OUTAGE_MUTATIONS),
         (ElasticOutageCluster, ELASTIC_OUTAGE_MUTATIONS),
+        (BusyCluster, BUSY_MUTATIONS),
     ]
     kind = next((kind for kind, mutations in kinds if mutate in mutations), Cluster)
     seeds = [KNOWN[mutate], *range(1000)]

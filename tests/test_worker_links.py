@@ -174,7 +174,7 @@ def test_a_push_into_a_connection_that_has_just_ended_waits_for_nothing(worker: 
 def test_a_server_that_can_not_be_reached_is_told_again_and_again(worker: Worker) -> None:
     """Who is told may want to hear it twice."""
     worker.check_round(1)
-    worker.link._silence_s = 0.25
+    worker.link._silence_s = lambda: 0.25
     worker.proxy.refuse()
     while len(worker.losses) < 2:
         worker.run()

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 
 class Accusations:
-    """``valid_s``: for so long a question may be answered."""
+    def __init__(self) -> None:
+        self._until: dict[int, float] = {}  # by member id
 
-    def __init__(self, valid_s: float) -> None:
-        self._valid_s = valid_s
-        self._asked: dict[int, float] = {}  # when, by member id
-
-    def asked(self, member_id: int, now: float) -> None:
-        """The scheduler wants to know whether it still is so."""
-        self._asked[member_id] = now
+    def asked(self, member_id: int, now: float, valid_s: float) -> None:
+        """The scheduler wants to know whether it still is so. ``valid_s``: for so long the question may be answered."""
+        self._until[member_id] = now + valid_s
 
     def is_sure(self, member_id: int, now: float) -> bool:
         """It could not be reached again, since the scheduler has asked."""
-        asked_s = self._asked.pop(member_id, None)
-        return asked_s is not None and now <= asked_s + self._valid_s
+        until_s = self._until.pop(member_id, None)
+        return until_s is not None and now <= until_s

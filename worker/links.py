@@ -7,6 +7,7 @@ nothing of tensors or rounds.
 from __future__ import annotations
 
 import collections
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from byteps_py.dataplane.dialer import Dialer, Owner
 from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
-from byteps_py.scheduler.silence import SLOW_FACTOR
+from byteps_py.scheduler.failure_detector import FailureDetector
 from byteps_py.settings import Settings
 from byteps_py.shm import Arena, Block
 from byteps_py.wire import HEADER_BYTES, Header, Kind, RoundName, name_of
@@ -37,6 +38,13 @@ _MOST_KEPT = 8192
 #: never gets any, a round in which all pass.
 _GOOD_AGAIN = 256
 _CONNECT_S = 1.0
+
+
+def silence_s(settings: Settings, loop: EventLoop) -> float:
+    """For how long a service that can't be reached may only be slow. Where this process has had to wait for a
+    processor, so have others: they may share it."""
+    late_s = loop.lateness_s
+    return FailureDetector(0.0, settings.heartbeat_timeout_s, settings.patience_s, late_s).timeout_s()
 
 
 class ServerLink(ABC):
@@ -78,8 +86,9 @@ class TcpLink(ServerLink, Owner):
 
     When a connection breaks, what was on its way is lost, or is not: nobody knows. So a new one takes its place, with
     nothing in its queues, and ``on_again`` sends once more what has no answer. As long as there is none, ``on_lost`` is
-    told every ``PS_HEARTBEAT_TIMEOUT``, and this link goes on trying. The first one may take longer:
-    ``BYTEPS_START_TIMEOUT_S`` while the cluster starts, ten timeouts if it ``is_late``, as all others are at work.
+    told every ``silence_s``, and this link goes on trying. The first one may take longer:
+    ``BYTEPS_START_TIMEOUT_S`` while the cluster starts, ``Settings.patience_s`` if it ``is_late``, as all others are at
+    work.
 
     A message that comes damaged is sent again. If an answer does, nobody can tell whose it was, and the connection
     counts as broken. What comes damaged twice is an error.
@@ -102,7 +111,7 @@ class TcpLink(ServerLink, Owner):
     ) -> None:
         self._loop = loop
         self._who = f"the {what} at {address}"
-        self._silence_s = settings.heartbeat_timeout_s
+        self._silence_s = functools.partial(silence_s, settings, loop)
         self._view = contributions
         self._on_answer = on_answer
         self._on_again = on_again
@@ -117,7 +126,7 @@ class TcpLink(ServerLink, Owner):
         self._is_late = is_late
         self._is_closed = False
         self._dialer = Dialer(context, loop, address, sender, settings, self, self._who, group)
-        first_s = SLOW_FACTOR * self._silence_s if is_late else max(settings.start_timeout_s, self._silence_s)
+        first_s = settings.patience_s if is_late else max(settings.start_timeout_s, self._silence_s())
         loop.call_later(first_s, lambda: self._give_up(0, first_s))
 
     @property
@@ -205,14 +214,15 @@ class TcpLink(ServerLink, Owner):
         logger.info("the connection to %s broke; connecting again", self._who)
         self._unsent.clear()
         self._requests.clear()
-        opened = self._opened
-        self._loop.call_later(self._silence_s, lambda: self._give_up(opened, self._silence_s))
+        opened, after_s = self._opened, self._silence_s()
+        self._loop.call_later(after_s, lambda: self._give_up(opened, after_s))
         self._on_again()
 
     def _give_up(self, opened: int, after_s: float) -> None:
         if not (self._is_closed or self._dialer.is_open) and opened == self._opened:
-            self._on_lost(f"{self._who} can't be reached since {after_s:g} s{self._refusal}")
-            self._loop.call_later(self._silence_s, lambda: self._give_up(opened, after_s + self._silence_s))
+            self._on_lost(f"{self._who} can't be reached since {after_s:.3g} s{self._refusal}")
+            more_s = self._silence_s()
+            self._loop.call_later(more_s, lambda: self._give_up(opened, after_s + more_s))
 
     def on_refused(self, error: ProtocolError) -> None:
         """While the cluster forms, somebody has configured it wrongly. Later, another process has the port of the

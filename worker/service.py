@@ -10,15 +10,18 @@ import functools
 import time
 from collections.abc import Callable
 
+from byteps_py import last_words
 from byteps_py.channel import Listener
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, from_name
 from byteps_py.kernels.engine import Engine, default_threads
 from byteps_py.kernels.readiness import Readiness
+from byteps_py.last_words import Blame
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import ControlLink, connect
+from byteps_py.scheduler.job import STOPPED
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.worker.accusations import Accusations
@@ -26,6 +29,7 @@ from byteps_py.worker.desk import Desk
 from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.farewell import Farewell
 from byteps_py.worker.group import Group, Surroundings
+from byteps_py.worker.links import silence_s
 from byteps_py.worker.overdue import Overdue
 from byteps_py.worker.peers import PeerMachines
 from byteps_py.worker.pieces import Receipt, Request
@@ -38,6 +42,7 @@ from byteps_py.worker.tensor import SumRequest
 _TICK_S = 0.25
 _PUMP_S = 0.01, 0.05  # while something waits for its turn, and else
 _WORD_OF_SCHEDULER_S = 1.0
+_WARN_AGAIN_S = 60.0
 _UNHEARD_TIMEOUTS = 2
 _HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to come back
 #: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
@@ -69,7 +74,8 @@ class Service:
         self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
-        self._accusations = Accusations(2 * settings.heartbeat_timeout_s)
+        self._accusations = Accusations()
+        self._warned_s: dict[int, float] = {}  # of servers that can't be reached: when, by member id
         self._link: ControlLink = connect(
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
             self._scheduler_away, self._scheduler_back,
@@ -101,7 +107,8 @@ class Service:
         try:
             self._loop.run()
         except BytePSError as error:  # a server broke the protocol, say: all must know
-            logger.error("%s", error)
+            if not last_words.say(Blame.SERVICE, str(error), f"byteps_py worker {self._settings.worker_id}: {error}"):
+                logger.error("%s", error)
             self._fail(error)
         finally:
             self._close()
@@ -180,7 +187,8 @@ class Service:
             # Not while kernels keep the processor busy.
             self._ready.when_done(functools.partial(self._measure, message.measure))
         elif body == "still":
-            self._accusations.asked(message.still.member_id, time.monotonic())
+            valid_s = 2 * silence_s(self._settings, self._loop)
+            self._accusations.asked(message.still.member_id, time.monotonic(), valid_s)
         elif body == "stalled":
             self._overdue.said(message.stalled.message)
             logger.warning("%s", message.stalled.message)
@@ -208,11 +216,19 @@ class Service:
             self._farewell.dismissed()
         elif body == "stop":
             logger.info("the scheduler ends the job: %s", message.stop.reason)
-            if self._group is None:  # ranks may wait for one, of an elastic job
-                self._desk.fail(RendezvousError(f"the job is over: {message.stop.reason}"))
-            self._loop.stop()
+            self._stopped(message.stop.reason)
         elif self._group is not None:
             self._group.heard(message)
+
+    def _stopped(self, reason: str) -> None:
+        """The scheduler ends the job. Ranks that are at work, or wait for a group of an elastic job, hear why."""
+        was_stopped = reason.startswith(STOPPED)
+        text = f"the job was {reason}" if was_stopped else f"the job is over: {reason}"
+        if self._group is None:
+            self._desk.fail(RendezvousError(text))
+        elif was_stopped and self._desk.failure is None:
+            self._desk.fail(PeerLostError(text))
+        self._loop.stop()
 
     def _measure(self, measure: pb.Measure) -> None:
         """Find out about a link, as the scheduler asked."""
@@ -318,7 +334,7 @@ class Service:
 
     def _server_lost(self, sentence: str, member_id: int, has_ended: bool) -> None:
         """Others can do its work, once the scheduler says which. Not later than the stall limit allows."""
-        logger.warning("%s", sentence)
+        self._warn_of(member_id, sentence, has_ended)
         is_sure = has_ended or self._accusations.is_sure(member_id, time.monotonic())
         lost = pb.Unreachable(member_id=member_id, reason=sentence, is_sure=is_sure)
         self._link.send(pb.MemberMessage(unreachable=lost))
@@ -331,6 +347,17 @@ class Service:
                     self._group_lost(error)
 
             self._loop.call_later(_HEADLESS_S, give_up)
+
+    def _warn_of(self, member_id: int, sentence: str, has_ended: bool) -> None:
+        """Once in a while, and not when it is known that the job has failed. Of one whose process has ended, the
+        scheduler says why."""
+        now = time.monotonic()
+        is_news = now >= self._warned_s.get(member_id, -_WARN_AGAIN_S) + _WARN_AGAIN_S
+        if has_ended or self._desk.failure is not None or not is_news:
+            logger.info("%s", sentence)
+            return
+        self._warned_s[member_id] = now
+        logger.warning("%s", sentence)
 
     def _machine_lost(self, sentence: str, machine: int) -> None:
         if self._group is not None and self._farewell.are_gone(self._group.topology.ranks_of(machine)):

@@ -20,11 +20,9 @@ from byteps_py.launch.plan import (
     services,
     torch_variables,
 )
-from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
+from byteps_py.launch.spec import NO_JOURNAL_STATUS, UNUSABLE_STATUS, Kind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 
-#: A program of this package that finds its configuration, its port included, unusable ends with this status.
-UNUSABLE_STATUS = 2
 _TRIES = 200
 
 
@@ -111,6 +109,7 @@ def _scheduler(common: Mapping[str, str], restarts: int) -> ProcessSpec:
         is_vital=False,
         restarts=restarts,
         retry_status=UNUSABLE_STATUS,
+        hopeless_status=NO_JOURNAL_STATUS,
     )
 
 

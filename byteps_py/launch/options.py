@@ -10,7 +10,9 @@ from pathlib import Path
 from byteps_py import __version__
 from byteps_py.errors import ConfigurationError
 from byteps_py.launch.supervisor import Supervision
-from byteps_py.variables import VARIABLES
+from byteps_py.variables import VARIABLES, Variable
+
+_TAG_VARIABLE = "BYTEPS_TAG_OUTPUT"
 
 _DESCRIPTION = """\
 Start the processes of a training job on this machine, watch them, end them together.
@@ -38,6 +40,9 @@ torch.distributed they find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MAST
 machines the last two are the scheduler's address and the port before its own: set them where the scheduler does not
 run on the machine of DMLC_WORKER_ID=0. Only the first rank reads this terminal's input. When CMD's name is python and
 no such program is found, the Python that runs bpslaunch is used.
+
+The lines of several ranks have prefixes ([0], [1], ...). When a job fails, what the first rank that failed said comes
+last, once; what other ranks say because of that is left out (--output-filename keeps it).
 
 exit code: that of the first rank that failed (128 + signal number if a signal killed it); 2 when the configuration
 is unusable; 126 or 127 when CMD can't be run or found. When a rank fails, the others have 15 s to end with an error
@@ -104,13 +109,21 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
         {name: value for name, value in variables.items() if value is not None},
         Supervision(
             grace_s=given.grace_period,
-            tag_output=given.tag_output,
+            tag_output=_tag_output(given.tag_output, environ),
             folder=given.output_filename,
             elastic=is_elastic or _is_elastic(environ),
             is_part=bool(role),
         ),
         given.verbose,
     )
+
+
+def _tag_output(given: bool | None, environ: Mapping[str, str]) -> bool | None:
+    """None: as many ranks as there are decide. Raises ConfigurationError."""
+    text = environ.get(_TAG_VARIABLE, "")
+    if given is not None or not text:
+        return given
+    return bool(Variable("tag_output", (_TAG_VARIABLE,), bool, "").parse(_TAG_VARIABLE, text))
 
 
 def _is_elastic(environ: Mapping[str, str]) -> bool:
@@ -141,7 +154,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--elastic-timeout", metavar="S", help="sets BYTEPS_ELASTIC_TIMEOUT_S: how long to wait for ranks")
     add("--reset-limit", metavar="N", help="sets BYTEPS_RESET_LIMIT: so many changes of the ranks, and no more")
     add("--log-level", metavar="LEVEL", help="sets BYTEPS_LOG_LEVEL")
-    add("--tag-output", "--prefix-output", action="store_true", help="put [rank] before every line of output")
+    add(
+        "--tag-output", "--prefix-output", action="store_true", default=None,
+        help="put [rank] before every line of output (the default if there is more than one)",
+    )  # fmt: skip
+    add(
+        "--no-tag-output", "--no-prefix-output", dest="tag_output", action="store_false",
+        help="let ranks write to this terminal themselves (also BYTEPS_TAG_OUTPUT=0)",
+    )  # fmt: skip
     add("--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.R/stdout and stderr")
     add("--grace-period", type=_seconds, default=5.0, metavar="S", help="from SIGTERM to SIGKILL (default 5)")
     add("-v", "--verbose", action="store_true", help="say what is started, with which variables")

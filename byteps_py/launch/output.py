@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from byteps_py.last_words import LastWords
+
 #: A line longer than this is shown in pieces: the launcher does not hoard what a process writes.
 MAX_LINE_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
@@ -19,6 +21,8 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 #: More than a pipe holds, so a dead process's last words are read at once; a flood must not starve the others.
 _READS_AT_ONCE = 16
 # A progress bar ends its line with a carriage return alone.
+_TRACEBACK = rb"(Traceback \(most recent call last\):|Exception ignored in|Process \S+:$)"
+_MAX_WORDS_BYTES = 256 << 10
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)")
 
 
@@ -47,6 +51,36 @@ class LineTagger:
         return self._prefix + rest + b"\n" if rest else b""
 
 
+class WordsPipe:
+    """Through which a process says why it fails. ``writer`` is the process's end, to be closed after its start."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.reader, False)
+        self.name = f"{self.writer}:{os.fstat(self.writer).st_ino}"
+        self.is_over = False
+        self._rest = b""
+
+    def read(self) -> list[LastWords]:
+        """What has come. ``is_over`` once all ends that write are closed."""
+        for _ in range(_READS_AT_ONCE):
+            try:
+                data = os.read(self.reader, _READ_BYTES)
+            except BlockingIOError:
+                break
+            if not data:
+                self.is_over = True
+                break
+            self._rest += data
+            if len(self._rest) > _MAX_WORDS_BYTES:
+                self._rest = b""  # nothing of ours
+        *lines, self._rest = self._rest.split(b"\n")
+        return [words for line in lines if (words := LastWords.unpack(line)) is not None]
+
+    def close(self) -> None:
+        os.close(self.reader)
+
+
 class Stream:
     """One pipe from a process, shown on ``terminal`` in lines and, unchanged, written to ``file``."""
 
@@ -55,6 +89,10 @@ class Stream:
         self.pipe = pipe
         self._terminal: int | None = terminal
         self._tagger = LineTagger(prefix.encode())
+        self._is_error = terminal == 2
+        self._is_interrupted = False
+        self._held = b""  # of an interrupted process: from a traceback on
+        self._traceback = re.compile(b"^" + re.escape(prefix.encode()) + _TRACEBACK, re.MULTILINE)
         self._file = None if file is None else os.open(file, _CREATE | (os.O_APPEND if again else os.O_TRUNC), 0o666)
 
     def pump(self) -> bool:
@@ -68,12 +106,34 @@ class Stream:
                 return False
             if self._file is not None:
                 _write_all(self._file, data)
-            self._show(self._tagger.feed(data))
+            self._pass_on(self._tagger.feed(data))
         return True
+
+    def keep(self, text: str) -> None:
+        """What the process has said in another way belongs into the file, too."""
+        if self._is_error and self._file is not None:
+            _write_all(self._file, text.encode(errors="replace"))
+
+    def expect_interrupt(self) -> None:
+        """The process is told to end. How its Python does so is of no interest: nothing failed."""
+        self._is_interrupted = self._is_error
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._held:
+            self._held = (self._held + data)[-MAX_LINE_BYTES:]
+            return
+        if self._is_interrupted:
+            found = self._traceback.search(data)
+            at = len(data) if found is None else found.start()
+            data, self._held = data[:at], data[at:]
+        self._show(data)
 
     def close(self) -> None:
         self.pump()
-        self._show(self._tagger.flush())
+        self._pass_on(self._tagger.flush())
+        held, self._held = self._held, b""
+        if b"KeyboardInterrupt" not in held:
+            self._show(held)
         os.close(self.pipe)
         if self._file is not None:
             os.close(self._file)
@@ -108,6 +168,13 @@ def open_streams(
         children.append(writer)
         streams.append(Stream(reader, terminal, f"[{label}] " if tag else "", file, again))
     return children, streams
+
+
+def show(text: str, prefix: str) -> None:
+    """Somebody's last words, on stderr, in one piece."""
+    tagger = LineTagger(prefix.encode())
+    with contextlib.suppress(BrokenPipeError):
+        _write_all(2, tagger.feed(text.encode(errors="replace")) + tagger.flush())
 
 
 def say(text: str) -> None:

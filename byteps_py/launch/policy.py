@@ -23,7 +23,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from byteps_py.launch.spec import Kind, ProcessSpec
+from byteps_py.launch.spec import UNUSABLE_STATUS, Kind, ProcessSpec
 
 #: Signals that end the job; passed on to the ranks.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -198,7 +198,9 @@ class Policy:
 
     def _main_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:
         if self.code == 0:
-            is_ours = status < 0 and -status in self._stop_signals
+            # An uncaught exception: KeyboardInterrupt, or that another rank was quicker to end.
+            is_ours = status == 1 and self._signalled_at is not None and self.phase is Phase.STOPPING
+            is_ours = is_ours or (status < 0 and -status in self._stop_signals)
             self.code = self._reason_code if is_ours else exit_code(status)
         text = f"{spec.name} {describe(status)}"
         if self.phase is Phase.LOSING:
@@ -227,8 +229,11 @@ class Policy:
             self.retry = True
             self.code = exit_code(status)
             return self._kill_all(now)
+        if self.phase is Phase.RUNNING and status == spec.hopeless_status and is_first:
+            self.code = UNUSABLE_STATUS
+            return [Say(f"{spec.name} can't begin; its own message is above"), *self._kill_all(now)]
         if spec.is_replaceable:
-            if self.phase is Phase.RUNNING:
+            if self.phase is Phase.RUNNING and is_crash:  # else it has said itself why, or the job has failed
                 return [Say(f"{text}; the other summation services take over, if there are any")]
         elif not spec.is_vital:
             self._is_headless = True

@@ -30,10 +30,16 @@ class ProcessSpec:
     restarts: int = 0  # how often it is started again, if a signal killed it while ranks were at work
     again_status: int | None = None  # … or if it ended with this exit status
     retry_status: int | None = None  # this exit status, before any other process ended, means: start over
+    hopeless_status: int | None = None  # … and this one: the job can't begin, and would not the next time either
 
 
+#: A program of this package that finds its configuration, its port included, unusable ends with this status.
+UNUSABLE_STATUS = 2
 #: Exit status of a summation service that was taken for dead, and is not: it can be started again (EX_TEMPFAIL).
 GIVEN_UP_STATUS = 75
+
+#: Of a scheduler whose journal can't be kept (EX_CONFIG): the next one could not, either.
+NO_JOURNAL_STATUS = 78
 
 
 def service_argv(module: str, *arguments: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import selectors
 import signal
@@ -17,23 +18,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from byteps_py.last_words import VARIABLE
+from byteps_py.launch.failure_report import FailureReport
 from byteps_py.launch.guard import TOKEN_VARIABLE, Guard, die_with, sweep
-from byteps_py.launch.output import Stream, open_streams, say
+from byteps_py.launch.output import Stream, WordsPipe, open_streams, say, show
 from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say, Start
-from byteps_py.launch.spec import ProcessSpec
+from byteps_py.launch.spec import Kind, ProcessSpec
 
 _REAP_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """How a job is watched. ``grace_s``: from a request to end until SIGKILL; ``own_error_s``: how long ranks
-    have after one of them failed or a service died; ``folder``: a file per process and stream goes there; ``elastic``,
-    ``is_part``: see Policy."""
+    """How a job is watched. ``grace_s``: from a request to end until SIGKILL; ``own_error_s``: how long ranks have
+    after one of them failed or a service died; ``tag_output``: prefix every line (None: of more than one rank);
+    ``folder``: a file per process and stream goes there; ``elastic``, ``is_part``: see Policy."""
 
     grace_s: float = 5.0
     own_error_s: float = 15.0
-    tag_output: bool = False
+    tag_output: bool | None = None
     folder: Path | None = None
     elastic: bool = False
     is_part: bool = False
@@ -44,11 +47,16 @@ class Supervisor:
 
     def __init__(self, specs: Sequence[ProcessSpec], environ: Mapping[str, str], how: Supervision, token: str) -> None:
         self._specs, self._environ, self._how, self._token = specs, environ, how, token
+        are_many = sum(spec.kind is Kind.MAIN for spec in specs) > 1
+        self._tags = are_many if how.tag_output is None else how.tag_output
         self._policy = Policy(specs, how.grace_s, how.own_error_s, how.elastic, how.is_part)
         self._selector = selectors.DefaultSelector()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[str, int] = {}
         self._streams: dict[str, list[Stream]] = {}
+        self._words: dict[str, WordsPipe] = {}
+        self._report = FailureReport()
+        self._was_signalled = False
 
     def run(self) -> Policy:
         """Start everything, return when it is over: ``code`` is the exit code, ``retry`` asks to start over.
@@ -67,6 +75,8 @@ class Supervisor:
         finally:
             self._selector.close()
             guard.close()
+        if not self._policy.retry:
+            self._show_report()
         return self._policy
 
     @contextlib.contextmanager
@@ -91,12 +101,15 @@ class Supervisor:
 
     def _start(self, spec: ProcessSpec, again: bool = False) -> None:
         how = self._how
-        outputs, streams = open_streams(spec.label, tag=how.tag_output, folder=how.folder, again=again)
+        outputs, streams = open_streams(spec.label, tag=self._tags, folder=how.folder, again=again)
         outer = self._environ.get(TOKEN_VARIABLE, "")
         env = {**self._environ, **spec.env, TOKEN_VARIABLE: f"{outer}:{self._token}" if outer else self._token}
         if outputs:
             env.setdefault("PYTHONUNBUFFERED", "1")  # into a pipe, Python would keep its words back
         self._streams[spec.name] = streams
+        words = self._words[spec.name] = WordsPipe()
+        env[VARIABLE] = words.name
+        self._watch(words.reader, functools.partial(self._words_came, spec))
         try:
             process = subprocess.Popen(
                 spec.argv,
@@ -105,11 +118,13 @@ class Supervisor:
                 stdout=outputs[0] if outputs else None,
                 stderr=outputs[1] if outputs else None,
                 start_new_session=True,
+                pass_fds=(words.writer,),
                 preexec_fn=die_with(os.getpid()),
             )
         finally:
             for fd in outputs:
                 os.close(fd)
+            os.close(words.writer)
         self._processes[spec.name] = process
         for stream in streams:
             self._watch(stream.pipe, functools.partial(self._readable, stream))
@@ -118,11 +133,13 @@ class Supervisor:
 
     def _loop(self) -> None:
         while not self._policy.finished:
-            deadline = self._policy.deadline
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            deadlines = [due_s for due_s in (self._policy.deadline, self._report.due_s) if due_s is not None]
+            timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
             for key, _ in self._selector.select(timeout):
                 key.data()
             self._do(self._policy.ticked(time.monotonic()))
+            if (due_s := self._report.due_s) is not None and time.monotonic() >= due_s:
+                self._show_report()
 
     def _watch(self, fd: int, callback: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
@@ -131,6 +148,24 @@ class Supervisor:
         if not stream.pump():
             self._selector.unregister(stream.pipe)
 
+    def _words_came(self, spec: ProcessSpec) -> None:
+        words = self._words[spec.name]
+        for said in words.read():
+            self._report.heard(spec.label, said, time.monotonic())
+            for stream in self._streams[spec.name]:
+                stream.keep(said.text)
+        if words.is_over:
+            self._hear_no_more(spec.name)
+
+    def _hear_no_more(self, name: str) -> None:
+        words = self._words.pop(name)
+        self._selector.unregister(words.reader)
+        words.close()
+
+    def _show_report(self) -> None:
+        for labels, text in self._report.take(self._was_signalled):
+            show(text, f"[{labels}] " if labels and self._tags else "")
+
     def _exited(self, name: str) -> None:
         pidfd = self._pidfds.pop(name)
         self._selector.unregister(pidfd)
@@ -138,7 +173,15 @@ class Supervisor:
         status = self._processes.pop(name).wait()
         for stream in self._streams[name]:
             stream.pump()  # its last words come before ours about it
+        spec = next(spec for spec in self._specs if spec.name == name)
+        if name in self._words:
+            self._words_came(spec)
+        if name in self._words:  # what it has started holds the other end, too
+            self._hear_no_more(name)
         self._do(self._policy.exited(name, status, time.monotonic()))
+        if self._how.elastic and spec.kind is Kind.MAIN:
+            self._show_report()  # the others go on
+            self._report.begin_anew()
 
     def _start_again(self, name: str) -> None:
         for stream in self._streams.pop(name):
@@ -149,6 +192,10 @@ class Supervisor:
 
     def _signals_came(self, reader: socket.socket) -> None:
         for signum in reader.recv(64):
+            if signum in ENDING_SIGNALS:
+                self._was_signalled = True
+                for stream in itertools.chain(*self._streams.values()):
+                    stream.expect_interrupt()
             if signum in ENDING_SIGNALS or signum in USER_SIGNALS:
                 self._do(self._policy.signalled(signum, time.monotonic()))
 
@@ -180,6 +227,11 @@ class Supervisor:
                 process.wait(_REAP_LIMIT_S)
         for pidfd in self._pidfds.values():
             os.close(pidfd)
+        for spec in self._specs:
+            if spec.name in self._words:
+                self._words_came(spec)
+        for words in self._words.values():
+            words.close()
         for streams in self._streams.values():
             for stream in streams:
                 stream.close()

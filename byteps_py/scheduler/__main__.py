@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from byteps_py import log
-from byteps_py.errors import BytePSError
+from byteps_py.errors import BytePSError, JournalError
+from byteps_py.launch.spec import NO_JOURNAL_STATUS
 from byteps_py.scheduler.ending import Finish
 from byteps_py.scheduler.report import to_dict
 from byteps_py.scheduler.service import SchedulerService
@@ -18,7 +19,8 @@ CONFIGURATION_STATUS = 2
 
 
 def main() -> int:
-    """Serve one job as the environment says. 0: it ended in order; 1: it failed; 2: it could not start."""
+    """Serve one job as the environment says. 0: it ended in order; 1: it failed; 2: it could not start; 78: its journal
+    can't be kept."""
     try:
         settings = Settings.from_env()
         log.configure(settings.log_level, "scheduler")
@@ -26,6 +28,9 @@ def main() -> int:
     except OSError as error:
         print(f"byteps_py scheduler: the report (BYTEPS_REPORT) can't be written: {error}", file=sys.stderr)
         return CONFIGURATION_STATUS
+    except JournalError as error:
+        print(f"byteps_py scheduler: {error}", file=sys.stderr)
+        return NO_JOURNAL_STATUS
     except BytePSError as error:
         print(f"byteps_py scheduler: {error}", file=sys.stderr)
         return CONFIGURATION_STATUS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from byteps_py.placement.links import LinkOptimum
-from byteps_py.settings import Settings
+from byteps_py.settings import SLOW_FACTOR, Settings
 
 #: Version of the control protocol; a member that speaks another is refused.
 PROTOCOL_VERSION = 4
@@ -26,6 +26,7 @@ class ClusterConfig:
     start_timeout_s: float = 60.0
     heartbeat_interval_s: float = 0.2
     heartbeat_timeout_s: float = 1.0
+    heartbeat_timeout_max_s: float | None = None
     stall_warn_s: float = 60.0
     straggler: float = 5.0
     elastic: bool = False
@@ -44,6 +45,7 @@ class ClusterConfig:
             start_timeout_s=settings.start_timeout_s,
             heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            heartbeat_timeout_max_s=settings.heartbeat_timeout_max_s,
             stall_warn_s=settings.stall_warn_s,
             straggler=settings.straggler,
             elastic=settings.elastic,
@@ -52,6 +54,11 @@ class ClusterConfig:
             elastic_timeout_s=settings.elastic_timeout_s,
             reset_limit=settings.reset_limit,
         )
+
+    @property
+    def patience_s(self) -> float:
+        """As in ``Settings``."""
+        return self.heartbeat_timeout_max_s or SLOW_FACTOR * self.heartbeat_timeout_s
 
     @property
     def needs_gpu_machine_servers(self) -> bool:

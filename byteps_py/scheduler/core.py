@@ -16,7 +16,7 @@ from byteps_py.scheduler.elastic import Elastic
 from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.forming import Forming
 from byteps_py.scheduler.group import Group
-from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Job
+from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, STOPPED, Job
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
 from byteps_py.scheduler.reforming import Break, GiveUp, Open
@@ -39,7 +39,7 @@ class SchedulerCore:
         self._watch = Watch(self._job, self._group)
         self._elastic = Elastic(config, self._roster) if config.elastic else None
         self._services = Services(self._job, self._elastic)
-        self._silence = Silence(config.heartbeat_timeout_s, config.heartbeat_interval_s)
+        self._silence = Silence(config)
         self._forming = Forming(self._job)
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
         self._connections: set[int] = set()
@@ -109,6 +109,7 @@ class SchedulerCore:
                 case "drain":
                     return self._drain(member, message.drain.reason, now_s)
                 case "ready":
+                    self._silence.started(member)
                     return self._services.ready(member, now_s)
                 case "applied":
                     return self._services.applied(member, message.applied)
@@ -155,7 +156,7 @@ class SchedulerCore:
 
     def stop(self, reason: str, now_s: float) -> Outgoing:
         """End the job in order: every member is told to leave."""
-        return self._end(f"stopped: {reason or 'no reason given'}", now_s)
+        return self._end(f"{STOPPED}{reason or 'no reason given'}", now_s)
 
     def _end(self, reason: str, now_s: float) -> Outgoing:
         self._job.end(reason, now_s)
@@ -211,9 +212,20 @@ class SchedulerCore:
         return [(connection, why) for connection, why in whys if why]
 
     def heard(self, connection: int, now_s: float) -> None:
-        """The member has given a sign of life."""
+        """The member has given a sign of life. Not called when a journal is gone through, which lacks most of them."""
+        if (member := self._roster.of_connection(connection)) is not None:
+            self._silence.heard(member, now_s)
+            member.last_seen_s = now_s
+
+    def came_back(self, connection: int, now_s: float) -> None:
+        """The member is heard on a new connection: what was on its way over the one before is no late heartbeat."""
         if (member := self._roster.of_connection(connection)) is not None:
             member.last_seen_s = now_s
+
+    def timeout_s(self, connection: int) -> float:
+        """The silence of a member that would be its death."""
+        member = self._roster.of_connection(connection)
+        return self._config.heartbeat_timeout_s if member is None else self._silence.timeout_s(member)
 
     def finished(self, now_s: float) -> Finish | None:
         """Not None once the scheduler can go: its members have left, or had their time to do so."""

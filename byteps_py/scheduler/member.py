@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.failure_detector import FailureDetector
 from byteps_py.scheduler.words import ranks_text
 
 
@@ -41,6 +42,7 @@ class MemberRecord:
     is_ready: bool = False  # its kernels are loaded and, of a CS, all its ranks have come
     is_late: bool = False  # SS: it came while the job ran, and is not ready for keys yet
     epoch: int = 0  # CS: the one to whose placement it has gone over
+    detector: FailureDetector | None = None  # of its heartbeats; see silence.py
     statistics: pb.Statistics = field(default_factory=pb.Statistics)
     home: tuple[str, int] = ("", -1)  # what the processes of one GPU machine have in common, as they registered
 

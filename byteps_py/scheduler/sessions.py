@@ -47,7 +47,8 @@ class Sessions:
         self.core = SchedulerCore(config)
         self.write = write
         self.restarts = 0
-        self._grace_s = min(1.0, config.heartbeat_timeout_s / 2)
+        self._timeout_s = config.heartbeat_timeout_s
+        self._grace_s = min(1.0, self._timeout_s / 2)
         self._sessions: dict[int, Session] = {}  # also those that are over
         self._on_stream: dict[int, Session] = {}
         self._by_digest: dict[bytes, Session] = {}
@@ -98,7 +99,9 @@ class Sessions:
             return self._pass(session, self.core.on_disconnected(session.id, now_s))
         if not self.core.is_member(session.id):
             return self._do(JournalRecord(at_s=now_s, session=session.id, ended=True))
-        self._send_away(session, now_s, self._grace_s, "its connection ended; see its log for why")
+        # Where heartbeats are late, so are new connections.
+        grace_s = self._grace_s * self.core.timeout_s(session.id) / self._timeout_s
+        self._send_away(session, now_s, grace_s, "its connection ended; see its log for why")
         return []
 
     def tick(self, now_s: float) -> list[Sent]:
@@ -242,7 +245,7 @@ class Sessions:
         known.stream, self._on_stream[stream] = stream, known
         known.away_until_s = None
         self._returning.is_back()
-        self.core.heard(known.id, now_s)
+        self.core.came_back(known.id, now_s)
         known.outbox.drop(register.received)
         known.confirmed = known.received
         welcome = pb.SchedulerMessage(welcome=pb.Welcome(member_id=known.member_id))

@@ -8,14 +8,18 @@ waiting, they are told what ended the thread. Hooks that were there before are c
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from multiprocessing import util
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
+from byteps_py import last_words
+from byteps_py.errors import BytePSError
 from byteps_py.session import words
 
 
@@ -34,42 +38,97 @@ class Speaker(Protocol):
 
 _speakers: weakref.WeakSet[Speaker] = weakref.WeakSet()
 _lock = threading.Lock()
-_before = sys.excepthook
-_before_in_threads = threading.excepthook
+_running = threading.local()  # ``is_told``: a hook of ours has been called in this thread, and has not returned
 _is_child = False  # and has a finalizer
+
+
+class ChainedHook:
+    """An exception hook that tells the other ranks, then calls the one that was there before it.
+
+    A chain may hold several. Whoever replaces a hook keeps it and calls it (torch does with each
+    ``init_process_group``), and one that others keep can't be taken out: the next ``watch`` puts another on top. So
+    each knows its own predecessor, and only the first that is called tells.
+    """
+
+    def __init__(self, before: Callable[..., object], tell: Callable[..., None]) -> None:
+        self.before = before
+        self._tell = tell
+
+    def __call__(self, *args: Any) -> None:
+        if getattr(_running, "is_told", False):
+            self.before(*args)
+            return
+        _running.is_told = True
+        try:
+            try:
+                self._tell(*args)
+            finally:
+                self._pass_on(*args)
+        finally:
+            _running.is_told = False
+
+    def _pass_on(self, *args: Any) -> None:
+        self.before(*args)
+
+
+class MainHook(ChainedHook):
+    """``sys.excepthook``. Under a launcher, what it would print on stderr goes there."""
+
+    def _pass_on(self, *args: Any) -> None:
+        error = args[1]
+        if not _is_the_end(error):
+            self.before(*args)
+            return
+        if isinstance(error, BytePSError):
+            error.__traceback__ = words.without_inside(error.__traceback__)
+            args = (args[0], error, error.__traceback__)
+        if not _speakers or not last_words.is_heard():
+            self.before(*args)
+            return
+        stderr, sys.stderr = sys.stderr, io.StringIO()
+        try:
+            self.before(*args)
+        finally:
+            printed, sys.stderr = sys.stderr.getvalue(), stderr
+        if not last_words.say(words.blame_for(error), words.cause(error), printed):
+            sys.stderr.write(printed)
 
 
 def watch(speaker: Speaker) -> None:
     """Speak for it until ``unwatch``, or until it is gone."""
-    global _before, _before_in_threads, _is_child
+    global _is_child
     with _lock:
         _speakers.add(speaker)
         if not _is_child and multiprocessing.parent_process() is not None:
             _is_child = True
             util.Finalize(None, _on_end_of_child, exitpriority=1000)
-        if sys.excepthook is not _on_exception:
-            _before, sys.excepthook = sys.excepthook, _on_exception
-        if threading.excepthook is not _on_exception_in_thread:
-            _before_in_threads, threading.excepthook = threading.excepthook, _on_exception_in_thread
+        if not isinstance(sys.excepthook, ChainedHook):
+            sys.excepthook = MainHook(sys.excepthook, _tell_exception)
+        if not isinstance(threading.excepthook, ChainedHook):
+            threading.excepthook = ChainedHook(threading.excepthook, _tell_exception_in_thread)
 
 
 def unwatch(speaker: Speaker) -> None:
     with _lock:
         _speakers.discard(speaker)
-        if not _speakers and sys.excepthook is _on_exception:  # else somebody's hook, which calls ours, came after it
-            sys.excepthook = _before
-        if not _speakers and threading.excepthook is _on_exception_in_thread:
-            threading.excepthook = _before_in_threads
+        if _speakers:
+            return
+        # Those beneath somebody else's hook stay, and say nothing while there is nobody to speak for.
+        if isinstance(sys.excepthook, ChainedHook):
+            sys.excepthook = sys.excepthook.before
+        if isinstance(threading.excepthook, ChainedHook):
+            threading.excepthook = threading.excepthook.before
 
 
-def _on_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    try:
-        # Programs call this hook, too, to print an exception and go on.
-        if getattr(sys, "last_value", None) is error and not words.is_interactive():
-            for speaker in list(_speakers):
-                speaker.tell_failure(error)
-    finally:
-        _before(kind, error, traceback)
+def _is_the_end(error: BaseException) -> bool:
+    """Of this process. Programs call this hook, too, to print an exception and go on."""
+    return getattr(sys, "last_value", None) is error and not words.is_interactive()
+
+
+def _tell_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if _is_the_end(error):
+        for speaker in list(_speakers):
+            speaker.tell_failure(error)
 
 
 def _on_end_of_child() -> None:
@@ -84,12 +143,9 @@ def _on_end_of_child() -> None:
             speaker.tell_failure(error)
 
 
-def _on_exception_in_thread(args: threading.ExceptHookArgs) -> None:
-    try:
-        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
-            name = args.thread.name if args.thread is not None else "?"
-            text = f"its thread {name!r} was ended by an exception: {words.summary(args.exc_value)}"
-            for speaker in list(_speakers):
-                speaker.tell_note(f"{text}\n{words.traceback_of(args.exc_value)}")
-    finally:
-        _before_in_threads(args)
+def _tell_exception_in_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+        name = args.thread.name if args.thread is not None else "?"
+        text = f"its thread {name!r} was ended by an exception: {words.summary(args.exc_value)}"
+        for speaker in list(_speakers):
+            speaker.tell_note(f"{text}\n{words.traceback_of(args.exc_value)}")

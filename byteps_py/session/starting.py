@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from byteps_py import channel, launchers
 from byteps_py.errors import ConfigurationError, RendezvousError
 from byteps_py.machine import check_offered_host, local_socket
-from byteps_py.session import endings
+from byteps_py.session import endings, words
 from byteps_py.session.base import Session
 from byteps_py.session.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
@@ -40,6 +40,7 @@ def open_session(settings: Settings | None = None) -> Session:
     Blocks until the cluster is complete. Raises ConfigurationError, RendezvousError or PeerLostError.
     """
     settings = settings or Settings.from_env()
+    words.whole_tracebacks = settings.log_level in ("DEBUG", "TRACE")
     if settings.is_alone:
         return SoloSession()
     services: list[subprocess.Popen[bytes]] = []

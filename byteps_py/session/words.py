@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import traceback
+from types import TracebackType
 
 from byteps_py.errors import (
     BytePSError,
@@ -15,8 +16,11 @@ from byteps_py.errors import (
     PeerLostError,
     UsageError,
 )
+from byteps_py.last_words import Blame
 from byteps_py.tensors import TensorSpec
 
+#: BYTEPS_LOG_LEVEL says so; see ``without_inside``.
+whole_tracebacks = False
 _MAX_CHARS = 500
 _MAX_TRACEBACK_CHARS = 8000
 
@@ -42,7 +46,7 @@ def gone(service_pid: int) -> PeerLostError:
 def frozen(service_pid: int, silence_s: float) -> PeerLostError:
     return PeerLostError(
         f"the communication service of this machine (process {service_pid}) has not answered for {silence_s:g} s: it "
-        "is frozen or starved (PS_HEARTBEAT_TIMEOUT)"
+        "is frozen or starved (BYTEPS_HEARTBEAT_TIMEOUT_MAX_S)"
     )
 
 
@@ -81,11 +85,46 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")[:_MAX_CHARS]
 
 
+def cause(error: BaseException) -> str:
+    """What is the same on all ranks that end for the same reason: without what each of them waited for."""
+    text = summary(error)
+    return text.partition("; ")[0] if isinstance(error, PeerLostError) else text
+
+
 def traceback_of(error: BaseException) -> str:
     """As Python prints it; of a long one the end. For the other ranks, who should not have to search for it in
     somebody else's output."""
-    text = "".join(traceback.format_exception(error)).rstrip()
+    frames = without_inside(error.__traceback__) if isinstance(error, BytePSError) else error.__traceback__
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     return text if len(text) <= _MAX_TRACEBACK_CHARS else f"…{text[-_MAX_TRACEBACK_CHARS:]}"
+
+
+def blame_for(error: BaseException) -> Blame:
+    """Who is at fault when ``error`` ends this process."""
+    if isinstance(error, KeyboardInterrupt):
+        return Blame.NOBODY
+    return Blame.OTHERS if isinstance(error, PeerLostError) else Blame.OWN
+
+
+def without_inside(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback without its end, as far as that is inside this package, or inside torch: an error's message says what
+    happened there, and the frames before it where the program was. BYTEPS_LOG_LEVEL=DEBUG keeps it whole."""
+    entries = []
+    entry = traceback
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    outside = [i for i, each in enumerate(entries) if not _is_inside(each.tb_frame.f_globals.get("__name__", ""))]
+    if not outside or whole_tracebacks:
+        return traceback
+    kept: TracebackType | None = None
+    for each in reversed(entries[: outside[-1] + 1]):
+        kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept
+
+
+def _is_inside(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in ("byteps_py", "torch")
 
 
 def last_words(error: BaseException | None) -> dict[str, str]:

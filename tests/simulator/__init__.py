@@ -6,21 +6,25 @@ The processes' own code runs as it is; what surrounds a process (time, sockets, 
 is put in its place by ``surroundings``. ``run`` is the one entry.
 """
 
+from .busy import BusyCluster
 from .cluster import Cluster, Report, run
 from .elastic import ElasticCluster
 from .outages import ElasticOutageCluster, OutageCluster
 from .world import InvariantError
 
-#: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network.
+#: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network;
+#: on busy machines.
 KINDS: dict[str, type[Cluster]] = {
     "fixed": Cluster,
     "elastic": ElasticCluster,
     "outages": OutageCluster,
     "elastic-outages": ElasticOutageCluster,
+    "busy": BusyCluster,
 }
 
 __all__ = [
     "KINDS",
+    "BusyCluster",
     "Cluster",
     "ElasticCluster",
     "ElasticOutageCluster",

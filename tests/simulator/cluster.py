@@ -9,7 +9,6 @@ from byteps_py.errors import PeerLostError, RendezvousError, StallError
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.core import RUNNING
 from byteps_py.scheduler.services import SUCCESSOR_S
-from byteps_py.scheduler.silence import SLOW_FACTOR
 from byteps_py.settings import Settings
 
 from .control import Place, Scheduler
@@ -205,7 +204,7 @@ class Cluster:
             victim.leave_early()
         elif self.fault == "freeze a machine":
             machine = self.machine_of(victim)
-            self.world.expect_quiet(SLOW_FACTOR * self.config.heartbeat_timeout_s + 1.0)  # it may be starting
+            self.world.expect_quiet(self.config.patience_s + 1.0)  # it may be starting
             for process in self.world.processes:
                 if self.machine_of(process) == machine:
                     process.freeze()

@@ -21,6 +21,8 @@ _MANY = 12  # a frozen reader: who sends more than that would wait for it
 class Loop:
     """Stands for EventLoop, whose ``run`` is the world's."""
 
+    lateness_s = 0.0
+
     def __init__(self, world: World, process: Process, local: Local) -> None:
         self.readers: dict[Any, Callable[[], None]] = {}
         self.writers: dict[Any, Callable[[], None]] = {}

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from byteps_py.dataplane.peer import Peer, reply
-from byteps_py.scheduler.silence import SLOW_FACTOR
 from byteps_py.server.arrival import Arrival, FrameMemory
-from byteps_py.settings import Settings
+from byteps_py.settings import SLOW_FACTOR, Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire import Header, Kind

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from byteps_py.scheduler.failure_detector import FailureDetector
 from byteps_py.worker import waits
 from byteps_py.worker.accusations import Accusations
 from byteps_py.worker.direct import Direct
@@ -43,6 +44,11 @@ def take_who_shuts_down_late_for_done(core: pytest.MonkeyPatch) -> None:
     core.setattr(ElasticDesk, "_former_shut_down", ElasticDesk._forget_former)
 
 
+def forget_who_was_late(core: pytest.MonkeyPatch) -> None:
+    """One timeout for all, as if no machine were ever busy."""
+    core.setattr(FailureDetector, "heard", lambda self, after_s: None)
+
+
 #: Each with a seed that shows it.
 OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     count_on_nobody_who_has_yet_to_ask: 3400,
@@ -51,4 +57,7 @@ OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
 ELASTIC_OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     believe_every_accusation: 616,
     take_who_shuts_down_late_for_done: 21054,
+}
+BUSY_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
+    forget_who_was_late: 15,
 }

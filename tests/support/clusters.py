@@ -18,11 +18,12 @@ UNBUFFERED = ("PYTHONUNBUFFERED",)
 def clean_environment(**variables: str) -> dict[str, str]:
     """This process's environment without our variables and any launcher's, and with ``variables``.
 
-    On a machine where many tests run at once, a second without a word is no sign of death.
+    On a machine where many tests run at once, a second without a word is no sign of death. Ranks' lines have no prefix
+    in front of what they say.
     """
     dropped = OURS + LAUNCHERS + UNBUFFERED
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    return {**kept, "OMP_NUM_THREADS": "1", "PS_HEARTBEAT_TIMEOUT": "10", **variables}
+    return {**kept, "OMP_NUM_THREADS": "1", "PS_HEARTBEAT_TIMEOUT": "10", "BYTEPS_TAG_OUTPUT": "0", **variables}
 
 
 def bpslaunch(

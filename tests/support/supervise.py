@@ -24,6 +24,7 @@ def main() -> int:
     how = given["how"]
     if "folder" in how:
         how["folder"] = Path(how["folder"])
+    how.setdefault("tag_output", False)
     specs = [
         # -S -E: these children need the standard library only, and start fast.
         ProcessSpec(name, Kind(kind), label, (sys.executable, "-S", "-E", "-u", "-c", code), {}, label == "0")
