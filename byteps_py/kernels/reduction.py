@@ -115,6 +115,15 @@ def prepare(pairs: Iterable[tuple[Op, DType]], checks: Checks = Checks.NONE) -> 
             _build(op, dtype, checks)
 
 
+def prepare_all() -> list[Kernel]:
+    """Make every kernel ready that a service may need, and return them: each reduction of each dtype, and those of
+    floats a second time, as BYTEPS_NONFINITE needs them."""
+    reductions = [op for op in Op if op.is_reduction]
+    prepare((op, dtype) for op in reductions for dtype in DType)
+    prepare(((op, dtype) for op in reductions for dtype in DType if dtype.is_floating), Checks.FINITE)
+    return list(_kernels.values())
+
+
 def _refuse_contradictions(op: Op, inputs: Sequence[int], outputs: Sequence[int], divisor: int) -> None:
     if not inputs or not outputs or (op is Op.BROADCAST and (len(inputs) > 1 or divisor > 1)):
         raise UsageError(
