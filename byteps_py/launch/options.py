@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
     """Raises ConfigurationError; argparse itself ends the program (status 2, usage) on a malformed option."""
     given = _parser().parse_args(arguments)
     command = tuple(given.command[1:] if given.command[:1] == ["--"] else given.command)
-    role = environ.get("DMLC_ROLE", "").strip().lower()
+    role = _role(environ)
     if given.hosts:
         raise ConfigurationError(
             "bpslaunch starts processes on this machine only; on several machines, start it on each with DMLC_ROLE "
@@ -111,6 +111,12 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
         ),
         given.verbose,
     )
+
+
+def _role(environ: Mapping[str, str]) -> str:
+    """Empty where DMLC_ROLE is not set. Raises ConfigurationError."""
+    variable = next(each for each in VARIABLES if each.field == "role")
+    return str(variable.parse("DMLC_ROLE", environ["DMLC_ROLE"])) if environ.get("DMLC_ROLE", "").strip() else ""
 
 
 def _is_elastic(environ: Mapping[str, str]) -> bool:

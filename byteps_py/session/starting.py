@@ -16,12 +16,14 @@ from collections.abc import Mapping
 
 from byteps_py import channel, launchers
 from byteps_py.errors import ConfigurationError, RendezvousError
+from byteps_py.launch.guard import TOKEN_VARIABLE
+from byteps_py.log import logger
 from byteps_py.machine import check_offered_host, local_socket
 from byteps_py.session import endings
 from byteps_py.session.base import Session
 from byteps_py.session.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
-from byteps_py.settings import Settings
+from byteps_py.settings import Settings, ignored_variables
 
 _END_S = 10.0
 #: A service that stays for ranks that come back, and is not there, is gone.
@@ -41,6 +43,9 @@ def open_session(settings: Settings | None = None) -> Session:
     """
     settings = settings or Settings.from_env()
     if settings.is_alone:
+        if TOKEN_VARIABLE not in os.environ:  # else the launcher has said it; with services, the first of them does
+            for sentence in ignored_variables(os.environ):
+                logger.warning("%s", sentence)
         return SoloSession()
     services: list[subprocess.Popen[bytes]] = []
     if settings.elastic and not settings.socket_name:
