@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from byteps_py import log, tuning
+from byteps_py import jobs, log, tuning
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.launch.guard import TOKEN_VARIABLE
 from byteps_py.malloc import keep_freed_memory
@@ -31,7 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         service = Service(settings, arguments.stay)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: service.stop())
-        return service.run()
+        with jobs.announced(settings):
+            return service.run()
     except ConfigurationError as error:
         print(f"byteps_py worker: {error}", file=sys.stderr)
         return 2

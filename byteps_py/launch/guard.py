@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from byteps_py import jobs
+
 TOKEN_VARIABLE = "BYTEPS_LAUNCH_TOKEN"
 SWEEP_LIMIT_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -113,5 +115,6 @@ def _guard_main(pipe: int, token: str) -> None:
         os.closerange(1, os.sysconf("SC_OPEN_MAX"))
         os.read(0, 1)  # nothing is ever written: it returns when the launcher is gone
         sweep(token)
+        jobs.clear()
     finally:
         os._exit(0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from byteps_py import __version__
 from byteps_py.errors import ConfigurationError
+from byteps_py.launch.build import describe_build
 from byteps_py.launch.supervisor import Supervision
 from byteps_py.variables import VARIABLES
 
@@ -153,8 +154,15 @@ def _parser() -> argparse.ArgumentParser:
     add("-v", "--verbose", action="store_true", help="say what is started, with which variables")
     add("-H", "--hosts", "-hostfile", "--hostfile", dest="hosts", help=argparse.SUPPRESS)
     add("--version", action="version", version=f"byteps_py {__version__}")
+    add("-cb", "--check-build", action=_CheckBuild, nargs=0, help="say what this installation can do, and end")
     add("command", nargs=argparse.REMAINDER, metavar="CMD", help="the training program and its arguments")
     return parser
+
+
+class _CheckBuild(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(describe_build())
+        parser.exit()
 
 
 def _count(low: int) -> Callable[[str], int]:

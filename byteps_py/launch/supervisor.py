@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from byteps_py import jobs
 from byteps_py.launch.guard import TOKEN_VARIABLE, Guard, die_with, sweep
 from byteps_py.launch.output import Stream, open_streams, say
 from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say, Start, describe
@@ -195,6 +196,7 @@ class Supervisor:
         for process in self._processes.values():
             os.killpg(process.pid, signal.SIGKILL)
         left = sweep(self._token)
+        jobs.clear()
         if left:
             say(f"could not be killed: processes {', '.join(map(str, left))}")
         for process in self._processes.values():

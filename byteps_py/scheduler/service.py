@@ -26,6 +26,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler import restoring, rpc, unfinished
+from byteps_py.scheduler.callers import Callers, address_of
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.ending import Finish
 from byteps_py.scheduler.journal import Journal, journal_path
@@ -39,6 +40,7 @@ from byteps_py.settings import Settings
 TICK_S = 0.2
 STOP_GRACE_S = 1.0
 SHORT_SECRET = 16
+_OF_THIS_CLUSTER = "knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, the same everywhere)"
 NOBODY = "a process"  # that has yet to say who it is
 MAX_BACKLOG = 20_000  # messages that wait for one connection; who takes none of so many is cut off
 
@@ -73,6 +75,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._links: dict[int, _Link] = {}
         self._streams = itertools.count(1)
         self._strangers = Traffic()
+        self._callers = Callers(settings.scheduler_port)
         self._held: list[Sent] = []  # until the journal has what they follow from
         self._is_flushing = False
         self._said = ""
@@ -107,7 +110,9 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         server = grpc.aio.server(interceptors=[unfinished.Interceptor()], options=rpc.server_options())
         control_pb2_grpc.add_SchedulerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         try:
-            rpc.add_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._settings)
+            rpc.add_port(
+                server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._settings, self._callers.began
+            )
         except RuntimeError as error:
             raise ConfigurationError(f"the scheduler can't listen on {host}:{port}: {error}") from error
         await server.start()
@@ -143,6 +148,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         while True:
             now_s = self._now_s()
             self._deliver(self._sessions.tick(now_s))
+            for address in self._callers.gone():
+                self._strangers.note("turned away", address, f"it has not shown that it {_OF_THIS_CLUSTER}")
             if self._bug is not None:
                 raise self._bug
             if self._sessions.is_abandoned:
@@ -283,11 +290,14 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         shown = dict(context.invocation_metadata() or ()).get(rpc.TOKEN_KEY, "")
         if not auth.is_valid(str(shown), self._settings.secret, "control", self._settings.job):
             why = "the cluster secrets differ" if shown else "it needs the cluster secret"
+            self._callers.proven(context.peer())  # it has another error
+            self._strangers.note("turned away", address_of(context.peer()), f"{why}, or the jobs do")
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 f"{why}, or the jobs do: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE, and the same BYTEPS_JOB_ID "
                 "or scheduler address, everywhere",
             )
+        self._callers.proven(context.peer())
 
 
 def listening_address(settings: Settings) -> tuple[str, int]:

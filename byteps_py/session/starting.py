@@ -14,8 +14,9 @@ import sys
 import time
 from collections.abc import Mapping
 
-from byteps_py import channel, launchers
+from byteps_py import channel, jobs, launchers
 from byteps_py.errors import ConfigurationError, RendezvousError
+from byteps_py.forms import count_text
 from byteps_py.launch.guard import TOKEN_VARIABLE
 from byteps_py.log import logger
 from byteps_py.machine import check_offered_host, local_socket
@@ -110,8 +111,8 @@ def _complete(settings: Settings, environ: Mapping[str, str]) -> Settings:
         return dataclasses.replace(settings, job_id=settings.job_id or launchers.job(environ))
     if (address := launchers.scheduler(environ)) is None:
         raise ConfigurationError(
-            f"{settings.num_workers} GPU machines and {settings.num_servers} servers need a scheduler: set "
-            "DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or MASTER_ADDR and MASTER_PORT as torchrun does"
+            f"{count_text(settings.num_workers, 'GPU machine')} and {count_text(settings.num_servers, 'server')} need "
+            "a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or MASTER_ADDR and MASTER_PORT as torchrun does"
         )
     return dataclasses.replace(settings, scheduler_host=address[0], scheduler_port=address[1])
 
@@ -176,4 +177,6 @@ def _end(services: list[subprocess.Popen[bytes]], terminate: bool) -> None:
         except subprocess.TimeoutExpired:
             service.kill()
             service.wait()
+    if services:
+        jobs.clear()
     services.clear()
