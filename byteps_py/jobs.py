@@ -85,9 +85,9 @@ def find() -> list[Job]:
     return [found[key] for key in sorted(found)]
 
 
-def clear() -> None:
+def clear(folder: Path | None = None) -> None:
     """Take away the notes of services that were killed."""
-    for path in runtime_folder().glob(f"*{_SUFFIX}"):
+    for path in (folder or runtime_folder()).glob(f"*{_SUFFIX}"):
         with contextlib.suppress(OSError):  # held, or gone
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
