@@ -1,5 +1,7 @@
 # make demo: train on this machine through summation servers.  make test: the test suite.
 # Both create .venv and install what they need.
+# torch comes from the index of its CPU builds; TORCH_INDEX= takes that of your own pip configuration instead. From PyPI,
+# torch for Linux brings gigabytes of CUDA libraries.
 # make torch-range: the backend of torch.distributed under the lowest and the highest torch that are supported, each in an
 # environment of its own.
 SHELL := /bin/bash
@@ -12,15 +14,31 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 TORCH_RANGE ?= 2.8.0 2.15.0
 
-.PHONY: demo test torch-range check lint types proto format clean install fuzz chaos
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test torch torch-range check lint types proto format clean install fuzz chaos
+
+environment = test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "byteps_py needs Python 3.11 or newer; set PYTHON=…"; exit 1; }; $(PYTHON) -m venv $(VENV); }
+
+# torch alone, and first: were its index one more beside PyPI, pip would turn to PyPI's torch when it does not answer.
+# (1): an environment's folder of programs; (2): what pip is to install. Where it is there, nothing is asked for.
+PIP_INSTALL := pip install --quiet --disable-pip-version-check
+install_torch = $(1)/$(PIP_INSTALL) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --retries 1) $(2) \
+	|| { echo "make: no torch from TORCH_INDEX=$(TORCH_INDEX). TORCH_INDEX= takes torch from the index of your own pip" \
+	"configuration; PyPI's brings gigabytes of CUDA libraries"; exit 1; }
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "byteps_py needs Python 3.11 or newer; set PYTHON=…"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(environment)
+	@$(call install_torch,$(BIN),-c constraints.txt torch)
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@
+
+torch:
+	@$(environment)
+	@$(call install_torch,$(BIN),-c constraints.txt torch)
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -33,7 +51,8 @@ torch-range: $(addprefix torch-,$(TORCH_RANGE))
 
 torch-%: pyproject.toml
 	test -x .venv-torch-$*/bin/pytest || { $(PYTHON) -m venv .venv-torch-$* \
-		&& .venv-torch-$*/bin/pip install --quiet --disable-pip-version-check torch==$* -e '.[dev]'; }
+		&& { $(call install_torch,.venv-torch-$*/bin,torch==$*); } \
+		&& .venv-torch-$*/bin/$(PIP_INSTALL) torch==$* -e '.[dev]'; }
 	.venv-torch-$*/bin/python -m pytest tests/test_backend_matrix.py tests/test_backend_examples.py
 
 # Ten million seeded inputs, shared among all parsers and cores: minutes.

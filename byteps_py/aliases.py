@@ -1,4 +1,5 @@
-"""Modules of ``horovod.torch`` where scripts look for them: ``byteps_py.mpi_ops`` is ``byteps_py.torch.mpi_ops``.
+"""Modules of ``horovod.torch`` and ``byteps.torch`` where scripts look for them: ``byteps_py.mpi_ops`` is
+``byteps_py.torch.mpi_ops``.
 
 Owns which they are, and how they are found; knows nothing of what is in them, and imports torch only with one of
 them. Whoever imports calls, in any thread.
@@ -13,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-#: What of ``horovod.torch`` is a module.
-NAMES = frozenset({"compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"})
+#: What of ``horovod.torch``, and of ``byteps.torch``, is a module.
+NAMES = frozenset({"compression", "cross_barrier", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"})
 
 
 class _Loader(importlib.abc.Loader):

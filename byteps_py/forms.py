@@ -128,3 +128,11 @@ def shown(text: str) -> str:
     """
     short = text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
     return short if short.isprintable() else repr(short)[1:-1]
+
+
+def count_text(number: int, noun: str) -> str:
+    """
+    >>> count_text(1, "server"), count_text(2, "server")
+    ('1 server', '2 servers')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

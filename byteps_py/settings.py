@@ -7,21 +7,23 @@ and docs/variables.md print that table; `forms` says what a text must look like 
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from byteps_py import forms, launchers
 from byteps_py.errors import ConfigurationError
 from byteps_py.tuning import MAX_PARTITION_BYTES
-from byteps_py.variables import IGNORED, VARIABLES
+from byteps_py.variables import IGNORED, INTERNAL, VARIABLES
 
 MIN_SECRET_BYTES = 16
 #: A command that prints a good one.
 MAKE_SECRET = "head -c 32 /dev/urandom | base64"
 #: So many timeouts long may be silent, unless a variable says otherwise, who is slow but not dead.
 SLOW_FACTOR = 10
+_ALIKE = 0.8  # of 1; names that share a prefix alone come to half of it
 _MAX_SECRET = 1 << 20  # characters of its file, which may be a device that has no end
 
 
@@ -194,8 +196,29 @@ class Settings:
 
 
 def ignored_variables(environ: Mapping[str, str]) -> list[str]:
-    """Sentences about set variables of BytePS that mean nothing here; a process logs them once."""
-    return [f"{name} has no effect: {reason}" for name, reason in IGNORED.items() if name in environ]
+    """Sentences about set variables that mean nothing here: BytePS's, and those that nobody knows, with the name that
+    was perhaps meant. Said once in each job on each machine.
+
+    >>> ignored_variables({"DMLC_NUM_WORKERS": "2", "HOME": "/"})
+    ['DMLC_NUM_WORKERS has no effect: no such variable is known; did you mean DMLC_NUM_WORKER?']
+    """
+    known = {name for variable in VARIABLES for name in variable.names}
+    # 0 asks for what is so in any case.
+    asked_for = [name for name in IGNORED if environ.get(name, "0").strip() not in ("", "0")]
+    sentences = [f"{name} has no effect: {IGNORED[name]}" for name in asked_for]
+    for name in (name for name, text in environ.items() if text.strip()):
+        if name.startswith(("BYTEPS_", "DMLC_")) and name not in known | IGNORED.keys() | INTERNAL:
+            near = _nearest(name, known)
+            hint = f"; did you mean {near}?" if near else " (`bps env` lists them all)"
+            sentences.append(f"{forms.shown(name)} has no effect: no such variable is known{hint}")
+    return sentences
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    """The name that was perhaps meant, or none: one that differs in its prefix alone, else one that looks alike."""
+    stem = name.partition("_")[2]
+    same = [each for each in sorted(known) if each.partition("_")[2] == stem]
+    return next(iter(same or difflib.get_close_matches(name, sorted(known), 1, _ALIKE)), "")
 
 
 def _read_secret(path: str) -> str:

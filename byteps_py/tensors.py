@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from byteps_py.errors import UsageError
+from byteps_py.forms import count_text
 
 MAX_NAME_BYTES = 1024
 MAX_TERMS_BYTES = 256
@@ -255,7 +256,9 @@ class Layout:
         """Raises UsageError if ``spec``, with so many members, has no room for it."""
         room_in, room_out = spec.shape
         if len(self.receives) != members or len(self.sends) != (1 if spec.op is Op.GATHER else members):
-            raise UsageError(f"tensor {spec.name!r}: a layout for {len(self.receives)} ranks, its group has {members}")
+            raise UsageError(
+                f"tensor {spec.name!r}: a layout for {count_text(len(self.receives), 'rank')}, its group has {members}"
+            )
         for ranges, room, what in ((self.sends, room_in, "input"), (self.receives, room_out, "result")):
             for offset, nbytes in ranges:
                 if offset < 0 or nbytes < 0 or offset + nbytes > room:

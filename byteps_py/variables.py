@@ -121,13 +121,40 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("log_level", ("BYTEPS_LOG_LEVEL",), str, "how much is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "FATAL", "TRACE")),
 )  # fmt: skip
 
+_CORES = "OMP_NUM_THREADS and the system's own means (taskset, numactl) say which cores are used"
+_NCCL = "NCCL is not used"
+
 #: BytePS's variables that mean nothing here, and why.
 IGNORED: dict[str, str] = {
     "BYTEPS_ENABLE_MIXED_MODE": "servers on CPU and GPU machines are always used together",
+    "BYTEPS_MIXED_MODE_BOUND": "servers on CPU and GPU machines are always used together",
     "BYTEPS_SERVER_ENABLE_SCHEDULE": "servers always sum what is complete first",
     "BYTEPS_ENABLE_ASYNC": "asynchronous training is not offered",
     "BYTEPS_ENABLE_IPC": "shared memory is always used between processes of one machine",
+    "BYTEPS_SOCKET_PATH": "local sockets have no files",
     "BYTEPS_KEY_HASH_FN": "placement has one hash function, the same on every machine",
+    "BYTEPS_BUILT_IN_HASH_COEF": "placement has one hash function, the same on every machine",
     "BYTEPS_PCIE_SWITCH_SIZE": "the topology is read from the system",
+    "BYTEPS_REDUCE_ROOTS": "the topology is read from the system",
+    "BYTEPS_NCCL_NUM_RINGS": _NCCL,
+    "BYTEPS_NCCL_GROUP_SIZE": _NCCL,
+    "BYTEPS_NUMA_ON": _CORES,
+    "BYTEPS_NUMA_DEFAULT_QUOTA": _CORES,
+    "BYTEPS_NUMA_ROOT_QUOTA": _CORES,
+    "BYTEPS_CPU_BLACKLIST": _CORES,
+    "BYTEPS_VISIBLE_CPU_CORES": _CORES,
+    "BYTEPS_MULTITHREADED_CPU": _CORES,
+    "BYTEPS_OMP_THREAD_PER_GPU": "BYTEPS_WORKER_ENGINE_THREAD says how many threads sum",
+    "BYTEPS_THREADPOOL_SIZE": "BYTEPS_WORKER_ENGINE_THREAD says how many threads sum",
+    "BYTEPS_MIN_COMPRESS_BYTES": "Compression.fp16 and .bf16 compress tensors of any size",
+    "BYTEPS_GLOBAL_RANK": "ranks are numbered machine by machine",
+    "BYTEPS_ENABLE_GDB": "run the training command under a debugger",
+    "BYTEPS_DEBUG_SAMPLE_TENSOR": "tensors are not shown",
+    "BYTEPS_TELEMETRY_ON": "get_pushpull_speed() always answers",
+    "BYTEPS_LOG_HIDE_TIME": "the log's lines always have their time",
+    "DMLC_ENABLE_RDMA": "RDMA is not offered",
     "PS_VERBOSE": "use BYTEPS_LOG_LEVEL",
 }
+
+#: Set by our own programs for each other.
+INTERNAL = frozenset({"BYTEPS_LAUNCH_TOKEN"})

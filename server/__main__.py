@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 
+from byteps_py import jobs
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.log import configure, logger
 from byteps_py.malloc import keep_freed_memory
@@ -45,7 +46,8 @@ def _serve(is_gpu_machine: bool) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: service.stop(f"the server got {signal.Signals(received).name}"))
     try:
-        return service.run()
+        with jobs.announced(settings):
+            return service.run()
     finally:
         # One that comes while the interpreter ends must not change the status.
         for number in (signal.SIGTERM, signal.SIGINT):

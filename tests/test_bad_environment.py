@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import doctest
 import socket
+import subprocess
+import sys
 import uuid
 
 import pytest
 from support.breaking import ERROR_STATUS, Job, alone, launch, service
+from support.clusters import clean_environment
 
 import byteps_py.scheduler.__main__ as scheduler
 import byteps_py.server.__main__ as server
@@ -17,8 +20,8 @@ from byteps_py import channel, forms
 from byteps_py.errors import ConfigurationError
 from byteps_py.machine import check_offered_host
 from byteps_py.session.starting import open_session
-from byteps_py.settings import Settings
-from byteps_py.variables import VARIABLES, Variable
+from byteps_py.settings import Settings, ignored_variables
+from byteps_py.variables import IGNORED, VARIABLES, Variable
 
 LONG = "x" * 5000
 GARBAGE = [
@@ -203,3 +206,64 @@ def test_addresses_of_this_machine_are_taken() -> None:
     for host in ("127.0.0.1", "0.0.0.0", "localhost", "lo", socket.gethostname()):
         check_offered_host(Settings(num_workers=2, node_host=host, secret="x" * 16))
     check_offered_host(Settings(num_workers=2, interface="lo"))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("BYTEPS_PARTITON_BYTES", "BYTEPS_PARTITION_BYTES"),
+        ("DMLC_NUM_WORKERS", "DMLC_NUM_WORKER"),
+        ("BYTEPS_NUM_WORKER", "DMLC_NUM_WORKER"),
+        ("DMLC_LOCAL_SIZE", "BYTEPS_LOCAL_SIZE"),
+        ("BYTEPS_LOGLEVEL", "BYTEPS_LOG_LEVEL"),
+        ("BYTEPS_HEARTBEAT_TIMEOUT", "PS_HEARTBEAT_TIMEOUT"),
+        ("BYTEPS_ZZZ", ""),
+        ("DMLC_TASK", ""),
+    ],
+)
+def test_a_variable_that_nobody_knows_is_named_with_its_neighbour(name: str, meant: str) -> None:
+    (said,) = ignored_variables({name: "1", "BYTEPS_UNUSED": "", "BYTEPS_LAUNCH_TOKEN": "x", "PSQL": "x", "HOME": "/"})
+    hint = f"; did you mean {meant}?" if meant else " (`bps env` lists them all)"
+    assert said == f"{name} has no effect: no such variable is known{hint}"
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    assert ignored_variables({name: "1" for variable in VARIABLES for name in variable.names}) == []
+
+
+def test_variables_of_byteps_that_mean_nothing_are_explained() -> None:
+    assert ignored_variables({"BYTEPS_ENABLE_ASYNC": "0"}) == []  # that is so
+    assert ignored_variables(dict.fromkeys(IGNORED, "1")) == [
+        f"{name} has no effect: {IGNORED[name]}" for name in IGNORED
+    ]
+
+
+@pytest.mark.parametrize("options", [["-np", "1"], ["-np", "2"]])
+def test_a_job_says_once_which_variables_mean_nothing(options: list[str]) -> None:
+    program = "import byteps_py as bps; bps.init(); bps.shutdown()"
+    command = [sys.executable, "-m", "byteps_py.launch", *options, sys.executable, "-c", program]
+    environment = clean_environment(BYTEPS_PARTITON_BYTES="8192", BYTEPS_NUMA_ON="1")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "no effect" in line]
+    assert len(said) == 2
+    assert all(line.startswith("bpslaunch: ") for line in said)
+
+
+def test_a_rank_without_a_launcher_says_it_itself() -> None:
+    program = "import byteps_py as bps; bps.init(); bps.shutdown()"
+    environment = clean_environment(BYTEPS_PARTITON_BYTES="8192")
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("did you mean BYTEPS_PARTITION_BYTES?") == 1
+
+
+def test_without_torch_the_error_says_what_to_install() -> None:
+    for statement in ("byteps_py.init()", "import byteps_py.torch", "from byteps_py import DistributedOptimizer"):
+        program = f"import sys; sys.modules['torch'] = None; import byteps_py; {statement}"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == (
+            "ModuleNotFoundError: byteps_py needs PyTorch to train, and it is not installed here: "
+            "pip install 'byteps-py[torch]'"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from numba.core.caching import CacheImpl
 
+from byteps_py.kernels import __main__ as compile_kernels
+from byteps_py.kernels import compiled
 from byteps_py.launch.cluster import free_port
+from byteps_py.tensors import DType, Op
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -32,11 +37,22 @@ BUILD_LIMIT_S = 1500.0
 
 # Every kernel comes from the cache, although the image is mounted read-only and its user may write nowhere else.
 FROM_CACHE = """
-from byteps_py.kernels import prepare, reduction
-from byteps_py.tensors import DType, Op
-prepare((op, dtype) for op in Op for dtype in DType)
-kernels = reduction._kernels.values()
+from byteps_py.kernels.reduction import prepare_all
+kernels = prepare_all()
 print(len(kernels) > 0 and not any(sum(kernel.stats.cache_misses.values()) for kernel in kernels))
+"""
+
+# Stands in for pip: says what it was asked for, and leaves a wheel where one was asked for.
+PIP = """#!/bin/bash
+echo "pip $*"
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -c|-r) test -s "$2" || exit 1 ;;
+        -w) mkdir -p "$2" && touch "$2/byteps_py.whl" ;;
+        *.whl) test -f "$1" || exit 1 ;;
+    esac
+    shift
+done
 """
 
 
@@ -62,6 +78,97 @@ def lineage(name: str) -> list[str]:
         if match and (source := match[1] or match[2]) in stages():
             found = lineage(source) + found
     return found
+
+
+class DryBuild:
+    """Builds stages as an engine would, each in a folder of its own below ``root``, from the Dockerfile's own lines.
+
+    Absolute paths of the image are moved to that folder. The Python is this one; pip and useradd only say what they
+    were asked for, in ``output``.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._commands = root / "commands"
+        self._commands.mkdir()
+        for name in ("useradd", "pip"):
+            _put_in_place_of_pip(self._commands / name)
+        self._built: dict[str, dict[str, str]] = {}
+        self.output = ""
+
+    def stage(self, name: str) -> dict[str, str]:
+        """The variables of this stage, which is built unless it was."""
+        if name in self._built:
+            return self._built[name]
+        image = self._root / name
+        variables: dict[str, str] = {}
+        folder = image
+        for line in stages()[name]:
+            instruction, _, rest = line.partition(" ")
+            words = rest.split()
+            if instruction == "FROM" and words[0] in stages():
+                variables = dict(self.stage(words[0]))
+                folder = image / variables.get("PWD", "")
+                shutil.copytree(self._root / words[0], image, symlinks=True)
+            elif instruction == "FROM":
+                image.mkdir()
+            elif instruction == "ENV":
+                variables |= dict(word.split("=", 1) for word in shlex.split(rest))
+            elif instruction == "ARG" and "=" in rest:
+                variables.setdefault(*rest.split("=", 1))
+            elif instruction == "WORKDIR":
+                variables["PWD"] = rest.strip("/")
+                folder = image / variables["PWD"]
+                folder.mkdir(parents=True, exist_ok=True)
+            elif instruction == "COPY":
+                self._copy(image, [word for word in words if not word.startswith("--chown")])
+            elif instruction == "RUN":
+                self.output += self._run(rest, image, folder, variables)
+        self._built[name] = variables
+        return variables
+
+    def environment(self, stage: str) -> dict[str, str]:
+        """Of a process in this stage."""
+        return self._environment(self._root / stage, self.stage(stage))
+
+    def _environment(self, image: Path, variables: dict[str, str]) -> dict[str, str]:
+        path = f"{self._commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        moved = {name: _moved(text, image) for name, text in variables.items() if name != "PWD"}
+        return {**moved, "PATH": path}
+
+    def _copy(self, image: Path, words: list[str]) -> None:
+        source = ROOT
+        if words[0].startswith("--from="):
+            name = words.pop(0).removeprefix("--from=")
+            self.stage(name)
+            source = self._root / name
+        *patterns, target = words
+        into = Path(_moved(target, image))
+        found = [path for pattern in patterns for path in source.glob(pattern.lstrip("/"))]
+        assert found, words
+        for path in found:
+            if path.is_dir():
+                shutil.copytree(path, into, symlinks=True, dirs_exist_ok=True)
+            else:
+                (into if target.endswith("/") else into.parent).mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, into)
+
+    def _run(self, command: str, image: Path, folder: Path, variables: dict[str, str]) -> str:
+        shell = ["/bin/sh", "-e", "-c", _moved(command, image)]
+        printed = run(shell, timeout_s=100, cwd=folder, variables=self._environment(image, variables))
+        for pip in image.glob("opt/*/bin/pip"):
+            _put_in_place_of_pip(pip)  # a real one, which the command has just put there
+        return printed
+
+
+def _moved(text: str, image: Path) -> str:
+    return re.sub(r"(?<![\w./:])/(?=(opt|src|dist|wheels|var|usr|workspace|tmp)\b)", f"{image}/", text)
+
+
+def _put_in_place_of_pip(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.write_text(PIP)
+    path.chmod(0o755)
 
 
 # ---- without an engine --------------------------------------------------------------------------------------------
@@ -93,6 +200,31 @@ def test_the_context_holds_what_the_images_copy() -> None:
     assert copied == set(ALLOWED_IN_CONTEXT)
     packages = {path.split("/")[0] for path in PROJECT["tool"]["setuptools"]["package-dir"].values()}
     assert packages <= copied
+
+
+def test_every_command_of_the_dockerfile_runs(tmp_path: Path) -> None:
+    """Its RUN lines as they stand, in the folders that its COPY lines fill; only packages are not installed."""
+    build = DryBuild(tmp_path)
+    for target in ("server", "worker"):
+        build.stage(target)
+        assert (tmp_path / target / "usr/local/share/byteps/healthy.py").exists()
+        loads = run([sys.executable, "-c", FROM_CACHE], timeout_s=100, variables=build.environment(target))
+        assert loads.strip() == "True", target
+        asked_for = [line for line in build.output.splitlines() if line.startswith("pip ")]
+        assert any("torch" in line for line in asked_for) == (target == "worker"), build.output
+    assert any("-r server.txt" in line for line in asked_for)
+    wanted = (tmp_path / "dependencies/src/server.txt").read_text().split("\n")
+    assert [line for line in wanted if line] == PROJECT["project"]["dependencies"]
+
+
+def test_kernels_that_cant_be_kept_end_a_build(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that compiles them, where nothing can be written."""
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
+    monkeypatch.setattr(compile_kernels, "prepare_all", lambda: [compiled.build(Op.SUM, DType.INT16)])
+    assert compile_kernels.main() == 1
+    assert "NUMBA_CACHE_DIR" in capsys.readouterr().err
 
 
 def test_docker_compose_understands_the_compose_file() -> None:

@@ -55,7 +55,7 @@ OF_RANKS = [
     ({"BYTEPS_LOCAL_RANK": "2", "BYTEPS_LOCAL_SIZE": "2"}, "BYTEPS_LOCAL_RANK=2 must be below BYTEPS_LOCAL_SIZE=2"),
     ({"BYTEPS_PARTITION_BYTES": "5"}, "BYTEPS_PARTITION_BYTES='5' is not valid: it takes a whole number from 4096 to "),
     ({"DMLC_NUM_WORKER": "2"}, "2 GPU machines and 0 servers need a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_"),
-    ({"DMLC_NUM_SERVER": "1"}, "1 GPU machines and 1 servers need a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_"),
+    ({"DMLC_NUM_SERVER": "1"}, "1 GPU machine and 1 server need a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_"),
     ({"DMLC_PS_ROOT_URI": "127.0.0.1"}, "DMLC_PS_ROOT_URI is set but DMLC_PS_ROOT_PORT is not"),
     ({"BYTEPS_STALL_WARN_S": "9", "BYTEPS_STALL_LIMIT_S": "5"}, "the error would come before the warning"),
     ({"BYTEPS_SECRET_FILE": "/nowhere"}, "BYTEPS_SECRET_FILE=/nowhere can't be read: No such file or directory"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.launching import launched, supervised
-from support.processes import family, kill, wait_gone
+from support.processes import children, command_line, family, kill, wait_gone
 
 from byteps_py.launch.policy import REPEAT_IGNORED_S
 
@@ -40,6 +40,12 @@ with contextlib.suppress(ProcessLookupError):
     select.select([os.pidfd_open(int(open(link).read()))], [], [])
 sys.exit('rank 1 is gone')
 """
+
+
+def guard_of(launcher: int) -> int:
+    """The child that runs no program of its own."""
+    (guard,) = [pid for pid in children(launcher) if command_line(pid) == command_line(launcher)]
+    return guard
 
 
 class TestExitCodes:
@@ -143,6 +149,25 @@ class TestNothingStays:
             job.process.wait()
             try:
                 assert all(wait_gone(pid) for pid in members)
+            finally:
+                for pid in members - {job.process.pid}:
+                    kill(pid)
+
+    def test_launcher_killed_after_its_guard(self) -> None:
+        """The process that sees to it is missed, and another takes its place."""
+        with supervised(WITH_DAEMON + "signal.pause()") as job:
+            daemon = int(job.line())
+            assert job.process.stderr is not None
+            for _ in range(2):
+                kill(guard_of(job.process.pid))
+                said = job.process.stderr.readline()
+                assert "killed by SIGKILL (signal 9); another one has taken its place" in said
+            members = family(job.process.pid)
+            assert len(members) == 4  # launcher, guard, rank, daemon
+            job.process.kill()
+            job.process.wait()
+            try:
+                assert all(wait_gone(pid) for pid in members | {daemon})
             finally:
                 for pid in members - {job.process.pid}:
                     kill(pid)

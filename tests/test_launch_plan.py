@@ -164,6 +164,7 @@ class TestRolePlan:
         with pytest.raises(ConfigurationError) as caught:
             plan_role(environ)
         assert re.findall(r"^  (\w+)", str(caught.value), re.MULTILINE) == missing
+        assert "default" not in str(caught.value)  # what is needed has none
 
     @pytest.mark.parametrize(
         ("environ", "text"),
@@ -309,6 +310,8 @@ class TestOptions:
         [
             (["cmd"], {}, "how many ranks?"),
             (["-np", "2"], {}, "which program?"),
+            ([], {"DMLC_ROLE": "wroker"}, "DMLC_ROLE='wroker' is not valid: it takes one of worker"),
+            (["-np", "2"], {"DMLC_ROLE": "wroker"}, "DMLC_ROLE='wroker' is not valid"),
             (["-np", "2", "cmd"], {"DMLC_ROLE": "worker"}, "DMLC_ROLE=worker is set"),
             (["-np", "2", "-H", "a:1,b:1", "cmd"], {}, "this machine only"),
         ],

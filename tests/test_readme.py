@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import subprocess
@@ -71,16 +73,18 @@ def test_its_commands_print_what_it_says(folder: Path) -> None:
         assert (process.returncode, output) == (0, expected), command
 
 
-def test_three_shells_by_hand(folder: Path) -> None:
-    scheduler, server, worker = (commands_of(block) for block in blocks_after("together"))
-    expected = "".join(output for _, output in worker)
-    scripts = ["".join(command for command, _ in steps) for steps in (scheduler, server, worker)]
-    with shell(scripts[0], folder) as one, shell(scripts[1], folder) as two, shell(scripts[2], folder) as three:
-        output, _ = three.communicate(timeout=TIMEOUT_S)
-        assert (three.returncode, output) == (0, expected)
-        for process in (one, two):  # they end by themselves when the workers have left
-            rest, _ = process.communicate(timeout=TIMEOUT_S)
-            assert (process.returncode, rest) == (0, "")
+def test_four_shells_by_hand(folder: Path) -> None:
+    roles = [commands_of(block) for block in blocks_after("together")]
+    assert len(roles) == 4
+    scripts = ["".join(command for command, _ in steps) for steps in roles]
+    report = folder / "report.json"
+    with contextlib.ExitStack() as stack:
+        shells = [stack.enter_context(shell(script, folder, BYTEPS_REPORT=str(report))) for script in scripts]
+        for process, steps in zip(reversed(shells), reversed(roles), strict=True):  # all end when the workers have left
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+            assert (process.returncode, output) == (0, "".join(shown for _, shown in steps))
+    (server,) = [member for member in json.loads(report.read_text())["members"] if member["machine"] == "CPU"]
+    assert server["bytes_summed"] > 0
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])

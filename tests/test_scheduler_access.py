@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import doctest
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -20,7 +23,7 @@ from byteps_py.cli import __main__ as cli
 from byteps_py.launch.cluster import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import client, query, rpc
+from byteps_py.scheduler import client, connections, query, rpc
 from byteps_py.settings import Settings
 
 
@@ -88,6 +91,50 @@ def test_without_the_secret_nobody_gets_in(start: Factory, attend: Attend, secre
     with pytest.raises(errors.RendezvousError, match="BYTEPS_SECRET"):
         query.stop(settings, "no", TIMEOUT_S)
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
+
+
+def test_who_is_turned_away_is_logged_with_its_address(start: Factory) -> None:
+    """One that fails TLS's handshake, one that does not begin it, one of another job; nobody else."""
+    scheduler = start(num_workers=1, secret="right" * 4).wait_listening()
+    assert query.status(scheduler.settings, TIMEOUT_S).members == []
+    with pytest.raises(errors.RendezvousError, match="BYTEPS_SECRET"):
+        query.status(dataclasses.replace(scheduler.settings, secret="wrong" * 4), TIMEOUT_S)
+    scheduler.wait_for("it has not shown that it knows the cluster secret")
+    own = stranger(scheduler)
+    scheduler.wait_for(f"turned away {own}: it has not shown that it knows the cluster secret")
+    with pytest.raises(errors.RendezvousError, match="BYTEPS_JOB_ID"):
+        query.status(dataclasses.replace(scheduler.settings, job_id="other"), TIMEOUT_S)
+    scheduler.wait_for("the cluster secrets differ, or the jobs do")
+    assert query.status(scheduler.settings, TIMEOUT_S).members == []
+    scheduler.process.terminate()
+    found = re.findall(r"turned away 127\.0\.0\.1:\d+: ", scheduler.ended()[1])
+    assert len(found) == 3
+
+
+def test_a_flood_of_refusals_does_not_flood_the_log(start: Factory) -> None:
+    scheduler = start(num_workers=1, secret="right" * 4).wait_listening()
+    begun = time.monotonic()
+    for _ in range(200):
+        stranger(scheduler)
+    scheduler.wait_for("turned away")
+    assert query.status(scheduler.settings, TIMEOUT_S).members == []
+    scheduler.process.terminate()
+    logged = scheduler.ended()[1].count("turned away")
+    assert logged <= 5 * (time.monotonic() - begun + 2)
+
+
+def stranger(scheduler: Scheduler) -> str:
+    """Says something that begins no handshake, until it is turned away. Returns its address."""
+    with socket.create_connection(("127.0.0.1", scheduler.settings.scheduler_port), TIMEOUT_S) as connection:
+        host, port = connection.getsockname()
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            connection.recv(1)
+        return f"{host}:{port}"
+
+
+def test_the_doctest_of_connections() -> None:
+    assert doctest.testmod(connections).failed == 0
 
 
 def test_an_occupied_port_is_named(start: Factory) -> None:

@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 
-from byteps_py import log, tuning
+from byteps_py import jobs, log, tuning
 from byteps_py.errors import BytePSError, ConfigurationError
+from byteps_py.launch.guard import TOKEN_VARIABLE
 from byteps_py.malloc import keep_freed_memory
 from byteps_py.settings import Settings, ignored_variables
 
@@ -21,15 +22,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = Settings.from_env()
         log.configure(settings.log_level, f"worker {settings.worker_id}")
-        for sentence in ignored_variables(os.environ):
-            log.logger.warning("%s", sentence)
+        if TOKEN_VARIABLE not in os.environ:  # else the launcher has said it
+            for sentence in ignored_variables(os.environ):
+                log.logger.warning("%s", sentence)
         from byteps_py.worker.service import Service  # numba takes half a second: after the settings' errors
 
         keep_freed_memory(tuning.USUAL_CREDIT_BYTES if settings.credit_bytes is None else settings.credit_bytes)
         service = Service(settings, arguments.stay)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: service.stop())
-        return service.run()
+        with jobs.announced(settings):
+            return service.run()
     except ConfigurationError as error:
         print(f"byteps_py worker: {error}", file=sys.stderr)
         return 2

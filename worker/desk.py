@@ -13,6 +13,7 @@ from typing import Any
 
 from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
+from byteps_py.forms import count_text
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.session import protocol
@@ -137,7 +138,8 @@ class Desk:
         if local_size != self._local_size or not isinstance(local_rank, int) or not 0 <= local_rank < local_size:
             raise UsageError(
                 f"a rank came as local rank {local_rank} of {local_size}, but its communication service was started "
-                f"for {self._local_size} ranks: BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same to both"
+                f"for {count_text(self._local_size, 'rank')}: BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same "
+                "to both"
             )
         if not isinstance(synced_in, int) or not 0 <= synced_in < _MOST_EPOCHS:
             raise ProtocolError(f"no group has the number {synced_in!r}")

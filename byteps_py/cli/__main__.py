@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from byteps_py import __version__
 from byteps_py.errors import BytePSError, ConfigurationError, UsageError
 
 #: Modules of this package, in the order of `bps --help`.
@@ -25,6 +26,7 @@ COMMANDS = ("status", "placement", "env")
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `bps` with all its commands."""
     parser = argparse.ArgumentParser(prog="bps", description="Inspect and steer a byteps_py cluster.")
+    parser.add_argument("--version", action="version", version=f"byteps_py {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
         importlib.import_module(f"byteps_py.cli.{name}").add_parser(subparsers)

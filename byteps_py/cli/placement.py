@@ -93,9 +93,12 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _as_text(plan: Plan, model: str, tensors: int, nbytes: int) -> str:
+    from byteps_py.forms import count_text
+
     optimum = plan.optimum
     lines = [
-        f"{model}: {nbytes:,} bytes in {tensors} tensors, n = {optimum.n} GPU machines, k = {optimum.k} CPU machines"
+        f"{model}: {nbytes:,} bytes in {count_text(tensors, 'tensor')}, n = {count_text(optimum.n, 'GPU machine')}, "
+        f"k = {count_text(optimum.k, 'CPU machine')}"
     ]
     if plan.links is not None and optimum.n > 1:
         return "\n".join([*lines, *_explain_links(plan, plan.links, nbytes)])

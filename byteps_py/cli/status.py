@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
-from byteps_py.errors import ConfigurationError, UsageError
+from byteps_py import jobs
+from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError, UsageError
+from byteps_py.forms import count_text
 from byteps_py.scheduler import report
 from byteps_py.settings import Settings
 
@@ -50,17 +53,37 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     scale.set_defaults(handler=run_scale)
     for parser in (status, stop, scale):
         parser.add_argument(
-            "--scheduler", metavar="HOST:PORT", default="", help="default: DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
+            "--scheduler",
+            metavar="HOST:PORT",
+            default="",
+            help="default: DMLC_PS_ROOT_URI and _PORT, else the job of this machine",
         )
         parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="how long to wait for an answer")
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print the job's state. 0, or 1 if the job has failed."""
+    """Print the job's state, or that of each job of this machine. 0, or 1 if one has failed or does not answer."""
     from byteps_py.scheduler import query  # not above: gRPC is slow to load, and `bps` has other commands
 
+    found = [] if _is_told(arguments) else jobs.find()
+    if len(found) > 1 and not arguments.json:
+        return max([_print_one(job, arguments) for job in found])
     reply = query.status(_settings(arguments), arguments.timeout)
     print(json.dumps(report.to_dict(reply), indent=2) if arguments.json else to_text(reply))
+    return int(reply.state == reply.STATE_FAILED)
+
+
+def _print_one(job: jobs.Job, arguments: argparse.Namespace) -> int:
+    """Of several."""
+    from byteps_py.scheduler import query
+
+    print(f"── {_name(job)}")
+    try:
+        reply = query.status(_settings_of(job), arguments.timeout)
+    except BytePSError as error:
+        print(f"{error}\n")
+        return 1
+    print(f"{to_text(reply)}\n")
     return int(reply.state == reply.STATE_FAILED)
 
 
@@ -82,11 +105,11 @@ def run_scale(arguments: argparse.Namespace) -> int:
         raise UsageError("bps scale needs the number of CPU machines, or --remove with the address of one")
     settings = _settings(arguments)
     left = query.scale(settings, max(arguments.servers, -1), arguments.remove, arguments.timeout)
-    print(f"{left} CPU machine{'' if left == 1 else 's'} lend{'s' if left == 1 else ''} a summation service")
+    print(f"{count_text(left, 'CPU machine')} {'lends' if left == 1 else 'lend'} a summation service")
     missing = arguments.servers - left
     if missing <= 0:
         return 0
-    where = "a spare machine" if missing == 1 else f"{missing} spare machines"
+    where = "a spare machine" if missing == 1 else count_text(missing, "spare machine")
     print(
         f"To have {missing} more, run on {where}, with the "
         "job's BYTEPS_JOB_ID and secret if it has them:\n"
@@ -97,8 +120,27 @@ def run_scale(arguments: argparse.Namespace) -> int:
     return 1
 
 
+def _is_told(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.scheduler or Settings.from_env().scheduler_host)
+
+
 def _settings(arguments: argparse.Namespace) -> Settings:
+    """Of the job that the command line or the environment names, else of the only one on this machine."""
+    if not _is_told(arguments):
+        found = jobs.find()
+        if not found:
+            raise RendezvousError(
+                "no job of yours runs on this machine. Of one elsewhere, or of another user, name the scheduler: "
+                "--scheduler HOST:PORT, or DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
+            )
+        if len(found) > 1:
+            raise UsageError(f"which job? Give --scheduler HOST:PORT: {'; '.join(map(_name, found))}")
+        return _settings_of(found[0])
     settings = Settings.from_env()
+    address = arguments.scheduler or settings.scheduler_address
+    # Of a job of this machine it is known how its members prove themselves.
+    if not settings.job_id and (job := next((j for j in jobs.find() if j.address == address), None)):
+        return _settings_of(job)
     if not arguments.scheduler:
         return settings
     host, _, port = arguments.scheduler.rpartition(":")
@@ -107,13 +149,38 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     return dataclasses.replace(settings, scheduler_host=host, scheduler_port=int(port))
 
 
+def _settings_of(job: jobs.Job) -> Settings:
+    """To ask its scheduler. Raises ConfigurationError if it has none, or its secret can't be read."""
+    if not job.address:
+        raise ConfigurationError(
+            f"{_name(job)}: its communication service does what a scheduler would do, and nobody can ask it"
+        )
+    settings = Settings.from_env()
+    if not settings.secret and job.secret_file:
+        settings = Settings.from_env({**os.environ, "BYTEPS_SECRET_FILE": job.secret_file})
+    return dataclasses.replace(
+        settings,
+        job_id=job.job_id,
+        local_secret=job.local_secret,
+        scheduler_host=job.scheduler_host,
+        scheduler_port=job.scheduler_port,
+    )
+
+
+def _name(job: jobs.Job) -> str:
+    name = f" (BYTEPS_JOB_ID={job.job_id})" if job.job_id else ""
+    if not job.address:
+        return f"a job of {count_text(job.ranks, 'rank')} on this machine alone, process {job.pid}{name}"
+    return f"the job of the scheduler at {job.address}{name}"
+
+
 def to_text(reply: pb.StatusReply) -> str:
     """The reply as a table for people, without a final newline."""
     facts = report.to_dict(reply)
     lines = [f"{facts['state']}: {facts['reason']}"]
     lines.append(
-        f"{facts['num_workers']} workers, {facts['num_servers']} servers configured, epoch {facts['epoch']}; "
-        f"{facts['tensors']} tensors, "
+        f"{count_text(facts['num_workers'], 'worker')}, {count_text(facts['num_servers'], 'server')} configured, "
+        f"epoch {facts['epoch']}; {count_text(facts['tensors'], 'tensor')}, "
         f"{_mb(facts['tensor_bytes'])} MB, in partitions of at most {_mb(facts['partition_bytes'])} MB"
     )
     if facts["restarts"]:

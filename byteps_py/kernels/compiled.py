@@ -69,6 +69,12 @@ def build(op: Op, dtype: DType, wanted: Checks = Checks.NONE) -> Kernel:
         return njit(_SIGNATURE, nogil=True, error_model="numpy")(kernel)
 
 
+def kept_in(kernel: Kernel) -> str:
+    """The folder in which other processes find it; empty if each has to compile its own."""
+    dispatcher: Any = kernel
+    return dispatcher.stats.cache_path or ""
+
+
 def _unique_name(op: Op, dtype: DType, wanted: Checks) -> str:
     """Names the kernel's symbol and its cache file: the same name must mean the same code, in all processes.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from byteps_py.errors import UsageError
+from byteps_py.forms import count_text
 from byteps_py.tensors import Checks, DType, Op
 
 if TYPE_CHECKING:
@@ -115,10 +116,20 @@ def prepare(pairs: Iterable[tuple[Op, DType]], checks: Checks = Checks.NONE) -> 
             _build(op, dtype, checks)
 
 
+def prepare_all() -> list[Kernel]:
+    """Make every kernel ready that a service may need, and return them: each reduction of each dtype, and those of
+    floats a second time, as BYTEPS_NONFINITE needs them."""
+    reductions = [op for op in Op if op.is_reduction]
+    prepare((op, dtype) for op in reductions for dtype in DType)
+    prepare(((op, dtype) for op in reductions for dtype in DType if dtype.is_floating), Checks.FINITE)
+    return list(_kernels.values())
+
+
 def _refuse_contradictions(op: Op, inputs: Sequence[int], outputs: Sequence[int], divisor: int) -> None:
     if not inputs or not outputs or (op is Op.BROADCAST and (len(inputs) > 1 or divisor > 1)):
+        what = f"{count_text(len(inputs), 'contribution')} into {count_text(len(outputs), 'place')}"
         raise UsageError(
-            f"can't {op.name.lower()} {len(inputs)} contributions into {len(outputs)} places with divisor {divisor}: "
+            f"can't {op.name.lower()} {what} with divisor {divisor}: "
             "a reduction needs at least one of each, a broadcast exactly one contribution and no divisor"
         )
 

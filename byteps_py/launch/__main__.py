@@ -17,7 +17,7 @@ from byteps_py.launch.plan import role_plan
 from byteps_py.launch.spec import Kind, ProcessSpec
 from byteps_py.launch.supervisor import Supervisor
 from byteps_py.machine import check_offered_host
-from byteps_py.settings import Settings
+from byteps_py.settings import Settings, ignored_variables
 
 _STARTS = 3
 
@@ -57,6 +57,8 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
         # Only this job's processes know it: other users of this machine can't join the job, or end it.
         environ = {"BYTEPS_LOCAL_SECRET": secrets.token_hex(32), **environ}
     command = resolve(given.command, environ)
+    for sentence in ignored_variables(environ):
+        say(sentence)
     for start in range(1, _STARTS + 1):
         token = os.urandom(8).hex()
         specs = _plan(given, environ, command, token)

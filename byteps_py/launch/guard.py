@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from byteps_py import jobs
+
 TOKEN_VARIABLE = "BYTEPS_LAUNCH_TOKEN"
 SWEEP_LIMIT_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -79,7 +81,10 @@ def _kill_and_wait(pid: int, token: str, deadline: float) -> None:
 
 
 class Guard:
-    """On watch from its creation until ``close``, which is for when nothing is left to guard."""
+    """On watch from its creation until ``close``, which is for when nothing is left to guard.
+
+    ``pidfd`` is readable when its process has died before: something killed it, and nobody is on watch.
+    """
 
     def __init__(self, token: str) -> None:
         reader, self._writer = os.pipe2(os.O_CLOEXEC)
@@ -87,23 +92,29 @@ class Guard:
         if self._pid == 0:
             _guard_main(reader, token)
         os.close(reader)
+        self.pidfd = os.pidfd_open(self._pid)
 
-    def close(self) -> None:
+    def close(self) -> int:
+        """Returns how its process ended, as ``subprocess`` gives it."""
         os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        _, status = os.waitpid(self._pid, 0)
+        os.close(self.pidfd)
         os.close(self._writer)
+        return os.waitstatus_to_exitcode(status)
 
 
 def _guard_main(pipe: int, token: str) -> None:
     """The guard's whole life. It must not return into the launcher's code, whatever happens."""
     try:
         os.setsid()  # a Ctrl-C or the end of a terminal is for the launcher
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, signal.SIG_IGN)
         os.dup2(pipe, 0)
         # Holding the launcher's output open would keep a reader of it waiting; holding the pipe's other end, us.
         os.closerange(1, os.sysconf("SC_OPEN_MAX"))
         os.read(0, 1)  # nothing is ever written: it returns when the launcher is gone
         sweep(token)
+        jobs.clear()
     finally:
         os._exit(0)

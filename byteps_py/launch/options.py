@@ -9,6 +9,7 @@ from pathlib import Path
 
 from byteps_py import __version__
 from byteps_py.errors import ConfigurationError
+from byteps_py.launch.build import describe_build
 from byteps_py.launch.supervisor import Supervision
 from byteps_py.variables import VARIABLES, Variable
 
@@ -71,7 +72,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
     """Raises ConfigurationError; argparse itself ends the program (status 2, usage) on a malformed option."""
     given = _parser().parse_args(arguments)
     command = tuple(given.command[1:] if given.command[:1] == ["--"] else given.command)
-    role = environ.get("DMLC_ROLE", "").strip().lower()
+    role = _role(environ)
     if given.hosts:
         raise ConfigurationError(
             "bpslaunch starts processes on this machine only; on several machines, start it on each with DMLC_ROLE "
@@ -126,6 +127,12 @@ def _tag_output(given: bool | None, environ: Mapping[str, str]) -> bool | None:
     return bool(Variable("tag_output", (_TAG_VARIABLE,), bool, "").parse(_TAG_VARIABLE, text))
 
 
+def _role(environ: Mapping[str, str]) -> str:
+    """Empty where DMLC_ROLE is not set. Raises ConfigurationError."""
+    variable = next(each for each in VARIABLES if each.field == "role")
+    return str(variable.parse("DMLC_ROLE", environ["DMLC_ROLE"])) if environ.get("DMLC_ROLE", "").strip() else ""
+
+
 def _is_elastic(environ: Mapping[str, str]) -> bool:
     """As the variable says it. Raises ConfigurationError."""
     variable = next(each for each in VARIABLES if each.field == "elastic")
@@ -167,8 +174,15 @@ def _parser() -> argparse.ArgumentParser:
     add("-v", "--verbose", action="store_true", help="say what is started, with which variables")
     add("-H", "--hosts", "-hostfile", "--hostfile", dest="hosts", help=argparse.SUPPRESS)
     add("--version", action="version", version=f"byteps_py {__version__}")
+    add("-cb", "--check-build", action=_CheckBuild, nargs=0, help="say what this installation can do, and end")
     add("command", nargs=argparse.REMAINDER, metavar="CMD", help="the training program and its arguments")
     return parser
+
+
+class _CheckBuild(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(describe_build())
+        parser.exit()
 
 
 def _count(low: int) -> Callable[[str], int]:

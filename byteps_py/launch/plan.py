@@ -199,7 +199,12 @@ def require(environ: Mapping[str, str], *wanted: str) -> None:
     missing = [_BY_FIELD[field] for field in wanted if not _value(environ, field)]
     if not missing:
         return
-    lines = [f"  {v.names[0]:<18} {v.meaning} (for example {_EXAMPLES[v.field]}); {v.allowed()}" for v in missing]
+    # Its default is that of a process that nobody starts in a role.
+    meanings = [v.meaning.partition("; default:")[0] for v in missing]
+    lines = [
+        f"  {v.names[0]:<18} {meaning} (for example {_EXAMPLES[v.field]}); {v.allowed()}"
+        for v, meaning in zip(missing, meanings, strict=True)
+    ]
     noun = "a variable that is not set" if len(missing) == 1 else f"{len(missing)} variables that are not set"
     role = f" with DMLC_ROLE={environ['DMLC_ROLE']}" if environ.get("DMLC_ROLE") else ""
     raise ConfigurationError("\n".join([f"bpslaunch{role} needs {noun}:", *lines]))

@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from byteps_py import jobs
 from byteps_py.last_words import VARIABLE
 from byteps_py.launch.failure_report import FailureReport
 from byteps_py.launch.guard import TOKEN_VARIABLE, Guard, die_with, sweep
 from byteps_py.launch.output import Stream, WordsPipe, open_streams, say, show
-from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say, Start
+from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say, Start, describe
 from byteps_py.launch.spec import Kind, ProcessSpec
 
 _REAP_LIMIT_S = 5.0
+_MOST_GUARDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,15 @@ class Supervisor:
         self._words: dict[str, WordsPipe] = {}
         self._report = FailureReport()
         self._was_signalled = False
+        self._guard: Guard | None = None
+        self._guards = 0  # that have died
 
     def run(self) -> Policy:
         """Start everything, return when it is over: ``code`` is the exit code, ``retry`` asks to start over.
 
         Raises OSError when a process can't be started; the others are then gone.
         """
-        guard = Guard(self._token)
+        self._set_guard()
         try:
             with self._signals():
                 try:
@@ -74,10 +78,29 @@ class Supervisor:
                     self._end_everything()
         finally:
             self._selector.close()
-            guard.close()
+            if self._guard is not None:
+                self._guard.close()
         if not self._policy.retry:
             self._show_report()
         return self._policy
+
+    def _set_guard(self) -> None:
+        self._guard = Guard(self._token)
+        self._watch(self._guard.pidfd, self._guard_died)
+
+    def _guard_died(self) -> None:
+        """Without it what the ranks have started would outlive a launcher that is killed."""
+        if self._guard is None:
+            return
+        self._selector.unregister(self._guard.pidfd)
+        text = f"the process that ends this job when the launcher is killed {describe(self._guard.close())}"
+        self._guards += 1
+        if self._guards < _MOST_GUARDS:
+            self._set_guard()
+            say(f"{text}; another one has taken its place")
+        else:
+            say(f"{text} for the {_MOST_GUARDS}th time, and is not started again")
+            self._guard = None
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -220,6 +243,7 @@ class Supervisor:
         for process in self._processes.values():
             os.killpg(process.pid, signal.SIGKILL)
         left = sweep(self._token)
+        jobs.clear()
         if left:
             say(f"could not be killed: processes {', '.join(map(str, left))}")
         for process in self._processes.values():

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from byteps_py import log
+from byteps_py import jobs, log
 from byteps_py.errors import BytePSError, JournalError
 from byteps_py.launch.spec import NO_JOURNAL_STATUS
 from byteps_py.scheduler.ending import Finish
@@ -39,7 +39,8 @@ def main() -> int:
 
 async def _serve(settings: Settings) -> Finish:
     service = SchedulerService(settings)
-    finish = await service.run()
+    with jobs.announced(settings):
+        finish = await service.run()
     if settings.report:
         Path(settings.report).write_text(json.dumps(to_dict(service.status()), indent=2))
     return finish

@@ -1,13 +1,14 @@
-"""The scheduler's connections that have shown no valid token yet: found among the descriptors of the process, as gRPC
-tells of none, and ended by the limits that hold for every listener (unauthenticated.py).
+"""The scheduler's connections that have shown no valid token yet. gRPC tells of none, so they are found among the
+descriptors of the process, and end by the limits that hold for every listener (unauthenticated.py).
 
-Owned by the scheduler's thread.
+``handshake_begins`` may be called by any thread, the others are for the scheduler's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -18,17 +19,24 @@ _DESCRIPTORS = "/proc/self/fd"
 #: Between two looks, and while many connect.
 _LOOK_S, _HURRIED_S = 0.05, 0.005
 _MANY = MOST // 4
+#: Of those that have gone without a token, so many are remembered until ``take_refused``.
+_MOST_REFUSED = 100
 
 
 class SchedulerConnections:
     """``port``: where the scheduler listens. What ``admit`` has not named in time is cut off."""
 
     def __init__(self, port: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._looked_s = clock()
         self._waiting = UnauthenticatedConnections(clock)
         self._waiting.port = port
         self._port = port
         self._known: dict[int, tuple[str, str]] = {}  # by descriptor: which file it is, its peer; "": no connection
         self._admitted: set[str] = set()
+        self._explained: set[str] = set()
+        self._refused: list[str] = []
 
     def __len__(self) -> int:
         """Connections that wait to be admitted."""
@@ -38,13 +46,36 @@ class SchedulerConnections:
     def cut_off(self) -> int:
         return self._waiting.cut_off
 
+    def handshake_begins(self) -> None:
+        """Of TLS: it may fail so soon that only now there is anything to see of the connection."""
+        with self._lock:
+            if self._clock() - self._looked_s >= _HURRIED_S:
+                self._look()
+
     def admit(self, peer: str) -> None:
         """``peer``, as gRPC names it, has shown a valid token."""
-        self._admitted.add(_plain(peer))
+        with self._lock:
+            self._admitted.add(address_of(peer))
+
+    def explained(self, peer: str) -> None:
+        """``peer`` was told why it is refused, and the log says so: ``take_refused`` does not."""
+        with self._lock:
+            self._explained.add(address_of(peer))
 
     def look(self) -> float:
         """Find new connections, forget those that have ended, and cut off what is over a limit. Returns in how many
         seconds to look again."""
+        with self._lock:
+            self._look()
+            return _HURRIED_S if len(self._waiting) > _MANY else _LOOK_S
+
+    def take_refused(self) -> list[str]:
+        """Who has gone, or was cut off, without a valid token since the last call."""
+        with self._lock:
+            refused, self._refused = self._refused, []
+        return refused
+
+    def _look(self) -> None:
         found: dict[int, tuple[str, str]] = {}
         for name in os.listdir(_DESCRIPTORS):
             fd = int(name)
@@ -53,32 +84,36 @@ class SchedulerConnections:
                 if file.startswith("socket:"):
                     known = self._known.get(fd)
                     found[fd] = known if known is not None and known[0] == file else self._new(fd, file)
+        gone = [peer for fd, (file, peer) in self._known.items() if peer and found.get(fd, ("",))[0] != file]
+        silent = [peer for peer in gone if peer not in self._admitted | self._explained]
+        self._refused += silent[: _MOST_REFUSED - len(self._refused)]
         for fd in self._known.keys() - found.keys():
             self._waiting.known(fd)
         self._known = found
-        peers = {peer for _, peer in found.values()}
         for fd, (_, peer) in found.items():
             if peer in self._admitted:
                 self._waiting.known(fd)
-        self._admitted &= peers
+        here = {peer for _, peer in found.values()}
+        self._admitted &= here
+        self._explained &= here
         self._waiting.sweep()
-        return _HURRIED_S if len(self._waiting) > _MANY else _LOOK_S
+        self._looked_s = self._clock()
 
     def _new(self, fd: int, file: str) -> tuple[str, str]:
         self._waiting.known(fd)
         try:
             with duplicate(fd, self._port) as end:
-                host, port = end.getpeername()[:2]
+                host, port, *_ = end.getpeername()
         except OSError:
             return file, ""  # it listens, or is none of the scheduler's
         self._waiting.came(fd)
-        return file, f"{str(host).removeprefix('::ffff:')}:{port}"
+        host = host.removeprefix("::ffff:")
+        return file, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _plain(peer: str) -> str:
+def address_of(peer: str) -> str:
     """
-    >>> _plain("ipv4:127.0.0.1:5000"), _plain("ipv6:%5B::1%5D:5000")
-    ('127.0.0.1:5000', '::1:5000')
+    >>> address_of("ipv4:10.0.0.1:4242"), address_of("ipv6:%5Bfd00::1%5D:4242")
+    ('10.0.0.1:4242', '[fd00::1]:4242')
     """
-    host, _, port = urllib.parse.unquote(peer.partition(":")[2]).rpartition(":")
-    return f"{host.strip('[]').removeprefix('::ffff:')}:{port}"
+    return urllib.parse.unquote(peer).partition(":")[2]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from byteps_py.errors import BytePSError, ConfigurationError, from_name
+from byteps_py.forms import count_text
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import ClusterConfig
@@ -33,8 +34,9 @@ class LocalControl:
     ) -> None:
         if settings.num_workers > 1 or settings.num_servers > 0:
             raise ConfigurationError(
-                f"a cluster of {settings.num_workers} GPU machines and {settings.num_servers} servers needs a "
-                "scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT to its address"
+                f"a cluster of {count_text(settings.num_workers, 'GPU machine')} and "
+                f"{count_text(settings.num_servers, 'server')} needs a scheduler: set DMLC_PS_ROOT_URI and "
+                "DMLC_PS_ROOT_PORT to its address"
             )
         self._interval_s = settings.heartbeat_interval_s
         self._core = SchedulerCore(ClusterConfig.from_settings(settings))

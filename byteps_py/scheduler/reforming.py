@@ -145,7 +145,9 @@ class Reforming:
                 return GiveUp(f"{self.reason}; {text}; no others came within {self.timeout_s:g} s")
             return Wait(f"{self.reason}; {text}: waiting for others to join")
         if self.reset_limit and self.count >= self.reset_limit:
-            return GiveUp(f"{self.reason}; the group was formed anew {self.count} times (BYTEPS_RESET_LIMIT)")
+            return GiveUp(
+                f"{self.reason}; the group was formed anew {count_text(self.count, 'time')} (BYTEPS_RESET_LIMIT)"
+            )
         newcomers = {each.id for each in candidates if each.place < 0}
         newcomers |= {member for member, waiting in self._ready.items() if waiting.has_newcomers}
         is_continued = not self.is_broken and newcomers.isdisjoint(member for member, _ in chosen)

@@ -5,6 +5,9 @@ Only service processes and the command line import this: gRPC does not survive a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import grpc
 import grpc.aio
 
@@ -90,17 +93,25 @@ def open_channel(settings: Settings) -> grpc.Channel:
     )
 
 
-def add_port(server: grpc.aio.Server, address: str, settings: Settings) -> None:
-    """Let ``server`` listen on ``address``: with mutual TLS if there is a secret. Raises RuntimeError."""
+def add_port(server: grpc.aio.Server, address: str, settings: Settings, began: Callable[[], None]) -> None:
+    """Let ``server`` listen on ``address``: with mutual TLS if there is a secret. Raises RuntimeError.
+
+    ``began``: called, by any thread, before each handshake.
+    """
     if not settings.secret:
         server.add_insecure_port(address)
         return
     from byteps_py import tls
 
     own = tls.credentials(auth.membership_key(settings))
+
+    def unchanged() -> Any:
+        """gRPC asks for other certificates before each handshake; None: these stay."""
+        began()
+
+    certificates = grpc.ssl_server_certificate_configuration([(own.private_key, own.certificate)], own.authority)
     server.add_secure_port(
-        address,
-        grpc.ssl_server_credentials([(own.private_key, own.certificate)], own.authority, require_client_auth=True),
+        address, grpc.dynamic_ssl_server_credentials(certificates, unchanged, require_client_authentication=True)
     )
 
 

@@ -28,7 +28,7 @@ from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler import restoring, rpc, unfinished
 from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.connections import SchedulerConnections
+from byteps_py.scheduler.connections import SchedulerConnections, address_of
 from byteps_py.scheduler.ending import Finish
 from byteps_py.scheduler.journal import Journal, journal_path
 from byteps_py.scheduler.member import describe
@@ -40,6 +40,7 @@ from byteps_py.settings import Settings
 
 TICK_S = 0.2
 STOP_GRACE_S = 1.0
+_OF_THIS_CLUSTER = "knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, the same everywhere)"
 NOBODY = "a process"  # that has yet to say who it is
 MAX_BACKLOG = 20_000  # messages that wait for one connection; who takes none of so many is cut off
 
@@ -73,8 +74,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._clock_s = -time.monotonic()  # of the scheduler's own clock, which begins at 0, less that of the system
         self._links: dict[int, _Link] = {}
         self._streams = itertools.count(1)
-        self._connections: SchedulerConnections | None = None
         self._strangers = Traffic()
+        self._connections = SchedulerConnections(settings.scheduler_port)
         self._held: list[Sent] = []  # until the journal has what they follow from
         self._is_flushing = False
         self._said = ""
@@ -107,12 +108,16 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         server = grpc.aio.server(interceptors=[unfinished.Interceptor()], options=rpc.server_options())
         control_pb2_grpc.add_SchedulerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         try:
-            rpc.add_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._settings)
+            rpc.add_port(
+                server,
+                f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+                self._settings,
+                self._connections.handshake_begins,
+            )
         except RuntimeError as error:
             raise ConfigurationError(f"the scheduler can't listen on {host}:{port}: {error}") from error
         await server.start()
         retry_steadily(port)
-        self._connections = SchedulerConnections(port)
         watching = asyncio.create_task(_watch(self._connections))
         logger.info("listening on %s:%d for job %s", host, port, self._settings.job)
         loop = asyncio.get_running_loop()
@@ -146,6 +151,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         while True:
             now_s = self._now_s()
             self._deliver(self._sessions.tick(now_s))
+            for address in self._connections.take_refused():
+                self._strangers.note("turned away", address, f"it has not shown that it {_OF_THIS_CLUSTER}")
             if self._bug is not None:
                 raise self._bug
             if self._sessions.is_abandoned:
@@ -288,13 +295,14 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         shown = dict(context.invocation_metadata() or ()).get(rpc.TOKEN_KEY, "")
         if not auth.is_valid(str(shown), self._settings, "control"):
             why = "the cluster secrets differ" if shown else "it needs the cluster secret"
+            self._connections.explained(context.peer())
+            self._strangers.note("turned away", address_of(context.peer()), f"{why}, or the jobs do")
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 f"{why}, or the jobs do: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE, and the same BYTEPS_JOB_ID "
                 "or scheduler address, everywhere",
             )
-        if self._connections is not None:
-            self._connections.admit(context.peer())
+        self._connections.admit(context.peer())
 
 
 async def _watch(connections: SchedulerConnections) -> None:

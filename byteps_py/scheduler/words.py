@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from byteps_py.forms import count_text as count_text
+
 _MAX_RANGES = 8
 
 
@@ -36,11 +38,3 @@ def names_text(names: list[str], limit: int = 4) -> str:
     shown = ", ".join(repr(name) for name in names[:limit])
     hidden = len(names) - limit
     return f"tensor{'s' if len(names) != 1 else ''} {shown}" + (f" and {hidden} more" if hidden > 0 else "")
-
-
-def count_text(number: int, noun: str) -> str:
-    """
-    >>> count_text(1, "server"), count_text(2, "server")
-    ('1 server', '2 servers')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"

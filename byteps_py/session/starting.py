@@ -14,14 +14,17 @@ import sys
 import time
 from collections.abc import Mapping
 
-from byteps_py import channel, launchers
+from byteps_py import channel, jobs, launchers
 from byteps_py.errors import ConfigurationError, RendezvousError
+from byteps_py.forms import count_text
+from byteps_py.launch.guard import TOKEN_VARIABLE
+from byteps_py.log import logger
 from byteps_py.machine import check_offered_host, local_socket
 from byteps_py.session import endings, words
 from byteps_py.session.base import Session
 from byteps_py.session.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
-from byteps_py.settings import Settings
+from byteps_py.settings import Settings, ignored_variables
 
 _END_S = 10.0
 #: A service that stays for ranks that come back, and is not there, is gone.
@@ -42,6 +45,9 @@ def open_session(settings: Settings | None = None) -> Session:
     settings = settings or Settings.from_env()
     words.whole_tracebacks = settings.log_level in ("DEBUG", "TRACE")
     if settings.is_alone:
+        if TOKEN_VARIABLE not in os.environ:  # else the launcher has said it; with services, the first of them does
+            for sentence in ignored_variables(os.environ):
+                logger.warning("%s", sentence)
         return SoloSession()
     services: list[subprocess.Popen[bytes]] = []
     if settings.elastic and not settings.socket_name:
@@ -106,8 +112,8 @@ def _complete(settings: Settings, environ: Mapping[str, str]) -> Settings:
         return dataclasses.replace(settings, job_id=settings.job_id or launchers.job(environ))
     if (address := launchers.scheduler(environ)) is None:
         raise ConfigurationError(
-            f"{settings.num_workers} GPU machines and {settings.num_servers} servers need a scheduler: set "
-            "DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or MASTER_ADDR and MASTER_PORT as torchrun does"
+            f"{count_text(settings.num_workers, 'GPU machine')} and {count_text(settings.num_servers, 'server')} need "
+            "a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or MASTER_ADDR and MASTER_PORT as torchrun does"
         )
     return dataclasses.replace(settings, scheduler_host=address[0], scheduler_port=address[1])
 
@@ -172,4 +178,6 @@ def _end(services: list[subprocess.Popen[bytes]], terminate: bool) -> None:
         except subprocess.TimeoutExpired:
             service.kill()
             service.wait()
+    if services:
+        jobs.clear()
     services.clear()

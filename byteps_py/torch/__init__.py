@@ -9,6 +9,15 @@ Start with api.py (what a script calls) and optimizer.py (what most scripts use)
     cross_barrier ─ pending ─ hooks;  adasum_optimizer ─ adasum;  elastic;  distributed (the torch.distributed backend)
 """
 
+try:
+    import torch as _torch  # noqa: F401  before what needs it, to say what is missing
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "byteps_py needs PyTorch to train, and it is not installed here: pip install 'byteps-py[torch]'", name="torch"
+    ) from None
+
 from byteps_py.errors import (
     BytePSError,
     CommunicationError,

@@ -68,8 +68,9 @@ def shutdown() -> None:
 
 
 def suspend() -> None:
-    """Leave the job in order to ``resume`` it later with other machines."""
-    contexts.current().close()
+    """Leave the job in order to ``resume`` it later with other machines. Until then rank(), size() and their kin answer
+    as before; whatever needs the other ranks raises NotInitializedError."""
+    contexts.current().suspend()
 
 
 def resume(num_workers: int, num_servers: int, global_rank: int = -1) -> None:
@@ -89,37 +90,37 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """This process's number, from 0 to size() - 1."""
-    return contexts.current().session.rank
+    return contexts.current().place.rank
 
 
 def size() -> int:
     """Number of training processes."""
-    return contexts.current().session.size
+    return contexts.current().place.size
 
 
 def local_rank() -> int:
     """This process's number on its machine."""
-    return contexts.current().session.local_rank
+    return contexts.current().place.local_rank
 
 
 def local_size() -> int:
     """Number of training processes on this machine."""
-    return contexts.current().session.local_size
+    return contexts.current().place.local_size
 
 
 def cross_rank() -> int:
     """The number of this machine."""
-    return contexts.current().session.machine_index
+    return contexts.current().place.machine_index
 
 
 def cross_size() -> int:
     """Number of machines with training processes."""
-    return contexts.current().session.num_machines
+    return contexts.current().place.num_machines
 
 
 def is_homogeneous() -> bool:
     """True if every machine has as many training processes as this one."""
-    return contexts.current().session.is_homogeneous
+    return contexts.current().place.is_homogeneous
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -44,6 +44,23 @@ class Request:
     result_shapes: tuple[tuple[int, ...], ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank this process is, among how many."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    machine_index: int
+    num_machines: int
+    is_homogeneous: bool
+
+    @classmethod
+    def of(cls, session: Session) -> Place:
+        return cls(**{each.name: getattr(session, each.name) for each in dataclasses.fields(cls)})
+
+
 class Closable(Protocol):
     """Something that lives as long as the session."""
 
@@ -66,6 +83,7 @@ class Context:
         self.lock = threading.RLock()
         self._session: Session | None = None
         self._settings: Settings | None = None
+        self._suspended: Place | None = None  # what it was in the job that it has left, until it joins or shuts down
         self._exchanges: dict[str, Exchange] = {}
         self._movers: dict[torch.device, Mover] = {}
         self._claimed: dict[str, int] = {}
@@ -91,6 +109,7 @@ class Context:
                 session = self._opener(self._settings)
                 session.incarnation = self.incarnation
                 self._session = session
+                self._suspended = None
                 if suiting.may_share(session.local_size) and session.nearby is not None:
                     session.nearby.meetings.ask_all()
                     ring_sum.prepare()
@@ -106,12 +125,21 @@ class Context:
 
     def close(self) -> None:
         """Leave the job; a no-op if not joined. Raises what its unfinished work raises, having left all the same."""
+        self._suspended = None
         try:
             if self._session is not None and words.uncaught() is None:
                 for work in list(self.unfinished):
                     work.finish()
         finally:
             self._leave()
+
+    def suspend(self) -> None:
+        """``close``, and remember this process's place until it is part of a job again: see ``place``."""
+        place = Place.of(self.session) if self.is_open else self._suspended
+        try:
+            self.close()
+        finally:
+            self._suspended = place
 
     def _leave(self) -> None:
         with self.lock:
@@ -170,6 +198,11 @@ class Context:
         if session is None:
             raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
         return session
+
+    @property
+    def place(self) -> Session | Place:
+        """Of this process in its job; after ``suspend``, in the job that it has left. Raises NotInitializedError."""
+        return self._session or self._suspended or self.session
 
     @property
     def settings(self) -> Settings:

@@ -2,7 +2,8 @@
 
 Without it a step ends with a barrier: no layer computes before the last gradient has arrived. With it the gradients
 of the back layers travel while the front layers already compute the next forward pass, so that a step takes the
-longer of computation and communication, not their sum. BytePS's name and idea (ByteScheduler's, before).
+longer of computation and communication, not their sum. BytePS's name and idea (ByteScheduler's, before). As in BytePS,
+a script may import this module alone: ``import byteps_py.torch.cross_barrier as bps``.
 
     step t:      backward ───────────────────► step() returns at once
                  gradients leave, back first
@@ -21,8 +22,40 @@ from torch.optim import optimizer as torch_optimizer
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch import context as contexts
 from byteps_py.torch.adasum_optimizer import AdasumDistributed
+from byteps_py.torch.api import (
+    byteps_push_pull,
+    init,
+    local_rank,
+    local_size,
+    poll,
+    rank,
+    shutdown,
+    size,
+    synchronize,
+)
+from byteps_py.torch.arguments import NamedParameters
+from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from byteps_py.torch.hooks import Distributed
+from byteps_py.torch.optimizer import DistributedOptimizer
 from byteps_py.torch.pending import Hyperparameters, PendingUpdates
+
+#: What BytePS's module has.
+__all__ = [
+    "Compression",
+    "CrossBarrier",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "byteps_push_pull",
+    "init",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
+]
 
 #: These use their children's parameters without calling the children.
 _WHOLE = (torch.nn.MultiheadAttention,)
@@ -36,6 +69,7 @@ class _CrossBarrier(Distributed):
     _whole: tuple[torch.nn.Module, ...]
     _covered: dict[torch.nn.Module, list[torch.nn.Parameter]]
     _guarded: set[torch.nn.Parameter]
+    _steps_left: int  # the last of them completes its updates
 
     def finish_updates(self) -> None:
         """Complete what step() left to the next forward pass. Call it before reading weights or changing them in
@@ -52,7 +86,8 @@ class _CrossBarrier(Distributed):
         weights are the old ones and its gradients NaN.
 
         With gradients that were averaged before (synchronize()), and if the optimizer has step hooks, which need
-        the new weights, it waits and updates as DistributedOptimizer does. Raises UsageError for a closure.
+        the new weights, it waits and updates as DistributedOptimizer does. So does the step whose number is
+        ``num_steps``. Raises UsageError for a closure.
         """
         if closure is not None:
             raise UsageError(
@@ -60,6 +95,7 @@ class _CrossBarrier(Distributed):
                 "DistributedOptimizer without CrossBarrier"
             )
         self._pending.finish()  # of layers that the last forward pass left out
+        self._steps_left -= 1
         averaged = self._synchronized and not self._passes.begun
         if averaged or not self._should_synchronize or _has_step_hooks(self):
             return super().step()
@@ -78,6 +114,8 @@ class _CrossBarrier(Distributed):
             if param in covered:
                 self._guard(param)
         self._pending.wait_for(param for param in pending if param not in covered)
+        if self._steps_left == 0:
+            self._pending.finish()
         return None
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -157,26 +195,32 @@ class _CrossBarrier(Distributed):
 def CrossBarrier(  # noqa: N802  BytePS's name
     model: torch.nn.Module,
     optimizer: Any,
-    num_steps: int | None = None,
+    named_parameters: NamedParameters | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    num_steps: int = 10**6,
     *,
     whole: Iterable[torch.nn.Module] = (),
 ) -> Any:
-    """``optimizer`` (a DistributedOptimizer for ``model``), whose communication also overlaps the next forward pass.
+    """``optimizer`` for ``model``, whose communication also overlaps the next forward pass.
 
-    The weights are bit for bit those that ``optimizer`` gives; use the result in its place. step() returns at once;
-    a layer is updated when the next forward pass calls it. state_dict(), shutdown() and what else needs all weights
-    waits for them; before you read weights yourself, call finish_updates().
+    A DistributedOptimizer, made before with what it needs; or a plain one, from which DistributedOptimizer(optimizer,
+    named_parameters, compression, backward_passes_per_step) is made, as in BytePS. The weights are bit for bit those
+    that it gives; use the result in its place. step() returns at once; a layer is updated when the next forward pass
+    calls it. state_dict(), shutdown() and what else needs all weights waits for them; before you read weights yourself,
+    call finish_updates().
 
+    num_steps: that step completes its updates, so that weights may be read after the last one.
     whole: modules that use parameters of their children without calling them: they wait for all of these (known by
-    itself for torch.nn.MultiheadAttention). num_steps: BytePS's, without effect.
+    itself for torch.nn.MultiheadAttention).
     Wrap it before the first step: what has travelled keeps its priority, and a UserWarning says so.
-    Raises UsageError for another optimizer.
+    Raises UsageError for what it can't overlap, and for arguments that the DistributedOptimizer had to be given.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
     >>> model = torch.nn.Linear(2, 1)
-    >>> opt = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    >>> opt = bps.CrossBarrier(model, opt)
+    >>> opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> opt = bps.CrossBarrier(model, opt, model.named_parameters(), num_steps=3)
     >>> for _ in range(3):
     ...     model(torch.ones(1, 2)).sum().backward()
     ...     opt.step()
@@ -185,10 +229,15 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     """
     if isinstance(optimizer, AdasumDistributed):
         raise UsageError("CrossBarrier can't overlap Adasum, which combines whole steps; use the optimizer as it is")
-    if not isinstance(optimizer, Distributed):
-        raise UsageError("CrossBarrier needs a DistributedOptimizer: wrap the optimizer in one first")
     if isinstance(optimizer, _CrossBarrier):
         raise UsageError("the optimizer is a CrossBarrier already")
+    if not isinstance(optimizer, Distributed):
+        optimizer = DistributedOptimizer(optimizer, named_parameters, compression, backward_passes_per_step)
+    elif named_parameters is not None or compression is not Compression.none or backward_passes_per_step != 1:
+        raise UsageError(
+            "the optimizer is a DistributedOptimizer already: give named_parameters, compression and "
+            "backward_passes_per_step to it, or give CrossBarrier the optimizer that it wraps"
+        )
     if optimizer._reducer.has_sparse:
         raise UsageError("CrossBarrier can't overlap sparse gradients; use DistributedOptimizer(sparse_as_dense=True)")
     optimizer._reducer.takes_sparse = False
@@ -203,6 +252,7 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     crossing._whole = tuple(whole)
     crossing._covered = {}
     crossing._guarded = set()
+    crossing._steps_left = num_steps
     crossing._cover()
     return crossing
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,21 @@ from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import bits_of, check_dense, wire_dtype
 from byteps_py.torch.handles import Operation
+
+#: What BytePS's module of this name has; here they are api.py's, which stands on this one.
+_OF_BYTEPS = frozenset(
+    {
+        *("init", "shutdown", "suspend", "resume", "rank", "size", "local_rank", "local_size"),
+        *("declare", "poll", "synchronize", "get_pushpull_speed"),
+        *("push_pull", "push_pull_async", "push_pull_inplace", "push_pull_async_inplace"),
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_BYTEPS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(__package__), name)
 
 
 class ReduceOp(enum.Enum):

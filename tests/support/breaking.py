@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from byteps_py import jobs
 from support.clusters import ROOT, clean_environment
 from support.processes import kill, processes, wait_gone
 from support.remains import Remains
@@ -23,7 +24,7 @@ from support.remains import Remains
 RANK = str(ROOT / "tests" / "programs" / "rank.py")
 ERROR_STATUS = 3  # of rank.py, for an error of ours
 _LIMIT_S = 100  # less than pytest allows a test
-_MARK = "BYTEPS_TEST_MARK"
+_MARK = "TEST_MARK_OF_BYTEPS"
 
 
 def environ_of(pid: int) -> dict[str, str]:
@@ -53,8 +54,9 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**environ, "TMPDIR": str(folder), "XDG_STATE_HOME": str(folder), _MARK: mark},
+            env={**environ, **dict.fromkeys(("TMPDIR", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"), str(folder)), _MARK: mark},
         )
+        self._folder = folder
         self._remains = Remains(self.process.pid, folder)
         self._limit = threading.Timer(limit_s, self._kill_all)
         self._limit.start()
@@ -83,6 +85,8 @@ class Job:
         for line in self.process.stdout:
             self._hear(line)
         status = self.process.wait()
+        if status == -signal.SIGKILL:  # its note is left for whoever looks next
+            jobs.clear(self._folder / "byteps")
         left = [f"{pid}: {' '.join(arguments_of(pid))}" for pid in self.pids() if not wait_gone(pid, 0)]
         others = [pid for pid, _, _ in processes() if environ_of(pid).get(_MARK, self._mark) != self._mark]
         left += self._remains.left(others)

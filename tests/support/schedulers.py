@@ -67,9 +67,13 @@ class Scheduler:
         self._start()
 
     def wait_listening(self) -> Scheduler:
+        return self.wait_for("listening on")
+
+    def wait_for(self, words: str) -> Scheduler:
+        """Until its log has these words."""
         pipe = self.process.stderr
         assert pipe is not None
-        while not any("listening on" in line for line in self.log):
+        while words not in "".join(self.log):
             assert select.select([pipe], [], [], TIMEOUT_S)[0], "the scheduler says nothing"
             text = os.read(pipe.fileno(), 1 << 16).decode()
             assert text, f"the scheduler ended with {self.process.wait(TIMEOUT_S)}: {self.log}"
@@ -98,7 +102,9 @@ def environment(settings: Settings) -> dict[str, str]:
         "PS_HEARTBEAT_TIMEOUT": str(settings.heartbeat_timeout_s),
         "PS_HEARTBEAT_INTERVAL": str(settings.heartbeat_interval_s),
         "BYTEPS_LOG_LEVEL": settings.log_level,
-        "BYTEPS_SECRET": settings.secret,
+        "BYTEPS_SECRET": "" if settings.secret_file else settings.secret,
+        "BYTEPS_SECRET_FILE": settings.secret_file,
+        "BYTEPS_JOB_ID": settings.job_id,
         "BYTEPS_JOURNAL_DIR": settings.journal_dir,
         "BYTEPS_PLACEMENT": settings.placement,
     }

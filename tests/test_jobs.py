@@ -1,0 +1,163 @@
+"""`bps status` without a word of where the scheduler is: the jobs of this machine, and only those that live."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.schedulers import TIMEOUT_S, Scheduler
+
+from byteps_py import __version__, jobs
+from byteps_py.cli.__main__ import main as bps
+from byteps_py.launch.options import parse
+from byteps_py.settings import Settings
+
+HOLDS = "import sys; from byteps_py import jobs; from byteps_py.settings import Settings\n"
+HOLDS += "with jobs.announced(Settings(job_id='held')): print('there', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name in list(os.environ):
+        if name.startswith(("DMLC_", "BYTEPS_", "PS_")):
+            monkeypatch.delenv(name)
+    return tmp_path / "byteps"
+
+
+@contextlib.contextmanager
+def scheduler(**changes: object) -> Iterator[Scheduler]:
+    running = Scheduler(**changes)
+    try:
+        yield running.wait_listening()
+    finally:
+        running.close()
+
+
+def notes(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def test_a_note_is_there_while_its_job_is(folder: Path) -> None:
+    settings = Settings(scheduler_host="127.0.0.1", scheduler_port=9123, job_id="a", secret="never written")
+    assert jobs.find() == []
+    with jobs.announced(settings), jobs.announced(settings):
+        assert len(notes(folder)) == 2
+        (job,) = jobs.find()
+        assert (job.address, job.job_id, job.pid) == ("127.0.0.1:9123", "a", os.getpid())
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        for path in notes(folder):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert "never written" not in path.read_text()
+    assert not folder.exists()
+
+
+def test_the_note_of_a_killed_process_is_taken_away(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"there\n"
+        assert [job.job_id for job in jobs.find()] == ["held"]
+        process.kill()
+        process.wait(TIMEOUT_S)
+        assert len(notes(folder)) == 1
+        assert jobs.find() == []
+    assert not folder.exists()
+
+
+def test_what_is_no_note_is_left_out(folder: Path) -> None:
+    with jobs.announced(Settings(job_id="mine")):
+        (path,) = notes(folder)
+        for number, text in enumerate(("", "[]", '{"pid": 1}', "\0")):
+            (folder / f"{number}.job").write_text(text)
+        (folder / "4.job").symlink_to(path)
+        path.with_name("5.txt").write_text("not ours")
+        assert [job.job_id for job in jobs.find()] == ["mine"]
+
+
+def test_a_folder_of_somebody_else_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    with caplog.at_level("DEBUG", "byteps_py"), jobs.announced(Settings()):
+        assert notes(folder) == []
+    assert "is not this user's alone" in caplog.text
+
+
+def test_the_only_job_is_found(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    with scheduler(num_workers=2, job_id="j") as only:
+        assert bps(["status"]) == 0
+        assert "0 of 2 workers" in capsys.readouterr().out
+        assert bps(["status", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["state"] == "forming"
+        assert bps(["stop"]) == 0
+        assert f"the scheduler at {only.settings.scheduler_address} has told" in capsys.readouterr().out
+        assert only.ended()[0] == 0
+    assert not folder.exists()
+    assert bps(["status"]) == 1
+    assert "no job of yours runs on this machine" in capsys.readouterr().err
+
+
+def test_a_secret_is_read_where_the_job_reads_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 32)
+    with scheduler(num_workers=1, job_id="j", secret_file=str(secret)) as running:
+        for arguments in ([], ["--scheduler", running.settings.scheduler_address]):
+            assert bps(["status", *arguments]) == 0, capsys.readouterr()
+
+
+def test_of_several_jobs_all_are_shown_and_one_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with scheduler(num_workers=2, job_id="one") as one, scheduler(num_workers=3) as other:
+        assert bps(["status"]) == 0
+        shown = capsys.readouterr().out
+        assert f"── the job of the scheduler at {one.settings.scheduler_address} (BYTEPS_JOB_ID=one)\n" in shown
+        assert f"── the job of the scheduler at {other.settings.scheduler_address}\n" in shown
+        assert "0 of 2 workers" in shown
+        assert "0 of 3 workers" in shown
+        for command in (["stop"], ["status", "--json"]):
+            assert bps(command) == 2
+            assert "which job? Give --scheduler HOST:PORT: " in capsys.readouterr().err
+        assert bps(["stop", "--scheduler", one.settings.scheduler_address]) == 0
+        assert one.ended()[0] == 0
+        capsys.readouterr()
+        assert bps(["status"]) == 0
+        assert capsys.readouterr().out.startswith("forming: 0 of 3 workers")
+        other.kill()
+        assert bps(["status"]) == 1
+
+
+def test_a_job_without_a_scheduler_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with jobs.announced(dataclasses.replace(Settings(), local_size=2)):
+        assert bps(["status"]) == 2
+        said = capsys.readouterr().err
+    assert f"a job of 2 ranks on this machine alone, process {os.getpid()}: " in said
+
+
+@pytest.mark.parametrize("program", [bps, lambda arguments: parse(arguments, {})])
+def test_versions(program: object, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program(["--version"])  # type: ignore[operator]
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"byteps_py {__version__}\n"
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_check_build(has_torch: bool) -> None:
+    hide = "import importlib.metadata as m; real = m.version\n"
+    hide += "def version(name):\n    if name == 'torch': raise m.PackageNotFoundError(name)\n    return real(name)\n"
+    program = f"{'' if has_torch else hide + 'm.version = version'}\nimport sys\n"
+    program += "from byteps_py.launch.__main__ import main\n"
+    program += "try: main(['--check-build'])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"byteps_py {__version__}, Python ")
+    assert ("    [X] PyTorch 2." in done.stdout) == has_torch
+    assert ("    [ ] PyTorch: pip install 'byteps-py[torch]'" in done.stdout) == (not has_torch)
+    assert "    [X] TCP, between machines\n    [ ] RDMA\n" in done.stdout
+    assert done.stdout.endswith("\nFalse\n")
