@@ -27,6 +27,7 @@ from byteps_py.torch.bucket import Bucket, Place, Scheme
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import wire_dtype
 from byteps_py.torch.exchange import Exchange
+from byteps_py.torch.gradient_checksums import Scratch
 from byteps_py.torch.layout import plan_buckets
 from byteps_py.torch.sparse import SparseBucket
 
@@ -53,6 +54,7 @@ class GradientReducer:
         self._is_prioritized = False
         self._session: Session | None = None  # the one whose slots the buckets use
         self._lock = threading.Lock()
+        self._scratch = Scratch()
         #: Whether a gradient may be sparse; if not, UsageError is raised where one is.
         self.takes_sparse = not self._scheme.sparse_as_dense
         #: This rank takes no part: its gradients stay its own.
@@ -81,7 +83,7 @@ class GradientReducer:
             names = [named[i][0] for i in indices]
             params = [named[i][1] for i in indices]
             first = behind + min(indices)
-            bucket = Bucket(self._request(names, params, first), names, params, scheme, first)
+            bucket = Bucket(self._request(names, params, first), names, params, scheme, first, self._scratch)
             self._buckets.append(bucket)
             self._places.update((param, Place(bucket, position)) for position, param in enumerate(params))
 
@@ -142,7 +144,7 @@ class GradientReducer:
                 raise self._too_often(bucket.names[bucket.arrived[-1]])
             if not bucket.sent and bucket.is_complete(self.passes):
                 self._check_passes(bucket)
-                self._send(bucket)
+                self._send(bucket, is_early=True)
 
     def _check_passes(self, bucket: Bucket) -> None:
         name = bucket.recount(self.passes)
@@ -298,10 +300,10 @@ class GradientReducer:
             request = self._request(its_names, its_params, bucket.first)
             if is_sparse:
                 part: Bucket = SparseBucket(
-                    self._context, request, its_names[0], its_params[0], self._scheme, bucket.first
+                    self._context, request, its_names[0], its_params[0], self._scheme, bucket.first, self._scratch
                 )
             else:
-                part = Bucket(request, its_names, its_params, self._scheme, bucket.first)
+                part = Bucket(request, its_names, its_params, self._scheme, bucket.first, self._scratch)
             part.take_over(bucket, positions)
             split.append(part)
             for position, param in enumerate(its_params):
@@ -318,7 +320,7 @@ class GradientReducer:
                 _attempt(errors, self._check_passes, bucket)
                 _attempt(errors, self._send, bucket)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket, is_early: bool = False) -> None:
         gradients = bucket.collect(self.takes_sparse)
         if self._exchanges_needed():
             if isinstance(bucket, SparseBucket):
@@ -329,7 +331,7 @@ class GradientReducer:
             else:
                 if bucket.exchange is None or not self._context.holds(bucket.exchange):
                     self._declare()
-                bucket.hand_over(gradients)
+                bucket.hand_over(gradients, is_early)
         bucket.sent = True
 
     def _exchanges_needed(self) -> bool:
