@@ -17,6 +17,7 @@ from byteps_py.torch.context import Context
 from byteps_py.torch.dtypes import bits_of, check_dense
 from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.handles import Operation
+from byteps_py.torch.integer_averages import mean, summands
 from byteps_py.torch.ops import begin_when_free, kind_in, operation_of
 from byteps_py.torch.plans import How, Plans
 from byteps_py.torch.scaling import fetch_scaled, scaled, send_scaled
@@ -64,12 +65,20 @@ def start_reduction(
         exchanges = context.exchanges(plan.requests(full))
         view = bits_of if plan.has_truth_values else torch.Tensor.detach
         for exchange, part in zip(exchanges, plan.parts, strict=True):
-            send_scaled(exchange, [view(tensors[i]) for i in part], how.before)
+            if plan.are_summed_wider[part[0]]:
+                exchange.send([summands(scaled(tensors[i].detach(), how.before)) for i in part])
+            else:
+                send_scaled(exchange, [view(tensors[i]) for i in part], how.before)
 
         def complete() -> None:
             _wait_all(exchanges)
-            for exchange, part, divisor in zip(exchanges, plan.parts, plan.divisors, strict=True):
-                fetch_scaled(exchange, [view(outputs[i]) for i in part], how.after, divisor)
+            for exchange, part in zip(exchanges, plan.parts, strict=True):
+                if plan.are_summed_wider[part[0]]:
+                    for sums, i in zip(exchange.results, part, strict=True):
+                        average = mean(sums, plan.count, outputs[i].dtype, plan.rounding)
+                        outputs[i].detach().copy_(scaled(average, how.after))
+                else:
+                    fetch_scaled(exchange, [view(outputs[i]) for i in part], how.after)
 
         return Course(lambda: all(e.done for e in exchanges), complete)
 

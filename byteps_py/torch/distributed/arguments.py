@@ -28,7 +28,7 @@ class Reduction:
     """How to carry out a reduce operation on a dtype.
 
     ``fold``: not on the way but here, from everybody's tensors, two at a time. ``view``: the dtype as which the service
-    sees the memory. ``factor``: what a contribution is multiplied by.
+    sees the memory. ``factor``: what a contribution is multiplied by. ``terms``: what else members must agree on.
     """
 
     op: Op = Op.SUM
@@ -36,6 +36,7 @@ class Reduction:
     factor: float | torch.Tensor | None = None
     view: torch.dtype | None = None
     fold: Fold | None = None
+    terms: str = ""
 
     def prepare(self, tensor: torch.Tensor) -> torch.Tensor:
         """What ``tensor`` contributes."""
