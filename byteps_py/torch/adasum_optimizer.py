@@ -121,6 +121,9 @@ class AdasumDistributed(Distributed):
     def synchronize(self) -> None:
         """Nothing to wait for: gradients stay this rank's own, and may be clipped before step()."""
 
+    def _begin_anew(self) -> None:
+        pass
+
     def _prepare_unscaling(self) -> None:
         """A GradScaler is about to look for NaN and infinity in this rank's gradients, and leaves the step out if there
         are any. Then all ranks leave it out: the gradients of each get a NaN."""

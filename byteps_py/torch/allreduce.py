@@ -27,7 +27,7 @@ from byteps_py.torch.gathers import allgather_async
 from byteps_py.torch.integer_averages import is_summed_wider, mean, summands
 from byteps_py.torch.ops import Adasum, Average, ReduceOp, Sum, listed
 from byteps_py.torch.plans import How
-from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of
+from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, members_of
 from byteps_py.torch.reductions import start_adasum, start_reduction
 
 
@@ -179,7 +179,7 @@ def sparse_allreduce_async(
     # As they are: coalescing would not lose anything, but cost a sort that the sum needs again.
     indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
-    members = process_set.size()
+    members = len(members_of(process_set))
 
     def wait() -> torch.Tensor:
         all_values = synchronize(values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -173,6 +173,18 @@ class Bucket:
                     self.final[position], self.versions[position] = own, own._version
                 given[position] = self.params[position].grad = own
         return given
+
+    def set_terms(self, terms: str) -> None:
+        """What ranks must agree on besides, before its next round: they do so anew."""
+        self.request = replace(self.request, spec=replace(self.request.spec, terms=terms))
+        self.exchange = None
+
+    def leave_results(self) -> None:
+        """Memory of a slot is the service's once its name is declared anew: no gradient may lie there then."""
+        if self.exchange is not None:
+            for param, address in zip(self.params, self.exchange.result_addresses, strict=True):
+                if param.grad is not None and param.grad.data_ptr() == address:
+                    param.grad = param.grad.detach().clone()
 
     def take_over(self, other: Bucket, positions: Sequence[int]) -> None:
         """Go on with the round of ``other`` for its gradients at ``positions``, which are this bucket's."""

@@ -7,6 +7,7 @@ GradientReducer's. The training thread calls.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import sys
 import warnings
@@ -130,9 +131,11 @@ class Distributed:
         With a closure, the gradients of each evaluation are averaged. A loss it returns stays this rank's:
         an optimizer that branches on it (LBFGS) needs the average, see push_pull.
         """
+        is_followed = False
         if self._should_synchronize:
             if closure is not None:
                 closure = self._synchronizing(closure)
+                is_followed = True
             elif not self._synchronized or self._passes.begun:
                 self.synchronize()
             elif not self._synchronized_for_scaler:
@@ -149,16 +152,22 @@ class Distributed:
             nonfinite.tell(poison, contexts.current().session)
             return None
         try:
-            return super().step(closure)  # type: ignore[misc]
+            loss = super().step(closure)  # type: ignore[misc]
         except _LeftOutError as left_out:
             return left_out.loss
+        if is_followed:
+            self._reducer.meet(None)
+        return loss
 
     # torch wraps a class's step() for its profiler and hooks; the wrapped optimizer's is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        evaluations = itertools.count(1)
+
         def evaluate() -> Any:
             loss = closure()
+            self._reducer.meet(next(evaluations))
             self.synchronize()
             poison, self._poison = self._poison, None
             if poison is not None:
@@ -180,6 +189,8 @@ class Distributed:
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition. To drop the "
                 "gradients, call optimizer.synchronize() first."
             )
+        if self._synchronized and self._poison is None:
+            self._reducer.note_unused()
         self._poison = None
         self._synchronized = False
         super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -187,8 +198,13 @@ class Distributed:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer. Gradients that were computed since the last step are not combined any more."""
         self._passes.drop()
-        self._synchronized = False
+        self._begin_anew()
         super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def _begin_anew(self) -> None:
+        """Ranks are about to be equal. Also called on the rank whose state the others get."""
+        self._synchronized = False
+        self._reducer.begin_anew()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch.optim.Optimizer. New parameters have the names that named_parameters gave them, if it did."""

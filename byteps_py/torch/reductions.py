@@ -14,7 +14,7 @@ import torch
 
 from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch.context import Context
-from byteps_py.torch.dtypes import bits_of, check_dense
+from byteps_py.torch.dtypes import bits_of, check_dense, check_result
 from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.handles import Operation
 from byteps_py.torch.integer_averages import mean, summands
@@ -44,6 +44,8 @@ def start_reduction(
     UsageError.
     """
     context.session  # noqa: B018  raises NotInitializedError
+    for output in into or ():
+        check_result(output, name)
     with context.lock:
         plans = cast(Plans, context.belongings.get(Plans) or context.belongings.setdefault(Plans, Plans()))
         plan = plans.find(context, tensors, how, is_group, name)
@@ -107,6 +109,8 @@ def start_adasum(
 
     for tensor in tensors:
         check_dense(tensor, name)
+    for output in into or ():
+        check_result(output, name)
     kind = kind_in(how.group, "grouped_adasum" if is_group else "adasum")
     if name is None:
         what = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
-from byteps_py.torch.dtypes import WIRE, as_bytes, check_dense
+from byteps_py.torch.dtypes import WIRE, as_bytes, check_dense, check_result
 
 Kinds: Any = dist.ReduceOp.RedOpType
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -123,13 +123,8 @@ def listed(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def check_writable(tensor: torch.Tensor) -> None:
-    """Raises UsageError for one of whose elements several lie at one address: a result can't be written to it. Said
-    before the operation begins, as the other members would wait for the rest of it."""
-    if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
-        raise UsageError(
-            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has several elements at one "
-            "address, so that no result can be written to it; call .contiguous() or .clone() before the operation"
-        )
+    """Raises UsageError for one of whose elements several lie at one address: see check_result."""
+    check_result(tensor, None, takes_views=True)
 
 
 def alone(tensors: Any, what: str) -> Any:
