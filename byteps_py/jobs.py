@@ -1,8 +1,8 @@
 """The jobs of this machine, found without being told of them: each service leaves a note for `bps`, and holds it.
 
-A note is a file in the user's runtime folder, its owner's only, without the cluster secret. It is locked as long as its service
-lives; the system gives the lock back when that is killed, so who finds a note that nobody holds takes it away. Any
-thread; needs the standard library only.
+A note is a file in the user's runtime folder, its owner's only, without the cluster secret. It is locked as long as its
+service lives; the system gives the lock back when that is killed, so who finds a note that nobody holds takes it away.
+Any thread; needs the standard library only.
 """
 
 from __future__ import annotations

@@ -157,4 +157,4 @@ IGNORED: dict[str, str] = {
 }
 
 #: Set by our own programs for each other.
-INTERNAL = frozenset({"BYTEPS_LAUNCH_TOKEN"})
+INTERNAL = frozenset({"BYTEPS_LAUNCH_TOKEN", "BYTEPS_LAUNCH_WORDS", "BYTEPS_TAG_OUTPUT"})

@@ -21,7 +21,7 @@ import torch
 
 from byteps_py import blame as blames
 from byteps_py.errors import GradientOrderError, NonFiniteError
-from byteps_py.tensors import DType, NonFinite, TensorSpec
+from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 from byteps_py.torch import nonfinite
 from byteps_py.torch.adasum import start
 from byteps_py.torch.compression import Compressor
@@ -74,6 +74,17 @@ class Deltas:
         bad = [repr(names[param]) for param, value in zip(params, found, strict=True) if math.isnan(value)]
         return nonfinite.explain(blame, session.size, step, bad) if bad else None
 
+    def anyone(self, says_so: bool) -> bool:
+        """Whether any rank says so: on all ranks the same."""
+        if self.alone:
+            return says_so
+        spec = TensorSpec(f"{self._name}.anyone", DType.UINT8, (1,), Op.MAX, group=self._group)
+        (slot,) = self._context.session.declare([spec])
+        slot.input[0] = says_so
+        self._context.session.hand_over(slot)
+        self._context.session.wait(slot)
+        return bool(slot.result[0])
+
     def tell(self, poison: NonFiniteError) -> None:
         """The step is left out."""
         nonfinite.tell(poison, self._context.session)
@@ -110,6 +121,20 @@ class AdasumDistributed(Distributed):
     def synchronize(self) -> None:
         """Nothing to wait for: gradients stay this rank's own, and may be clipped before step()."""
 
+    def _begin_anew(self) -> None:
+        pass
+
+    def _prepare_unscaling(self) -> None:
+        """A GradScaler is about to look for NaN and infinity in this rank's gradients, and leaves the step out if there
+        are any. Then all ranks leave it out: the gradients of each get a NaN."""
+        params = [p for group in self._wrapped.param_groups for p in group["params"] if p.requires_grad]
+        given = [param for param in params if param.grad is not None]
+        if not params or not self._deltas.anyone(not all(nonfinite.is_finite(p.grad) for p in given)):
+            return
+        param = (given or params)[0]
+        param.grad = torch.full_like(param, math.nan)
+        self._passes.drop()  # zero_grad() comes next
+
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Raises GradientOrderError (an AssertionError), except in a job of one rank."""
@@ -123,6 +148,8 @@ class AdasumDistributed(Distributed):
         """Let the wrapped optimizer step, and combine what it changed. Parameters without a gradient count as having
         zeros. If combining fails, the weights are those before the step. Raises NonFiniteError."""
         loss = None if closure is None else closure()
+        self._tell_schedulers()
+        self._take_in()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._passes.hook(params)  # unfrozen meanwhile
         self._passes.drop()

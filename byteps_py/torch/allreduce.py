@@ -24,9 +24,10 @@ from byteps_py.torch import context as contexts
 from byteps_py.torch.api import result_of, synchronize
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.gathers import allgather_async
+from byteps_py.torch.integer_averages import is_summed_wider, mean, summands
 from byteps_py.torch.ops import Adasum, Average, ReduceOp, Sum, listed
 from byteps_py.torch.plans import How
-from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of
+from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of, members_of
 from byteps_py.torch.reductions import start_adasum, start_reduction
 
 
@@ -42,8 +43,8 @@ def allreduce_async(
     """Begin to reduce ``tensor``; ``synchronize(handle)`` gives the result, a new tensor.
 
     op: Average (default), Sum, Min, Max, Product, Adasum. ``average`` is its old form (deprecated; giving both is an
-    error). The factors multiply each rank's tensor before, and the result after. Integers are averaged by
-    division that cuts off towards zero.
+    error). The factors multiply each rank's tensor before, and the result after. Averages of integers are exact,
+    cut off towards zero; sums may wrap around.
     """
     how = _how(op, average, prescale_factor, postscale_factor, process_set)
     return _start([tensor], None, name, how)
@@ -168,7 +169,8 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Begin to add up sparse COO tensors (Sum or Average): indices and values of all ranks are gathered.
 
-    Returns a function that waits and gives the result, a sparse tensor that is not coalesced.
+    Returns a function that waits and gives the result, a sparse tensor that is not coalesced (but averages of
+    integers, which are divided after they are added up).
     """
     if op not in (Sum, Average):
         raise UsageError(f"a sparse tensor can be reduced with op=Sum or op=Average, not {op!r}")
@@ -177,11 +179,22 @@ def sparse_allreduce_async(
     # As they are: coalescing would not lose anything, but cost a sort that the sum needs again.
     indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
-    members = process_set.size()
+    members = len(members_of(process_set))
 
     def wait() -> torch.Tensor:
         all_values = synchronize(values)
         all_indices = synchronize(indices)
+        if op is Average and is_summed_wider(tensor.dtype):
+            sums = summands(all_values)
+            shape = (*tensor.size(), 2) if sums.dim() > all_values.dim() else tensor.size()
+            total = torch.sparse_coo_tensor(all_indices.t(), sums, shape, check_invariants=False).coalesce()
+            return torch.sparse_coo_tensor(
+                total.indices(),
+                mean(total.values(), members, tensor.dtype, "trunc"),
+                tensor.size(),
+                is_coalesced=True,
+                check_invariants=False,
+            )
         if op is Average:
             all_values = all_values / members
         return torch.sparse_coo_tensor(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,7 @@ from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.context import Request
 from byteps_py.torch.dtypes import check_dense
 from byteps_py.torch.exchange import Exchange
+from byteps_py.torch.gradient_checksums import GradientChecksums, Gradients, Scratch
 from byteps_py.torch.ops import Average, ReduceOp
 
 
@@ -68,7 +69,13 @@ class Bucket:
     """
 
     def __init__(
-        self, request: Request, names: list[str], params: list[torch.nn.Parameter], scheme: Scheme, first: int
+        self,
+        request: Request,
+        names: list[str],
+        params: list[torch.nn.Parameter],
+        scheme: Scheme,
+        first: int,
+        scratch: Scratch,
     ) -> None:
         self.request = request
         self.names = names
@@ -76,6 +83,8 @@ class Bucket:
         self.scheme = scheme
         self.first = first
         self.exchange: Exchange | None = None
+        self._checksums = GradientChecksums(scratch, self._contribution)
+        self._own: dict[int, torch.Tensor] = {}  # by position: see ``_clear_results``
         self.reset()
 
     def reset(self) -> None:
@@ -88,6 +97,7 @@ class Bucket:
         self.takes_part = [False] * len(self.params)  # known once collected: requires_grad may change after that, too
         self.final: list[torch.Tensor | None] = [None] * len(self.params)  # gradients that must not change any more
         self.versions = [0] * len(self.params)  # theirs
+        self._checksums.reset()
 
     def mark(self, position: int, grad: torch.Tensor | None) -> bool:
         """A gradient was computed. True if it is time to look whether the bucket ``is_complete``. Without the lock."""
@@ -135,14 +145,46 @@ class Bucket:
             self.final[position], self.versions[position] = dense, dense._version
         return dense
 
-    def hand_over(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Send what ``collect`` gave; nothing to do if it does not travel."""
+    def hand_over(self, gradients: Sequence[torch.Tensor | None], is_early: bool = False) -> None:
+        """Send what ``collect`` gave; nothing to do if it does not travel. ``is_early``: the training goes on, and may
+        change gradients, before they are waited for."""
         if self.exchange is None:
             return
+        if is_early:
+            self._checksums.send(self.exchange, self._clear_results(self.exchange, gradients))
+        else:
+            self.exchange.send(self._contribution(gradients))
+
+    def _contribution(self, gradients: Gradients) -> Gradients:
         factor = self.scheme.predivide
-        if factor != 1.0:
-            gradients = [None if grad is None else grad.detach() / factor for grad in gradients]
-        self.exchange.send(gradients)
+        return gradients if factor == 1.0 else [None if grad is None else grad.detach() / factor for grad in gradients]
+
+    def _clear_results(self, exchange: Exchange, gradients: Gradients) -> Gradients:
+        """Gradients may lie where their results will (zero_grad(set_to_none=False) leaves them there): the training
+        would see one or the other, and what it changed would change a result. So they get memory of their own."""
+        given = list(gradients)
+        for position, (grad, address) in enumerate(zip(gradients, exchange.result_addresses, strict=True)):
+            if grad is not None and grad.data_ptr() == address and grad.numel():
+                own = self._own.get(position)
+                if own is None:
+                    own = self._own[position] = torch.empty_like(grad, requires_grad=False)
+                own.copy_(grad.detach())
+                if self.final[position] is grad and self.versions[position] == grad._version:
+                    self.final[position], self.versions[position] = own, own._version
+                given[position] = self.params[position].grad = own
+        return given
+
+    def set_terms(self, terms: str) -> None:
+        """What ranks must agree on besides, before its next round: they do so anew."""
+        self.request = replace(self.request, spec=replace(self.request.spec, terms=terms))
+        self.exchange = None
+
+    def leave_results(self) -> None:
+        """Memory of a slot is the service's once its name is declared anew: no gradient may lie there then."""
+        if self.exchange is not None:
+            for param, address in zip(self.params, self.exchange.result_addresses, strict=True):
+                if param.grad is not None and param.grad.data_ptr() == address:
+                    param.grad = param.grad.detach().clone()
 
     def take_over(self, other: Bucket, positions: Sequence[int]) -> None:
         """Go on with the round of ``other`` for its gradients at ``positions``, which are this bucket's."""
@@ -156,7 +198,9 @@ class Bucket:
         for position, (param, final, version) in enumerate(zip(self.params, self.final, self.versions, strict=True)):
             if final is not None and (param.grad is not final or final._version != version):
                 return self.names[position]
-        return None
+        found = [p.grad if takes_part else None for p, takes_part in zip(self.params, self.takes_part, strict=True)]
+        changed = self._checksums.changed(found)
+        return None if changed is None else self.names[changed]
 
     @property
     def wanted(self) -> bool:
@@ -178,14 +222,18 @@ class Bucket:
 
     def receive(self) -> None:
         """Wait for the result and put it into ``param.grad``. Raises as ``wait`` does, and GradientOrderError."""
+        touched = self.changed  # while the result is on its way
         if self.exchange is not None:
             self.exchange.wait()
-        self.check_untouched()
+        self._check_untouched(touched)
         self.deliver()
 
     def check_untouched(self) -> None:
         """Raises GradientOrderError if a gradient was changed while it was on its way."""
-        touched = self.changed
+        self._check_untouched(self.changed)
+
+    @staticmethod
+    def _check_untouched(touched: str | None) -> None:
         if touched is not None:
             raise GradientOrderError(
                 f"the gradient of {touched!r} was changed after backward() and before synchronize(): the change would "

@@ -23,10 +23,12 @@ from byteps_py.errors import CommunicationError, GradientOrderError, MismatchErr
 from byteps_py.session import Session
 from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
 from byteps_py.torch import nonfinite
+from byteps_py.torch.agreement import Agreement
 from byteps_py.torch.bucket import Bucket, Place, Scheme
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import wire_dtype
 from byteps_py.torch.exchange import Exchange
+from byteps_py.torch.gradient_checksums import Scratch
 from byteps_py.torch.layout import plan_buckets
 from byteps_py.torch.sparse import SparseBucket
 
@@ -53,6 +55,13 @@ class GradientReducer:
         self._is_prioritized = False
         self._session: Session | None = None  # the one whose slots the buckets use
         self._lock = threading.Lock()
+        self._scratch = Scratch()
+        # By name: a rank may well have an optimizer that others have not.
+        first = min((name for name, _ in named), default="")
+        self._agreement = Agreement(context, context.claim(f"{self._scheme.prefix}(all) {first}"), self._scheme.group)
+        self._names: list[str] = []  # in the order in which they came
+        self._is_agreed = False  # that all ranks have planned alike
+        self._left_out = 0  # averages that nobody stepped with
         #: Whether a gradient may be sparse; if not, UsageError is raised where one is.
         self.takes_sparse = not self._scheme.sparse_as_dense
         #: This rank takes no part: its gradients stay its own.
@@ -70,6 +79,8 @@ class GradientReducer:
         if self.outside:
             return
         behind = len(self._places)
+        self._is_agreed = False
+        self._names += [name for name, _ in named]
         scheme = self._scheme
         dtypes = [scheme.compression.wire_dtype(param.dtype) for _, param in named]
         sizes = [param.numel() * dtype.itemsize for (_, param), dtype in zip(named, dtypes, strict=True)]
@@ -81,7 +92,7 @@ class GradientReducer:
             names = [named[i][0] for i in indices]
             params = [named[i][1] for i in indices]
             first = behind + min(indices)
-            bucket = Bucket(self._request(names, params, first), names, params, scheme, first)
+            bucket = Bucket(self._request(names, params, first), names, params, scheme, first, self._scratch)
             self._buckets.append(bucket)
             self._places.update((param, Place(bucket, position)) for position, param in enumerate(params))
 
@@ -142,7 +153,8 @@ class GradientReducer:
                 raise self._too_often(bucket.names[bucket.arrived[-1]])
             if not bucket.sent and bucket.is_complete(self.passes):
                 self._check_passes(bucket)
-                self._send(bucket)
+                if self._may_send():
+                    self._send(bucket, is_early=True)
 
     def _check_passes(self, bucket: Bucket) -> None:
         name = bucket.recount(self.passes)
@@ -185,13 +197,6 @@ class GradientReducer:
         if errors:
             raise errors[0]
         self._judge()
-
-    def leave_out(self) -> None:
-        """Nobody is to use the gradients of the last round: take them away, and log why."""
-        if self.poison is not None:
-            nonfinite.tell(self.poison, self._context.session)
-            for param in self._places:
-                param.grad = None
 
     def _judge(self) -> None:
         if self.poison is not None and self._scheme.nonfinite is NonFinite.RAISE:
@@ -298,10 +303,10 @@ class GradientReducer:
             request = self._request(its_names, its_params, bucket.first)
             if is_sparse:
                 part: Bucket = SparseBucket(
-                    self._context, request, its_names[0], its_params[0], self._scheme, bucket.first
+                    self._context, request, its_names[0], its_params[0], self._scheme, bucket.first, self._scratch
                 )
             else:
-                part = Bucket(request, its_names, its_params, self._scheme, bucket.first)
+                part = Bucket(request, its_names, its_params, self._scheme, bucket.first, self._scratch)
             part.take_over(bucket, positions)
             split.append(part)
             for position, param in enumerate(its_params):
@@ -312,13 +317,71 @@ class GradientReducer:
 
     # ---- sending -------------------------------------------------------------------------------------------
 
+    def _may_send(self) -> bool:
+        """False before it is known that all ranks have planned alike. Never waits for that."""
+        if self._exchanges_needed() and not self._is_agreed:
+            self._agreement.begin(self._plan())
+            return False
+        return True
+
+    def _agree(self) -> None:
+        """Raises MismatchError, on all ranks, unless all have planned alike."""
+        if self._buckets and self._exchanges_needed() and not self._is_agreed:
+            self._agreement.settle(self._plan())
+            self._is_agreed = True
+
+    def _plan(self) -> list[tuple[str, str]]:
+        scheme = self._scheme
+        options = (
+            f"op={scheme.op.name.title()}, compression={scheme.compression.__name__}, "
+            f"gradient_predivide_factor={scheme.predivide:g}, sparse_as_dense={scheme.sparse_as_dense}"
+        )
+        entries = {
+            name: (bucket.request.spec.name, f"{name!r}, {str(param.dtype).removeprefix('torch.')}{list(param.shape)},")
+            for bucket in self._buckets
+            for name, param in zip(bucket.names, bucket.params, strict=True)
+        }
+        return [("", options), *[entries[name] for name in self._names]]
+
+    def note_unused(self) -> None:
+        """This rank makes no step with the last round's averages. All must do so, or none: it becomes a part of what
+        ranks agree on before the next round of one bucket, so that this is an error if they did not."""
+        with self._lock:
+            dense = [b for b in self._buckets if b.exchange is not None and not isinstance(b, SparseBucket)]
+            if dense:
+                self._left_out += 1
+                noun = "step" if self._left_out == 1 else "steps"
+                smallest = min(dense, key=lambda bucket: bucket.request.spec.nbytes)
+                smallest.leave_results()
+                smallest.set_terms(f"{self._left_out} {noun} left out after synchronize()")
+
+    def begin_anew(self) -> None:
+        """All ranks are made equal, whatever they did before."""
+        with self._lock:
+            self._forget_left_out()
+
+    def _forget_left_out(self) -> None:
+        self._left_out = 0
+        for bucket in self._buckets:
+            if bucket.request.spec.terms and not bucket.sent:
+                bucket.leave_results()
+                bucket.set_terms("")
+
+    def meet(self, evaluations: int | None) -> None:
+        """See Agreement: in a step with a closure, before each evaluation's gradients are combined and at the end."""
+        if self._buckets and self._exchanges_needed():
+            self._agreement.meet(evaluations)
+
     def _send_rest(self, errors: list[Exception]) -> None:
+        _attempt(errors, self._agree)
+        if errors:
+            return
         for bucket in self._buckets:
             if not bucket.sent and bucket.wanted:
                 _attempt(errors, self._check_passes, bucket)
                 _attempt(errors, self._send, bucket)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket, is_early: bool = False) -> None:
         gradients = bucket.collect(self.takes_sparse)
         if self._exchanges_needed():
             if isinstance(bucket, SparseBucket):
@@ -329,7 +392,7 @@ class GradientReducer:
             else:
                 if bucket.exchange is None or not self._context.holds(bucket.exchange):
                     self._declare()
-                bucket.hand_over(gradients)
+                bucket.hand_over(gradients, is_early)
         bucket.sent = True
 
     def _exchanges_needed(self) -> bool:
@@ -337,6 +400,9 @@ class GradientReducer:
         session.check_open()  # with nobody to exchange with it would not be asked
         if session is not self._session:  # the first round, or the first one of another job
             self._session = session
+            self._is_agreed = False
+            self._agreement.forget()
+            self._forget_left_out()
             for bucket in self._buckets:
                 bucket.exchange = None
         return self._scheme.members(session.size) > 1 or self._context.settings.force_distributed

@@ -65,6 +65,7 @@ class _CrossBarrier(Distributed):
     """What CrossBarrier puts before the DistributedOptimizer's class."""
 
     _pending: PendingUpdates
+    _crossed: Any  # the DistributedOptimizer
     _model: torch.nn.Module
     _whole: tuple[torch.nn.Module, ...]
     _covered: dict[torch.nn.Module, list[torch.nn.Parameter]]
@@ -100,6 +101,8 @@ class _CrossBarrier(Distributed):
         if averaged or not self._should_synchronize or _has_step_hooks(self):
             return super().step()
         self._synchronized = False
+        self._tell_schedulers()
+        self._take_in()
         departed = self._reducer.depart()
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # unfrozen meanwhile
         hyperparameters = [_snapshot(group) for group in self.param_groups]  # a scheduler may change them next
@@ -135,7 +138,16 @@ class _CrossBarrier(Distributed):
         """See torch.optim.Optimizer."""
         self._pending.finish()
         super().add_param_group(param_group)
-        self._cover()
+
+    def _tell_schedulers(self) -> None:
+        super()._tell_schedulers()
+        self._crossed._opt_called = True
+
+    def _take_in(self) -> bool:
+        has_new = super()._take_in()
+        if has_new:
+            self._cover()
+        return has_new
 
     def _update(self, hyperparameters: Hyperparameters, params: list[torch.nn.Parameter]) -> None:
         """Let the wrapped optimizer step with ``params`` alone."""
@@ -248,6 +260,7 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     crossing.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, which would step around us
     crossing._pending = PendingUpdates(crossing._reducer, crossing._update)
     contexts.current().unfinished.add(crossing._pending)
+    crossing._crossed = optimizer
     crossing._model = model
     crossing._whole = tuple(whole)
     crossing._covered = {}

@@ -43,16 +43,59 @@ def check_dense(tensor: torch.Tensor, name: str | None) -> None:
         raise UsageError(f"{who} lies on device {tensor.device}; supported are cpu and cuda")
 
 
+def check_result(tensor: torch.Tensor, name: str | None, takes_views: bool = False) -> None:
+    """Raises UsageError for a tensor that no result can be written to: several of its elements lie at one address, or
+    (but if ``takes_views``) it is a negated or conjugated view of others. Said before the operation begins, as the
+    others would wait for the rest of it."""
+    if tensor.layout is not torch.strided:
+        return  # refused for that, where it can't be taken
+    is_view = not takes_views and (tensor.is_neg() or tensor.is_conj())
+    if not is_view and (tensor.is_contiguous() or not _overlaps(tensor)):
+        return
+    who = f"tensor {name!r}" if name else "the tensor"
+    if is_view:
+        what = "a negated view" if tensor.is_neg() else "a conjugated view"
+        raise UsageError(
+            f"{who} is {what} of another one, to which no result can be written; give the operation a tensor of its "
+            "own: tensor.resolve_neg().resolve_conj() or tensor.clone()"
+        )
+    raise UsageError(
+        f"{who}, of shape {list(tensor.shape)} and strides {list(tensor.stride())}, has several elements at one "
+        "address, so that no result can be written to it; call .contiguous() or .clone() before the operation"
+    )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Several of its elements lie at one address."""
+    if not tensor.numel():
+        return False
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                break  # it may be
+            reach += (size - 1) * stride
+    else:
+        return False
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        return True
+    places = torch.zeros((), dtype=torch.int64)
+    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    return len(places.unique()) < tensor.numel()
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in logical order as flat uint8; shares memory with a contiguous ``tensor``."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a dtype of the same width that the wire has, sharing memory: for what only copies bits."""
+    """``tensor`` as a dtype of the same width that the wire has, sharing memory but where it is a conjugated view: for
+    what only copies bits."""
     tensor = tensor.detach()
     if tensor.dtype.is_complex:
-        return torch.view_as_real(tensor)
+        return torch.view_as_real(tensor.resolve_conj())
     return tensor if tensor.dtype in WIRE else tensor.view(_SAME_WIDTH[tensor.itemsize])
 
 

@@ -147,9 +147,13 @@ class Exchange:
         self.in_flight = False
         for memory in {id(m): m for m in (*slot.inputs, slot.result)}.values():
             mover.adopt(memory)
-        self._inputs = [_pieces(memory, dtype, shapes) for memory in slot.inputs]
+        self.shapes = shapes
+        self._inputs = [pieces(memory, dtype, shapes) for memory in slot.inputs]
         #: The pieces of the result; what they show is valid from ``wait`` to the next ``send``.
-        self.results = _pieces(slot.result, dtype, shapes if result_shapes is None else result_shapes)
+        self.results = pieces(slot.result, dtype, shapes if result_shapes is None else result_shapes)
+        #: Where they lie.
+        self.result_addresses = [piece.data_ptr() for piece in self.results]
+        self._input_addresses = [np.frombuffer(m, np.uint8).ctypes.data if len(m) else 0 for m in slot.inputs]
 
     @property
     def usable(self) -> bool:
@@ -160,6 +164,16 @@ class Exchange:
     def inputs(self) -> list[torch.Tensor]:
         """The pieces of the next contribution."""
         return self._inputs[self.slot.round % len(self._inputs)]
+
+    @property
+    def input_address(self) -> int:
+        """Where they begin."""
+        return self._input_addresses[self.slot.round % len(self._inputs)]
+
+    @property
+    def is_on_device(self) -> bool:
+        """Its tensors are not in the host's memory."""
+        return not isinstance(self.mover, HostMover)
 
     def send(self, tensors: Tensors) -> None:
         """Contribute ``tensors``, one per piece; None contributes zeros."""
@@ -192,18 +206,19 @@ class Exchange:
                 self.mover.fetch(views, outputs)
 
 
-def _pieces(memory: memoryview, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def pieces(memory: memoryview, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """``memory`` as tensors of ``shapes``, end to end."""
     # Through numpy, which keeps the memory mapped for as long as a view lives; torch.frombuffer does not.
     # Each piece by itself: pieces cut from one tensor would share its version counter, by which a change of
     # one gradient would look like a change of all.
-    pieces = []
+    found = []
     start = 0
     for shape in shapes:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes:
             octets = np.frombuffer(memory, np.uint8, nbytes, start)
-            pieces.append(torch.from_numpy(octets).view(dtype).view(tuple(shape)))
+            found.append(torch.from_numpy(octets).view(dtype).view(tuple(shape)))
         else:
-            pieces.append(torch.empty(tuple(shape), dtype=dtype))
+            found.append(torch.empty(tuple(shape), dtype=dtype))
         start += nbytes
-    return pieces
+    return found

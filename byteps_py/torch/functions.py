@@ -14,7 +14,8 @@ import torch
 from byteps_py.errors import CommunicationError, ProtocolError, UsageError
 from byteps_py.torch import context as contexts
 from byteps_py.torch.context import Context
-from byteps_py.torch.dtypes import as_bytes
+from byteps_py.torch.dtypes import as_bytes, check_result
+from byteps_py.torch.hooks import Distributed
 from byteps_py.torch.ops import broadcast_request, check_root, kind_in, start_broadcast
 from byteps_py.torch.pickling import NotPickledError, packed, unpacked
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of
@@ -45,6 +46,8 @@ def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Pa
     for name, tensor in pairs:
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor; use broadcast_object for it")
+    for name, tensor in pairs:  # before the first of them travels
+        check_result(tensor, name)
     requests = [broadcast_request(context, tensor, root_rank, f"{prefix}{name}") for name, tensor in pairs]
     context.exchanges(requests)  # one declaration for all
     handles = [
@@ -135,6 +138,8 @@ def broadcast_optimizer_state(
         _send_tensors(context, tensors, root_rank, label)
         if not own["state"]:
             _begin_gradients(optimizer, model)
+        if isinstance(optimizer, Distributed):
+            optimizer._begin_anew()
         return
     skeleton = broadcast_object(None, root_rank, label)
     received: list[torch.Tensor] = []

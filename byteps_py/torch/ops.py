@@ -17,7 +17,7 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.context import Context, Request
-from byteps_py.torch.dtypes import bits_of, check_dense, wire_dtype
+from byteps_py.torch.dtypes import bits_of, check_dense, check_result, wire_dtype
 from byteps_py.torch.handles import Operation
 
 #: What BytePS's module of this name has; here they are api.py's, which stands on this one.
@@ -127,6 +127,7 @@ def start_broadcast(
     context: Context, request: Request, tensor: torch.Tensor, output: torch.Tensor, name: str | None
 ) -> int:
     """Begin to broadcast the root's ``tensor`` into ``output`` (may be the same tensor). Returns a handle."""
+    check_result(output, name)
 
     def begin() -> Operation:
         (exchange,) = context.exchanges([request])

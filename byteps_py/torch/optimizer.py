@@ -113,7 +113,10 @@ def _dress(optimizer: torch.optim.Optimizer, kind: type[Distributed], passes: Pa
     base = type(optimizer)
     wrapped: Any = object.__new__(type(base.__name__, (kind, base), {"__doc__": base.__doc__}))
     wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, which would step around us
+    for name in ("step", "param_groups", "state"):  # a scheduler's wrapper of step() would step around us
+        wrapped.__dict__.pop(name, None)
+    wrapped._wrapped = optimizer
+    wrapped._groups_taken_in = len(optimizer.param_groups)
     wrapped._passes = passes
     wrapped._parameter_names = names
     wrapped._synchronized = False

@@ -35,7 +35,6 @@ class _StandIn:
         self.param = param
         self._gradient = param.grad
         self._tensor = torch.full((), math.nan, dtype=param.dtype, device=param.device).expand(param.shape)
-        self._version = self._tensor._version
         param.grad = self._tensor
 
     def give_way(self) -> Callable[[], None]:
@@ -46,15 +45,19 @@ class _StandIn:
 
             def replay() -> None:
                 self.param.grad = left
-        elif self._tensor._version != self._version:
-
-            def replay() -> None:
-                if self.param.grad is not None:
-                    self.param.grad.zero_()
         else:
+            # It is one element, seen everywhere, so that all that can be done to it is to fill it. Its version would
+            # not say so: ``grad.data.zero_()`` does not change it.
+            value = self._tensor
 
             def replay() -> None:
-                pass
+                grad = self.param.grad
+                if grad is None:
+                    return
+                if not value.is_cpu:  # without waiting for the device
+                    grad.copy_(torch.where(value.isnan(), grad, value))
+                elif not math.isnan(filled := value.view(-1)[0].item() if value.numel() else math.nan):
+                    grad.fill_(filled)
 
         return replay
 

@@ -8,6 +8,7 @@ Must not know values, names or handles. Any thread, with the context's lock held
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from byteps_py.tensors import MAX_TERMS_BYTES, TensorSpec
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import check_dense, wire_dtype
+from byteps_py.torch.integer_averages import is_summed_wider, sum_dtype, sum_shape
 from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum, kind_in
 from byteps_py.torch.shares.by_name import can_be_offered, is_among_neighbours
 
@@ -52,11 +54,20 @@ class Plan:
         self.kind = kind_in(how.group, f"grouped_{how.kind}" if is_group else how.kind or "push_pull")
         self.has_truth_values = any(is_truth(tensor, how.op) for tensor in tensors)
         seen = [torch.uint8 if is_truth(tensor, how.op) else tensor.dtype for tensor in tensors]
-        self._dtypes = [how.compression.wire_dtype(dtype) for dtype in seen]
+        #: Those whose sum is taken in another dtype, and divided here.
+        self.are_summed_wider = [how.op is Average and is_summed_wider(dtype) for dtype in seen]
+        self._dtypes = [
+            sum_dtype(dtype) if is_wider else how.compression.wire_dtype(dtype)
+            for dtype, is_wider in zip(seen, self.are_summed_wider, strict=True)
+        ]
         self._wires = [wire_dtype(dtype, name) for dtype in self._dtypes]
         self._devices = [tensor.device for tensor in tensors]
         self._inputs = [tuple(tensor.shape) for tensor in tensors]
-        self._counts = [tensor.numel() for tensor in tensors]
+        self._sent = [
+            sum_shape(tensor.dtype, shape) if is_wider else shape
+            for tensor, shape, is_wider in zip(tensors, self._inputs, self.are_summed_wider, strict=True)
+        ]
+        self._counts = [math.prod(shape) for shape in self._sent]
         self._terms = _terms(tensors, how, is_group)
         self.nbytes = sum(count * dtype.itemsize for count, dtype in zip(self._counts, self._dtypes, strict=True))
         self.signature = (tuple(self._inputs), tuple(self._wires), how.op, self._terms)
@@ -68,12 +79,13 @@ class Plan:
             self.shapes = [
                 (shape[0] // len(members) + (position < shape[0] % len(members)), *shape[1:]) for shape in self._inputs
             ]
-        count = len(how.group) or context.session.size
-        #: By what each part's sum is divided here, cutting off towards zero.
-        self.divisors = [count if self._is_cut_off(part) else 1 for part in self.parts]
+        #: So many contributions there are.
+        self.count = len(how.group) or context.session.size
+        #: How averages of integers are rounded: Horovod's operations cut them off, push_pull goes to the floor.
+        self.rounding = "trunc" if how.kind else "floor"
         self._requests: dict[str, list[Request]] = {}
         #: Whether ranks tell each other that they wait for it, and may then add it up (shares/by_name.py).
-        self.is_among_neighbours = is_among_neighbours(context.session, how.group or range(count))
+        self.is_among_neighbours = is_among_neighbours(context.session, how.group or range(self.count))
         self.can_be_offered = self._is_plain_sum(tensors) and can_be_offered(
             context.session, self._request("one", [0]).spec
         )
@@ -93,7 +105,7 @@ class Plan:
     def _is_plain_sum(self, tensors: Sequence[torch.Tensor]) -> bool:
         how = self._how
         return (
-            how.op in (Sum, Average) and not how.scatters and not self._is_group and self.divisors == [1]
+            how.op in (Sum, Average) and not how.scatters and not self._is_group and not any(self.are_summed_wider)
             and how.before == how.after == 1.0 and self._dtypes == [tensors[0].dtype]
         )  # fmt: skip
 
@@ -106,26 +118,23 @@ class Plan:
             parts.setdefault(kind, []).append(i)
         return list(parts.values())
 
-    def _is_cut_off(self, part: Sequence[int]) -> bool:
-        """Averages of integers: Horovod's operations cut them off, push_pull and the service go to the floor."""
-        how = self._how
-        return how.op is Average and bool(how.kind) and not self._dtypes[part[0]].is_floating_point
-
     def _request(self, name: str, part: Sequence[int]) -> Request:
         how = self._how
-        shapes = tuple(self._inputs[i] for i in part)
+        shapes = tuple(self._sent[i] for i in part)
         spec = TensorSpec(
             name,
             self._wires[part[0]],
             shapes[0] if len(shapes) == 1 else (sum(self._counts[i] for i in part),),
             how.op.wire_op,
-            how.op is Average and not self._is_cut_off(part),
+            how.op is Average and not self.are_summed_wider[part[0]],
             priority=how.priority,
             group=how.group,
             scatters=how.scatters,
             terms=self._terms,
         )
-        results = tuple(self.shapes[i] for i in part) if how.scatters else None
+        results = None
+        if how.scatters:  # the same rows of what is sent
+            results = tuple((*self.shapes[i][:1], *self._sent[i][1:]) for i in part)
         return Request(spec, self._dtypes[part[0]], shapes, self._devices[part[0]], results)
 
 
@@ -160,8 +169,9 @@ def is_truth(tensor: torch.Tensor, op: ReduceOp) -> bool:
 def _terms(tensors: Sequence[torch.Tensor], how: How, is_group: bool) -> str:
     """What the spec does not say and ranks must agree on all the same."""
     found = []
-    if how.op is Average and how.kind and any(not tensor.dtype.is_floating_point for tensor in tensors):
-        found.append("average")
+    averages = [tensor.dtype for tensor in tensors if how.op is Average and is_summed_wider(tensor.dtype)]
+    if averages:  # a group says more
+        found.append("average" if is_group else f"average of {str(averages[0]).removeprefix('torch.')}")
     if how.before != 1.0 or how.after != 1.0:
         found.append(f"prescale factor {how.before!r} and postscale factor {how.after!r}")
     if is_group:

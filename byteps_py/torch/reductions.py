@@ -14,9 +14,10 @@ import torch
 
 from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch.context import Context
-from byteps_py.torch.dtypes import bits_of, check_dense
+from byteps_py.torch.dtypes import bits_of, check_dense, check_result
 from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.handles import Operation
+from byteps_py.torch.integer_averages import mean, summands
 from byteps_py.torch.ops import begin_when_free, kind_in, operation_of
 from byteps_py.torch.plans import How, Plans
 from byteps_py.torch.scaling import fetch_scaled, scaled, send_scaled
@@ -43,6 +44,8 @@ def start_reduction(
     UsageError.
     """
     context.session  # noqa: B018  raises NotInitializedError
+    for output in into or ():
+        check_result(output, name)
     with context.lock:
         plans = cast(Plans, context.belongings.get(Plans) or context.belongings.setdefault(Plans, Plans()))
         plan = plans.find(context, tensors, how, is_group, name)
@@ -64,12 +67,20 @@ def start_reduction(
         exchanges = context.exchanges(plan.requests(full))
         view = bits_of if plan.has_truth_values else torch.Tensor.detach
         for exchange, part in zip(exchanges, plan.parts, strict=True):
-            send_scaled(exchange, [view(tensors[i]) for i in part], how.before)
+            if plan.are_summed_wider[part[0]]:
+                exchange.send([summands(scaled(tensors[i].detach(), how.before)) for i in part])
+            else:
+                send_scaled(exchange, [view(tensors[i]) for i in part], how.before)
 
         def complete() -> None:
             _wait_all(exchanges)
-            for exchange, part, divisor in zip(exchanges, plan.parts, plan.divisors, strict=True):
-                fetch_scaled(exchange, [view(outputs[i]) for i in part], how.after, divisor)
+            for exchange, part in zip(exchanges, plan.parts, strict=True):
+                if plan.are_summed_wider[part[0]]:
+                    for sums, i in zip(exchange.results, part, strict=True):
+                        average = mean(sums, plan.count, outputs[i].dtype, plan.rounding)
+                        outputs[i].detach().copy_(scaled(average, how.after))
+                else:
+                    fetch_scaled(exchange, [view(outputs[i]) for i in part], how.after)
 
         return Course(lambda: all(e.done for e in exchanges), complete)
 
@@ -98,6 +109,8 @@ def start_adasum(
 
     for tensor in tensors:
         check_dense(tensor, name)
+    for output in into or ():
+        check_result(output, name)
     kind = kind_in(how.group, "grouped_adasum" if is_group else "adasum")
     if name is None:
         what = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)

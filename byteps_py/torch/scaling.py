@@ -39,17 +39,14 @@ def send_scaled(exchange: Exchange, tensors: Sequence[torch.Tensor], factor: flo
         exchange.send([scaled(tensor, factor) for tensor in tensors])
 
 
-def fetch_scaled(exchange: Exchange, outputs: Sequence[torch.Tensor], factor: float, divisor: int = 1) -> None:
-    """Copy ``results * factor`` to ``outputs``; of integers, results divided by ``divisor`` first, cut off."""
+def fetch_scaled(exchange: Exchange, outputs: Sequence[torch.Tensor], factor: float) -> None:
+    """Copy ``results * factor`` to ``outputs``."""
     if factor != 1.0 and all(_in_one_pass(output, exchange) for output in outputs):
         with torch.no_grad():
             for view, output in zip(exchange.results, outputs, strict=True):
                 torch.mul(view, factor, out=output)
         return
     exchange.fetch(outputs)
-    if divisor != 1:
-        for output in outputs:
-            output.div_(divisor, rounding_mode="trunc")
     if factor != 1.0:
         for output in outputs:
             output.copy_(scaled(output, factor))

@@ -18,9 +18,12 @@ from byteps_py import blame as blames
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.session import Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.torch import checksums
 from byteps_py.torch.bucket import Bucket, Scheme
+from byteps_py.torch.checksums import Pieces
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.coo import check_count, check_dimensions, check_indices
+from byteps_py.torch.gradient_checksums import Scratch
 from byteps_py.torch.nonfinite import is_finite
 from byteps_py.torch.ops import Average, Sum
 
@@ -37,9 +40,16 @@ class SparseBucket(Bucket):
     """
 
     def __init__(
-        self, context: Context, request: Request, name: str, param: torch.nn.Parameter, scheme: Scheme, first: int
+        self,
+        context: Context,
+        request: Request,
+        name: str,
+        param: torch.nn.Parameter,
+        scheme: Scheme,
+        first: int,
+        scratch: Scratch,
     ) -> None:
-        super().__init__(request, [name], [param], scheme, first)
+        super().__init__(request, [name], [param], scheme, first, scratch)
         if scheme.op not in (Sum, Average):
             raise UsageError(
                 f"the gradient of {name!r} is sparse, which op={scheme.op.name.title()} can't combine; use Sum or "
@@ -53,6 +63,7 @@ class SparseBucket(Bucket):
         """Before the first gradient of a round."""
         super().reset()
         self._rows: torch.Tensor | None = None
+        self._stored: tuple[torch.Tensor, Pieces] | None = None  # what the gradient stores, and its checksum
         self._headers: Slot | None = None
         self._payload: Slot | None = None
         self._blame = 0
@@ -70,6 +81,11 @@ class SparseBucket(Bucket):
         (gradient,) = self.collect(sparse=True)
         header = np.zeros(2, np.int64)
         if gradient is not None:
+            stored = _stored(gradient)
+            if stored.is_cpu and stored.is_contiguous():
+                checksums.kernel().prepare()
+                self._stored = stored, Pieces([stored.nbytes])
+                self._stored[1].note(stored.data_ptr())
             dimensions = gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 1
             rows = gradient.detach()
             rows = rows.coalesce() if rows.layout is torch.sparse_coo else rows.to_sparse(dimensions)
@@ -80,6 +96,17 @@ class SparseBucket(Bucket):
         np.frombuffer(self._headers.input, np.int64)[:2] = header
         receives = tuple((i * _HEADER_BYTES, _HEADER_BYTES) for i in range(members))
         self._context.session.hand_over(self._headers, layout=Layout(((0, _HEADER_BYTES),), receives))
+
+    @property
+    def changed(self) -> str | None:
+        touched = super().changed
+        if touched is None and self._stored is not None:
+            before, checksum = self._stored
+            grad = self.params[0].grad
+            now = None if grad is None else _stored(grad)
+            if now is None or now.data_ptr() != before.data_ptr() or checksum.changed(now.data_ptr()) is not None:
+                return self.names[0]
+        return touched
 
     def travel(self) -> None:
         """Wait for what the others have, and give them what we have."""
@@ -114,8 +141,9 @@ class SparseBucket(Bucket):
         """Wait for all rows and put them into ``param.grad``."""
         if self._payload is None:
             return  # there was an error before
+        touched = self.changed
         self._context.session.wait(self._payload)
-        self.check_untouched()
+        self._check_untouched(touched)
         param = self.params[0]
         parts = [self._unpack(self._payload.result, offset, rows) for offset, rows in self._pieces]
         for rank, (indices, _) in zip(self._ranks, parts, strict=True):
@@ -208,3 +236,10 @@ class SparseBucket(Bucket):
 
 def _room(nbytes: int) -> int:
     return max(_ROOM_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The values that a gradient stores, as they lie there."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor.detach() if tensor.layout is torch.strided else tensor.values()

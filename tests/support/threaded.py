@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from byteps_py.errors import BytePSError, MismatchError, NotInitializedError, PeerLostError, StallError, UsageError
@@ -65,15 +66,18 @@ def contract(
 ) -> torch.Tensor:
     """The result of reducing ``parts`` (by rank) in a cluster with so many ranks on each machine.
 
-    rounding: of averages of integers; "trunc" in Horovod's operations.
+    rounding: of averages of integers, whose sums do not wrap around; "trunc" in Horovod's operations.
     """
+    if average and not parts[0].dtype.is_floating_point:
+        exact = sum(part.numpy().astype(object) for part in parts)  # Python's integers
+        cut = rounding == "trunc"
+        mean = np.vectorize(lambda n: -(-n // len(parts)) if cut and n < 0 else n // len(parts), otypes=[object])(exact)
+        return torch.tensor(mean.tolist(), dtype=parts[0].dtype).view(parts[0].shape)
     starts = [sum(machines[:i]) for i in range(len(machines))]
     total = combine(op, [combine(op, parts[s : s + n]) for s, n in zip(starts, machines, strict=True)])
     if not average:
         return total
-    if total.dtype.is_floating_point:
-        return (total.to(wide(total.dtype)) / len(parts)).to(total.dtype)
-    return total.div(len(parts), rounding_mode=rounding)
+    return (total.to(wide(total.dtype)) / len(parts)).to(total.dtype)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
-from byteps_py.torch.dtypes import WIRE, as_bytes, check_dense
+from byteps_py.torch.dtypes import WIRE, as_bytes, check_dense, check_result
 
 Kinds: Any = dist.ReduceOp.RedOpType
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -28,7 +28,7 @@ class Reduction:
     """How to carry out a reduce operation on a dtype.
 
     ``fold``: not on the way but here, from everybody's tensors, two at a time. ``view``: the dtype as which the service
-    sees the memory. ``factor``: what a contribution is multiplied by.
+    sees the memory. ``factor``: what a contribution is multiplied by. ``terms``: what else members must agree on.
     """
 
     op: Op = Op.SUM
@@ -36,6 +36,7 @@ class Reduction:
     factor: float | torch.Tensor | None = None
     view: torch.dtype | None = None
     fold: Fold | None = None
+    terms: str = ""
 
     def prepare(self, tensor: torch.Tensor) -> torch.Tensor:
         """What ``tensor`` contributes."""
@@ -122,13 +123,8 @@ def listed(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def check_writable(tensor: torch.Tensor) -> None:
-    """Raises UsageError for one of whose elements several lie at one address: a result can't be written to it. Said
-    before the operation begins, as the other members would wait for the rest of it."""
-    if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
-        raise UsageError(
-            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has several elements at one "
-            "address, so that no result can be written to it; call .contiguous() or .clone() before the operation"
-        )
+    """Raises UsageError for one of whose elements several lie at one address: see check_result."""
+    check_result(tensor, None, takes_views=True)
 
 
 def alone(tensors: Any, what: str) -> Any:

@@ -31,12 +31,14 @@ class Kind:
     average: bool = False
     root: int = -1
     scatters: bool = False
+    terms: str = ""
 
     def __str__(self) -> str:
         op = "average" if self.average else self.op.name.lower()
         op = f"scattered {op}" if self.scatters else op
         root = f" from rank {self.root}" if self.root >= 0 else ""
-        return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}"
+        terms = f" ({self.terms})" if self.terms else ""
+        return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}{terms}"
 
 
 @dataclass(slots=True, eq=False)

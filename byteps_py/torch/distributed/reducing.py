@@ -13,11 +13,20 @@ import torch.distributed as dist
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
 from byteps_py.torch.distributed import sparse
-from byteps_py.torch.distributed.arguments import Reduction, Tensors, alone, limit_of, listed, reduction_of
+from byteps_py.torch.distributed.arguments import (
+    Reduction,
+    Tensors,
+    alone,
+    check_writable,
+    limit_of,
+    listed,
+    reduction_of,
+)
 from byteps_py.torch.distributed.direct import After
 from byteps_py.torch.distributed.operation import Together
 from byteps_py.torch.distributed.parts import Parts, assign
 from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.integer_averages import is_summed_wider, mean, summands
 
 SUM = dist.ReduceOp.SUM
 
@@ -111,7 +120,30 @@ class Reducing(Parts):
             return self._fold(what, tensors, outputs, how, self._limit(opts))
         self._input_check.look(what, tensors, how)
         is_awaited = not getattr(opts, "asyncOp", True)
+        if how.average and is_summed_wider(tensors[0].dtype):
+            return self._average_integers(what, tensors, outputs, opts, is_awaited)
         return self._record(self._reductions.reduce(what, tensors, outputs, how, self._limit(opts), is_awaited))
+
+    def _average_integers(
+        self,
+        what: str,
+        tensors: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        opts: Any,
+        is_awaited: bool,
+    ) -> Pending:
+        """Their sum might not be one of their dtype's numbers."""
+        dtype, limit_s = tensors[0].dtype, self._limit(opts)
+        for output in outputs:
+            check_writable(output)
+        sums = [summands(tensor) for tensor in tensors]
+        work = self._reductions.reduce(what, sums, sums if outputs else [], _sum_of(dtype), limit_s, is_awaited)
+
+        def divide() -> None:
+            for output, total in zip(outputs, sums, strict=False):  # none but on the root
+                assign(output, mean(total, self.size(), dtype, "floor"))
+
+        return self._record(_Then(self._around, what, [work], outputs, limit_s, divide))
 
     def _reduce_scatter(self, what: str, inputs: list[torch.Tensor], output: torch.Tensor, opts: Any) -> Pending:
         how = self._how(opts, None, output.dtype)
@@ -121,7 +153,23 @@ class Reducing(Parts):
             )
         self._input_check.look(what, inputs, how)
         is_awaited = not getattr(opts, "asyncOp", True)
+        if how.average and is_summed_wider(output.dtype):
+            return self._average_scattered_integers(what, inputs, output, opts, is_awaited)
         return self._record(self._reductions.reduce_scatter(what, inputs, output, how, self._limit(opts), is_awaited))
+
+    def _average_scattered_integers(
+        self, what: str, inputs: list[torch.Tensor], output: torch.Tensor, opts: Any, is_awaited: bool
+    ) -> Pending:
+        dtype, limit_s = output.dtype, self._limit(opts)
+        check_writable(output)
+        sums, total = [summands(tensor) for tensor in inputs], summands(output)
+        how = _sum_of(dtype)
+        work = self._reductions.reduce_scatter(what, sums, total, how, limit_s, is_awaited)
+
+        def divide() -> None:
+            assign(output, mean(total, self.size(), dtype, "floor"))
+
+        return self._record(_Then(self._around, what, [work], [output], limit_s, divide))
 
     def _reduce_uneven(self, output: torch.Tensor, inputs: list[torch.Tensor], opts: Any) -> Pending:
         """With pieces of different sizes: everybody gets the whole result and keeps its own piece."""
@@ -129,7 +177,10 @@ class Reducing(Parts):
         first = sum(tensor.numel() for tensor in inputs[: self.rank()])
         work = self._reduce("reduce_scatter", [whole], [whole], opts)
         piece = whole[first : first + output.numel()].view(output.shape)
-        return _Then(self._around, "reduce_scatter", [work], [output], self._limit(opts), lambda: assign(output, piece))
+        limit_s = self._limit(opts)
+        return self._record(
+            _Then(self._around, "reduce_scatter", [work], [output], limit_s, lambda: assign(output, piece))
+        )
 
     def _fold(
         self, what: str, tensors: list[torch.Tensor], outputs: list[torch.Tensor], how: Reduction, timeout_s: float
@@ -150,6 +201,10 @@ class Reducing(Parts):
     def _how(self, opts: Any, op: Any, dtype: torch.dtype) -> Reduction:
         asked = op if op is not None else opts if isinstance(opts, dist.ReduceOp) else getattr(opts, "reduceOp", SUM)
         return reduction_of(asked, dtype)
+
+
+def _sum_of(dtype: torch.dtype) -> Reduction:
+    return Reduction(Op.SUM, terms=f"average of {str(dtype).removeprefix('torch.')}")
 
 
 class _Then(Together):

@@ -103,6 +103,7 @@ class Reductions:
             (members, count // members),
             how.average,
             scatters=True,
+            terms=how.terms,
         )
 
         def through_the_service() -> Operation:
@@ -154,12 +155,12 @@ class Reductions:
             count, is_on_cpu = sum(tensor.numel() for tensor in contributions), all(t.is_cpu for t in contributions)
         else:
             count, is_on_cpu = first.numel(), first.is_cpu
-        key = how.op, how.average, first.dtype, count, is_on_cpu
+        key = how.op, how.average, how.terms, first.dtype, count, is_on_cpu
         found = self._kinds.get(key)
         if found is None:
             if len(self._kinds) >= _MOST_KINDS:
                 self._kinds.clear()
-            kind = Kind(how.op, wire_dtype(first.dtype, None), (count,), how.average)
+            kind = Kind(how.op, wire_dtype(first.dtype, None), (count,), how.average, terms=how.terms)
             is_near = self._near_sums is not None and self._near_sums.suits(kind, contributions)
             found = self._kinds[key] = kind, is_near
         return found
@@ -291,6 +292,7 @@ class Reductions:
             kind.root,
             group=self._members.spec_group,
             scatters=kind.scatters,
+            terms=kind.terms,
         )
 
 

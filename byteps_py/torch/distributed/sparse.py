@@ -14,6 +14,7 @@ from byteps_py.torch.distributed.direct import After, Direct
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.work import Pending
 from byteps_py.torch.dtypes import WIRE
+from byteps_py.torch.integer_averages import is_summed_wider, mean, summands
 
 _DTYPES = tuple(WIRE)
 DTYPES = frozenset(_DTYPES)
@@ -45,9 +46,18 @@ def sum_up(
             check_indices(what, rank, piece[0], tensor.shape)
         at = torch.cat([piece[0] for piece in pieces], 1)
         each = torch.cat([piece[1] for piece in pieces])
-        total = torch.sparse_coo_tensor(at, each, tensor.shape, check_invariants=False).coalesce()
+        is_wider = is_average and is_summed_wider(each.dtype)
+        if is_wider:
+            each = summands(each)
+        shape = (*tensor.shape, 2) if each.dim() > values.dim() else tensor.shape
+        total = torch.sparse_coo_tensor(at, each, shape, check_invariants=False).coalesce()
+        if is_wider:
+            averages = mean(total.values(), members.count, tensor.dtype, "floor")
+            total = torch.sparse_coo_tensor(
+                total.indices(), averages, tensor.shape, is_coalesced=True, check_invariants=False
+            )
         with torch.no_grad():
-            tensor.copy_(total / members.count if is_average else total)
+            tensor.copy_(total / members.count if is_average and not is_wider else total)
 
     return direct.gather(what, [indices, values], pieces, timeout_s, After([tensor], add))
 

@@ -392,3 +392,42 @@ def coalesced() -> None:
                 dist.reduce_scatter_tensor(share, whole, group=group)
         totals = [torch.stack([part[i] for part in parts]).sum(0) for i in range(2)]
         same(shares, [totals[0][2 * me : 2 * me + 2], totals[1][me : me + 1]])
+
+
+@feature
+def averages_of_integers_do_not_wrap() -> None:
+    """The sum of any of these would be none of their dtype's numbers."""
+    n = size()
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        largest, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min
+        for count in (3, 40_000):  # small and large go different ways on one machine
+            x = torch.full((2, count), largest, dtype=dtype)
+            x[1] = least
+            want = x.clone()
+            for _ in range(2):
+                mine = x.clone()
+                dist.all_reduce(mine, dist.ReduceOp.AVG)
+                assert torch.equal(mine, want), (dtype, mine)
+            work = dist.all_reduce(mine, dist.ReduceOp.AVG, async_op=True)
+            work.wait()
+            assert torch.equal(mine, want), (dtype, mine)
+            dist.reduce(mine, 1, dist.ReduceOp.AVG)
+            assert torch.equal(mine, want), (dtype, mine)
+            out = torch.zeros(count, dtype=dtype)
+            dist.reduce_scatter_tensor(out, x[0].repeat(n), dist.ReduceOp.AVG)
+            assert torch.equal(out, want[0]), (dtype, out)
+            dist.reduce_scatter(out, [x[1]] * n, dist.ReduceOp.AVG)
+            assert torch.equal(out, want[1]), (dtype, out)
+        with dist._coalescing_manager(async_ops=True) as together:
+            one, other = x[:, :2].clone(), x[:, 1:3].clone()
+            dist.all_reduce(one, dist.ReduceOp.AVG)
+            dist.all_reduce(other, dist.ReduceOp.AVG)
+        together.wait()
+        assert torch.equal(one, want[:, :2])
+        assert torch.equal(other, want[:, 1:3])
+        sparse = torch.sparse_coo_tensor([[rank() % 2, 1]], torch.tensor([largest, 1 - rank() % 2], dtype=dtype), (2,))
+        dist.all_reduce(sparse, dist.ReduceOp.AVG)
+        first, odd = -(-n // 2), n // 2  # ranks
+        assert sparse.to_dense().tolist() == [largest * first // n, (largest * odd + first) // n], sparse
+    mine = torch.ones(7, dtype=torch.int8 if rank() else torch.uint8)
+    raises(bps.MismatchError, "average of uint8", lambda: dist.all_reduce(mine, dist.ReduceOp.AVG))
