@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 
 import grpc
 import pytest
+from support.ports import answering
 from support.proxy import Proxy
 from support.schedulers import (
     CHILD,
@@ -231,3 +235,70 @@ def test_a_frozen_scheduler_loses_nobody_when_it_wakes(start: Factory, attend: A
     server.leave()
     code, log = scheduler.ended()
     assert code == 0, log
+
+
+def silent(port: int) -> contextlib.AbstractContextManager[None]:
+    return answering(port, b"")
+
+
+def rubbish(port: int) -> contextlib.AbstractContextManager[None]:
+    return answering(port, b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def unimplemented(port: int) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def serving() -> Iterator[None]:
+        server = grpc.server(futures.ThreadPoolExecutor(1))
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        server.start()
+        try:
+            yield
+        finally:
+            server.stop(0).wait()
+
+    return serving()
+
+
+@pytest.mark.parametrize("secret", ["", "known to members"])
+@pytest.mark.parametrize("impostor", [silent, rubbish, unimplemented])
+def test_the_port_of_the_scheduler(
+    start: Factory, attend: Attend, impostor: Callable[[int], contextlib.AbstractContextManager[None]], secret: str
+) -> None:
+    """Members wait for theirs, which takes them back when it has its port again."""
+    scheduler = start(num_workers=2, num_servers=1, placement="servers-only", secret=secret).wait_listening()
+    members = cluster(scheduler.settings, attend)
+    scheduler.kill()
+    scheduler.process.wait(TIMEOUT_S)
+    with impostor(scheduler.settings.scheduler_port):
+        for member in members:
+            assert isinstance(member.away.get(timeout=TIMEOUT_S), errors.PeerLostError)
+    scheduler.restart()
+    for member in members:
+        assert member.back.acquire(timeout=TIMEOUT_S)
+    assert all(member.lost.empty() for member in members)
+    assert query.status(scheduler.settings, TIMEOUT_S).restarts == 1
+
+
+def test_a_handshake_that_is_dropped_is_no_wrong_secret(start: Factory, attend: Attend) -> None:
+    """A scheduler with more callers than it can serve drops some; a member tries again until the start timeout."""
+    scheduler = start(num_workers=1, secret="known to members")
+    scheduler.kill()
+    scheduler.process.wait(TIMEOUT_S)
+    came = threading.Semaphore(0)
+    with socket.create_server(("127.0.0.1", scheduler.settings.scheduler_port)) as door:
+
+        def drop() -> None:
+            for _ in range(3):
+                with door.accept()[0] as visitor:
+                    visitor.recv(1 << 16)
+                came.release()
+
+        dropping = threading.Thread(target=drop)
+        dropping.start()
+        member = attend(scheduler.settings, as_worker(0))
+        for _ in range(3):
+            assert came.acquire(timeout=TIMEOUT_S)
+        dropping.join(TIMEOUT_S)
+    scheduler.restart()
+    assert member.wait("membership").membership.workers
+    assert member.lost.empty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import grpc
@@ -11,6 +12,8 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
 from byteps_py.settings import Settings
+
+_RETRY_S = 0.1
 
 
 def status(settings: Settings, timeout_s: float = 5.0) -> pb.StatusReply:
@@ -41,7 +44,12 @@ def scale(settings: Settings, servers: int, addresses: Sequence[str], timeout_s:
 def _ask(settings: Settings, method: str, request: object, timeout_s: float):  # type: ignore[no-untyped-def]
     with rpc.open_channel(settings) as channel:
         stub = control_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            return getattr(stub, method)(request, timeout=timeout_s, metadata=rpc.metadata(settings))
-        except grpc.RpcError as error:
-            raise rpc.explain(settings.scheduler_address, error, timeout_s) from error
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.01, until_s - time.monotonic())
+            try:
+                return getattr(stub, method)(request, timeout=left_s, metadata=rpc.metadata(settings))
+            except grpc.RpcError as error:
+                if not rpc.is_dropped(error) or time.monotonic() + _RETRY_S >= until_s:
+                    raise rpc.explain(settings.scheduler_address, error, timeout_s) from error
+            time.sleep(_RETRY_S)

@@ -147,8 +147,7 @@ class RemoteControl:
                 return failure if isinstance(failure, BytePSError) else None
             if self._session.is_member:
                 tries = 0 if was_here else tries + 1
-                if failure is not None and rpc.is_for_good(failure):
-                    return rpc.explain(self._address, failure, time.monotonic() - started_s)
+                # Whatever answers there meanwhile: the scheduler may come back, and nothing waits for it.
                 if error := self._absence("" if failure is None else failure.details() or ""):
                     return error
             elif error := self._first_failure(failure, time.monotonic() - started_s):

@@ -121,19 +121,20 @@ def reason(details: str) -> str:
 
 
 def is_not_up_yet(error: grpc.RpcError) -> bool:
-    """True if nobody answered: the scheduler may still be starting."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and not _is_handshake(error)
+    """True if nobody answered: the scheduler may still be starting, or has more callers than it can serve."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and not _is_of_another_cluster(error)
 
 
-def _is_handshake(error: grpc.RpcError) -> bool:
-    """True if somebody answered, but the two ends could not prove to each other that they are of one cluster."""
-    details = (error.details() or "").lower()
-    return any(word in details for word in ("handshake", "certificate", "ssl"))
+def is_dropped(error: grpc.RpcError) -> bool:
+    """True if the other end hung up before it was known who it is. Another attempt may do better."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and "handshake read failed" in (error.details() or "").lower()
 
 
-def is_for_good(error: grpc.RpcError) -> bool:
-    """True if what answers a member that comes back is no scheduler for it, and will not become one."""
-    return error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+def _is_of_another_cluster(error: grpc.RpcError) -> bool:
+    """True if the other end showed a certificate that another secret has made, or speaks no TLS where it should. One
+    that only hung up has shown nothing."""
+    details = (error.details() or "").upper()
+    return any(word in details for word in ("BAD_SIGNATURE", "CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER"))
 
 
 def absent(address: str, waited_s: float, details: str) -> RendezvousError:
@@ -148,10 +149,15 @@ def absent(address: str, waited_s: float, details: str) -> RendezvousError:
 def explain(address: str, error: grpc.RpcError, waited_s: float) -> BytePSError:
     """The error of this package for a failed first call to ``address``."""
     code, details = error.code(), error.details() or ""
-    if _is_handshake(error):
+    if _is_of_another_cluster(error):
         return RendezvousError(
             f"the scheduler at {address} and this process could not prove to each other that they belong to one "
             "cluster: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE everywhere, or nowhere"
+        )
+    if is_dropped(error):
+        return RendezvousError(
+            f"what listens at {address} ended each connection of {waited_s:g} s before it had shown who it is: the "
+            "scheduler has more callers than it can serve, or something else has its port"
         )
     if code is grpc.StatusCode.UNAVAILABLE:
         return absent(address, waited_s, details)

@@ -127,13 +127,14 @@ class Machine:
 class BareListener:
     """A ROUTER that lets in who knows the secret, and has nothing behind it."""
 
-    def __init__(self, context: zmq.Context, settings: Settings) -> None:
+    def __init__(self, context: zmq.Context, settings: Settings, port: int | None = None) -> None:
         self._authenticator = Authenticator(context, settings, lambda: self.address, lambda ip: None)
         self.attach = self._authenticator.attach  # to a loop
         self.router = context.socket(zmq.ROUTER)
         self.router.linger = 0
         self._authenticator.guard(self.router)
-        self.address = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
+        self.router.bind(f"tcp://127.0.0.1:{port or '*'}")
+        self.address = self.router.last_endpoint.decode()
 
     def __enter__(self) -> BareListener:
         return self

@@ -7,8 +7,9 @@ import ctypes
 import os
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from support.processes import family
@@ -86,3 +87,24 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 def _command(body: bytes) -> bytes:
     return bytes((4, len(body))) + body
+
+
+@contextlib.contextmanager
+def answering(port: int, says: bytes) -> Iterator[None]:
+    """Whoever connects hears this, and is hung up on."""
+    with socket.create_server(("127.0.0.1", port)) as door:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # at the end
+                while True:
+                    with contextlib.suppress(ConnectionError), door.accept()[0] as visitor:
+                        visitor.recv(1)
+                        visitor.sendall(says)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            yield
+        finally:
+            door.shutdown(socket.SHUT_RDWR)
+            serving.join(_LIMIT_S)
