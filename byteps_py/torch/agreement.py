@@ -1,10 +1,10 @@
-"""Whether ranks have planned alike before the first gradient travels, and whether they go through a step alike.
+"""Whether ranks have planned alike in the first step, and whether they go through a step alike.
 
 Buckets meet by name: ranks that put other gradients together would wait for each other until the stall limit. So plans
 are compared first, by two numbers, and entry by entry where those differ. Owns nothing of what is compared. The lock of
 the GradientReducer is held; ``begin`` never waits for others.
 
-    first gradient is complete ─ begin ─┐
+    first gradient is complete ─ begin ─┐      gradients leave meanwhile
     step → finish ──────────────────────┴► settle: alike, or MismatchError on every rank
 """
 
@@ -34,15 +34,28 @@ class Agreement:
         self._context, self._name, self._group = context, name, group
         self._under_way: Exchange | None = None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Between ``begin`` and ``settle``."""
+        return self._under_way is not None
+
+    @property
+    def request(self) -> Request:
+        """What ``begin`` needs to be declared."""
+        return self._request("plan", DType.INT64, (2,))
+
     def begin(self, plan: Plan) -> None:
         """Tell the others what this rank's plan is, in short; once until ``settle``."""
         if self._under_way is None:
-            self._under_way = self._tell(plan)
+            number = _number("\n".join(map(_entry, plan)))
+            self._under_way = self._start("plan", torch.tensor([number, -number]))
 
     def settle(self, plan: Plan) -> None:
-        """Return when all are known to have the same plan. Raises MismatchError with the first entry that differs."""
-        exchange = self._under_way or self._tell(plan)
-        self._under_way = None
+        """Return when all who have begun are known to have the same plan. Raises MismatchError with the first entry
+        that differs."""
+        exchange, self._under_way = self._under_way, None
+        if exchange is None:
+            return
         exchange.wait()
         largest, smallest = exchange.results[0].tolist()
         if largest != -smallest:
@@ -74,10 +87,6 @@ class Agreement:
     @property
     def _ranks(self) -> Sequence[int]:
         return self._group or range(self._context.session.size)
-
-    def _tell(self, plan: Plan) -> Exchange:
-        number = _number("\n".join(map(_entry, plan)))
-        return self._start("plan", torch.tensor([number, -number]))
 
     def _difference(self, plan: Plan) -> str:
         (length,) = self._max("length", torch.tensor([len(plan)])).tolist()
@@ -116,11 +125,14 @@ class Agreement:
 
     def _start(self, what: str, values: torch.Tensor) -> Exchange:
         wire = DType.INT64 if values.dtype is torch.int64 else DType.UINT8
-        shape = tuple(values.shape)
-        spec = TensorSpec(f"{self._name}.{what}", wire, shape, Op.MAX, group=self._group)
-        (exchange,) = self._context.exchanges([Request(spec, values.dtype, (shape,), torch.device("cpu"))])
+        (exchange,) = self._context.exchanges([self._request(what, wire, tuple(values.shape))])
         exchange.send([values])
         return exchange
+
+    def _request(self, what: str, wire: DType, shape: tuple[int, ...]) -> Request:
+        spec = TensorSpec(f"{self._name}.{what}", wire, shape, Op.MAX, group=self._group)
+        dtype = torch.int64 if wire is DType.INT64 else torch.uint8
+        return Request(spec, dtype, (shape,), torch.device("cpu"))
 
 
 def _entry(entry: tuple[str, str]) -> str:

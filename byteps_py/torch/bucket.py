@@ -174,6 +174,13 @@ class Bucket:
                 given[position] = self.params[position].grad = own
         return given
 
+    def described(self, position: int) -> str:
+        """A parameter, for ranks that compare what they combine. Shapes only where the service does not see them."""
+        param, shape = self.params[position], ""
+        if len(self.params) > 1:
+            shape = f" {str(param.dtype).removeprefix('torch.')}{list(param.shape)}"
+        return f"{self.names[position]!r}{shape}"
+
     def set_terms(self, terms: str) -> None:
         """What ranks must agree on besides, before its next round: they do so anew."""
         self.request = replace(self.request, spec=replace(self.request.spec, terms=terms))

@@ -61,6 +61,7 @@ class GradientReducer:
         self._agreement = Agreement(context, context.claim(f"{self._scheme.prefix}(all) {first}"), self._scheme.group)
         self._names: list[str] = []  # in the order in which they came
         self._is_agreed = False  # that all ranks have planned alike
+        self._disagreement: MismatchError | None = None
         self._left_out = 0  # averages that nobody stepped with
         #: Whether a gradient may be sparse; if not, UsageError is raised where one is.
         self.takes_sparse = not self._scheme.sparse_as_dense
@@ -79,7 +80,7 @@ class GradientReducer:
         if self.outside:
             return
         behind = len(self._places)
-        self._is_agreed = False
+        self._is_agreed, self._disagreement = False, None
         self._names += [name for name, _ in named]
         scheme = self._scheme
         dtypes = [scheme.compression.wire_dtype(param.dtype) for _, param in named]
@@ -153,7 +154,7 @@ class GradientReducer:
                 raise self._too_often(bucket.names[bucket.arrived[-1]])
             if not bucket.sent and bucket.is_complete(self.passes):
                 self._check_passes(bucket)
-                if self._may_send():
+                if self._disagreement is None:  # ``finish`` says so
                     self._send(bucket, is_early=True)
 
     def _check_passes(self, bucket: Bucket) -> None:
@@ -174,6 +175,9 @@ class GradientReducer:
         self.poison = None
         with self._lock:
             self._send_rest(errors)
+            _attempt(errors, self._agree)
+            if self._disagreement is not None:
+                self._abandon()
             on_their_way = [bucket for bucket in self._buckets if bucket.sent]
             disputed: list[tuple[Bucket, Exception | None]] = []
             for bucket in on_their_way:
@@ -197,6 +201,13 @@ class GradientReducer:
         if errors:
             raise errors[0]
         self._judge()
+
+    def leave_out(self) -> None:
+        """Nobody is to use the gradients of the last round: take them away, and log why."""
+        if self.poison is not None:
+            nonfinite.tell(self.poison, self._context.session)
+            for param in self._places:
+                param.grad = None
 
     def _judge(self) -> None:
         if self.poison is not None and self._scheme.nonfinite is NonFinite.RAISE:
@@ -240,12 +251,16 @@ class GradientReducer:
         """The second half of ``finish``, for one bucket: its results into ``param.grad``. False if they are not to be
         used. Raises its error."""
         try:
+            with self._lock:
+                self._agree()
             if bucket.exchange is not None:
                 bucket.exchange.wait()
                 bucket.deliver()
             self.poison = nonfinite.found(self._context.session, [bucket], self._scheme)
         finally:
             with self._lock:
+                if self._disagreement is not None:
+                    bucket.exchange = None  # see ``_abandon``
                 bucket.reset()
         self._judge()
         if self.poison is not None:
@@ -317,18 +332,28 @@ class GradientReducer:
 
     # ---- sending -------------------------------------------------------------------------------------------
 
-    def _may_send(self) -> bool:
-        """False before it is known that all ranks have planned alike. Never waits for that."""
-        if self._exchanges_needed() and not self._is_agreed:
+    def _begin_agreement(self) -> None:
+        if self._buckets and self._exchanges_needed() and not self._is_agreed:
             self._agreement.begin(self._plan())
-            return False
-        return True
 
     def _agree(self) -> None:
-        """Raises MismatchError, on all ranks, unless all have planned alike."""
-        if self._buckets and self._exchanges_needed() and not self._is_agreed:
-            self._agreement.settle(self._plan())
+        """Raises MismatchError, on all ranks and from now on, unless all have planned alike."""
+        if self._disagreement is not None:
+            raise self._disagreement
+        if self._agreement.is_under_way:
+            try:
+                self._agreement.settle(self._plan())
+            except MismatchError as error:
+                self._disagreement = error
+                raise
             self._is_agreed = True
+
+    def _abandon(self) -> None:
+        """What is on its way under names that not all ranks know will never come back."""
+        for bucket in self._buckets:
+            if bucket.sent:
+                bucket.exchange = None
+            bucket.reset()
 
     def _plan(self) -> list[tuple[str, str]]:
         scheme = self._scheme
@@ -337,9 +362,9 @@ class GradientReducer:
             f"gradient_predivide_factor={scheme.predivide:g}, sparse_as_dense={scheme.sparse_as_dense}"
         )
         entries = {
-            name: (bucket.request.spec.name, f"{name!r}, {str(param.dtype).removeprefix('torch.')}{list(param.shape)},")
+            name: (bucket.request.spec.name, bucket.described(position))
             for bucket in self._buckets
-            for name, param in zip(bucket.names, bucket.params, strict=True)
+            for position, name in enumerate(bucket.names)
         }
         return [("", options), *[entries[name] for name in self._names]]
 
@@ -373,9 +398,7 @@ class GradientReducer:
             self._agreement.meet(evaluations)
 
     def _send_rest(self, errors: list[Exception]) -> None:
-        _attempt(errors, self._agree)
-        if errors:
-            return
+        _attempt(errors, self._begin_agreement)
         for bucket in self._buckets:
             if not bucket.sent and bucket.wanted:
                 _attempt(errors, self._check_passes, bucket)
@@ -384,6 +407,8 @@ class GradientReducer:
     def _send(self, bucket: Bucket, is_early: bool = False) -> None:
         gradients = bucket.collect(self.takes_sparse)
         if self._exchanges_needed():
+            if self._disagreement is not None:
+                raise self._disagreement
             if isinstance(bucket, SparseBucket):
                 bucket.start()
             elif any(grad is not None and grad.layout is not torch.strided for grad in gradients):
@@ -393,6 +418,7 @@ class GradientReducer:
                 if bucket.exchange is None or not self._context.holds(bucket.exchange):
                     self._declare()
                 bucket.hand_over(gradients, is_early)
+            self._begin_agreement()
         bucket.sent = True
 
     def _exchanges_needed(self) -> bool:
@@ -400,7 +426,7 @@ class GradientReducer:
         session.check_open()  # with nobody to exchange with it would not be asked
         if session is not self._session:  # the first round, or the first one of another job
             self._session = session
-            self._is_agreed = False
+            self._is_agreed, self._disagreement = False, None
             self._agreement.forget()
             self._forget_left_out()
             for bucket in self._buckets:
@@ -417,7 +443,10 @@ class GradientReducer:
             and bucket.kinds is None
             and (bucket.exchange is None or not self._context.holds(bucket.exchange))
         ]
-        for bucket, exchange in zip(new, self._context.exchanges([b.request for b in new]), strict=True):
+        requests = [bucket.request for bucket in new]
+        if not self._is_agreed:
+            requests.append(self._agreement.request)
+        for bucket, exchange in zip(new, self._context.exchanges(requests), strict=False):
             bucket.exchange = exchange
 
 

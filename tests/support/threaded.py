@@ -98,6 +98,7 @@ class ThreadedCluster:
         self.state = threading.Condition()
         self.waiting: dict[str, dict[int, _Contribution]] = {}  # by name, by rank: the round that is not complete
         self.rounds: list[tuple[str, int]] = []  # (name, priority) of every completed round, in order
+        self.plans: list[str] = []  # names under which plans of optimizers were compared
         self.fatal: BytePSError | None = None
         self.arrived = 0
         self.joined: list[int] = []  # ranks, in the order in which they came, of all joins
@@ -210,7 +211,10 @@ class ThreadedCluster:
                 mine = answer[first : first + count]
             contribution.slot.result[:] = mine
             contribution.slot.done_round = contribution.slot.round
-        self.rounds.append((name, spec.priority))
+        if not name.endswith(".plan"):  # in which optimizers compare theirs, see byteps_py/torch/agreement.py
+            self.rounds.append((name, spec.priority))
+        else:
+            self.plans.append(name)
 
 
 class ThreadedSession(Session):
