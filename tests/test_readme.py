@@ -55,6 +55,7 @@ def folder(tmp_path: Path) -> Path:
 def shell(script: str, folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = clean_environment(PATH=path, **variables)
+    del environment["BYTEPS_TAG_OUTPUT"]  # as it comes
     process = subprocess.Popen(
         ["bash", "-e", "-c", script],
         cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
