@@ -136,3 +136,13 @@ def count_text(number: int, noun: str) -> str:
     ('1 server', '2 servers')
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def sendable(text: str) -> str:
+    """``text`` with a question mark for what UTF-8 can't say: halves of surrogate pairs, as undecodable bytes of file
+    names and arguments become.
+
+    >>> sendable("a\\udcff")
+    'a?'
+    """
+    return text.encode(errors="replace").decode()

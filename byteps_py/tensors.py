@@ -101,6 +101,17 @@ class NonFinite(enum.IntEnum):
     SKIP = 2  # leave the step out
 
 
+def _utf8_bytes(text: str) -> int:
+    """Raises UsageError if ``text`` can't be written in UTF-8, as names travel."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the name {text[:40]!r} has a character that UTF-8 does not know ({text[error.start]!r}, half of a "
+            "surrogate pair): names must be text that can be sent"
+        ) from None
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """What all ranks must agree on before a name is reduced for the first time.
@@ -134,7 +145,7 @@ class TensorSpec:
     nbytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.name or len(self.name.encode()) > MAX_NAME_BYTES:
+        if not self.name or _utf8_bytes(self.name) > MAX_NAME_BYTES:
             raise UsageError(f"a tensor's name must have 1 to {MAX_NAME_BYTES} bytes, got {self.name[:40]!r}…")
         if any(d < 0 for d in self.shape):
             raise UsageError(f"tensor {self.name!r}: shape {self.shape} has a negative dimension")
@@ -148,7 +159,7 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: root rank {self.root} is not in its group {list(self.group)}")
         if self.scatters and not (self.op.is_reduction and self.shape):
             raise UsageError(f"tensor {self.name!r}: only a reduction of one or more dimensions can be scattered")
-        if len(self.terms.encode()) > MAX_TERMS_BYTES:
+        if _utf8_bytes(self.terms) > MAX_TERMS_BYTES:
             raise UsageError(f"tensor {self.name!r}: terms of more than {MAX_TERMS_BYTES} bytes: {self.terms[:40]!r}…")
         if self.op.is_direct and not (self.dtype is DType.UINT8 and len(self.shape) == 2):
             raise UsageError(f"tensor {self.name!r}: a {self.op.name.lower()} is uint8, of shape (input, result)")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import grpc
 
 from byteps_py.errors import UsageError
+from byteps_py.forms import sendable
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
@@ -28,7 +29,7 @@ def status(settings: Settings, timeout_s: float = 5.0) -> pb.StatusReply:
 
 def stop(settings: Settings, reason: str, timeout_s: float = 5.0) -> None:
     """Ask the scheduler to end its job in order; returns when it has told its members. Raises like ``status``."""
-    _ask(settings, "Stop", pb.StopRequest(reason=reason), timeout_s)
+    _ask(settings, "Stop", pb.StopRequest(reason=sendable(reason)), timeout_s)
 
 
 def scale(settings: Settings, servers: int, addresses: Sequence[str], timeout_s: float = 5.0) -> int:
