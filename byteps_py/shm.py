@@ -25,6 +25,7 @@ _libc = ctypes.CDLL(None)  # its calls release the GIL, which mmap.madvise holds
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL and fault page by page instead
 _AT_ONCE_BYTES = 1 << 20
+_POPULATE_BYTES = 64 << 20  # tens of milliseconds, in which nothing can stop the thread
 
 
 def _check(fd: int, nbytes: int) -> None:
@@ -73,9 +74,11 @@ class Segment:
     def populate(self, offset: int, nbytes: int) -> None:
         """Fault pages in now, so that the first use does not (a fresh page costs 20 times a warm one). Any thread; the
         GIL is free meanwhile. What can't be had now is faulted in later."""
-        start = offset // PAGE * PAGE
-        address = ctypes.c_void_p(self.address + start)
-        _libc.madvise(address, ctypes.c_size_t(offset + nbytes - start), _MADV_POPULATE_WRITE)
+        start, end = offset // PAGE * PAGE, offset + nbytes
+        while start < end and self.fd >= 0:  # closed: a process that ends must not wait for gigabytes of pages
+            step = min(_POPULATE_BYTES, end - start)
+            _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(step), _MADV_POPULATE_WRITE)
+            start += step
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Give the whole pages in this range back to the system; afterwards they read as zeros, for all who map it."""
