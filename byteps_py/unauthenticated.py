@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import socket
 import struct
 import time
@@ -25,8 +26,10 @@ WATCH_S = 0.05
 MOST_BYTES = 1 << 16
 _BYTES_RECEIVED = struct.Struct("@Q")
 _BYTES_RECEIVED_AT = 128  # in Linux's struct tcp_info
-#: Of more than this many at once the oldest are cut off.
+#: Of more than this many at once the oldest is cut off, or, where all are younger than ``GRACE_S``, the one that came
+#: last: a member on a busy machine must have the time that its handshake takes.
 MOST = 256
+GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class UnauthenticatedConnections:
         self._call_later: Callable[[float, Callable[[], None]], None] | None = None
         self._is_watching = False  # a timer runs
         self._waiting: dict[int, _Connection] = {}  # by descriptor, the oldest first
+        # Where few descriptors are allowed, most of them must be left for members.
+        self._most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self.cut_off = 0
 
     def watch(self, call_later: Callable[[float, Callable[[], None]], None]) -> None:
@@ -68,8 +73,9 @@ class UnauthenticatedConnections:
         self.known(fd)
         with contextlib.suppress(OSError):  # gone already
             self._waiting[fd] = _Connection(self._clock(), self._inode(fd))
-        if len(self._waiting) > MOST:
-            self._cut_off(next(iter(self._waiting)))
+        if len(self._waiting) > self._most:
+            oldest, connection = next(iter(self._waiting.items()))
+            self._cut_off(oldest if self._clock() - connection.since_s >= GRACE_S else fd)
         self._look_later()
 
     def expel(self, fd: int) -> None:

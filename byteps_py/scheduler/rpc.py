@@ -27,6 +27,8 @@ TOKEN_KEY = "byteps-token"
 #: The declarations of 100 000 tensors fit.
 MAX_MESSAGE_BYTES = 32 << 20
 
+_DROPPED = ("handshake read failed", "socket closed", "connection reset", "endpoint closing")
+
 Options = list[tuple[str, int | str]]
 
 _COMMON: Options = [
@@ -127,7 +129,8 @@ def is_not_up_yet(error: grpc.RpcError) -> bool:
 
 def is_dropped(error: grpc.RpcError) -> bool:
     """True if the other end hung up before it was known who it is. Another attempt may do better."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and "handshake read failed" in (error.details() or "").lower()
+    details = (error.details() or "").lower()
+    return error.code() is grpc.StatusCode.UNAVAILABLE and any(word in details for word in _DROPPED)
 
 
 def _is_of_another_cluster(error: grpc.RpcError) -> bool:
