@@ -240,3 +240,21 @@ def test_a_closure_evaluated_more_often_on_one_rank_is_an_error_within_the_step(
         assert not current().session._closed
 
     ThreadedCluster((1, 1)).run(main)
+
+
+def test_a_closure_evaluated_often_declares_nothing_anew() -> None:
+    def main(rank: int) -> int:
+        model = Net()
+        optimizer = wrap(model, lambda params: torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe"))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, 0)
+            loss.backward()
+            return bps.push_pull(loss.detach(), name="loss")
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return current().session.declarations
+
+    assert ThreadedCluster((1, 1)).run(main) == [3, 3]  # gradients, evaluations, the loss

@@ -398,11 +398,11 @@ class GradientReducer:
             self._agreement.meet(evaluations)
 
     def _send_rest(self, errors: list[Exception]) -> None:
-        _attempt(errors, self._begin_agreement)
         for bucket in self._buckets:
             if not bucket.sent and bucket.wanted:
                 _attempt(errors, self._check_passes, bucket)
                 _attempt(errors, self._send, bucket)
+        _attempt(errors, self._begin_agreement)
 
     def _send(self, bucket: Bucket, is_early: bool = False) -> None:
         gradients = bucket.collect(self.takes_sparse)

@@ -169,6 +169,7 @@ class Distributed:
             loss = closure()
             self._reducer.meet(next(evaluations))
             self.synchronize()
+            self._synchronized = False  # they are used at once
             poison, self._poison = self._poison, None
             if poison is not None:
                 nonfinite.tell(poison, contexts.current().session)
