@@ -15,7 +15,7 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from byteps_py.log import logger
@@ -84,6 +84,17 @@ def find() -> list[Job]:
         if (job := _read(path)) is not None:
             found.setdefault((job.address, job.job_id), job)
     return [found[key] for key in sorted(found)]
+
+
+def with_local_secret(settings: Settings) -> Settings:
+    """``settings`` of somebody who is to ask a scheduler. If that is of a job which bpslaunch has started on this
+    machine, with a secret of its own, its note says it."""
+    if settings.secret or settings.local_secret or not settings.scheduler_host:
+        return settings
+    for job in find():
+        if job.address == settings.scheduler_address and settings.job_id in ("", job.job_id):
+            return replace(settings, local_secret=job.local_secret, job_id=job.job_id)
+    return settings
 
 
 def clear(folder: Path | None = None) -> None:

@@ -137,12 +137,11 @@ def _settings(arguments: argparse.Namespace) -> Settings:
             raise UsageError(f"which job? Give --scheduler HOST:PORT: {'; '.join(map(_name, found))}")
         return _settings_of(found[0])
     settings = Settings.from_env()
-    address = arguments.scheduler or settings.scheduler_address
-    # Of a job of this machine it is known how its members prove themselves.
-    if not settings.job_id and (job := next((j for j in jobs.find() if j.address == address), None)):
-        return _settings_of(job)
     if not arguments.scheduler:
         return settings
+    # Of a job of this machine it is known under which name its members prove themselves.
+    if not settings.job_id and (job := next((j for j in jobs.find() if j.address == arguments.scheduler), None)):
+        return _settings_of(job)
     host, _, port = arguments.scheduler.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigurationError(f"--scheduler={arguments.scheduler!r} is not HOST:PORT")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import grpc
 
+from byteps_py import jobs
 from byteps_py.errors import UsageError
 from byteps_py.forms import sendable
 from byteps_py.proto import control_pb2 as pb
@@ -43,6 +44,7 @@ def scale(settings: Settings, servers: int, addresses: Sequence[str], timeout_s:
 
 
 def _ask(settings: Settings, method: str, request: object, timeout_s: float):  # type: ignore[no-untyped-def]
+    settings = jobs.with_local_secret(settings)
     with rpc.open_channel(settings) as channel:
         stub = control_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
         until_s = time.monotonic() + timeout_s
