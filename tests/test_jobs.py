@@ -47,7 +47,7 @@ def notes(folder: Path) -> list[Path]:
 
 
 def test_a_note_is_there_while_its_job_is(folder: Path) -> None:
-    settings = Settings(scheduler_host="127.0.0.1", scheduler_port=9123, job_id="a", secret="never written")
+    settings = Settings(scheduler_host="127.0.0.1", scheduler_port=9123, job_id="a", secret="is never written")
     assert jobs.find() == []
     with jobs.announced(settings), jobs.announced(settings):
         assert len(notes(folder)) == 2
