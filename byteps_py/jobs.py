@@ -27,7 +27,7 @@ _TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobNote:
     """As its services know it. ``secret_file``: where they read the secret; empty if they were told it, or have none.
     ``ranks``: of this machine, where nothing but a communication service knows the job."""
 
@@ -45,7 +45,7 @@ class Job:
         return f"{self.scheduler_host}:{self.scheduler_port}" if self.scheduler_host else ""
 
     @classmethod
-    def of(cls, settings: Settings) -> Job:
+    def of(cls, settings: Settings) -> JobNote:
         secret_file = os.path.abspath(settings.secret_file) if settings.secret_file else ""
         ranks = 0 if settings.scheduler_host else settings.local_size
         place = settings.scheduler_host, settings.scheduler_port
@@ -65,7 +65,7 @@ def announced(settings: Settings) -> Iterator[None]:
     path, held = None, -1
     try:
         clear()
-        path, held = _leave(runtime_folder(), Job.of(settings))
+        path, held = _leave(runtime_folder(), JobNote.of(settings))
     except OSError as error:
         logger.debug("`bps status` can't find this job by itself: %s", error)
     try:
@@ -76,10 +76,10 @@ def announced(settings: Settings) -> Iterator[None]:
             os.close(held)
 
 
-def find() -> list[Job]:
+def find() -> list[JobNote]:
     """The jobs of this user on this machine, once each; in the order of their schedulers' addresses."""
     clear()
-    found: dict[tuple[str, str], Job] = {}
+    found: dict[tuple[str, str], JobNote] = {}
     for path in sorted(runtime_folder().glob(f"*{_SUFFIX}")):
         if (job := _read(path)) is not None:
             found.setdefault((job.address, job.job_id), job)
@@ -109,7 +109,7 @@ def clear(folder: Path | None = None) -> None:
                 os.close(fd)
 
 
-def _leave(folder: Path, job: Job) -> tuple[Path, int]:
+def _leave(folder: Path, job: JobNote) -> tuple[Path, int]:
     """Raises OSError."""
     for _ in range(_TRIES):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -141,12 +141,12 @@ def _remove(path: Path) -> None:
         path.parent.rmdir()
 
 
-def _read(path: Path) -> Job | None:
+def _read(path: Path) -> JobNote | None:
     """None if it is gone, or not what it should be."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(fd) as file:
             about = os.fstat(fd)
             if about.st_uid == os.getuid() and not about.st_mode & 0o077:
-                return Job(**json.loads(file.read(_MAX_BYTES)))
+                return JobNote(**json.loads(file.read(_MAX_BYTES)))
     return None

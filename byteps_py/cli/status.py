@@ -73,7 +73,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     return int(reply.state == reply.STATE_FAILED)
 
 
-def _print_one(job: jobs.Job, arguments: argparse.Namespace) -> int:
+def _print_one(job: jobs.JobNote, arguments: argparse.Namespace) -> int:
     """Of several."""
     from byteps_py.scheduler import query
 
@@ -148,7 +148,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     return dataclasses.replace(settings, scheduler_host=host, scheduler_port=int(port))
 
 
-def _settings_of(job: jobs.Job) -> Settings:
+def _settings_of(job: jobs.JobNote) -> Settings:
     """To ask its scheduler. Raises ConfigurationError if it has none, or its secret can't be read."""
     if not job.address:
         raise ConfigurationError(
@@ -166,7 +166,7 @@ def _settings_of(job: jobs.Job) -> Settings:
     )
 
 
-def _name(job: jobs.Job) -> str:
+def _name(job: jobs.JobNote) -> str:
     name = f" (BYTEPS_JOB_ID={job.job_id})" if job.job_id else ""
     if not job.address:
         return f"a job of {count_text(job.ranks, 'rank')} on this machine alone, process {job.pid}{name}"

@@ -23,7 +23,7 @@ from byteps_py.errors import CommunicationError, GradientOrderError, MismatchErr
 from byteps_py.session import Session
 from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
 from byteps_py.torch import nonfinite
-from byteps_py.torch.agreement import Agreement
+from byteps_py.torch.plan_comparison import PlanComparison
 from byteps_py.torch.bucket import Bucket, Place, Scheme
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import wire_dtype
@@ -58,7 +58,9 @@ class GradientReducer:
         self._scratch = Scratch()
         # By name: a rank may well have an optimizer that others have not.
         first = min((name for name, _ in named), default="")
-        self._agreement = Agreement(context, context.claim(f"{self._scheme.prefix}(all) {first}"), self._scheme.group)
+        self._agreement = PlanComparison(
+            context, context.claim(f"{self._scheme.prefix}(all) {first}"), self._scheme.group
+        )
         self._names: list[str] = []  # in the order in which they came
         self._is_agreed = False  # that all ranks have planned alike
         self._disagreement: MismatchError | None = None

@@ -27,7 +27,7 @@ _TEXT_BYTES = 512  # of an entry that differs
 _ENDED = 1 << 40  # more than anybody evaluates a closure
 
 
-class Agreement:
+class PlanComparison:
     """Of the ranks of ``group`` (empty: all)."""
 
     def __init__(self, context: Context, name: str, group: tuple[int, ...]) -> None:
