@@ -23,13 +23,13 @@ from byteps_py.errors import CommunicationError, GradientOrderError, MismatchErr
 from byteps_py.session import Session
 from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
 from byteps_py.torch import nonfinite
-from byteps_py.torch.plan_comparison import PlanComparison
 from byteps_py.torch.bucket import Bucket, Place, Scheme
 from byteps_py.torch.context import Context, Request
 from byteps_py.torch.dtypes import wire_dtype
 from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.gradient_checksums import Scratch
 from byteps_py.torch.layout import plan_buckets
+from byteps_py.torch.plan_comparison import PlanComparison
 from byteps_py.torch.sparse import SparseBucket
 
 

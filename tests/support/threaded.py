@@ -211,7 +211,7 @@ class ThreadedCluster:
                 mine = answer[first : first + count]
             contribution.slot.result[:] = mine
             contribution.slot.done_round = contribution.slot.round
-        if not name.endswith(".plan"):  # in which optimizers compare theirs, see byteps_py/torch/agreement.py
+        if not name.endswith(".plan"):  # in which optimizers compare theirs, see byteps_py/torch/plan_comparison.py
             self.rounds.append((name, spec.priority))
         else:
             self.plans.append(name)
