@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import sys
 import threading
 import weakref
@@ -40,6 +41,7 @@ _speakers: weakref.WeakSet[Speaker] = weakref.WeakSet()
 _lock = threading.Lock()
 _running = threading.local()  # ``is_told``: a hook of ours has been called in this thread, and has not returned
 _is_child = False  # and has a finalizer
+_pid = 0  # of the process whose rank speaks; not that of a child that it forks, whose failure is not the rank's
 
 
 class ChainedHook:
@@ -82,7 +84,7 @@ class MainHook(ChainedHook):
         if isinstance(error, BytePSError):
             error.__traceback__ = words.without_inside(error.__traceback__)
             args = (args[0], error, error.__traceback__)
-        if not _speakers or not last_words.is_heard():
+        if not _speakers or os.getpid() != _pid or not last_words.is_heard():
             self.before(*args)
             return
         stderr, sys.stderr = sys.stderr, io.StringIO()
@@ -96,8 +98,9 @@ class MainHook(ChainedHook):
 
 def watch(speaker: Speaker) -> None:
     """Speak for it until ``unwatch``, or until it is gone."""
-    global _is_child
+    global _is_child, _pid
     with _lock:
+        _pid = os.getpid()
         _speakers.add(speaker)
         if not _is_child and multiprocessing.parent_process() is not None:
             _is_child = True
