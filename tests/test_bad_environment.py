@@ -55,7 +55,7 @@ TAKEN = {
     "BYTEPS_SOCKET_NAME": ["byteps-0a1b-cs", "x" * 107, "with space", "☃" * 35],
     "BYTEPS_MACHINE_ID": ["m0", "0f8fad5b-4026531840", "rack 7/☃"],
     "BYTEPS_JOB_ID": ["127.0.0.1/29500/none/0", "../a b", "☃", "x" * 300],
-    "BYTEPS_SECRET": [LONG, "\x01\x1b[31m", "two\nlines", "☃", ";rm -rf /"],
+    "BYTEPS_SECRET": [LONG, "\x01\x1b[31m" * 4, "two\nlines" * 2, "☃" * 6, ";rm -rf /" * 2],
     "BYTEPS_JOURNAL_DIR": ["none", "../x", "/var/lib/☃", "x" * 255, "two\nlines"],
     "BYTEPS_REPORT": ["report.json", "a/" * 2000],
     "HOROVOD_TIMELINE": ["DYNAMIC", "t.json"],

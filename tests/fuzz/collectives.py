@@ -24,6 +24,7 @@ from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.sparse import sum_up
 from byteps_py.torch.distributed.work import Surroundings
+from byteps_py.torch.gradient_checksums import Scratch
 from byteps_py.torch.sparse import SparseBucket
 
 from .base import Target
@@ -185,7 +186,7 @@ class Collectives(Target):
         param.grad = self._gradient.clone() if self._turn % 8 else None
         spec = TensorSpec("rows", DType.FLOAT32, (36,))
         request = Request(spec, torch.float32, ((36,),), torch.device("cpu"))
-        bucket = SparseBucket(self._context, request, "rows", param, Scheme(), 0)
+        bucket = SparseBucket(self._context, request, "rows", param, Scheme(), 0, Scratch())
         bucket.mark(0, param.grad)
         bucket.start()
         bucket.travel()
