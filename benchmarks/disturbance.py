@@ -143,7 +143,7 @@ def run(contender: str, repeats: int, cores: list[int]) -> dict[str, list[float]
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     starter = {
-        "ours": ["-m", "byteps_py.launch", "-np", "2", sys.executable],
+        "ours": ["-m", "byteps_py.launch", "--no-tag-output", "-np", "2", sys.executable],
     }.get(contender, ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port])
     rest = ["--as", contender, "--repeats", str(repeats), "--core", str(cores[0]), "--other", str(cores[1])]
     os.sched_setaffinity(0, {cores[1]})  # inherited by all that is started

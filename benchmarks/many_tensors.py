@@ -103,7 +103,7 @@ def run(contender: str, ranks: int, steps: int) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    launch = ["-m", "byteps_py.launch", "-np", str(ranks), sys.executable]
+    launch = ["-m", "byteps_py.launch", "--no-tag-output", "-np", str(ranks), sys.executable]
     starters = {
         "ours": launch,
         "checked": launch,

@@ -114,7 +114,7 @@ def run(
     """(each process when the cluster stands, the largest of each figure after that, what it had done when it was seen
     last, the largest sum of shared memory at one time)."""
     program = [sys.executable, __file__, "--as-rank", "--tensors", str(tensors), "--rounds", str(rounds)]
-    command = [sys.executable, "-m", "byteps_py.launch", *launcher, *program]
+    command = [sys.executable, "-m", "byteps_py.launch", "--no-tag-output", *launcher, *program]
     job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert job.stdin is not None
     assert job.stdout is not None

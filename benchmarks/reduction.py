@@ -69,7 +69,7 @@ def run(contender: str, ranks: int, sizes: list[int], seconds: float, launcher: 
             str(free_port()), *program[1:],
         ]  # fmt: skip
     else:
-        command = [sys.executable, "-m", "byteps_py.launch", "-np", str(ranks), *launcher, *program]
+        command = [sys.executable, "-m", "byteps_py.launch", "--no-tag-output", "-np", str(ranks), *launcher, *program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{contender} with {ranks} ranks failed:\n{done.stderr}")

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import zmq
 
+from byteps_py.dataplane.authenticator import show_password
 from byteps_py.dataplane.handshake import Caller
 from byteps_py.dataplane.seal import Seal
 from byteps_py.loop import EventLoop
@@ -118,6 +119,8 @@ def work(address: str, index: int, nbytes: int, in_flight: int, count: int, is_s
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
+    if is_sums:
+        show_password(dealer, settings(index + 1), address)
     dealer.connect(address)
     out, back = shake_hands(dealer, address, index) if is_sums else (None, None)
     buffers = [memoryview(bytearray(os.urandom(16) * (nbytes // 16))) for _ in range(in_flight)]

@@ -59,7 +59,7 @@ session.close()
 
 def ranks(program: str, count: int, environ: dict[str, str]) -> dict[str, float]:
     """The largest of what the ranks have measured."""
-    launcher = [sys.executable, "-m", "byteps_py.launch", "-np", str(count)] if count > 1 else []
+    launcher = [sys.executable, "-m", "byteps_py.launch", "--no-tag-output", "-np", str(count)] if count > 1 else []
     command = [*launcher, sys.executable, "-c", program]
     done = subprocess.run(command, env=environ, check=True, timeout=LIMIT_S, stdout=subprocess.PIPE, text=True)
     found = [json.loads(each) for each in re.findall(r"{.*?}", done.stdout)]  # ranks share lines now and then

@@ -32,7 +32,7 @@ class Job:
         self._door.bind(f"\0{self._door_name}")
         self._door.listen()
         self._door.settimeout(LIMIT_S)
-        launch = ["-m", "byteps_py.launch", "-np", str(ranks), "--machines", str(machines)]
+        launch = ["-m", "byteps_py.launch", "--no-tag-output", "-np", str(ranks), "--machines", str(machines)]
         command = [sys.executable, *launch, sys.executable, *program, "--door", self._door_name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", TOKEN_VARIABLE: self._door_name, **environ}
         self._launcher = subprocess.Popen(command, env=environment)

@@ -31,7 +31,7 @@ def test_the_start_is_measured_cold_and_warm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("contender", ["arena", "tensor", "backend", "gloo"])
 def test_a_sum_is_measured(contender: str) -> None:
     program = [str(BENCHMARKS / "reduction_rank.py"), contender, "--seconds", "0.01", "--sizes", "4", "1048576"]
-    lines = run("-m", "byteps_py.launch", "-np", "2", sys.executable, *program).splitlines()
+    lines = run("-m", "byteps_py.launch", "--no-tag-output", "-np", "2", sys.executable, *program).splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
     assert [row["bytes"] for row in rows] == [4, 1048576]
     assert all(row["median_s"] > 0 and row["rank_cpu_s"] > 0 for row in rows)

@@ -47,7 +47,7 @@ def run_ours(
         "BYTEPS_SECRET": "secret of the benchmark",
         **variables,
     }
-    launch = [sys.executable, "-m", "byteps_py.launch"]
+    launch = [sys.executable, "-m", "byteps_py.launch", "--no-tag-output"]
     program = [sys.executable, str(RANK), "ours", "--counts", ",".join(map(str, counts))]
 
     def own(host: Host, role: str) -> dict[str, str]:

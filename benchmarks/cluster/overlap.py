@@ -92,7 +92,7 @@ def run(
         "BYTEPS_SECRET": "secret of the benchmark",
         **tuning,
     }
-    launch = [sys.executable, "-m", "byteps_py.launch"]
+    launch = [sys.executable, "-m", "byteps_py.launch", "--no-tag-output"]
     services = [start(workers[0], launch, {**common, "DMLC_ROLE": "scheduler"})]
     services += [start(h, launch, {**common, "DMLC_ROLE": "server", "DMLC_NODE_HOST": h.address}) for h in servers]
     ranks = []

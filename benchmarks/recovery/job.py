@@ -95,7 +95,7 @@ class Job:
 
     def _start(self, name: str, words: Sequence[str] = (), **variables: str) -> Launcher:
         elastic = ["--elastic"] if self._is_elastic else []
-        command = [sys.executable, "-m", "byteps_py.launch", *elastic, *words]
+        command = [sys.executable, "-m", "byteps_py.launch", "--no-tag-output", *elastic, *words]
         environ = {**self.environ, "BYTEPS_MACHINE_ID": name, **variables}
         if name in self._where:
             environ["DMLC_NODE_HOST"], wrap = self._where[name]
