@@ -155,7 +155,7 @@ class DryBuild:
 
     def _run(self, command: str, image: Path, folder: Path, variables: dict[str, str]) -> str:
         shell = ["/bin/sh", "-e", "-c", _moved(command, image)]
-        printed = run(shell, timeout_s=100, cwd=folder, variables=self._environment(image, variables))
+        printed = run(shell, timeout_s=400, cwd=folder, variables=self._environment(image, variables))
         for pip in image.glob("opt/*/bin/pip"):
             _put_in_place_of_pip(pip)  # a real one, which the command has just put there
         return printed
@@ -202,6 +202,7 @@ def test_the_context_holds_what_the_images_copy() -> None:
     assert packages <= copied
 
 
+@pytest.mark.timeout(500)  # every kernel is compiled: a minute of two free cores
 def test_every_command_of_the_dockerfile_runs(tmp_path: Path) -> None:
     """Its RUN lines as they stand, in the folders that its COPY lines fill; only packages are not installed."""
     build = DryBuild(tmp_path)
