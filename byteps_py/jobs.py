@@ -87,12 +87,13 @@ def find() -> list[JobNote]:
 
 
 def with_local_secret(settings: Settings) -> Settings:
-    """``settings`` of somebody who is to ask a scheduler. If that is of a job which bpslaunch has started on this
-    machine, with a secret of its own, its note says it."""
+    """``settings`` of a process that is to reach a scheduler. If that is of a job which bpslaunch has started on this
+    machine for this user, with a secret of its own, the job's note says it."""
     if settings.secret or settings.local_secret or not settings.scheduler_host:
         return settings
     for job in find():
-        if job.address == settings.scheduler_address and settings.job_id in ("", job.job_id):
+        is_it = job.address == settings.scheduler_address and settings.job_id in ("", job.job_id)
+        if is_it and job.local_secret:
             return replace(settings, local_secret=job.local_secret, job_id=job.job_id)
     return settings
 

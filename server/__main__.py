@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(is_gpu_machine: bool) -> int:
-    settings = Settings.from_env()
+    settings = jobs.with_local_secret(Settings.from_env())
     configure(settings.log_level, f"server of machine {settings.worker_id}" if is_gpu_machine else "server")
     logger.debug("settings:\n%s", settings.describe())
     if not keep_freed_memory(_RETAINED_BYTES):

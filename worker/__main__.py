@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stay", action="store_true", help="go on when all ranks have left: they may come back")
     arguments = parser.parse_args(argv)
     try:
-        settings = Settings.from_env()
+        settings = jobs.with_local_secret(Settings.from_env())
         log.configure(settings.log_level, f"worker {settings.worker_id}")
         if TOKEN_VARIABLE not in os.environ:  # else the launcher has said it
             for sentence in ignored_variables(os.environ):
