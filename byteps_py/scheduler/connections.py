@@ -49,7 +49,7 @@ class SchedulerConnections:
     def handshake_begins(self) -> None:
         """Of TLS: it may fail so soon that only now there is anything to see of the connection."""
         with self._lock:
-            if self._clock() - self._looked_s >= _HURRIED_S:
+            if len(self._waiting) <= _MANY or self._clock() - self._looked_s >= _HURRIED_S:
                 self._look()
 
     def admit(self, peer: str) -> None:

@@ -159,8 +159,9 @@ def explain(address: str, error: grpc.RpcError, waited_s: float) -> BytePSError:
         )
     if is_dropped(error):
         return RendezvousError(
-            f"what listens at {address} ended each connection of {waited_s:g} s before it had shown who it is: the "
-            "scheduler has more callers than it can serve, or something else has its port"
+            f"what listens at {address} ended each connection for {waited_s:g} s before it had shown who it is: the "
+            "scheduler has a BYTEPS_SECRET and this process has not, or it has more callers than it can serve, or "
+            "something else has its port"
         )
     if code is grpc.StatusCode.UNAVAILABLE:
         return absent(address, waited_s, details)
