@@ -23,7 +23,8 @@ def derived(settings: Settings) -> list[bytes]:
     secret = settings.secret.encode()
     control = auth.token(settings, "control")
     local = [auth.token(settings, "local", str(member)) for member in range(8)]
-    hashes = [hashlib.sha256(secret).digest(), handshake._proof_key(settings.secret)]
+    key = auth.membership_key(settings)
+    hashes = [hashlib.sha256(secret).digest(), key, handshake._proof_key(key)]
     return [secret, *hashes, *map(bytes.fromhex, [control, *local])]
 
 

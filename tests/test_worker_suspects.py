@@ -48,7 +48,7 @@ class Line:
 
     def __init__(self) -> None:
         self.due: dict[int, Header] = {}  # by number
-        loop: Any = SimpleNamespace(call_later=lambda delay_s, callback: None)
+        loop: Any = SimpleNamespace(call_later=lambda delay_s, callback: None, lateness_s=0.0)
         nothing: Any = None
         self.link = TcpLink(nothing, loop, "tcp://there", 0, Settings(), nothing, self._answered, self._again, nothing)
         self.dialer = cast(Dialer, self.link._dialer)

@@ -16,6 +16,7 @@ from byteps_py.scheduler import rpc
 from byteps_py.settings import Settings
 
 _RETRY_S = 0.1
+_MOST_RETRIES_S = 4.0  # a scheduler that has a secret hangs up on a process without one, again and again
 
 
 def status(settings: Settings, timeout_s: float = 5.0) -> pb.StatusReply:
@@ -47,9 +48,10 @@ def _ask(settings: Settings, method: str, request: object, timeout_s: float):  #
     settings = jobs.with_local_secret(settings)
     with rpc.open_channel(settings) as channel:
         stub = control_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
-        until_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
+        until_s = began_s + min(timeout_s, _MOST_RETRIES_S)
         while True:
-            left_s = max(0.01, until_s - time.monotonic())
+            left_s = max(0.01, began_s + timeout_s - time.monotonic())
             try:
                 return getattr(stub, method)(request, timeout=left_s, metadata=rpc.metadata(settings))
             except grpc.RpcError as error:

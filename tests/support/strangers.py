@@ -32,9 +32,9 @@ def zmtp_beginning(nbytes: int) -> bytes:
     return b"\x02" + nbytes.to_bytes(8, "big")
 
 
-# What libzmq says first: signature, version 3.1, mechanism NULL; then READY as a DEALER.
-ZMTP_GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x01NULL" + bytes(16) + bytes(32)
-ZMTP_READY = _zmtp_command(b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER")
+# What libzmq says first: signature, version 3.1, mechanism PLAIN; then a name and a password.
+ZMTP_GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x01PLAIN" + bytes(15) + bytes(32)
+ZMTP_GUESS = _zmtp_command(b"\x05HELLO\x20" + b"0" * 32 + b"\x07guessed")
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # and empty SETTINGS
 
 
@@ -45,12 +45,9 @@ class Step(NamedTuple):
     hears: bytes = b""
 
 
-#: How to be let in where a protocol is spoken. What is heard last only follows if all that was said was found right:
-#: a PING has a PONG with the same context for an answer, if both are READY; so have SETTINGS.
-ZMTP = (
-    Step(ZMTP_GREETING + ZMTP_READY, b"\x05READY"),  # libzmq takes nothing more before it has said READY
-    Step(_zmtp_command(b"\x04PING\x00\x00here"), _zmtp_command(b"\x04PONGhere")),
-)
+#: How far nobody is refused where a protocol is spoken. What is heard last only follows if all that was said was found
+#: right: a greeting is answered by one, and SETTINGS by theirs.
+ZMTP = (Step(ZMTP_GREETING, b"\x03\x01PLAIN" + bytes(15) + bytes(32)),)
 HTTP2 = (Step(HTTP2_PREFACE, bytes(3) + b"\x04\x01" + bytes(4)),)
 Greeting = tuple[Step, ...]
 
