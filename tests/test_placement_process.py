@@ -63,7 +63,10 @@ def test_when_a_server_has_come_all_carry_what_the_formula_says_for_the_new_clus
         print(file=job.process.stdin, flush=True)
         job.until("0: stretch 1")
         before = known(Settings.from_env(own), MACHINES * (STEPS * BYTES + STOP))
-        address = {name: own[name] for name in ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "BYTEPS_JOB_ID")}
+        address = {
+            name: own[name]
+            for name in ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "BYTEPS_JOB_ID", "BYTEPS_LOCAL_SECRET")
+        }
         cluster = {"DMLC_NUM_WORKER": str(MACHINES), "BYTEPS_MACHINE_ID": "spare"}
         with service("server", **address, **cluster, **environ) as server:
             job.until("worker 0 WARNING: epoch 2: ", "worker 1 WARNING: epoch 2: ")
