@@ -23,7 +23,7 @@ def _stretch(secret: str) -> bytes:
 
 
 def membership_key(settings: Settings) -> bytes:
-    """What this job's members have in common and others have not; empty without a secret.
+    """The key that all members of this job have, and nobody else; empty without a secret.
 
     The cluster secret is stretched, once in a process: scrypt (RFC 7914). ``local_secret`` is random and long.
     """

@@ -96,11 +96,6 @@ class UnauthenticatedConnections:
             if connection.since_s <= late_s or self._received(fd, connection) > MOST_BYTES:
                 self._cut_off(fd)
 
-    def cut(self, fd: int) -> None:
-        """End a connection that does not deserve better."""
-        if fd in self._waiting:
-            self._cut_off(fd)
-
     def _cut_off(self, fd: int) -> None:
         connection = self._waiting.pop(fd)
         with contextlib.suppress(OSError), self._opened(fd, connection) as end:  # the other end was faster

@@ -56,7 +56,7 @@ class FailureReport:
         return []
 
     def begin_anew(self) -> None:
-        """What comes from now on has another cause."""
+        """Errors that are reported from now on have another cause."""
         self._shown.clear()
 
     @staticmethod

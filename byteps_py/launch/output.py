@@ -62,7 +62,7 @@ class WordsPipe:
         self._rest = b""
 
     def read(self) -> list[LastWords]:
-        """What has come. ``is_over`` once all ends that write are closed."""
+        """The words that have come. ``is_over`` once all ends that write are closed."""
         for _ in range(_READS_AT_ONCE):
             try:
                 data = os.read(self.reader, _READ_BYTES)

@@ -38,14 +38,6 @@ class SchedulerConnections:
         self._explained: set[str] = set()
         self._refused: list[str] = []
 
-    def __len__(self) -> int:
-        """Connections that wait to be admitted."""
-        return len(self._waiting)
-
-    @property
-    def cut_off(self) -> int:
-        return self._waiting.cut_off
-
     def handshake_begins(self) -> None:
         """Of TLS: it may fail so soon that only now there is anything to see of the connection."""
         with self._lock:
@@ -70,7 +62,7 @@ class SchedulerConnections:
             return _HURRIED_S if len(self._waiting) > _MANY else _LOOK_S
 
     def take_refused(self) -> list[str]:
-        """Who has gone, or was cut off, without a valid token since the last call."""
+        """Peers whose connection ended, or was cut off, without a valid token since the last call."""
         with self._lock:
             refused, self._refused = self._refused, []
         return refused

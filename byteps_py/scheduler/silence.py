@@ -1,7 +1,7 @@
-"""How long a member's timeout is follows from its own heartbeats so far (failure_detector.py). What starves on a loaded
-machine is alive, and to lose it would end the job, while a summation service is replaced: so of the two only the former
-is given time, as long as another process of its machine is heard. Processes that start together (ranks import torch,
-services load kernels) starve each other for seconds.
+"""How long a member's timeout is follows from its own heartbeats so far (failure_detector.py). A worker that
+starves on a loaded machine is alive, and losing it would end the job, while a summation service is replaced: so only a
+worker is given time, as long as another process of its machine is heard. Processes that start together (ranks import
+torch, services load kernels) starve each other for seconds.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _pid = 0  # of the process whose rank speaks; not that of a child that it forks,
 class ChainedHook:
     """An exception hook that tells the other ranks, then calls the one that was there before it.
 
-    A chain may hold several. Whoever replaces a hook keeps it and calls it (torch does with each
+    A chain may hold several. Code that replaces a hook keeps it and calls it (torch does with each
     ``init_process_group``), and one that others keep can't be taken out: the next ``watch`` puts another on top. So
     each knows its own predecessor, and only the first that is called tells.
     """
