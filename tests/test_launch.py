@@ -205,7 +205,7 @@ class TestServices:
             assert job.finish() == (0, "bye\n", "")
 
     def test_services_that_stay_are_stopped(self) -> None:
-        with supervised("", services=("import signal; signal.pause()",), grace_s=0.1) as job:
+        with supervised("", services=("import signal; signal.pause()",), grace_s=0.1, drain_s=0.1) as job:
             status, _, err = job.finish()
         assert status == 0
         # It may take as long again until the signal has ended it; that is said, too.

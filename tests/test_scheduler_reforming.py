@@ -114,7 +114,7 @@ def test_so_many_groups_and_no_more() -> None:
     group.ready(A.id, Waiting(1))
     over = group.decide([A], 1.0)
     assert isinstance(over, GiveUp)
-    assert over.sentence == "lost c; the group was formed anew 1 times (BYTEPS_RESET_LIMIT)"
+    assert over.sentence == "lost c; the group was formed anew 1 time (BYTEPS_RESET_LIMIT)"
 
 
 def test_ranks_that_leave_of_one_mind_go_on_as_they_are() -> None:

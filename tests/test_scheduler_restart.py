@@ -31,8 +31,9 @@ from support.schedulers import (
 )
 
 from byteps_py import errors
+from byteps_py.launch.spec import NO_JOURNAL_STATUS
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import query
+from byteps_py.scheduler import query, remote
 from byteps_py.settings import Settings
 
 
@@ -140,7 +141,11 @@ def test_who_dies_while_the_scheduler_is_away_is_lost_when_it_is_back(start: Fac
     assert scheduler.ended()[0] == 1
 
 
-def test_who_leaves_while_the_scheduler_is_away_may_still_say_so(start: Factory, attend: Attend) -> None:
+def test_a_member_that_leaves_while_the_scheduler_is_away_may_still_say_so(
+    start: Factory, attend: Attend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "AWAY_CLOSE_S", TIMEOUT_S)  # a loaded machine starts a scheduler slowly
+    monkeypatch.setattr(remote, "CLOSE_TIMEOUT_S", TIMEOUT_S)
     scheduler = start(num_workers=1).wait_listening()
     member = attend(scheduler.settings, as_worker())
     member.wait("membership")
@@ -214,7 +219,7 @@ def test_a_damaged_journal_is_named(start: Factory, attend: Attend, tmp_path: Pa
     journal.write_bytes(data)
     scheduler.restart()
     code, log = scheduler.ended()
-    assert code == 2
+    assert code == NO_JOURNAL_STATUS
     assert f"the scheduler's journal {journal} is damaged: frame 1, at byte 17 of {len(data)}, is damaged" in log
     assert "Traceback" not in log
 

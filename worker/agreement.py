@@ -91,6 +91,7 @@ class Agreement:
         self._joined: set[int] = set()
         self._ending: list[Tensor] = []
         self._names: dict[str, _Name] = {}
+        self._open: dict[str, _Name] = {}  # those with declarations that are not decided, and perhaps others
 
     def declare(self, slot: RankSlot) -> list[Action]:
         """A rank declares a name; ``slot`` is its memory."""
@@ -101,6 +102,7 @@ class Agreement:
             if missed.spec is None or missed.spec.agrees_with(slot.spec):
                 return actions + name.void([slot], missed.error)
         name.later.setdefault(slot.local_rank, deque()).append(slot)
+        self._open[name.name] = name
         return actions + self._poll(name)
 
     def came(self, slot: RankSlot) -> list[Action]:
@@ -310,9 +312,11 @@ class Agreement:
     def undecided(self) -> list[tuple[str, list[RankSlot]]]:
         """Names that local ranks wait for though not all ranks have declared them, and these ranks' slots."""
         waiting = []
-        for name in self._names.values():
+        for name in [*self._open.values()]:
             declared = [*itertools.chain.from_iterable(name.later.values())]
             declared += name.proposal.slots.values() if name.proposal is not None else ()
+            if not declared:
+                del self._open[name.name]
             slots = [slot for slot in declared if slot.waits]
             if slots:
                 waiting.append((name.name, slots))

@@ -27,6 +27,7 @@ from byteps_py.worker.direct import Direct
 from byteps_py.worker.epochs import Epochs
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.joining import Joining
+from byteps_py.worker.links import silence_s
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
 from byteps_py.worker.peers import PeerMachines
@@ -100,8 +101,9 @@ class Group:
         self.joining = Joining(topology, self.agreement, pipeline, direct, executor, send, fail)
         self.requests = Requests(topology, memory, self.agreement, pipeline, direct, executor, self.joining, send)
         self.waits = Waits(
-            self.requests, self.agreement, direct, self.network, around.desk, around.stay, settings.heartbeat_timeout_s
-        )
+            self.requests, self.agreement, direct, self.network, around.desk, around.stay,
+            lambda: silence_s(settings, around.loop),
+        )  # fmt: skip
         self._sights = Sights(around.loop, executor.ranks, self.requests.describe, memory.name_of, self._saw)
 
     def open(self) -> None:

@@ -20,11 +20,12 @@ from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.client import ControlLink, connect
+from byteps_py.scheduler.client import connect
 from byteps_py.scheduler.job import STOPPED
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.worker.accusations import Accusations
+from byteps_py.worker.batching import BatchingLink
 from byteps_py.worker.desk import Desk
 from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.farewell import Farewell
@@ -76,10 +77,11 @@ class Service:
         self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
         self._accusations = Accusations()
         self._warned_s: dict[int, float] = {}  # of servers that can't be reached: when, by member id
-        self._link: ControlLink = connect(
+        link = connect(
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
             self._scheduler_away, self._scheduler_back,
         )  # fmt: skip
+        self._link = BatchingLink(link, self._loop)
         self._farewell = self._new_farewell()
 
     def _open_desk(self, settings: Settings) -> Desk:
@@ -219,6 +221,7 @@ class Service:
             self._stopped(message.stop.reason)
         elif self._group is not None:
             self._group.heard(message)
+            self._link.heard(message)
 
     def _stopped(self, reason: str) -> None:
         """The scheduler ends the job. Ranks that are at work, or wait for a group of an elastic job, hear why."""
@@ -258,6 +261,7 @@ class Service:
         self._group.count(self._past)
         self._group.end()
         self._group = None
+        self._link.forget()
         if self._farewell.is_going:
             self._loop.stop()  # what it stays for is wanted by nobody any more
         self._told_left.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.desk import Desk
@@ -17,7 +19,7 @@ DEPARTURE_GRACE_S = 1.0
 
 class Waits:
     """``stay``: the service waits for ranks that come back; then a rank has left only when its process has ended.
-    ``silence_s``: after so long a silence a server counts as lost, and others begin to do its work."""
+    ``silence_s()``: after so long a silence a server counts as lost, and others begin to do its work."""
 
     def __init__(
         self,
@@ -27,7 +29,7 @@ class Waits:
         network: Network | None,
         desk: Desk,
         stay: bool,
-        silence_s: float,
+        silence_s: Callable[[], float],
     ) -> None:
         self._requests = requests
         self._agreement = agreement
@@ -64,8 +66,12 @@ class Waits:
 
         for name, slots in self._agreement.undecided():
             add(name, 0, slots)
-        for tensor in self._agreement.tensors():
-            add(tensor.name, tensor.round, [slot for slot in tensor.slots if slot.waits])
+        oldest = now - age_s
+        for tensor in self._agreement.tensors():  # thousands, of which few are late
+            for slot in tensor.slots:
+                if slot.ready_bytes >= 0 and slot.ready_since < oldest and slot.waits:
+                    add(tensor.name, tensor.round, [slot for slot in tensor.slots if slot.waits])
+                    break
         for channel, member in self._direct.members():
             if member.is_waited_for:
                 add(channel.spec.name, member.round, [member.slot], needs(channel, member))
@@ -108,7 +114,7 @@ class Waits:
     def _may_be_lost(self, idle_s: float) -> bool:
         """A server: one that is silent, or one that can't be reached (its link has a deadline of its own)."""
         is_whole = self._network is None or self._network.is_whole
-        return idle_s < DEPARTURE_GRACE_S + self._silence_s or not is_whole
+        return idle_s < DEPARTURE_GRACE_S + self._silence_s() or not is_whole
 
     @property
     def _left(self) -> dict[int, float]:

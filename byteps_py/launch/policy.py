@@ -6,13 +6,14 @@ supervisor's thread alone calls it.
     RUNNING ──────────────────a signal came──────────────► STOPPING ──grace over──► KILLING
        │ └─a rank failed, a service died─► LOSING ──time over──┘                       │
        │                                     │ all ranks ended                         │ all ranks ended
-       └─all ranks ended, 0──────────────────┴──► DRAINING ──grace over──► ENDING ◄────┘
+       └─all ranks ended, 0──────────────────┴──► DRAINING ──drain over──► ENDING ◄────┘
                                                                              └──grace over──► KILLING ──► OVER
 
 RUNNING: nothing happened yet, but that a process that can go on where it stopped was killed and started again.
 LOSING: a rank or a service is gone; the ranks notice by themselves and say what they miss. LEAVING (elastic jobs,
 SIGTERM): the communication service was told that the ranks are to leave at their next commit. DRAINING: services that
-stay for the ranks' sake are told to end, the others follow by themselves; after LEAVING all are told to, in order.
+stay for the ranks' sake are told to end, the others follow by themselves, once the ranks of other machines have ended,
+too: those need not be as quick. After LEAVING all are told to end, in order.
 ENDING: all are told to, whatever state they are in. OVER: what survived SIGKILL is left.
 """
 
@@ -92,6 +93,7 @@ class Policy:
         specs: Sequence[ProcessSpec],
         grace_s: float,
         own_error_s: float,
+        drain_s: float = 30.0,
         elastic: bool = False,
         is_part: bool = False,
     ) -> None:
@@ -99,7 +101,8 @@ class Policy:
         self.deadline: float | None = None
         self.retry = False  # the whole job is to be started once more
         self.phase = Phase.RUNNING
-        self._grace_s, self._own_error_s = grace_s, own_error_s
+        self._grace_s, self._own_error_s, self._drain_s = grace_s, own_error_s, drain_s
+        self._draining_s = drain_s
         self._elastic, self._is_part = elastic, is_part
         self._one_ended_well = False
         self._is_leaving = False  # others go on without these ranks, as they were asked to
@@ -181,7 +184,7 @@ class Policy:
                 text = f"{', '.join(mains)} did not end within {self._grace_s:g} s; killing"
                 return [Say(text), *self._send(mains, signal.SIGKILL)]
             case Phase.DRAINING:
-                text = f"all ranks have ended; {late} did not within {self._grace_s:g} s; stopping"
+                text = f"all ranks have ended; {late} did not within {self._draining_s:g} s; stopping"
                 return [Say(text), *self._end_services(now)]
             case Phase.ENDING:
                 text = f"{late} did not end within {self._grace_s:g} s; killing"
@@ -254,7 +257,9 @@ class Policy:
     def _after_mains(self, now: float) -> list[Action]:
         orderly = (Phase.RUNNING, Phase.LEAVING, Phase.LOSING)
         if self.code == 0 and self.phase in orderly and not self._is_headless:
-            self._enter(Phase.DRAINING, now)
+            # A machine that is asked to leave may have little time.
+            self._draining_s = self._grace_s if self._is_leaving else self._drain_s
+            self._enter(Phase.DRAINING, now, self._draining_s)
             # Who leaves while others go on waits in vain to hear that the job is over.
             return self._send(tuple(self._alive) if self._is_leaving else self._dismissed(), signal.SIGTERM)
         return self._end_services(now)

@@ -33,11 +33,13 @@ _MOST_GUARDS = 10
 @dataclass(frozen=True, slots=True)
 class Supervision:
     """How a job is watched. ``grace_s``: from a request to end until SIGKILL; ``own_error_s``: how long ranks have
-    after one of them failed or a service died; ``tag_output``: prefix every line (None: of more than one rank);
-    ``folder``: a file per process and stream goes there; ``elastic``, ``is_part``: see Policy."""
+    after one of them failed or a service died; ``drain_s``: how long services have once all ranks have ended;
+    ``tag_output``: prefix every line (None: of more than one rank); ``folder``: a file per process and stream goes
+    there; ``elastic``, ``is_part``: see Policy."""
 
     grace_s: float = 5.0
     own_error_s: float = 15.0
+    drain_s: float = 30.0
     tag_output: bool | None = None
     folder: Path | None = None
     elastic: bool = False
@@ -51,7 +53,7 @@ class Supervisor:
         self._specs, self._environ, self._how, self._token = specs, environ, how, token
         are_many = sum(spec.kind is Kind.MAIN for spec in specs) > 1
         self._tags = are_many if how.tag_output is None else how.tag_output
-        self._policy = Policy(specs, how.grace_s, how.own_error_s, how.elastic, how.is_part)
+        self._policy = Policy(specs, how.grace_s, how.own_error_s, how.drain_s, how.elastic, how.is_part)
         self._selector = selectors.DefaultSelector()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[str, int] = {}
