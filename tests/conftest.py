@@ -19,6 +19,7 @@ from zmq.utils import garbage
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import `support`
 
+from support import warm
 from support.processes import Snapshot
 
 from byteps_py.server import awaited
@@ -30,6 +31,14 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 # Whoever starts the tests in the background (a shell's `&`) makes them ignore Ctrl-C, and with them all they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure() -> None:
+    warm.start()
+
+
+def pytest_unconfigure() -> None:
+    warm.stop()
 
 
 @pytest.fixture(autouse=True)

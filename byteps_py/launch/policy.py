@@ -84,8 +84,8 @@ def exit_code(status: int) -> int:
 class Policy:
     """``code`` is the launcher's exit code so far, ``deadline`` (same clock as ``now``) when to call ``ticked``.
 
-    ``elastic``: ranks go on without one that failed, and all is well if one ends well. ``is_part``: others do if all
-    of this launcher's leave, which SIGTERM then asks them to.
+    ``elastic``: ranks go on without one that failed, and all is well if one ends well. ``is_part``: other launchers run
+    the rest of the job; if it is elastic, it goes on without the ranks of this one, and SIGTERM asks these to leave.
     """
 
     def __init__(
@@ -257,8 +257,9 @@ class Policy:
     def _after_mains(self, now: float) -> list[Action]:
         orderly = (Phase.RUNNING, Phase.LEAVING, Phase.LOSING)
         if self.code == 0 and self.phase in orderly and not self._is_headless:
-            # A machine that is asked to leave may have little time.
-            self._draining_s = self._grace_s if self._is_leaving else self._drain_s
+            # Ranks of other machines may end later. But a machine that is asked to leave may have little time.
+            waits = self._is_part and not self._is_leaving
+            self._draining_s = self._drain_s if waits else self._grace_s
             self._enter(Phase.DRAINING, now, self._draining_s)
             # Who leaves while others go on waits in vain to hear that the job is over.
             return self._send(tuple(self._alive) if self._is_leaving else self._dismissed(), signal.SIGTERM)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from byteps_py import jobs
+from support import warm
 from support.clusters import ROOT, clean_environment
 from support.processes import kill, processes, wait_gone
 from support.remains import Remains
@@ -48,7 +49,7 @@ class Job:
     ) -> None:
         self.said: list[str] = []
         self._mark = mark
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

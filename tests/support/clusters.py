@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from support import warm
+
 ROOT = Path(__file__).parent.parent.parent
 OURS = ("DMLC_", "BYTEPS_", "PS_")
 LAUNCHERS = ("MASTER_", "GROUP_", "LOCAL_", "TORCHELASTIC_", "OMPI_COMM_", "PMIX_", "SLURM_")
@@ -31,6 +33,4 @@ def bpslaunch(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``bpslaunch OPTIONS python PROGRAM`` to its end."""
     command = [sys.executable, "-m", "byteps_py.launch", *options, sys.executable, *map(str, program)]
-    return subprocess.run(
-        command, env=clean_environment(**variables), capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    return warm.run(command, timeout_s, env=clean_environment(**variables))

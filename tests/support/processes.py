@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,14 @@ def family(pid: int) -> set[int]:
         found.add(waiting[-1])
         waiting += below.get(waiting.pop(), [])
     return found
+
+
+#: Of this process, though not by name.
+more_children: Callable[[], set[int]] = set
+
+
+def _started() -> set[int]:
+    return children(os.getpid()) | more_children()
 
 
 def command_line(pid: int) -> str:
@@ -114,7 +122,7 @@ class Snapshot:
     def take(cls) -> Snapshot:
         return cls(
             frozenset(threading.enumerate()),
-            frozenset(children(os.getpid())),
+            frozenset(_started()),
             frozenset(_descriptors().items()),
             frozenset(_shared_memory()),
         )
@@ -136,12 +144,12 @@ class Snapshot:
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     found.append(f"thread {thread.name!r}")
-        for pid in children(os.getpid()) - self.children:
+        for pid in _started() - self.children:
             line = command_line(pid)
             if any(word in line for word in _LIBRARY_CHILDREN):
                 continue
             ended = wait_gone(pid, deadline - time.monotonic())
-            if pid in children(os.getpid()):  # ended, but nobody has asked for its status
+            if pid in _started():  # ended, but nobody has asked for its status
                 found.append(
                     f"child process {pid} ({line or 'a zombie'}), {'never waited for' if ended else 'running'}"
                 )

@@ -16,6 +16,7 @@ from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import client
 from byteps_py.settings import Settings
+from support import warm
 
 TIMEOUT_S = 60.0
 
@@ -51,7 +52,7 @@ class Scheduler:
         self._start()
 
     def _start(self) -> None:
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [sys.executable, "-m", "byteps_py.scheduler"],
             env=environment(self.settings), stderr=subprocess.PIPE, text=True,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from byteps_py.session import Slot
 from byteps_py.session.remote import RemoteSession
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, TensorSpec
+from support import warm
 
 WAIT_S = 30.0
 TWO = 2
@@ -67,7 +68,7 @@ def start(*arguments: str) -> Service:
     ours = ("BYTEPS_", "DMLC_", "PS_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     environ |= {"BYTEPS_JOB_ID": settings.job_id, "BYTEPS_LOCAL_SIZE": str(TWO), "BYTEPS_LOG_LEVEL": "FATAL"}
-    process = subprocess.Popen([sys.executable, "-m", "byteps_py.worker", *arguments], env=environ)
+    process = warm.Popen([sys.executable, "-m", "byteps_py.worker", *arguments], env=environ)
     return Service(process, settings)
 
 
