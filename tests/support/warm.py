@@ -174,13 +174,9 @@ class Popen(_exec_popen):  # type: ignore[type-arg]
     def _execute_child(self, *values: Any) -> None:
         how = dict(zip(_PARAMETERS, values, strict=True))
         environ = os.environ if how["env"] is None else how["env"]
-        can_be = not (how["pass_fds"] or how["preexec_fn"] or how["shell"] or how["start_new_session"])
-        if (
-            _template is None
-            or not (can_be and _template.is_able)
-            or Program.of(how["args"]) is None
-            or not fits(environ)
-        ):
+        is_plain = not (how["pass_fds"] or how["preexec_fn"] or how["shell"] or how["start_new_session"])
+        is_known = is_plain and Program.of(how["args"]) is not None and fits(environ)
+        if _template is None or not is_known or not _template.is_able:
             super()._execute_child(*values)  # type: ignore[misc]
             return
         self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -325,8 +321,11 @@ def _take(streams: Sequence[int], keep: Sequence[int]) -> None:
 
 
 def _rename(words: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Let others see (``/proc``) this command line and these variables,
-    Needs no privilege (PR_SET_MM_MAP), but a kernel with CONFIG_CHECKPOINT_RESTORE, as distributions have it."""
+    """Let others see (``/proc``) this command line and these variables.
+
+    Needs no privilege (PR_SET_MM_MAP), but a kernel with CONFIG_CHECKPOINT_RESTORE, as distributions have it.
+    Raises OSError.
+    """
     command = b"".join(os.fsencode(word) + b"\0" for word in words)
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
     memory = mmap.mmap(-1, len(command) + len(variables) + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -347,10 +346,10 @@ def _rename(words: Sequence[str], environ: Mapping[str, str]) -> None:
 
 def _open_streams(is_unbuffered: bool) -> None:
     def written(fd: int, errors: str, by_line: bool) -> io.TextIOWrapper:
-        raw: Any = open(fd, "wb", buffering=0 if is_unbuffered else -1, closefd=False)
+        raw: Any = open(fd, "wb", buffering=0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115
         return io.TextIOWrapper(raw, "utf-8", errors, line_buffering=by_line, write_through=is_unbuffered)
 
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = written(1, "strict", os.isatty(1))  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = written(2, "backslashreplace", True)  # type: ignore[misc]
 
