@@ -1,5 +1,6 @@
 # make demo: train on this machine through summation servers.  make test: the test suite.
-# Both create .venv and install what they need.
+# make test-slow: the rest of it: full matrices, many seeds, whole trainings.
+# All create .venv and install what they need.
 # torch comes from the index of its CPU builds; TORCH_INDEX= takes that of your own pip configuration instead. From PyPI,
 # torch for Linux brings gigabytes of CUDA libraries.
 # make torch-range: the backend of torch.distributed under the lowest and the highest torch that are supported, each in an
@@ -16,7 +17,7 @@ TORCH_RANGE ?= 2.8.0 2.15.0
 
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test torch torch-range check lint types proto format clean install fuzz chaos
+.PHONY: demo test test-slow torch torch-range check lint types proto format clean install fuzz chaos
 
 environment = test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "byteps_py needs Python 3.11 or newer; set PYTHON=…"; exit 1; }; $(PYTHON) -m venv $(VENV); }
@@ -46,6 +47,9 @@ demo: install
 # Compiled modules are kept: a thousand processes are started, and each would compile ours again, 0.1 s of it.
 test: install
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS)
+
+test-slow: install
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) -m slow
 
 torch-range: $(addprefix torch-,$(TORCH_RANGE))
 

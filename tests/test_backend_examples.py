@@ -27,7 +27,10 @@ def assert_learned(text: str, ranks: int) -> None:
     assert last < first / 2, text
 
 
-@pytest.mark.parametrize("name", ["torch_ddp", "torch_fsdp2", "torch_tp", "torch_pp"])
+@pytest.mark.parametrize(
+    "name",
+    ["torch_ddp", "torch_fsdp2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("torch_tp", "torch_pp"))],
+)
 def test_on_one_machine(name: str, tmp_path: Path) -> None:
     arguments = ["--checkpoint", str(tmp_path / "saved")] if name == "torch_fsdp2" else []
     with torchrun("--nproc-per-node=2", str(ROOT / "examples" / f"{name}.py"), *arguments) as job:
@@ -36,7 +39,7 @@ def test_on_one_machine(name: str, tmp_path: Path) -> None:
     assert not arguments or (tmp_path / "saved" / ".metadata").exists()
 
 
-@pytest.mark.parametrize("options", [pytest.param("-np 2", marks=pytest.mark.long), "-np 1 --machines 2"])
+@pytest.mark.parametrize("options", [pytest.param("-np 2", marks=pytest.mark.slow), "-np 1 --machines 2"])
 def test_under_bpslaunch(options: str) -> None:
     run = bpslaunch(options.split(), [ROOT / "examples" / "torch_ddp.py"], **QUIET)
     assert run.returncode == 0, run.stderr

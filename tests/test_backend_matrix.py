@@ -1,6 +1,6 @@
 """Everything that torch builds on torch.distributed, on the backend "byteps": each feature on 1 and 2 machines, with 0
 and 2 summation servers. One job of 4 ranks runs all features of tests/programs/backend one after the other; `make test`
-takes the two combinations that have least in common."""
+takes one combination, `make test-slow` the others."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FEATURES = [
     ("machines", "ranks", "servers"),
     [
         (1, 4, 0),
-        pytest.param(1, 4, 2, marks=pytest.mark.long),
-        pytest.param(2, 2, 0, marks=pytest.mark.long),
-        (2, 2, 2),
+        pytest.param(1, 4, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, 0, marks=pytest.mark.slow),
+        pytest.param(2, 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_all_features(machines: int, ranks: int, servers: int) -> None:

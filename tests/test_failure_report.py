@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.clusters import clean_environment
 
 from byteps_py import errors, last_words
@@ -147,7 +148,7 @@ def job(how: str, layout: str) -> subprocess.Popen[str]:
     environ = clean_environment()
     del environ["BYTEPS_TAG_OUTPUT"]
     command = [sys.executable, "-m", "byteps_py.launch", "-v", *layout.split(), sys.executable, str(PROGRAM), how]
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return warm.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def lines_of(process: subprocess.Popen[str]) -> list[str]:
@@ -205,7 +206,7 @@ def test_ranks_of_a_job_that_is_stopped_say_why(layout: str, ranks: str) -> None
     process = job("trains", layout)
     variables = start(process, 4 if layout is CLUSTER else 2)
     stop = [sys.executable, "-m", "byteps_py.cli", "stop", "--reason", "because"]
-    subprocess.run(stop, env=clean_environment(**variables), check=True, timeout=60)
+    warm.run(stop, 60, env=clean_environment(**variables)).check_returncode()
     lines = lines_of(process)
     assert process.returncode == 1
     assert lines[-1].startswith(f"[{ranks}] byteps_py.errors.PeerLostError: the job was stopped: because"), lines
@@ -216,7 +217,7 @@ def test_a_journal_that_can_not_be_kept_is_no_taken_port(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     command = [sys.executable, "-m", "byteps_py.launch", "-np", "2", sys.executable, str(PROGRAM), "trains"]
     environ = clean_environment(BYTEPS_JOURNAL_DIR=str(tmp_path / "file" / "journal"))
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(command, 60, env=environ)
     assert done.returncode == 2
     assert done.stderr.count("the scheduler's journal") == 1, done.stderr
     assert "starting over" not in done.stderr

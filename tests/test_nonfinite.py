@@ -47,7 +47,7 @@ def test_the_services_say_who_it_was(layout: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", [pytest.param("-np 2", marks=pytest.mark.long), "-np 1 --machines 2"])
+@pytest.mark.parametrize("layout", [pytest.param("-np 2", marks=pytest.mark.slow), "-np 1 --machines 2"])
 def test_the_backend_looks_at_what_is_added(layout: str) -> None:
     run = bpslaunch(layout.split(), [PROGRAM.with_name("nonfinite_backend.py")], PS_HEARTBEAT_TIMEOUT="30")
     assert run.returncode != 0

@@ -53,7 +53,7 @@ def start(host: Host, scheduler: Host, port: int, *words: str, **own: str) -> co
     [
         pytest.param(True, True, id="both ways"),
         pytest.param(True, False, id="it hears nobody"),
-        pytest.param(False, True, id="nobody hears it", marks=pytest.mark.long),
+        pytest.param(False, True, id="nobody hears it", marks=pytest.mark.slow),
     ],
 )
 def test_a_machine_that_is_cut_off_commits_nothing_more(

@@ -102,7 +102,7 @@ class Peer:
             self.stale += 1
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 def test_sums_are_exact_whatever_comes_twice_or_late_or_in_another_order(seed: int) -> None:
     chance = random.Random(seed)
     with Server(SETTINGS, MACHINES) as server:

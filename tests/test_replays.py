@@ -57,7 +57,7 @@ def test_a_million_replayed_pushes_change_no_sum() -> None:
     assert rounds.counters.rounds == 1
 
 
-@pytest.mark.parametrize("replays", [500, pytest.param(REPLAYS, marks=pytest.mark.long)])
+@pytest.mark.parametrize("replays", [500, pytest.param(REPLAYS, marks=pytest.mark.slow)])
 def test_replayed_pushes_over_a_connection_change_no_sum(replays: int) -> None:
     with Server(SETTINGS) as server:
         zero, one = server.machine(0), server.machine(1)

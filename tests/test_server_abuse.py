@@ -128,7 +128,7 @@ def test_a_future_round_of_a_key_that_nobody_has_used_is_not_added(server: Serve
 
 
 @pytest.mark.parametrize(
-    ("keys", "most"), [(3000, 1000), pytest.param(1_000_000, beginnings.MOST_KEYS, marks=pytest.mark.long)]
+    ("keys", "most"), [(3000, 1000), pytest.param(1_000_000, beginnings.MOST_KEYS, marks=pytest.mark.slow)]
 )
 @pytest.mark.timeout(1200)
 def test_keys_that_a_machine_makes_up_take_a_bounded_memory(

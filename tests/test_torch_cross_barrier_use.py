@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch_training import Net, assert_equal, loss_of, run_steps, state_of, wrap, wrap_and_cross
 
 import byteps_py.torch as bps
+from byteps_py.errors import UsageError
 
 MACHINES = (2, 2)
 STEPS = 4
@@ -102,3 +104,22 @@ def test_what_comes_between_two_steps(interrupt) -> None:
         ThreadedCluster(MACHINES, fusion_bytes=SMALL_BUCKETS).run(main(crossing)) for crossing in (True, False)
     )
     assert_equal(crossed, plain)
+
+
+def test_a_copy_of_the_model_waits_for_nothing() -> None:
+    def main(rank: int) -> None:
+        model = Net()
+        optimizer = wrap_and_cross(model)
+        run_steps(model, optimizer, rank, range(1))
+        optimizer.finish_updates()
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        loss_of(model, rank, 1).backward()
+        optimizer.step()
+        for each in copies:
+            assert_equal([state_of(each)], [state_of(copies[0])])
+            loss_of(each, rank, 1).backward()
+        with pytest.raises(UsageError, match="can't be copied or pickled"):
+            copy.deepcopy(optimizer)
+        optimizer.finish_updates()
+
+    ThreadedCluster((1, 1)).run(main)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from support.threaded import ThreadedCluster, contract
@@ -10,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_training import Net, assert_same, gradients, loss_of, reference, state_of
 
 import byteps_py.torch as bps
+from byteps_py.errors import UsageError
 from byteps_py.torch.parallel import DistributedDataParallel
 
 MACHINES = (2, 2)
@@ -243,5 +248,18 @@ def test_two_models_and_one_wrapped_again() -> None:
         again = DistributedDataParallel(module)
         again(torch.full((1, 1), float(rank))).sum().backward()
         assert module.weight.grad.item() == 0.5
+
+    ThreadedCluster((1, 1)).run(main)
+
+
+def test_it_says_what_to_copy_and_save_instead() -> None:
+    def main(rank: int) -> None:
+        model = DistributedDataParallel(Net())
+        for attempt in (copy.deepcopy, copy.copy, pickle.dumps, lambda it: torch.save(it, io.BytesIO())):
+            with pytest.raises(UsageError, match=r"Copy model.module, or save and send model.module.state_dict\(\)"):
+                attempt(model)
+        mean = copy.deepcopy(model.module)  # of weights, say
+        loss_of(mean, rank, 0).backward()
+        assert all(p.grad is None for p in model.parameters())
 
     ThreadedCluster((1, 1)).run(main)

@@ -19,7 +19,7 @@ except hvd.HorovodInternalError as error:
 """
 
 
-@pytest.mark.parametrize("options", [pytest.param("-np 2", marks=pytest.mark.long), "-np 1 --machines 2"])
+@pytest.mark.parametrize("options", [pytest.param("-np 2", marks=pytest.mark.slow), "-np 1 --machines 2"])
 def test_ranks_that_call_in_different_orders_are_told_so(options: str) -> None:
     run = bpslaunch(options.split(), ["-c", PROGRAM])
     lines = run.stdout.splitlines()

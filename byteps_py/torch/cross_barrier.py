@@ -182,9 +182,9 @@ class _CrossBarrier(Distributed):
             self._covered[module] = params
             if params:
                 # First of all: older hooks may compute weights from parameters (torch.nn.utils.weight_norm).
-                module.register_forward_pre_hook(_waiting(self._pending, params), prepend=True)
-            module.register_state_dict_pre_hook(_finishing(self._pending))
-            module.register_load_state_dict_pre_hook(_finishing(self._pending))
+                module.register_forward_pre_hook(_Waiting(self._pending, params), prepend=True)
+            module.register_state_dict_pre_hook(_Waiting(self._pending))
+            module.register_load_state_dict_pre_hook(_Waiting(self._pending))
 
     def _guard(self, param: torch.nn.Parameter) -> None:
         """Notice a gradient that was computed with a weight that is not up to date."""
@@ -278,18 +278,28 @@ def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
             yield from _used_by(child)
 
 
-def _waiting(pending: PendingUpdates, params: list[torch.nn.Parameter]) -> Callable[..., None]:
-    def wait(*_: Any) -> None:
-        pending.wait_for(params)
+class _Waiting:
+    """A module's hook that completes updates first: those of ``params``, or all. The module may be copied or saved:
+    what comes of that is another one, for which nothing is pending."""
 
-    return wait
+    def __init__(self, pending: PendingUpdates, params: list[torch.nn.Parameter] | None = None) -> None:
+        self._pending, self._params = pending, params
+
+    def __call__(self, *_: Any) -> None:
+        if self._params is None:
+            self._pending.finish()
+        else:
+            self._pending.wait_for(self._params)
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
 
 
-def _finishing(pending: PendingUpdates) -> Callable[..., None]:
-    def finish(*_: Any) -> None:
-        pending.finish()
+class _Nothing:
+    """The hook in the copy."""
 
-    return finish
+    def __call__(self, *_: Any) -> None:
+        pass
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:

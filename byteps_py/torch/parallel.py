@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch import context as contexts
 from byteps_py.torch.bucket import Place, Scheme
@@ -87,6 +88,13 @@ class DistributedDataParallel(torch.nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises UsageError: it belongs to this process and its job."""
+        raise UsageError(
+            "a DistributedDataParallel can't be copied or pickled: it is a part of this process and its job. Copy "
+            "model.module, or save and send model.module.state_dict(), and wrap the module that takes it"
+        )
 
     def synchronize(self) -> None:
         """Wait for gradients on their way. backward() does it by itself; kept for BytePS's scripts."""

@@ -134,7 +134,7 @@ class Snapshot:
         """
         deadline = time.monotonic() + limit_s
         gc.collect()  # closes what only a reference cycle holds
-        if self._is_all():
+        if self._is_all(wait_s=1.0):
             return []
         gc.unfreeze()  # cycles that began before the test, too
         gc.collect()
@@ -163,9 +163,14 @@ class Snapshot:
         new_segments = sorted(_shared_memory() - self.shared_memory)
         return found + [f"shared memory {_SHM / name}" for name in new_segments if not _belongs_to_others(name)]
 
-    def _is_all(self) -> bool:
-        """Nothing has come since."""
-        now = Snapshot.take()
+    def _is_all(self, wait_s: float) -> bool:
+        """Nothing has come since that is still there, or soon will not be."""
+        deadline = time.monotonic() + wait_s
+        while not (is_all := self._holds(Snapshot.take())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return is_all
+
+    def _holds(self, now: Snapshot) -> bool:
         return (
             now.threads <= self.threads
             and now.children <= self.children

@@ -412,7 +412,10 @@ def _serve(requests: socket.socket) -> None:
                     status.send(_STATUS.pack(os.waitpid(pid, 0)[1]))
                 status.close()
                 continue
-            data, fds, _, _ = socket.recv_fds(requests, _MOST_BYTES, 4)
+            try:
+                data, fds, _, _ = socket.recv_fds(requests, _MOST_BYTES, 4)
+            except ConnectionResetError:  # it has ended without asking for anything
+                return
             if not data:
                 return
             _load()
