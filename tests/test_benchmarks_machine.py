@@ -18,6 +18,7 @@ def run(*command: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_the_start_is_measured_cold_and_warm(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     run(str(BENCHMARKS / "startup.py"), "--rounds", "1", "--json", str(result))
@@ -28,7 +29,9 @@ def test_the_start_is_measured_cold_and_warm(tmp_path: Path) -> None:
         assert all(len(times) == 1 and times[0] > 0 for times in found.values())
 
 
-@pytest.mark.parametrize("contender", ["arena", "tensor", "backend", "gloo"])
+@pytest.mark.parametrize(
+    "contender", ["arena", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tensor", "backend", "gloo"))]
+)
 def test_a_sum_is_measured(contender: str) -> None:
     program = [str(BENCHMARKS / "reduction_rank.py"), contender, "--seconds", "0.01", "--sizes", "4", "1048576"]
     lines = run("-m", "byteps_py.launch", "--no-tag-output", "-np", "2", sys.executable, *program).splitlines()
@@ -37,6 +40,7 @@ def test_a_sum_is_measured(contender: str) -> None:
     assert all(row["median_s"] > 0 and row["rank_cpu_s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_both_ways_to_another_process_are_measured(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     run(str(BENCHMARKS / "caches.py"), "--kilobytes", "64", "--rounds", "1", "--json", str(result))
@@ -45,6 +49,7 @@ def test_both_ways_to_another_process_are_measured(tmp_path: Path) -> None:
     assert all(len(rates) == 2 and min(rates) > 0 for rates in row["gigabytes_per_s"].values())
 
 
+@pytest.mark.slow
 def test_a_server_is_measured_under_more_workers_than_cores(tmp_path: Path) -> None:
     """So some of them are late, and are told that others wait for them."""
     result = tmp_path / "result.json"

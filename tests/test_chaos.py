@@ -7,6 +7,7 @@ from chaos.run import PEACE, calm, run
 from test_recovery import OPTIONS, STRETCHES
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_random_faults_change_nothing() -> None:
     wild = run(STRETCHES, seed=7, options=OPTIONS)

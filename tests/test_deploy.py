@@ -202,6 +202,7 @@ def test_the_context_holds_what_the_images_copy() -> None:
     assert packages <= copied
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)  # every kernel is compiled: a minute of two free cores
 def test_every_command_of_the_dockerfile_runs(tmp_path: Path) -> None:
     """Its RUN lines as they stand, in the folders that its COPY lines fill; only packages are not installed."""
