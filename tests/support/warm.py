@@ -106,7 +106,8 @@ def fits(environ: Mapping[str, str]) -> bool:
         {name: value for name, value in each.items() if name.startswith(_EARLY) and name not in _LATE}
         for each in (environ, _template_environ())
     ]
-    return early[0] == early[1]
+    more = environ.get("PYTHONPATH", "").split(os.pathsep)
+    return early[0] == early[1] and not any(Path(path, "sitecustomize.py").exists() for path in more)
 
 
 def _template_environ() -> dict[str, str]:
