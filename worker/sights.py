@@ -1,6 +1,6 @@
 """What local ranks that keep others waiting are doing: for the log of every machine.
 
-Owned by the loop's thread. Nothing is asked of a rank's Python, which may be stuck: see session/stack.py.
+Owned by the loop's thread. Nothing is asked of a rank's Python, which may be stuck: see stack_dump.py.
 """
 
 from __future__ import annotations
