@@ -6,7 +6,7 @@ A bit for each rank; with more than 63 ranks a bit for so many neighbours. Bits 
 
 from __future__ import annotations
 
-from byteps_py.scheduler.words import ranks_text
+from byteps_py.wording import ranks_text
 
 _BITS = 63
 OVERFLOW = 1 << _BITS

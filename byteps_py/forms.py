@@ -130,14 +130,6 @@ def shown(text: str) -> str:
     return short if short.isprintable() else repr(short)[1:-1]
 
 
-def count_text(number: int, noun: str) -> str:
-    """
-    >>> count_text(1, "server"), count_text(2, "server")
-    ('1 server', '2 servers')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def sendable(text: str) -> str:
     """``text`` with a question mark for what UTF-8 can't say: halves of surrogate pairs, as undecodable bytes of file
     names and arguments become.

@@ -21,6 +21,8 @@ from pathlib import Path
 from byteps_py.log import logger
 from byteps_py.settings import Settings
 
+#: All processes that a launcher starts have it in their environment, and so has what they start.
+TOKEN_VARIABLE = "BYTEPS_LAUNCH_TOKEN"
 _SUFFIX = ".job"
 _MAX_BYTES = 1 << 14
 _TRIES = 5

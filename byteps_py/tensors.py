@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from byteps_py.errors import UsageError
-from byteps_py.forms import count_text
+from byteps_py.wording import count_text
 
 MAX_NAME_BYTES = 1024
 MAX_TERMS_BYTES = 256

@@ -34,8 +34,8 @@ from byteps_py.errors import (
     StallError,
     from_name,
 )
+from byteps_py.exit_status import GIVEN_UP_STATUS
 from byteps_py.last_words import Blame
-from byteps_py.launch.spec import GIVEN_UP_STATUS
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb

@@ -9,10 +9,10 @@ import pytest
 from support.strangers import local
 
 from byteps_py import launchers
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import MAX_MESSAGE, Listener
 from byteps_py.errors import ConfigurationError, ProtocolError, UsageError
 from byteps_py.loop import EventLoop
-from byteps_py.session import protocol
 from byteps_py.settings import Settings
 from byteps_py.tensors import MAX_NAME_BYTES, DType, Op, TensorSpec
 from byteps_py.variables import VARIABLES, Variable

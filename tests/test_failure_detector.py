@@ -11,9 +11,9 @@ from support.control_plane import Plane
 from support.scheduler_core import CPU, GPU, server, worker
 
 from byteps_py.errors import ConfigurationError
+from byteps_py.failure_detector import GAIN, HALF_LIFE_S, FailureDetector
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.failure_detector import GAIN, HALF_LIFE_S, FailureDetector
 from byteps_py.settings import Settings
 from byteps_py.worker.links import silence_s
 

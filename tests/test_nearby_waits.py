@@ -10,10 +10,10 @@ import pytest
 from support.neighbours import lasting_service, met, nearby, two_ranks
 from support.sessions import WAIT_S, failure, sum_once_more
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.errors import CommunicationError, JoinedError, StallError
-from byteps_py.session import protocol
+from byteps_py.rank_protocol import Kind
 from byteps_py.session.nearby import WINDOW, Receipt, Stream
-from byteps_py.session.protocol import Kind
 from byteps_py.session.remote import RemoteSession
 
 #: Longer than it takes until the service is told.

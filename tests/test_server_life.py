@@ -16,8 +16,8 @@ from support.data_plane import WAIT_S, HandLink, LocalMachine, Machine, Server, 
 from support.summation import SETTINGS, assert_works
 
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError, StallError
+from byteps_py.exit_status import GIVEN_UP_STATUS
 from byteps_py.launch.cluster import free_port
-from byteps_py.launch.spec import GIVEN_UP_STATUS
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import connect

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import ProtocolError
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
 from byteps_py.session.remote import RemoteSession
 from byteps_py.shm import Segment
 from byteps_py.tensors import DType, TensorSpec

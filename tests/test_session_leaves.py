@@ -10,9 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener, connect
-from byteps_py.session import protocol, remote
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
+from byteps_py.session import remote
 from byteps_py.session.remote import RemoteSession
 
 WAIT_S = 60.0

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from fuzz.machine import Machine
 
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
+from byteps_py import rank_protocol as protocol
+from byteps_py.rank_protocol import Kind
 from byteps_py.tensors import DType, TensorSpec
 
 _NO_LETTER = "data\udcff"  # of a file, say

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.errors import PeerLostError
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
 from byteps_py.worker.elastic_desk import ElasticDesk
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.worker_core import slot, spec, tensor
 
-from byteps_py.session import protocol
+from byteps_py import rank_protocol as protocol
 from byteps_py.worker import requests
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.pace import RankPace

@@ -9,7 +9,7 @@ import sys
 
 from byteps_py import jobs, log, tuning
 from byteps_py.errors import BytePSError, ConfigurationError
-from byteps_py.launch.guard import TOKEN_VARIABLE
+from byteps_py.jobs import TOKEN_VARIABLE
 from byteps_py.malloc import keep_freed_memory
 from byteps_py.settings import Settings, ignored_variables
 

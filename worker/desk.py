@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
-from byteps_py.forms import count_text
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
 from byteps_py.unauthenticated import MOST, PATIENCE_S
+from byteps_py.wording import count_text
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests
 

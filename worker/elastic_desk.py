@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, DismissedError, PeerLostError, ProtocolError
 from byteps_py.loop import EventLoop
-from byteps_py.scheduler.words import ranks_text
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
+from byteps_py.wording import ranks_text
 from byteps_py.worker.desk import Desk, text_of
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests

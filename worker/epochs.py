@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.words import count_text
+from byteps_py.wording import count_text
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.network import Network

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 import zmq
 
 from byteps_py import kernels
+from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, from_name
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.declarations import to_message
-from byteps_py.session import protocol
+from byteps_py.spec_messages import to_message
 from byteps_py.tensors import Checks, TensorSpec
 from byteps_py.wire import Header, Kind, unpack_names
 from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot, Show, Supply, Withdraw

@@ -15,8 +15,8 @@ from byteps_py.kernels.readiness import Readiness
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.declarations import to_spec
 from byteps_py.settings import Settings
+from byteps_py.spec_messages import to_spec
 from byteps_py.tensors import TensorSpec
 from byteps_py.worker import credit, pieces
 from byteps_py.worker.actions import AskSum

@@ -19,9 +19,9 @@ from byteps_py.channel import Channel
 from byteps_py.channel import connect as connect_channel
 from byteps_py.dataplane.dialer import Dialer, Owner
 from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
+from byteps_py.failure_detector import FailureDetector
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
-from byteps_py.scheduler.failure_detector import FailureDetector
 from byteps_py.settings import Settings
 from byteps_py.shm import Arena, Block
 from byteps_py.wire import HEADER_BYTES, Header, Kind, RoundName, name_of

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import PeerLostError
 from byteps_py.loop import EventLoop
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
 from byteps_py.shm import Arena, Block
 
 _STACK = bytes([Kind.STACK])
@@ -46,7 +46,7 @@ class RankConnection:
         self.last_slot = 0  # of the last one
         self.last_done_s = 0.0
         self.note = ""  # what it said for the case that it keeps others waiting
-        self.stack_fd = -1  # see session/stack.py; -1: it has given none
+        self.stack_fd = -1  # see stack_dump.py; -1: it has given none
         self.is_settling = False  # it is about to leave, once others have what it gave
         self.door = -1  # the way to it for its neighbours, see session/nearby; -1: it has given none
         self.direct_waits: dict[int, DirectWait] = {}  # by id

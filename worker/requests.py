@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.errors import PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.words import ranks_text
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
 from byteps_py.strips import Arriving
 from byteps_py.tensors import Layout
+from byteps_py.wording import ranks_text
 from byteps_py.worker.actions import Action, Fail
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.direct import Direct

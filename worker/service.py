@@ -21,9 +21,9 @@ from byteps_py.loop import EventLoop
 from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.client import connect
-from byteps_py.scheduler.job import STOPPED
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
+from byteps_py.wording import STOPPED
 from byteps_py.worker.accusations import Accusations
 from byteps_py.worker.batching import BatchingLink
 from byteps_py.worker.desk import Desk

@@ -1,6 +1,6 @@
 """What local ranks that keep others waiting are doing: for the log of every machine.
 
-Owned by the loop's thread. Nothing is asked of a rank's Python, which may be stuck: see session/stack.py.
+Owned by the loop's thread. Nothing is asked of a rank's Python, which may be stuck: see stack_dump.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from byteps_py.loop import EventLoop
-from byteps_py.scheduler.words import count_text
-from byteps_py.session.stack import SIGNAL
+from byteps_py.stack_dump import SIGNAL
+from byteps_py.wording import count_text
 from byteps_py.worker.ranks import RankConnection
 
 #: A process that runs writes its stacks within a millisecond; one that does not run at all never does.

@@ -93,7 +93,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _as_text(plan: Plan, model: str, tensors: int, nbytes: int) -> str:
-    from byteps_py.forms import count_text
+    from byteps_py.wording import count_text
 
     optimum = plan.optimum
     lines = [

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from byteps_py import jobs
 from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError, UsageError
-from byteps_py.forms import count_text
 from byteps_py.scheduler import report
 from byteps_py.settings import Settings
+from byteps_py.wording import count_text
 
 if TYPE_CHECKING:
     from byteps_py.proto import control_pb2 as pb

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from byteps_py.errors import UsageError
-from byteps_py.forms import count_text
 from byteps_py.tensors import Checks, DType, Op
+from byteps_py.wording import count_text
 
 if TYPE_CHECKING:
     from byteps_py.kernels.compiled import Kernel

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from byteps_py.errors import RendezvousError
+from byteps_py.exit_status import NO_JOURNAL_STATUS, UNUSABLE_STATUS
 from byteps_py.launch.plan import (
     horovod_variables,
     rank_spec,
@@ -20,7 +21,7 @@ from byteps_py.launch.plan import (
     services,
     torch_variables,
 )
-from byteps_py.launch.spec import NO_JOURNAL_STATUS, UNUSABLE_STATUS, Kind, ProcessSpec, service_argv
+from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 
 _TRIES = 200

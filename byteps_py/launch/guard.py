@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from byteps_py import jobs
+from byteps_py.jobs import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "BYTEPS_LAUNCH_TOKEN"
 SWEEP_LIMIT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)

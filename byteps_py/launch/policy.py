@@ -24,7 +24,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from byteps_py.launch.spec import UNUSABLE_STATUS, Kind, ProcessSpec
+from byteps_py.exit_status import UNUSABLE_STATUS
+from byteps_py.launch.spec import Kind, ProcessSpec
 
 #: Signals that end the job; passed on to the ranks.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

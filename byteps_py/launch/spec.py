@@ -33,15 +33,6 @@ class ProcessSpec:
     hopeless_status: int | None = None  # … and this one: the job can't begin, and would not the next time either
 
 
-#: A program of this package that finds its configuration, its port included, unusable ends with this status.
-UNUSABLE_STATUS = 2
-#: Exit status of a summation service that was taken for dead, and is not: it can be started again (EX_TEMPFAIL).
-GIVEN_UP_STATUS = 75
-
-#: Of a scheduler whose journal can't be kept (EX_CONFIG): the next one could not, either.
-NO_JOURNAL_STATUS = 78
-
-
 def service_argv(module: str, *arguments: str) -> tuple[str, ...]:
     """How to run a program of this package. ``-P``: a file in the user's folder must not shadow a module."""
     return (sys.executable, "-P", "-m", f"byteps_py.{module}", *arguments)

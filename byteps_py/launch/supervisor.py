@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from byteps_py import jobs
+from byteps_py.jobs import TOKEN_VARIABLE
 from byteps_py.last_words import VARIABLE
 from byteps_py.launch.failure_report import FailureReport
-from byteps_py.launch.guard import TOKEN_VARIABLE, Guard, die_with, sweep
+from byteps_py.launch.guard import Guard, die_with, sweep
 from byteps_py.launch.output import Stream, WordsPipe, open_streams, say, show
 from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say, Start, describe
 from byteps_py.launch.spec import Kind, ProcessSpec

@@ -9,13 +9,11 @@ from pathlib import Path
 
 from byteps_py import jobs, log
 from byteps_py.errors import BytePSError, JournalError
-from byteps_py.launch.spec import NO_JOURNAL_STATUS
+from byteps_py.exit_status import NO_JOURNAL_STATUS, UNUSABLE_STATUS
 from byteps_py.scheduler.ending import Finish
 from byteps_py.scheduler.report import to_dict
 from byteps_py.scheduler.service import SchedulerService
 from byteps_py.settings import Settings
-
-CONFIGURATION_STATUS = 2
 
 
 def main() -> int:
@@ -27,13 +25,13 @@ def main() -> int:
         finish = asyncio.run(_serve(settings))
     except OSError as error:
         print(f"byteps_py scheduler: the report (BYTEPS_REPORT) can't be written: {error}", file=sys.stderr)
-        return CONFIGURATION_STATUS
+        return UNUSABLE_STATUS
     except JournalError as error:
         print(f"byteps_py scheduler: {error}", file=sys.stderr)
         return NO_JOURNAL_STATUS
     except BytePSError as error:
         print(f"byteps_py scheduler: {error}", file=sys.stderr)
-        return CONFIGURATION_STATUS
+        return UNUSABLE_STATUS
     return finish.exit_status  # why it failed was logged when it did
 
 

@@ -16,7 +16,7 @@ from byteps_py.scheduler.elastic import Elastic
 from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.forming import Forming
 from byteps_py.scheduler.group import Group
-from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, STOPPED, Job
+from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Job
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
 from byteps_py.scheduler.reforming import Break, GiveUp, Open
@@ -24,8 +24,8 @@ from byteps_py.scheduler.roster import Refusal
 from byteps_py.scheduler.services import Services
 from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.watch import Watch
-from byteps_py.scheduler.words import count_text
 from byteps_py.unauthenticated import PATIENCE_S
+from byteps_py.wording import STOPPED, count_text
 
 REGISTER_TIMEOUT_S = PATIENCE_S - 0.5  # a connection that has not said by then who it is, is turned away
 

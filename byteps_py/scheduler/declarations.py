@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.words import ranks_text
-from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
+from byteps_py.spec_messages import to_message, to_spec
+from byteps_py.tensors import Op, TensorSpec
+from byteps_py.wording import ranks_text, unsupported
 
 _Votes = list[tuple[tuple[int, ...], TensorSpec]]  # (ranks, what they gave), of one machine
 
@@ -169,13 +170,6 @@ class Declarations:
         return ""
 
 
-def unsupported(spec: TensorSpec, joined: Iterable[int]) -> str:
-    """What to say when ranks have joined and a tensor can't do without them."""
-    ranks = sorted(joined)
-    have = "has" if len(ranks) == 1 else "have"
-    return f"tensor {spec.name!r}: {spec.describe()} is not supported while {ranks_text(ranks)} {have} joined"
-
-
 def _disagreement(name: str, votes: _Votes) -> str:
     """Which ranks gave what, when they don't agree; else empty."""
     camps: dict[tuple[object, ...], tuple[TensorSpec, list[int]]] = {}
@@ -211,39 +205,3 @@ def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int]) ->
             f"tensor {ballot.name!r}: a machine with {ranks_text(ranks)} sent votes of {ranks_text(voted)}"
         )
     return votes
-
-
-def to_spec(name: str, message: pb.Spec) -> TensorSpec:
-    """The spec that a message describes. Raises ProtocolError for one that no correct member sends."""
-    try:
-        return TensorSpec(
-            name=name,
-            dtype=DType(message.dtype),
-            shape=tuple(message.shape),
-            op=Op(message.op),
-            average=message.average,
-            root=message.root,
-            priority=message.priority,
-            group=tuple(message.group),
-            scatters=message.scatters,
-            terms=message.terms,
-            nonfinite=NonFinite(message.nonfinite),
-        )
-    except (ValueError, UsageError) as error:
-        raise ProtocolError(f"tensor {name[:80]!r}: {error}") from error
-
-
-def to_message(spec: TensorSpec) -> pb.Spec:
-    """The message that describes ``spec``."""
-    return pb.Spec(
-        dtype=int(spec.dtype),
-        shape=spec.shape,
-        op=int(spec.op),
-        average=spec.average,
-        root=spec.root,
-        priority=spec.priority,
-        group=spec.group,
-        scatters=spec.scatters,
-        terms=spec.terms,
-        nonfinite=int(spec.nonfinite),
-    )

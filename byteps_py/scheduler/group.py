@@ -11,7 +11,7 @@ from byteps_py.scheduler.job import Job, ranks_of
 from byteps_py.scheduler.joining import Joining
 from byteps_py.scheduler.member import MemberRecord
 from byteps_py.scheduler.outgoing import Outgoing, failure, to_each
-from byteps_py.scheduler.words import ranks_text
+from byteps_py.wording import ranks_text
 
 
 class Group:

@@ -16,9 +16,6 @@ from byteps_py.scheduler.member import MemberRecord
 from byteps_py.scheduler.outgoing import Outgoing, failure, to_each
 from byteps_py.scheduler.roster import Roster
 
-#: How the reason of a job begins that somebody has ended.
-STOPPED = "stopped: "
-
 FORMING = pb.StatusReply.STATE_FORMING
 RUNNING = pb.StatusReply.STATE_RUNNING
 FAILED = pb.StatusReply.STATE_FAILED

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 
 from byteps_py.errors import BytePSError, ConfigurationError, from_name
-from byteps_py.forms import count_text
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.outgoing import Outgoing
 from byteps_py.settings import Settings
+from byteps_py.wording import count_text
 
 _ONLY_CONNECTION = 1
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.failure_detector import FailureDetector
-from byteps_py.scheduler.words import ranks_text
+from byteps_py.wording import ranks_text
 
 
 def describe(facts: pb.Register, ranks: range = range(0)) -> str:

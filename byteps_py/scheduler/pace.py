@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.words import count_text, ranks_text
+from byteps_py.wording import count_text, ranks_text
 
 #: Who is so much slower in a step, or with an answer, may be so because the operating system keeps it waiting: where
 #: processes are more than processors, that is nobody's fault and changes all the time.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from byteps_py.scheduler.words import count_text
+from byteps_py.wording import count_text
 
 #: Ranks that leave of one mind do so within moments. Who has not by then waits for one that has, in vain.
 PLANNED_S = 10.0

@@ -12,7 +12,7 @@ from byteps_py import tuning
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.scheduler.member import MemberRecord, Presence
-from byteps_py.scheduler.words import count_text
+from byteps_py.wording import count_text
 
 MAX_LOCAL_SIZE = 1024
 #: Machine index of a GPU machine that is not in the group: it waits to join an elastic job, or was left behind.

@@ -14,7 +14,7 @@ from byteps_py.scheduler.elastic import Elastic
 from byteps_py.scheduler.job import Job, ranks_of
 from byteps_py.scheduler.member import MemberRecord
 from byteps_py.scheduler.outgoing import Outgoing, to_each
-from byteps_py.scheduler.words import count_text
+from byteps_py.wording import count_text
 
 #: A service that is started again is there after some seconds, on a busy machine after many.
 SUCCESSOR_S = 20.0

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from byteps_py.failure_detector import FailureDetector
 from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.failure_detector import FailureDetector
 from byteps_py.scheduler.member import MemberRecord
 
 DOUBT_INTERVALS = 3

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.words import names_text, ranks_text
 from byteps_py.tensors import UNNAMED
+from byteps_py.wording import names_text, ranks_text
 
 #: Ranks that have waited for so long have said so, all of them.
 _SURE_S = 4.0

@@ -12,12 +12,13 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, ProtocolError, StallError
-from byteps_py.session import forks, protocol, words
+from byteps_py.rank_protocol import Kind
+from byteps_py.session import forks, words
 from byteps_py.session.base import Session
 from byteps_py.session.nearby import Neighbours
-from byteps_py.session.protocol import Kind
 
 
 class Line(Session):

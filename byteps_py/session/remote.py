@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import (
     BytePSError,
@@ -20,12 +21,12 @@ from byteps_py.errors import (
     UsageError,
     from_name,
 )
-from byteps_py.session import protocol, words
+from byteps_py.rank_protocol import Kind
+from byteps_py.session import words
 from byteps_py.session.base import Slot
 from byteps_py.session.line import Line
-from byteps_py.session.protocol import Kind
 from byteps_py.session.slots import Slots
-from byteps_py.session.stack import StackDump, open_stack_dump
+from byteps_py.stack_dump import StackDump, open_stack_dump
 from byteps_py.strips import STRIP_BYTES
 from byteps_py.tensors import Layout, TensorSpec
 

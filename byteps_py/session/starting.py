@@ -16,8 +16,7 @@ from collections.abc import Mapping
 
 from byteps_py import channel, jobs, launchers
 from byteps_py.errors import ConfigurationError, RendezvousError
-from byteps_py.forms import count_text
-from byteps_py.launch.guard import TOKEN_VARIABLE
+from byteps_py.jobs import TOKEN_VARIABLE
 from byteps_py.log import logger
 from byteps_py.machine import check_offered_host, local_socket
 from byteps_py.session import endings, words
@@ -25,6 +24,7 @@ from byteps_py.session.base import Session
 from byteps_py.session.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings, ignored_variables
+from byteps_py.wording import count_text
 
 _END_S = 10.0
 #: A service that stays for ranks that come back, and is not there, is gone.

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
 from byteps_py.kernels.readiness import Pair
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.declarations import Decided, Declarations
-from byteps_py.session import protocol
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType
 from byteps_py.worker.actions import Compute

@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import zmq
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import BytePSError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind as Said
+from byteps_py.rank_protocol import Kind as Said
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
 from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind, pack_names

@@ -6,11 +6,11 @@ import contextlib
 
 from google.protobuf.message import DecodeError
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.declarations import to_message
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
+from byteps_py.spec_messages import to_message
 from byteps_py.tensors import DType, Op, TensorSpec
 
 from .base import Target

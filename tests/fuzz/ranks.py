@@ -6,9 +6,9 @@ import gc
 import os
 from typing import Any
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
 
 from .base import Target

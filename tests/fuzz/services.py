@@ -10,14 +10,14 @@ from unittest.mock import patch
 
 from google.protobuf.message import DecodeError
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, PeerLostError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.declarations import to_message
-from byteps_py.session import protocol
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
+from byteps_py.spec_messages import to_message
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire import Header
 from byteps_py.worker import network

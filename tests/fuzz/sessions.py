@@ -7,11 +7,11 @@ import os
 import socket
 from typing import Any
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import ProtocolError
-from byteps_py.session import protocol
+from byteps_py.rank_protocol import Kind
 from byteps_py.session.base import Slot
-from byteps_py.session.protocol import Kind
 from byteps_py.session.remote import RemoteSession
 from byteps_py.shm import Segment
 from byteps_py.tensors import DType, TensorSpec

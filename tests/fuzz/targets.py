@@ -8,6 +8,7 @@ import os
 import zmq
 
 from byteps_py import launchers
+from byteps_py import rank_protocol as protocol
 from byteps_py.dataplane.handshake import Caller, Doorkeeper
 from byteps_py.dataplane.listener import DataListener
 from byteps_py.dataplane.peer import Peer
@@ -17,7 +18,6 @@ from byteps_py.errors import ConfigurationError, ProtocolError
 from byteps_py.server.actions import Answer, Reduce
 from byteps_py.server.partition import Contribution, Round
 from byteps_py.server.rounds import HELD_BYTES, Rounds
-from byteps_py.session import protocol
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.variables import VARIABLES

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from byteps_py.scheduler.failure_detector import FailureDetector
+from byteps_py.failure_detector import FailureDetector
 from byteps_py.worker import waits
 from byteps_py.worker.accusations import Accusations
 from byteps_py.worker.direct import Direct

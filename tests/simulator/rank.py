@@ -9,10 +9,11 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, cast
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, StallError
 from byteps_py.machine import local_socket
-from byteps_py.session import Slot, protocol
-from byteps_py.session.protocol import Kind
+from byteps_py.rank_protocol import Kind
+from byteps_py.session import Slot
 from byteps_py.session.remote import RemoteSession
 from byteps_py.settings import Settings
 from byteps_py.tensors import TensorSpec

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, StallError
 from byteps_py.looks import LOOK_S, Looks
-from byteps_py.session import protocol
 
 #: After so long the communication service is told, which knows who is alive, and says who keeps others waiting.
 _TELL_AFTER_S = 0.3

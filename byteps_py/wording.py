@@ -1,12 +1,24 @@
-"""Phrases of the scheduler's sentences. Pure; any thread."""
+"""Phrases that errors and logs share: counts, ranks, names. Pure; any thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from byteps_py.forms import count_text as count_text
+if TYPE_CHECKING:
+    from byteps_py.tensors import TensorSpec
 
+#: How the reason of a job begins that somebody has ended.
+STOPPED = "stopped: "
 _MAX_RANGES = 8
+
+
+def count_text(number: int, noun: str) -> str:
+    """
+    >>> count_text(1, "server"), count_text(2, "server")
+    ('1 server', '2 servers')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -38,3 +50,10 @@ def names_text(names: list[str], limit: int = 4) -> str:
     shown = ", ".join(repr(name) for name in names[:limit])
     hidden = len(names) - limit
     return f"tensor{'s' if len(names) != 1 else ''} {shown}" + (f" and {hidden} more" if hidden > 0 else "")
+
+
+def unsupported(spec: TensorSpec, joined: Iterable[int]) -> str:
+    """What to say when ranks have joined and a tensor can't do without them."""
+    ranks = sorted(joined)
+    have = "has" if len(ranks) == 1 else "have"
+    return f"tensor {spec.name!r}: {spec.describe()} is not supported while {ranks_text(ranks)} {have} joined"

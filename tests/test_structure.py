@@ -1,0 +1,64 @@
+"""Which part of the package imports which: arrows point to the shared ground, and not back."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"byteps_py": ROOT / "byteps_py", "byteps_py.server": ROOT / "server", "byteps_py.worker": ROOT / "worker"}
+GROUND = "the shared ground"  # the modules of byteps_py itself
+#: What each part may import beside itself and the ground. ``scheduler.client``: a member's end of its control link.
+ALLOWED = {
+    GROUND: set[str](),
+    "kernels": set(),
+    "placement": set(),
+    "dataplane": set(),
+    "launch": set(),
+    "session": set(),
+    "scheduler": {"placement", "dataplane"},
+    "cli": {"placement", "scheduler"},
+    "server": {"dataplane", "kernels", "scheduler.client"},
+    "worker": {"dataplane", "kernels", "placement", "scheduler.client"},
+    "torch": {"kernels", "session"},
+}
+#: ``import byteps_py`` has the names of byteps_py.torch, once they are asked for; torch asks for the backend by name.
+FRONT_DOORS = {("byteps_py", "torch"), ("byteps_py.torch_backend", "torch")}
+
+
+def imports() -> set[tuple[str, str]]:
+    """(module, module of this package that it imports), inside functions and for typing, too."""
+    found = set()
+    for package, folder in FOLDERS.items():
+        for path in folder.rglob("*.py"):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            module = ".".join(parts).removesuffix(".__init__")
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {(module, alias.name) for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                    found |= {(module, f"{node.module}.{alias.name}") for alias in node.names}
+    return {(module, other) for module, other in found if other.split(".")[0] == "byteps_py"}
+
+
+def part_of(module: str) -> str:
+    name = module.split(".")[1] if "." in module else ""
+    return name if name in ALLOWED else GROUND
+
+
+def test_arrows_point_one_way() -> None:
+    wrong = []
+    for module, other in sorted(imports()):
+        part, wanted = part_of(module), part_of(other)
+        inner = ".".join(other.split(".")[1:3])
+        if part == wanted or wanted == GROUND or {wanted, inner} & ALLOWED[part] or (module, wanted) in FRONT_DOORS:
+            continue
+        wrong.append(f"{module} ({part}) imports {other} ({wanted})")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("part", [part for part in ALLOWED if part != GROUND])
+def test_every_part_is_there(part: str) -> None:
+    assert any(part_of(module) == part for module, _ in imports()), part
