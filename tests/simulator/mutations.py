@@ -356,5 +356,5 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     be_late_with_a_deadline: 28,
     know_answers_by_their_rounds: 239,
     answer_where_it_was_wanted_first: 2139,
-    wait_for_sums_that_another_was_faster_with: 2149,
+    wait_for_sums_that_another_was_faster_with: 899,
 }

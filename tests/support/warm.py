@@ -5,7 +5,7 @@ usually needed when it is first asked for a program, and forks for each. A launc
 services in turn. What they do from there on is what they do anywhere; programs that are tested for how they start,
 what they need or what their processes look like from outside are started as users start them.
 
-``BYTEPS_TEST_WARM=0`` starts every program so.
+``BYTEPS_TEST_WARM=0`` starts every program so. Forked ones also have the same hash seed: all iterate sets alike.
 """
 
 from __future__ import annotations
