@@ -140,9 +140,9 @@ def hear_nobody_who_came_back(core: pytest.MonkeyPatch) -> None:
 ELASTIC_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     know_machines_by_their_index: 6540,
     take_whoever_comes_for_equal: 139,
-    mourn_for_who_leaves_no_group: 38,
+    mourn_for_who_leaves_no_group: 8,
     count_on_servers_of_outsiders: 504,
-    stay_without_ranks: 12,
+    stay_without_ranks: 10,
     newcomers_first: 0,
     open_without_those_who_come_back: 0,
     keep_rounds_of_another_group: 14,

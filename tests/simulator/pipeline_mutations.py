@@ -107,9 +107,9 @@ PIPELINE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     ignore_credit: 5,
     wait_for_other_machines: 7,
     local_ranks_backwards: 3,
-    release_under_a_kernel: 3199,
+    release_under_a_kernel: 2162,
     accept_repeated_answers: 3,
-    hand_over_void_tensors: 88,
+    hand_over_void_tensors: 72,
     keep_the_credit_of_what_moves: 18,
     hasten_what_is_void: 10157,
 }
