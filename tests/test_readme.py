@@ -4,78 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.clusters import ROOT, clean_environment
+from support.clusters import ROOT
+from support.documents import Page, commands_of, shell
 from support.open_mpi import OPEN_MPI_ANYWHERE, require_open_mpi
 
 from byteps_py.cli.__main__ import main as bps
 
-README = (ROOT / "README.md").read_text()
+README = Page(ROOT / "README.md")
 TIMEOUT_S = 90
-
-
-def blocks_after(marker: str) -> list[str]:
-    """The fenced blocks that follow ``<!-- test: marker -->``, up to the next prose."""
-    _, _, rest = README.partition(f"<!-- test: {marker} -->\n")
-    assert rest, f"README.md has no marker {marker!r}"
-    found = []
-    while match := re.match(r"\s*```\w+\n(.*?)```\n", rest, re.DOTALL):
-        found.append(match[1])
-        rest = rest[match.end() :]
-    assert found
-    return found
-
-
-def commands_of(block: str) -> list[tuple[str, str]]:
-    """(command, the output the README shows for it)"""
-    steps: list[tuple[str, str]] = []
-    for line in block.splitlines(keepends=True):
-        if line.startswith("$ "):
-            steps.append((line[2:], ""))
-        else:
-            steps[-1] = (steps[-1][0], steps[-1][1] + line)
-    return steps
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(blocks_after("file train.py")[0])
+    (tmp_path / "train.py").write_text(README.blocks_after("file train.py")[0])
     return tmp_path
 
 
-@contextmanager
-def shell(script: str, folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = clean_environment(PATH=path, **variables)
-    del environment["BYTEPS_TAG_OUTPUT"]  # as it comes
-    process = subprocess.Popen(
-        ["bash", "-e", "-c", script],
-        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate()
-
-
 def test_its_commands_print_what_it_says(folder: Path) -> None:
-    for command, expected in commands_of(blocks_after("run")[0]):
+    for command, expected in commands_of(README.blocks_after("run")[0]):
         with shell(command, folder) as process:
             output, _ = process.communicate(timeout=TIMEOUT_S)
         assert (process.returncode, output) == (0, expected), command
 
 
 def test_four_shells_by_hand(folder: Path) -> None:
-    roles = [commands_of(block) for block in blocks_after("together")]
+    roles = [commands_of(block) for block in README.blocks_after("together")]
     assert len(roles) == 4
     scripts = ["".join(command for command, _ in steps) for steps in roles]
     report = folder / "report.json"
@@ -90,7 +47,9 @@ def test_four_shells_by_hand(folder: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_the_launchers_it_names_print_what_it_says(folder: Path, launcher: str) -> None:
-    [(command, expected)] = [step for step in commands_of(blocks_after("launchers")[0]) if step[0].startswith(launcher)]
+    [(command, expected)] = [
+        step for step in commands_of(README.blocks_after("launchers")[0]) if step[0].startswith(launcher)
+    ]
     if launcher == "mpirun":
         require_open_mpi()
     else:  # torch may lie in another folder than this interpreter
@@ -101,7 +60,7 @@ def test_the_launchers_it_names_print_what_it_says(folder: Path, launcher: str) 
 
 
 def test_every_page_it_names_exists() -> None:
-    for page in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+    for page in re.findall(r"\]\((?!http)([^)#]+)\)", README.text):
         assert (ROOT / page).exists(), page
 
 
