@@ -15,7 +15,7 @@ _WELL = re.compile(r"^\d: \d+ calls: all is well; (\d+) sums in messages, (\d+) 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("seed", "calls"), [(3, FEW), *(pytest.param(seed, MANY, marks=pytest.mark.slow) for seed in range(1, 5))]
+    ("seed", "calls"), [(3, FEW), *(pytest.param(seed, MANY, marks=pytest.mark.slow) for seed in (1, 2))]
 )
 @pytest.mark.parametrize("options", ["-np 2", "-np 4", "-np 2 --machines 2 --servers 1"])
 def test_nobody_waits_for_ever_and_all_comes_out_right(options: str, seed: int, calls: int) -> None:

@@ -1,7 +1,8 @@
 """A scheduler's whole state as bytes, so that a long job's journal does not grow for ever. Pure.
 
 The state is whatever its parts hold: nothing has to be kept in step here when these change. It is read back only from
-the scheduler's own file, by the same version of the package, and only into classes of this package's scheduler.
+the scheduler's own file, by the same version of the package, and only into classes of this package's scheduler and
+those on the shared ground that it holds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from byteps_py import __version__
 from byteps_py.errors import JournalError
 from byteps_py.proto import control_pb2 as pb
 
-_PACKAGES = ("byteps_py.scheduler.", "byteps_py.tensors", "byteps_py.placement.")
+_PACKAGES = ("byteps_py.scheduler.", "byteps_py.failure_detector", "byteps_py.tensors", "byteps_py.placement.")
 _PLAIN = {("builtins", "set"), ("builtins", "frozenset"), ("builtins", "range"), ("collections", "deque")}
 
 
