@@ -44,7 +44,12 @@ def test_a_cpu_machine_leaves_and_the_weights_are_the_same(folder: Path) -> None
                 said, _ = process.communicate(timeout=TIMEOUT_S)
             assert process.returncode == 0, said
         output = first + job.communicate(timeout=TIMEOUT_S)[0]
-        assert (job.returncode, output) == (0, expected)
+        told = [line for line in output.splitlines(keepends=True) if "leaves: bps scale" in line]
+        assert len(told) == 2, output  # one of each GPU machine
+        assert (job.returncode, "".join(line for line in output.splitlines(keepends=True) if line not in told)) == (
+            0,
+            expected,
+        )
     follow("comparing", folder)
 
 
