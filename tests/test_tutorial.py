@@ -31,6 +31,7 @@ def test_alone_and_on_one_machine(folder: Path) -> None:
     follow("one machine", folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_cpu_machine_leaves_and_the_weights_are_the_same(folder: Path) -> None:
     follow("cluster", folder)
