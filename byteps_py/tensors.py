@@ -6,11 +6,11 @@ import enum
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from byteps_py.errors import UsageError
-from byteps_py.wording import count_text
+from byteps_py.wording import count_text, ranks_text
 
 MAX_NAME_BYTES = 1024
 MAX_TERMS_BYTES = 256
@@ -316,3 +316,10 @@ def split(nbytes: int, partition_bytes: int, itemsize: int) -> list[tuple[int, i
         pieces.append((start, end - start))
         start = end
     return pieces
+
+
+def unsupported(spec: TensorSpec, joined: Iterable[int]) -> str:
+    """What to say when ranks have joined and a tensor can't do without them."""
+    ranks = sorted(joined)
+    have = "has" if len(ranks) == 1 else "have"
+    return f"tensor {spec.name!r}: {spec.describe()} is not supported while {ranks_text(ranks)} {have} joined"

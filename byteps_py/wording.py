@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from byteps_py.tensors import TensorSpec
 
 #: How the reason of a job begins that somebody has ended.
 STOPPED = "stopped: "
@@ -50,10 +46,3 @@ def names_text(names: list[str], limit: int = 4) -> str:
     shown = ", ".join(repr(name) for name in names[:limit])
     hidden = len(names) - limit
     return f"tensor{'s' if len(names) != 1 else ''} {shown}" + (f" and {hidden} more" if hidden > 0 else "")
-
-
-def unsupported(spec: TensorSpec, joined: Iterable[int]) -> str:
-    """What to say when ranks have joined and a tensor can't do without them."""
-    ranks = sorted(joined)
-    have = "has" if len(ranks) == 1 else "have"
-    return f"tensor {spec.name!r}: {spec.describe()} is not supported while {ranks_text(ranks)} {have} joined"

@@ -21,8 +21,7 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, JoinedError, PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.rank_protocol import Kind
-from byteps_py.tensors import TensorSpec
-from byteps_py.wording import unsupported
+from byteps_py.tensors import TensorSpec, unsupported
 from byteps_py.worker.actions import Fail, Release
 from byteps_py.worker.agreement import Agreement, fail_all
 from byteps_py.worker.direct import Direct

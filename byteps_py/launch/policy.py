@@ -103,7 +103,6 @@ class Policy:
         self.retry = False  # the whole job is to be started once more
         self.phase = Phase.RUNNING
         self._grace_s, self._own_error_s, self._drain_s = grace_s, own_error_s, drain_s
-        self._draining_s = drain_s
         self._elastic, self._is_part = elastic, is_part
         self._one_ended_well = False
         self._is_leaving = False  # others go on without these ranks, as they were asked to
@@ -255,12 +254,14 @@ class Policy:
             return []
         return [Say(text)]
 
+    @property
+    def _draining_s(self) -> float:
+        """Ranks of other machines may end later. But a machine that is asked to leave may have little time."""
+        return self._drain_s if self._is_part and not self._is_leaving else self._grace_s
+
     def _after_mains(self, now: float) -> list[Action]:
         orderly = (Phase.RUNNING, Phase.LEAVING, Phase.LOSING)
         if self.code == 0 and self.phase in orderly and not self._is_headless:
-            # Ranks of other machines may end later. But a machine that is asked to leave may have little time.
-            waits = self._is_part and not self._is_leaving
-            self._draining_s = self._drain_s if waits else self._grace_s
             self._enter(Phase.DRAINING, now, self._draining_s)
             # Who leaves while others go on waits in vain to hear that the job is over.
             return self._send(tuple(self._alive) if self._is_leaving else self._dismissed(), signal.SIGTERM)

@@ -6,8 +6,8 @@ descriptors of the process, and end by the limits that hold for every listener (
 
 from __future__ import annotations
 
-import contextlib
 import os
+import stat
 import threading
 import time
 import urllib.parse
@@ -33,7 +33,7 @@ class SchedulerConnections:
         self._waiting = UnauthenticatedConnections(clock)
         self._waiting.port = port
         self._port = port
-        self._known: dict[int, tuple[str, str]] = {}  # by descriptor: which file it is, its peer; "": no connection
+        self._known: dict[int, tuple[int, str]] = {}  # by descriptor: its socket's inode, its peer; "": no connection
         self._admitted: set[str] = set()
         self._explained: set[str] = set()
         self._refused: list[str] = []
@@ -68,15 +68,18 @@ class SchedulerConnections:
         return refused
 
     def _look(self) -> None:
-        found: dict[int, tuple[str, str]] = {}
+        found: dict[int, tuple[int, str]] = {}
         for name in os.listdir(_DESCRIPTORS):
             fd = int(name)
-            with contextlib.suppress(OSError):  # closed meanwhile
-                file = os.readlink(f"{_DESCRIPTORS}/{name}")
-                if file.startswith("socket:"):
-                    known = self._known.get(fd)
-                    found[fd] = known if known is not None and known[0] == file else self._new(fd, file)
-        gone = [peer for fd, (file, peer) in self._known.items() if peer and found.get(fd, ("",))[0] != file]
+            try:
+                status = os.fstat(fd)
+            except OSError:  # closed meanwhile
+                continue
+            if stat.S_ISSOCK(status.st_mode):
+                known = self._known.get(fd)
+                is_known = known is not None and known[0] == status.st_ino
+                found[fd] = known if known is not None and is_known else self._new(fd, status.st_ino)
+        gone = [peer for fd, (inode, peer) in self._known.items() if peer and found.get(fd, (0,))[0] != inode]
         silent = [peer for peer in gone if peer not in self._admitted | self._explained]
         self._refused += silent[: _MOST_REFUSED - len(self._refused)]
         for fd in self._known.keys() - found.keys():
@@ -91,16 +94,16 @@ class SchedulerConnections:
         self._waiting.sweep()
         self._looked_s = self._clock()
 
-    def _new(self, fd: int, file: str) -> tuple[str, str]:
+    def _new(self, fd: int, inode: int) -> tuple[int, str]:
         self._waiting.known(fd)
         try:
             with duplicate(fd, self._port) as end:
                 host, port, *_ = end.getpeername()
         except OSError:
-            return file, ""  # it listens, or is none of the scheduler's
+            return inode, ""  # it listens, or is none of the scheduler's
         self._waiting.came(fd)
         host = host.removeprefix("::ffff:")
-        return file, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return inode, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def address_of(peer: str) -> str:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.spec_messages import to_message, to_spec
-from byteps_py.tensors import Op, TensorSpec
-from byteps_py.wording import ranks_text, unsupported
+from byteps_py.tensors import Op, TensorSpec, unsupported
+from byteps_py.wording import ranks_text
 
 _Votes = list[tuple[tuple[int, ...], TensorSpec]]  # (ranks, what they gave), of one machine
 
