@@ -8,6 +8,7 @@ import sys
 
 from byteps_py import jobs
 from byteps_py.errors import BytePSError, ConfigurationError
+from byteps_py.exit_status import handle_signals
 from byteps_py.log import configure, logger
 from byteps_py.malloc import keep_freed_memory
 from byteps_py.proto import control_pb2 as pb
@@ -43,15 +44,12 @@ def _serve(is_gpu_machine: bool) -> int:
 
     kind = pb.MACHINE_KIND_GPU if is_gpu_machine else pb.MACHINE_KIND_CPU
     service = Service(settings, kind, connect)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _frame: service.stop(f"the server got {signal.Signals(received).name}"))
-    try:
-        with jobs.announced(settings):
-            return service.run()
-    finally:
-        # One that comes while the interpreter ends must not change the status.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+    signals = (signal.SIGTERM, signal.SIGINT)
+    with (
+        handle_signals(signals, lambda number, _: service.stop(f"the server got {signal.Signals(number).name}")),
+        jobs.announced(settings),
+    ):
+        return service.run()
 
 
 if __name__ == "__main__":

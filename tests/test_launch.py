@@ -42,6 +42,11 @@ sys.exit('rank 1 is gone')
 """
 
 
+def run(code: str) -> int:
+    """The exit status of a Python program."""
+    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, timeout=60).returncode
+
+
 def guard_of(launcher: int) -> int:
     """The child that runs no program of its own."""
     (guard,) = [pid for pid in children(launcher) if command_line(pid) == command_line(launcher)]
@@ -114,6 +119,19 @@ class TestSignals:
             assert job.line() == "ready"
             job.process.send_signal(signal.SIGTERM)
             assert job.finish()[0] == 128 + signal.SIGTERM
+
+    @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_changes_nothing_once_the_job_is_over(self, signum: signal.Signals) -> None:
+        main = "import os, sys; from byteps_py.launch.__main__ import main; "
+        ending = f"code = main(['-np', '1', 'sh', '-c', 'exit 7']); os.kill(os.getpid(), {int(signum)}); sys.exit(code)"
+        # From a shell's background, or under nohup, this test has such signals ignored.
+        taken = f"import signal; signal.signal({int(signum)}, signal.SIG_DFL); "
+        assert run(taken + main + ending) == 7
+
+    def test_before_there_are_processes_ends_with_its_code(self) -> None:
+        code = "import signal; signal.signal(15, signal.SIG_DFL); import byteps_py.launch.__main__ as program; "
+        code += "program._run = lambda *_: signal.raise_signal(15); program.main([])"
+        assert run(code) == 128 + signal.SIGTERM
 
     def test_second_ctrl_c_kills(self) -> None:
         code = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; print('ready'); signal.pause()"

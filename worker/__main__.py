@@ -9,6 +9,7 @@ import sys
 
 from byteps_py import jobs, log, tuning
 from byteps_py.errors import BytePSError, ConfigurationError
+from byteps_py.exit_status import handle_signals
 from byteps_py.jobs import TOKEN_VARIABLE
 from byteps_py.malloc import keep_freed_memory
 from byteps_py.settings import Settings, ignored_variables
@@ -29,9 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
         keep_freed_memory(tuning.USUAL_CREDIT_BYTES if settings.credit_bytes is None else settings.credit_bytes)
         service = Service(settings, arguments.stay)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: service.stop())
-        with jobs.announced(settings):
+        with handle_signals((signal.SIGTERM, signal.SIGINT), lambda *_: service.stop()), jobs.announced(settings):
             return service.run()
     except ConfigurationError as error:
         print(f"byteps_py worker: {error}", file=sys.stderr)

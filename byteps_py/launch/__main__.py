@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from byteps_py.errors import BytePSError, ConfigurationError
+from byteps_py.exit_status import handle_signals
 from byteps_py.launch import options
 from byteps_py.launch.cluster import cluster_plan, free_port
 from byteps_py.launch.gpus import visible_gpus
 from byteps_py.launch.output import say
 from byteps_py.launch.plan import role_plan
+from byteps_py.launch.policy import ENDING_SIGNALS
 from byteps_py.launch.spec import Kind, ProcessSpec
 from byteps_py.launch.supervisor import Supervisor
 from byteps_py.machine import check_offered_host
@@ -31,9 +35,19 @@ class CommandError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one job to its end. Returns the exit code described by ``bpslaunch --help``."""
+    """Run one job to its end. Returns the exit code described by ``bpslaunch --help``.
+
+    A signal ends this program with an exit code before, and after, there are processes to pass it on to. Once the job
+    is over it changes nothing.
+    """
+    taken = [signum for signum in ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup's stay
+    with handle_signals(taken, _exit):
+        return _code(sys.argv[1:] if arguments is None else arguments)
+
+
+def _code(arguments: Sequence[str]) -> int:
     try:
-        return _run(sys.argv[1:] if arguments is None else arguments, os.environ)
+        return _run(arguments, os.environ)
     except ConfigurationError as error:
         say(str(error))
         return 2
@@ -46,8 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         say(f"the job can't be started: {error}")
         return 126
-    except KeyboardInterrupt:  # before, or after, there were processes to pass it on to
-        return 130
+
+
+def _exit(signum: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + signum)
 
 
 def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
