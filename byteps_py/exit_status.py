@@ -19,7 +19,7 @@ NO_JOURNAL_STATUS = 78
 
 @contextmanager
 def handle_signals(signals: Sequence[int], handler: Callable[[int, object], object]) -> Iterator[None]:
-    """Call ``handler`` for these signals, and ignore them afterwards: for a process that has nothing left to do but end.
+    """Call ``handler`` for these signals, and ignore them afterwards: for a process with nothing left to do but end.
 
     An interpreter that ends restores the default action of a signal with a handler, which would kill it. Main thread
     only.
