@@ -65,12 +65,14 @@ class FixedMembership:
 
 
 def serve_sums(workers: int) -> None:
+    from byteps_py.runtime import Runtime
     from byteps_py.server.service import Service
 
     service = Service(
         settings(workers),
         pb.MACHINE_KIND_CPU,
         lambda settings, register, loop, on_message, *others: FixedMembership(workers, loop, on_message),
+        Runtime(),
     )
     print(service.address, flush=True)
 

@@ -82,6 +82,10 @@ class EventLoop:
         if self._poller is not None:
             self._poller.unregister(source)
 
+    def time(self) -> float:
+        """This loop's clock, in seconds; it never goes back. Any thread."""
+        return time.monotonic()
+
     def call_later(self, delay_s: float, callback: Callback) -> None:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
 

@@ -18,7 +18,7 @@ STRIP_BYTES = 2 << 20
 
 
 class Strips:
-    """Of a tensor of this ``spec``, in a job of ``size`` ranks.
+    """Of a tensor of this ``spec``, in a job of ``size`` ranks; none longer than ``strip_bytes``.
 
     >>> from byteps_py.tensors import DType
     >>> spec = TensorSpec("g", DType.FLOAT32, (6 << 18,), scatters=True)
@@ -26,7 +26,8 @@ class Strips:
     [(0, 2), (3, 2), (2, 1), (5, 1)]
     """
 
-    def __init__(self, spec: TensorSpec, size: int) -> None:
+    def __init__(self, spec: TensorSpec, size: int, strip_bytes: int = STRIP_BYTES) -> None:
+        self._strip_bytes = strip_bytes
         if spec.scatters:
             members = len(spec.members(size))
             itemsize = spec.dtype.itemsize
@@ -37,16 +38,16 @@ class Strips:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """(offset, length) in bytes, in order."""
-        for begin in range(0, max(length for _, length in self._pieces), STRIP_BYTES):
+        for begin in range(0, max(length for _, length in self._pieces), self._strip_bytes):
             for first, length in self._pieces:
                 if begin < length:
-                    yield first + begin, min(STRIP_BYTES, length - begin)
+                    yield first + begin, min(self._strip_bytes, length - begin)
 
     def written(self, position: int, nbytes: int) -> int:
         """Bytes of the tensor that are there once the first ``nbytes`` of the piece at ``position`` are."""
-        begin = max(0, nbytes - 1) // STRIP_BYTES * STRIP_BYTES
+        begin = max(0, nbytes - 1) // self._strip_bytes * self._strip_bytes
         rows_before = sum(min(length, begin) for _, length in self._pieces)
-        in_this_row = sum(min(max(0, length - begin), STRIP_BYTES) for _, length in self._pieces[:position])
+        in_this_row = sum(min(max(0, length - begin), self._strip_bytes) for _, length in self._pieces[:position])
         return rows_before + in_this_row + nbytes - begin
 
 
@@ -58,14 +59,18 @@ class Arriving:
     ([], [0], [2])
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, strip_bytes: int = STRIP_BYTES) -> None:
         self._nbytes = nbytes
+        self._strip_bytes = strip_bytes
         self._left: list[int] = []
         self.begin()
 
     def begin(self) -> None:
         """Another round: nothing is there."""
-        self._left = [strip_at(strip, self._nbytes)[1] for strip in range(-(-self._nbytes // STRIP_BYTES))]
+        self._left = [
+            strip_at(strip, self._nbytes, self._strip_bytes)[1]
+            for strip in range(-(-self._nbytes // self._strip_bytes))
+        ]
 
     def add(self, offset: int, nbytes: int) -> list[int]:
         """A range is there, for the first time in this round. Returns the strips that it completes."""
@@ -73,15 +78,15 @@ class Arriving:
         if not nbytes:
             return complete
         end = offset + nbytes
-        for strip in range(offset // STRIP_BYTES, -(-end // STRIP_BYTES)):
-            first, length = strip_at(strip, self._nbytes)
+        for strip in range(offset // self._strip_bytes, -(-end // self._strip_bytes)):
+            first, length = strip_at(strip, self._nbytes, self._strip_bytes)
             self._left[strip] -= min(end, first + length) - max(offset, first)
             if not self._left[strip]:
                 complete.append(strip)
         return complete
 
 
-def strip_at(strip: int, nbytes: int) -> tuple[int, int]:
+def strip_at(strip: int, nbytes: int, strip_bytes: int = STRIP_BYTES) -> tuple[int, int]:
     """(offset, length) in bytes of a strip of a result of ``nbytes`` bytes."""
-    offset = strip * STRIP_BYTES
-    return offset, min(STRIP_BYTES, nbytes - offset)
+    offset = strip * strip_bytes
+    return offset, min(strip_bytes, nbytes - offset)

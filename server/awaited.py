@@ -15,14 +15,18 @@ from typing import Generic
 from byteps_py.server.partition import C, Round
 from byteps_py.wire import MAX_NAMES, RoundName, name_of
 
-#: Machines that push in the same order give their parts at about the same time; who has not by then has another order.
+#: Machines that push in the same order give their parts at about the same time; one that has not by then has another.
 AWAITED_AFTER_S = 0.01
 
 
 class Awaited(Generic[C]):
-    """Each round's machines are told once. A machine that is not yet ready to give remembers."""
+    """Each round's machines are told once. A machine that is not yet ready to give remembers.
 
-    def __init__(self) -> None:
+    ``after_s``: how long after it has begun.
+    """
+
+    def __init__(self, after_s: float = AWAITED_AFTER_S) -> None:
+        self.after_s = after_s
         self._begun: dict[Round[C], None] = {}  # of which nobody was told; oldest first
 
     def __bool__(self) -> bool:
@@ -42,7 +46,7 @@ class Awaited(Generic[C]):
         Call it every AWAITED_AFTER_S."""
         told: dict[int, list[RoundName]] = {}
         for round_ in list(itertools.islice(self._begun, MAX_NAMES)):
-            if now < round_.since_s + AWAITED_AFTER_S:
+            if now < round_.since_s + self.after_s:
                 break
             del self._begun[round_]
             name = name_of(next(iter(round_.contributions.values())).header)

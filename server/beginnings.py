@@ -6,14 +6,14 @@ what it gave until all have. So a machine that makes up keys, or indices, would 
 
 from __future__ import annotations
 
-#: Far more than the tensors of any model; 1.8 KB each, beside what was given to them.
-MOST_KEYS = 1 << 16
-#: Of all keys: 16 GB in the smallest partitions.
-MOST_PARTITIONS = 1 << 19
-
 
 class Beginnings:
     """Counts them, by key."""
+
+    #: Far more than the tensors of any model; 1.8 KB each, beside what was given to them.
+    most_keys = 1 << 16
+    #: Of all keys: 16 GB in the smallest partitions.
+    most_partitions = 1 << 19
 
     def __init__(self) -> None:
         self._by_key: dict[int, int] = {}
@@ -21,10 +21,10 @@ class Beginnings:
 
     def objection(self, key: int) -> str:
         """Why another one can't begin; empty if it can."""
-        if len(self._by_key) >= MOST_KEYS and key not in self._by_key:
-            what = f"{MOST_KEYS} others"
-        elif self._partitions >= MOST_PARTITIONS:
-            what = f"{MOST_PARTITIONS} partitions"
+        if len(self._by_key) >= self.most_keys and key not in self._by_key:
+            what = f"{self.most_keys} others"
+        elif self._partitions >= self.most_partitions:
+            what = f"{self.most_partitions} partitions"
         else:
             return ""
         return f"tensor key {key:#018x}: {what} have begun here that not all machines have given to"

@@ -7,18 +7,17 @@ only. A peer that breaks the protocol loses its connection; nothing it sends end
 from __future__ import annotations
 
 import collections
-import os
 from collections.abc import Callable
 
 import zmq
 
 from byteps_py import auth
-from byteps_py.channel import Channel, Listener
+from byteps_py.channel import Channel
 from byteps_py.dataplane.peer import Peer, reply
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import PeerLostError, ProtocolError
 from byteps_py.log import logger
-from byteps_py.loop import EventLoop
+from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival, SharedMemory
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
@@ -85,7 +84,7 @@ class LocalPeer(Peer):
                 f"SEGMENT {header.segment} is a repetition, or one too many after {len(self._segments)}"
             )
         try:
-            segment = Segment(fds[0], header.length)
+            segment = self._local.runtime.segment(fds[0], header.length)
         except (OSError, ValueError) as error:
             raise ProtocolError(
                 f"segment {header.segment} of {header.length} bytes can't be mapped: {error}"
@@ -121,7 +120,7 @@ class Local:
         self,
         name: str,
         settings: Settings,
-        loop: EventLoop,
+        runtime: Runtime,
         traffic: Traffic,
         on_arrival: Callable[[Arrival], None],
         on_gone: Callable[[Peer], None],
@@ -129,14 +128,15 @@ class Local:
     ) -> None:
         self.name = name
         self._settings = settings
-        self._loop = loop
+        self.runtime = runtime
+        self._loop = runtime.loop
         self._traffic = traffic
         self._on_arrival = on_arrival
         self._on_gone = on_gone
         self._on_withdraw = on_withdraw
         self._peers: set[LocalPeer] = set()
-        self._listener = Listener(name)
-        loop.add_reader(self._listener.fileno(), self._accept)
+        self._listener = runtime.local_listener(name)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def peer_of(self, machine: int) -> Peer | None:
         """Its connection; None if it has none here."""
@@ -170,7 +170,7 @@ class Local:
                     self._receive(peer, data, fds)
                 finally:
                     for fd in fds:
-                        os.close(fd)
+                        self.runtime.close_fd(fd)
         except PeerLostError as error:
             self.lose(peer, error)
         except ProtocolError as error:

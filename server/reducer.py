@@ -7,25 +7,21 @@ then sent to every remote machine, and at once into the place where a local mach
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from byteps_py import kernels
 from byteps_py.blame import OVERFLOW
 from byteps_py.dataplane.seal import Digester
-from byteps_py.kernels.engine import Engine, default_threads
+from byteps_py.kernels.engine import default_threads
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.log import logger
-from byteps_py.loop import EventLoop
+from byteps_py.runtime import Kernels, Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory, Memory
 from byteps_py.tensors import Checks, DType, Op
 
 #: The error, if there was one, and who is to blame for a result that is not finite (see blame.py).
 Done = Callable[[BaseException | None, int], None]
 
-#: Up to this size a sum takes less time than handing it to another thread and back.
-INLINE_BYTES = 64 << 10
 # Nobody tells a server what is declared, so it gets ready for sums, the likely ones first. What else comes is
 # prepared when first seen: in milliseconds where a communication service has left it on the same disk.
 _LIKELY = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.INT32, DType.INT64)
@@ -46,7 +42,7 @@ class Plan:
     def checks(self) -> Checks:
         return Checks.FINITE if self.blames else Checks.NONE
 
-    def carry_out(self, op: Op, dtype: DType, count: int) -> int:
+    def carry_out(self, kernels: Kernels, op: Op, dtype: DType, count: int) -> int:
         """Returns who is to blame if the result is not finite. Any thread."""
         if not self.blames:
             kernels.reduce(op, dtype, self.inputs, self.outputs, count)
@@ -73,7 +69,7 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> Plan:
     return Plan(inputs, tuple(outputs), result, blames)
 
 
-def hand_on(arrivals: Sequence[Arrival], waiting: Sequence[Arrival], result: Memory | None) -> None:
+def hand_on(runtime: Runtime, arrivals: Sequence[Arrival], waiting: Sequence[Arrival], result: Memory | None) -> None:
     """A machine of this host that connected again while its round was being reduced wants the result where it says now,
     not where the kernel wrote it. ``arrivals``, ``result``: as in ``plan``; ``waiting``: who is answered."""
     for arrival in waiting:
@@ -81,18 +77,19 @@ def hand_on(arrivals: Sequence[Arrival], waiting: Sequence[Arrival], result: Mem
             continue
         first = next(each for each in arrivals if each.header.sender == arrival.header.sender)
         if (source := first.answer or result) is not None:
-            ctypes.memmove(arrival.answer.address, source.address, arrival.answer.nbytes)
+            runtime.move(arrival.answer.address, source.address, arrival.answer.nbytes)
 
 
 class Reducer:
     """The kernels and their threads. ``digest``: makes the results' digests, while they are in the caches.
     ``on_prepared``: called once, when the likely kernels are loaded or compiled."""
 
-    def __init__(self, loop: EventLoop, threads: int, digest: Digester, on_prepared: Callable[[], None]) -> None:
-        self._loop = loop
+    def __init__(self, runtime: Runtime, threads: int, digest: Digester, on_prepared: Callable[[], None]) -> None:
+        self._runtime = runtime
+        self._loop = runtime.loop
         self._digest = digest
-        self._engine = Engine(default_threads(threads), "sum")
-        self._ready = Readiness(self._engine, loop, self._failed)
+        self._engine = runtime.engine(default_threads(threads), "sum")
+        self._ready = Readiness(runtime.kernels.prepare, self._engine, self._loop, self._failed)
         self._ready.expect((Op.SUM, dtype) for dtype in _LIKELY)
         self._ready.when_done(on_prepared)
 
@@ -107,8 +104,8 @@ class Reducer:
             return
         pair: Pair = (op, dtype, plan.checks) if plan.blames else (op, dtype)
         count = nbytes // dtype.itemsize
-        if nbytes <= INLINE_BYTES and pair in self._ready:
-            blame = plan.carry_out(op, dtype, count)
+        if nbytes <= self._runtime.thresholds.inline_server_sum and pair in self._ready:
+            blame = plan.carry_out(self._runtime.kernels, op, dtype, count)
             self._finish(plan)
             done(None, blame)
             return
@@ -116,7 +113,7 @@ class Reducer:
 
         def work() -> None:
             nonlocal blame
-            blame = plan.carry_out(op, dtype, count)
+            blame = plan.carry_out(self._runtime.kernels, op, dtype, count)
             self._finish(plan)
 
         def finished(error: BaseException | None) -> None:  # on an engine thread

@@ -48,6 +48,8 @@ WANT_AGAIN_S = 0.25
 class Rounds(Generic[C]):
     """All partitions of one server. Events are methods; each returns what is to be done, in order."""
 
+    round_class: type[Round[C]] = Round
+
     def __init__(self, partition_bytes: int) -> None:
         self.epoch = 0
         self.num_machines = 0
@@ -56,7 +58,7 @@ class Rounds(Generic[C]):
         self._partition_bytes = partition_bytes
         self._since_epoch = 0  # the machines are the same since then
         self._generations: dict[int, dict[int, Partition[C]]] = {}  # by key: the newest generation's, by index
-        self._beginnings = Beginnings()
+        self.beginnings = Beginnings()
         self._wanting: dict[Round[C], None] = {}  # resent, and not complete
         self._held: list[C] = []
         self._held_bytes = 0
@@ -90,7 +92,7 @@ class Rounds(Generic[C]):
         if text := objection(header, new.nbytes, self.num_machines, self._partition_bytes):
             return self._refuse([new], ProtocolError, text)
         if header.index not in self._generations.get(header.key, {}) and (
-            text := self._beginnings.objection(header.key)
+            text := self.beginnings.objection(header.key)
         ):
             return self._refuse([new], ProtocolError, text)
         partition = self._find(header)
@@ -125,7 +127,7 @@ class Rounds(Generic[C]):
             partition.reason = f"{partition}, round {round_.number}: could not be reduced: {error}"
             return self._refuse(waiting, CommunicationError, partition.reason)
         if partition.last_round < 0:
-            self._beginnings.ended(partition.key)
+            self.beginnings.ended(partition.key)
         partition.last_round = max(partition.last_round, round_.number)
         self.counters.rounds += 1
         self.counters.bytes_summed += contributions[0].header.length
@@ -199,7 +201,7 @@ class Rounds(Generic[C]):
                 self._drop(partitions)
                 partitions.clear()
             partition = partitions[header.index] = Partition(header.key, header.generation, header.index)
-            self._beginnings.begun(header.key)
+            self.beginnings.begun(header.key)
         return partition
 
     def _accept(self, partition: Partition[C], new: C, now: float) -> list[Action[C]]:
@@ -210,7 +212,7 @@ class Rounds(Generic[C]):
                 return []  # it was asked for twice
             if text := self._out_of_step(partition, new):
                 return self._break(partition, new, text)
-            round_ = partition.rounds[header.round] = Round(partition, header.round, now)
+            round_ = partition.rounds[header.round] = self.round_class(partition, header.round, now)
             self.awaited.begin(round_)
         if round_.state is State.REDUCING:
             return self._late(round_, new)
@@ -224,7 +226,7 @@ class Rounds(Generic[C]):
             round_.is_resent, round_.want_at = True, now + WANT_AFTER_S
         if (known := others.get(machine)) is not None:
             self.counters.duplicates += 1
-            if not _is_asked_anew(known, new):
+            if not self._is_asked_anew(known, new):
                 return []
             self.counters.bytes_in_flight -= known.nbytes
         count = new.header.machines or self.num_machines
@@ -254,9 +256,16 @@ class Rounds(Generic[C]):
         if known is None:
             return self._refuse([new], ProtocolError, not_among(new.header, round_.partition))
         self.counters.duplicates += 1
-        if _is_asked_anew(round_.redirected.get(new.header.sender, known), new):
+        if self._is_asked_anew(round_.redirected.get(new.header.sender, known), new):
             round_.redirected[new.header.sender] = new
         return []
+
+    @staticmethod
+    def _is_asked_anew(known: Contribution, new: Contribution) -> bool:
+        """The same bits, but an answer to another place: the machine has connected again and repeats itself, or the
+        partition has left and come back. Or it wanted none when it gave what others lacked, and now does."""
+        is_elsewhere = known.origin is not new.origin or known.header.answer_place != new.header.answer_place
+        return not new.header.is_supply and (is_elsewhere or known.header.is_supply)
 
     def _missing(self, round_: Round[C]) -> tuple[int, ...]:
         return tuple(m for m in range(self.num_machines) if m not in round_.contributions)
@@ -354,14 +363,14 @@ class Rounds(Generic[C]):
             return
         partitions = self._generations[partition.key]
         if partitions.pop(partition.index, None) is not None:
-            self._beginnings.ended(partition.key)
+            self.beginnings.ended(partition.key)
         if not partitions:
             del self._generations[partition.key]
 
     def _drop(self, partitions: dict[int, Partition[C]]) -> None:
         for partition in partitions.values():
             if partition.last_round < 0:
-                self._beginnings.ended(partition.key)
+                self.beginnings.ended(partition.key)
             for round_ in list(partition.rounds.values()):
                 if round_.state is State.COLLECTING:  # else the engine still works in its memory
                     self._forget(round_)
@@ -380,13 +389,6 @@ class Rounds(Generic[C]):
 
     def _rounds(self, state: State) -> list[Round[C]]:
         return [r for partition in self._partitions() for r in partition.rounds.values() if r.state is state]
-
-
-def _is_asked_anew(known: Contribution, new: Contribution) -> bool:
-    """The same bits, but an answer to another place: the machine has connected again and repeats itself, or the
-    partition has left and come back. Or it wanted none when it gave what others lacked, and now does."""
-    is_elsewhere = known.origin is not new.origin or known.header.answer_place != new.header.answer_place
-    return not new.header.is_supply and (is_elsewhere or known.header.is_supply)
 
 
 def _is_left(given: Header, epoch: int) -> bool:

@@ -18,10 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import time
-from collections.abc import Callable
-from typing import Protocol
 
 from byteps_py import last_words, machine
 from byteps_py.dataplane.peer import Peer
@@ -37,8 +33,9 @@ from byteps_py.errors import (
 from byteps_py.exit_status import GIVEN_UP_STATUS
 from byteps_py.last_words import Blame
 from byteps_py.log import logger
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
+from byteps_py.scheduler.client import Connect, ControlLink
 from byteps_py.server.actions import Action, Answer, Reduce, Refuse, Want
 from byteps_py.server.arrival import Arrival, Memory
 from byteps_py.server.awaited import AWAITED_AFTER_S
@@ -56,33 +53,13 @@ DRAIN_LIMIT_S = 30.0  # for so long it goes on after SIGTERM if nobody takes its
 _ORPHAN_S = 10.0  # at most: workers reconnect, and a scheduler is started again, within less
 
 
-class Link(Protocol):
-    """What the service needs of byteps_py.scheduler.client.ControlLink."""
-
-    def send(self, message: pb.MemberMessage) -> None: ...
-    def close(self, reason: str) -> None: ...
-
-
-class Connect(Protocol):
-    """byteps_py.scheduler.client.connect"""
-
-    def __call__(
-        self,
-        settings: Settings,
-        register: pb.Register,
-        loop: EventLoop,
-        on_message: Callable[[pb.SchedulerMessage], None],
-        on_lost: Callable[[BytePSError], None],
-        heartbeat: Callable[[], pb.Heartbeat],
-        on_away: Callable[[BytePSError], None],
-        on_back: Callable[[], None],
-    ) -> Link: ...
-
-
 class Service:
     """One summation server of the machine kind ``kind``. ``run`` serves until the job ends."""
 
-    def __init__(self, settings: Settings, kind: pb.MachineKind, connect: Connect) -> None:
+    rounds_class: type[Rounds[Arrival]] = Rounds
+    network_class: type[Network] = Network
+
+    def __init__(self, settings: Settings, kind: pb.MachineKind, connect: Connect, runtime: Runtime) -> None:
         """Binds its sockets. Raises ConfigurationError or RendezvousError."""
         if not settings.scheduler_address:
             raise ConfigurationError(
@@ -91,7 +68,7 @@ class Service:
         self._settings = settings
         self._kind = kind
         self._connect = connect
-        self._rounds: Rounds[Arrival] = Rounds(settings.max_partition_bytes)
+        self._rounds = self.rounds_class(settings.max_partition_bytes)
         self._traffic = Traffic()
         self._status = 0
         self._has_ended = False
@@ -102,21 +79,24 @@ class Service:
         self._has_tick = False
         self._is_draining = False
         self._is_prepared = False
-        self._link: Link | None = None
+        self._link: ControlLink | None = None
         host = machine.offered_host(settings)
-        self._loop = EventLoop()
-        self._network = Network(host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw)
+        self._runtime = runtime
+        self._loop = runtime.loop
+        self._network = self.network_class(
+            host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
+        )
         self._network.attach(self._loop)
         self._local: Local | None = None
         if kind == pb.MACHINE_KIND_GPU:
             # Named after the process, too: machines that are told apart only by their index may share one host.
-            name = f"{machine.local_socket(settings, 'ss')}-{os.getpid()}"
+            name = f"{machine.local_socket(settings, 'ss')}-{self._runtime.getpid()}"
             self._local = Local(
-                name, settings, self._loop, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
+                name, settings, runtime, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
             )
         # Beside trainers, whose communication service says it too, it would be the same sentence once more.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
-        self._reducer = Reducer(self._loop, settings.server_threads, self._network.digest, self._prepared)
+        self._reducer = Reducer(runtime, settings.server_threads, self._network.digest, self._prepared)
 
     @property
     def address(self) -> str:
@@ -137,7 +117,7 @@ class Service:
             self._loop.run()
         except Exception as error:
             if self._link is not None:
-                text = f"summation server at {self.address} (pid {os.getpid()}) failed: {error!r}"
+                text = f"summation server at {self.address} (pid {self._runtime.getpid()}) failed: {error!r}"
                 self._link.send(pb.MemberMessage(report=pb.Report(error=CommunicationError.__name__, message=text)))
                 self._reason = text
             raise
@@ -190,7 +170,7 @@ class Service:
     # ---- data plane --------------------------------------------------------------------------------------
 
     def _on_arrival(self, arrival: Arrival) -> None:
-        arrival.came_s = time.monotonic()
+        arrival.came_s = self._loop.time()
         self._perform(self._rounds.contribution(arrival, arrival.came_s), None)
         self._tick_while_needed()
 
@@ -202,7 +182,7 @@ class Service:
     def _tick(self) -> None:
         """Others may have to give their parts, or those of machines that lack results once more."""
         self._has_tick = False
-        now = time.monotonic()
+        now = self._loop.time()
         self._perform(self._rounds.tick(now), None)
         for index, names in self._rounds.awaited.due(now, self._rounds.num_machines).items():
             self._tell(index, Header(Kind.AWAITED, index, self._rounds.epoch), pack_names(names))
@@ -248,19 +228,19 @@ class Service:
         arrivals = round_.in_order()
         header = arrivals[0].header
         todo = plan(header.op, arrivals)
-        complete_s = time.monotonic()
+        complete_s = self._loop.time()
 
         def done(error: BaseException | None, blame: int) -> None:
             actions = self._rounds.reduced(round_, error)
             for answer in actions:
                 if isinstance(answer, Answer):
-                    hand_on(arrivals, answer.contributions, todo.result)
+                    hand_on(self._runtime, arrivals, answer.contributions, todo.result)
             self._perform(actions, todo.result, blame, complete_s)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)
 
     def _warn_of_stalls(self) -> None:
-        if stalls := self._rounds.stalled(time.monotonic(), self._settings.stall_warn_s):
+        if stalls := self._rounds.stalled(self._loop.time(), self._settings.stall_warn_s):
             missing = sorted({machine for stall in stalls for machine in stall.missing})
             first = stalls[0]
             some = "some of " if any(stall.machines < self._rounds.num_machines for stall in stalls) else ""
@@ -316,7 +296,7 @@ class Service:
             return
         logger.info("epoch %d: %d machines", membership.epoch, len(membership.workers))
         count, since = len(membership.workers), membership.workers_since
-        self._perform(self._rounds.membership(membership.epoch, count, time.monotonic(), since), None)
+        self._perform(self._rounds.membership(membership.epoch, count, self._loop.time(), since), None)
         self._tick_while_needed()  # what waited for news of this epoch may have been given once more
 
     def _on_lost(self, error: BytePSError) -> None:
@@ -330,7 +310,7 @@ class Service:
         if self._rounds.epoch == 0:
             return  # nobody depends on this server yet, and the link ends by itself if the scheduler does not return
         logger.log(self._bad_news, "%s; sums go on until the last worker has disconnected", error)
-        self._orphaned_since_s = time.monotonic()
+        self._orphaned_since_s = self._loop.time()
         if not self._is_headless:
             self._is_headless = True
             self._end_if_orphaned()
@@ -342,7 +322,7 @@ class Service:
         """Without a scheduler nobody says Stop. A while without any worker, who may connect again, says it too."""
         if not self._is_headless:
             return
-        now = time.monotonic()
+        now = self._loop.time()
         if self._network.connections or (self._local is not None and self._local.connections):
             self._orphaned_since_s = now
         elif self._is_draining or now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.patience_s):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import math
 import os
 import shutil
 import signal
@@ -21,8 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests import `support`
 
 from support import warm
 from support.processes import Snapshot
-
-from byteps_py.server import awaited
 
 # Journals of schedulers that tests kill stay, as they should: not among the user's.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="byteps-test-state-")
@@ -58,9 +55,3 @@ def zeromq_collector() -> Iterator[None]:
     zmq.Frame(bytearray(1 << 20))
     yield
     garbage.gc.stop()
-
-
-@pytest.fixture
-def nobody_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No server of this process says AWAITED, which comes or not, as time passes. For tests that count messages."""
-    monkeypatch.setattr(awaited, "AWAITED_AFTER_S", math.inf)

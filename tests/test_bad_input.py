@@ -13,6 +13,7 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.channel import MAX_MESSAGE, Listener
 from byteps_py.errors import ConfigurationError, ProtocolError, UsageError
 from byteps_py.loop import EventLoop
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import MAX_NAME_BYTES, DType, Op, TensorSpec
 from byteps_py.variables import VARIABLES, Variable
@@ -84,7 +85,7 @@ def test_local_messages_that_are_no_objects(text: bytes) -> None:
 def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away() -> None:
     loop = EventLoop()
     listener = Listener("byteps-test-nonsense")
-    reception = desk.Desk(loop, listener, 2, lambda sentence: None, lambda: None)
+    reception = desk.Desk(Runtime(loop=loop), listener, 2, lambda sentence: None, lambda: None)
 
     def hello(**changes: object) -> bytes:
         fields = {"version": protocol.VERSION, "local_rank": 0, "local_size": 2, "pid": 1, "synced_in": 0, **changes}

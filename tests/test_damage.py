@@ -18,6 +18,7 @@ from support.proxy import Proxy
 from byteps_py.dataplane.listener import _MOST_DAMAGED
 from byteps_py.errors import BytePSError, IntegrityError, ProtocolError
 from byteps_py.loop import EventLoop
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import DType
@@ -37,14 +38,14 @@ ENCRYPTED = dataclasses.replace(SIGNED, encrypt=True)
 COUNT = 50_000
 
 
-pytestmark = pytest.mark.usefixtures("zeromq_collector", "nobody_is_awaited")
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 class Line:
     """Machine 0's link to a server, through a proxy. Machine 1 is the far end's, said by hand, on a good line."""
 
     def __init__(self, settings: Settings, mine: Settings | None = None) -> None:
-        self.server = Server(settings)
+        self.server = Server(settings, tells_awaited=False)
         target = urlsplit(self.server.service.address)
         self.proxy = Proxy((str(target.hostname), int(target.port or 0)))
         self.server.service._network.address = self.proxy.address  # under which it is known
@@ -61,7 +62,7 @@ class Line:
 
     def _run(self) -> None:
         self.link = TcpLink(
-            self._context, self.loop, self.proxy.address, 0, self._mine,
+            self._context, Runtime(loop=self.loop), self.proxy.address, 0, self._mine,
             lambda block, offset, length: memoryview(self._data)[offset : offset + length],
             lambda header, frame: self.came.put((header, frame.bytes if frame is not None else b"")),
             self._again,
@@ -248,8 +249,8 @@ def test_something_else_listens_there(says: list[bytes], text: str) -> None:
         stranger, address = listener.router, listener.address
         loop.add_reader(stranger, lambda: stranger.send_multipart([stranger.recv_multipart()[0], *says]))
         link = TcpLink(
-            context, loop, address, 0, SIGNED, lambda *block: memoryview(b""), lambda *answer: None, lambda: None,
-            losses.append,
+            context, Runtime(loop=loop), address, 0, SIGNED, lambda *block: memoryview(b""), lambda *answer: None,
+            lambda: None, losses.append,
         )  # fmt: skip
         with pytest.raises(ProtocolError, match="the summation service at") as caught:
             loop.run()

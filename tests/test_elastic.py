@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from support.threaded import ThreadedCluster
@@ -10,9 +12,14 @@ from torch_training import Net, assert_same, loss_of, reference, sgd, state_of, 
 
 import byteps_py
 import byteps_py.torch as bps
-import byteps_py.torch.elastic
 from byteps_py.torch import context as contexts
 from byteps_py.torch.elastic import ElasticSampler, HostUpdateResult, ObjectState, State, TorchState
+from byteps_py.torch.elastic.state import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    get_handler_registry,
+    set_handler_registry,
+)
 
 MACHINES = (2, 1)
 STEPS = 6
@@ -213,18 +220,29 @@ def test_what_a_torch_state_saves_and_makes_equal() -> None:
     ThreadedCluster((1, 1)).run(main)
 
 
-def test_a_state_that_could_not_be_made_equal_is_none_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model has come, the optimizer has not: going back, a rank has its own commit, and not half of each."""
-
-    def overwrite(params: dict[str, torch.Tensor], root: int) -> None:
-        for value in params.values():
+class _Overwrites(ModelStateHandler):
+    def sync(self) -> None:
+        for value in self.value.state_dict().values():
             value.fill_(9.0)
 
-    def fail(optimizer: object, root: int) -> None:
+
+class _Fails(OptimizerStateHandler):
+    def sync(self) -> None:
         raise bps.PeerLostError("lost rank 0")
 
-    monkeypatch.setattr(byteps_py.torch.elastic.state, "broadcast_parameters", overwrite)
-    monkeypatch.setattr(byteps_py.torch.elastic.state, "broadcast_optimizer_state", fail)
+
+@pytest.fixture
+def failing_handlers() -> Iterator[None]:
+    """The model has come, the optimizer has not."""
+    before = [*get_handler_registry()]
+    set_handler_registry([(torch.nn.Module, _Overwrites), (torch.optim.Optimizer, _Fails)])
+    yield
+    set_handler_registry(before)
+
+
+@pytest.mark.usefixtures("failing_handlers")
+def test_a_state_that_could_not_be_made_equal_is_none_of_another_rank() -> None:
+    """Going back, a rank has its own commit, and not half of each."""
     model = Net()
     before = state_of(model)
     state = TorchState(model, sgd(list(model.parameters())), step=3)

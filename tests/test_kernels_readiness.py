@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from byteps_py.kernels import readiness
 from byteps_py.kernels.engine import Engine
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.loop import EventLoop
@@ -32,10 +31,10 @@ class Compiler:
 
 
 class Bench:
-    def __init__(self):
+    def __init__(self, compiler):
         self.loop, self.engine = EventLoop(), Engine(2, "ready")
         self.failures, self.done = [], []
-        self.ready = Readiness(self.engine, self.loop, self.failures.append)
+        self.ready = Readiness(compiler, self.engine, self.loop, self.failures.append)
 
     def submit(self, pair, name, *, ends=False):
         def finished(error):
@@ -47,15 +46,13 @@ class Bench:
 
 
 @pytest.fixture
-def compiler(monkeypatch):
-    compiler = Compiler()
-    monkeypatch.setattr(readiness, "prepare", compiler)
-    return compiler
+def compiler():
+    return Compiler()
 
 
 @pytest.fixture
 def bench(compiler):
-    bench = Bench()
+    bench = Bench(compiler)
     yield bench
     for event in compiler.open.values():
         event.set()

@@ -16,7 +16,6 @@ import pytest
 
 from byteps_py.errors import ProtocolError
 from byteps_py.looks import Looks
-from byteps_py.session.nearby import ledger as nearby_ledger
 from byteps_py.session.nearby import messages
 from byteps_py.session.nearby.ledger import Ledger, Stream
 from byteps_py.session.nearby.memory import Incoming, Outgoing, size_class
@@ -98,9 +97,9 @@ def test_a_parcel_begins_once() -> None:
         other.came(Message(Kind.LAID, 0, 0, 3, 77, 2, 10, 4, 5, 64), None)
 
 
-def test_what_nobody_here_knows_is_kept_but_not_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearby_ledger, "MAX_EARLY", 3)
+def test_what_nobody_here_knows_is_kept_but_not_without_limit() -> None:
     one, known = Ledger(1), [f"stream {number}" for number in range(5)]
+    one.most_early = 3
     for name in known:  # these are known once their names are
         one.came(Message(Kind.INLINE, 0, 0, 0, key_of(name), 1), b"")
         assert 1 in one.stream(name, (0,)).flows[0].parcels

@@ -50,9 +50,8 @@ def test_chunks_of_all_shares_are_the_whole_tensor(count: int, itemsize: int, me
 
 
 @pytest.fixture(autouse=True)
-def instructions_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def instructions_are_there() -> None:
     assert ring_sum.is_able()
-    monkeypatch.setattr(ring_sum, "STEP_LOOK_S", 0.0)  # ranks take turns
 
 
 class Program:
@@ -141,21 +140,21 @@ def test_what_is_laid_stays_until_all_have_read_it() -> None:
         play(seed)
 
 
-def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_sum._steps, "ready", steps.compile_steps())
+class OneSlot(steps.Steps):
+    def _slot(self, position: ir.Value, step: ir.Value) -> ir.Value:
+        return super()._slot(position, ir.IntType(64)(0))
 
 
-def test_with_one_slot_it_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = steps._Steps._slot
-    monkeypatch.setattr(steps._Steps, "_slot", lambda self, position, step: both(self, position, ir.IntType(64)(0)))
-    compiled_anew(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_what_is_laid_stays_until_all_have_read_it()
+class NoWaits(steps.Steps):
+    def _await(self, word: ir.Value) -> None:
+        pass
 
 
-def test_without_waiting_it_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps._Steps, "_await", lambda self, word: None)
-    compiled_anew(monkeypatch)
+@pytest.mark.parametrize("broken", [OneSlot, NoWaits])
+def test_with_one_slot_or_without_waits_it_would_not(
+    broken: type[steps.Steps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_sum._steps, "ready", steps.compile_steps(broken))
     with pytest.raises(AssertionError):
         test_what_is_laid_stays_until_all_have_read_it()
 
@@ -214,10 +213,11 @@ class Remembered(Looks):
         return self.due[-1]
 
 
-def test_steps_are_looked_for_again_after_some_waits_and_always_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_looked_for_again_after_some_waits_and_always_once_it_pays() -> None:
     """A look that was not made says nothing about looks."""
-    monkeypatch.setattr(ring_sum, "STEP_LOOK_S", 1e-6)
     with some(2) as ranks:
+        for rank in ranks:
+            rank.sums.step_look_s = 1e-6
         looks = ranks[0].sums.looks = Remembered()
         go_to_the_end(ranks, [rank.add_up(torch.ones(40 * SLOT_BYTES)) for rank in ranks])
         in_vain = looks.due[looks.due.index(False) :]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.clusters import bpslaunch
 
-from byteps_py import blame
+from byteps_py import blame, kernels
 from byteps_py.errors import ConfigurationError, NonFiniteError
 from byteps_py.server.reducer import Plan
 from byteps_py.settings import Settings
@@ -73,7 +73,7 @@ def test_a_server_blames_whom_its_contributions_name(values: list[list[float]], 
     arrays = [np.array(row, np.float32) for row in values]
     inputs = tuple(array.ctypes.data for array in arrays)
     plan = Plan(inputs, inputs[:1], None, blames=(0b010, 0b100)[: len(arrays)])
-    assert plan.carry_out(Op.SUM, DType.FLOAT32, 2) == expected
+    assert plan.carry_out(kernels, Op.SUM, DType.FLOAT32, 2) == expected
 
 
 def test_blame_of_many_ranks() -> None:

@@ -183,11 +183,10 @@ def test_the_journal_of_a_job_that_was_configured_otherwise_is_given_up(tmp_path
     assert not path.exists()
 
 
-def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "COMPACT_BYTES", 300)
+def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path: Path) -> None:
     path = tmp_path / "j"
     config = ClusterConfig(num_workers=2, job="j")
-    journal = Journal(path)
+    journal = Journal(path, compact_bytes=300)
     sessions = begin(config, journal, 3, 1.0).sessions
     while not journal.is_long:
         sessions.skip_epochs(4, 2.0)

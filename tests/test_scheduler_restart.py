@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
@@ -33,7 +34,8 @@ from support.schedulers import (
 from byteps_py import errors
 from byteps_py.exit_status import NO_JOURNAL_STATUS
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import query, remote
+from byteps_py.scheduler import query
+from byteps_py.scheduler.remote import RemoteControl
 from byteps_py.settings import Settings
 
 
@@ -141,13 +143,11 @@ def test_who_dies_while_the_scheduler_is_away_is_lost_when_it_is_back(start: Fac
     assert scheduler.ended()[0] == 1
 
 
-def test_a_member_that_leaves_while_the_scheduler_is_away_may_still_say_so(
-    start: Factory, attend: Attend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "AWAY_CLOSE_S", TIMEOUT_S)  # a loaded machine starts a scheduler slowly
-    monkeypatch.setattr(remote, "CLOSE_TIMEOUT_S", TIMEOUT_S)
+def test_a_member_that_leaves_while_the_scheduler_is_away_may_still_say_so(start: Factory, attend: Attend) -> None:
     scheduler = start(num_workers=1).wait_listening()
     member = attend(scheduler.settings, as_worker())
+    link = cast(RemoteControl, member.link)
+    link.away_close_s = link.close_timeout_s = TIMEOUT_S  # a loaded machine starts a scheduler slowly
     member.wait("membership")
     scheduler.restart()
     member.link.close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import pytest
@@ -28,10 +29,10 @@ from support.schedulers import (
 from byteps_py import errors
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import query, remote
+from byteps_py.scheduler import query
+from byteps_py.scheduler.remote import RemoteControl
 from byteps_py.scheduler.service import NOBODY, SchedulerService
 from byteps_py.scheduler.session import Sent
-from byteps_py.scheduler.steady import retry_steadily
 from byteps_py.settings import Settings
 
 
@@ -70,15 +71,11 @@ def attend() -> Iterator[Callable[..., Member]]:
         member.close()
 
 
-def test_a_members_connection_says_again_at_a_steady_pace(
-    start: Factory, attend: Attend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[tuple[int, int]] = []
-    monkeypatch.setattr(remote, "retry_steadily", lambda port: made.append((port, retry_steadily(port))))
+def test_a_members_connection_says_again_at_a_steady_pace(start: Factory, attend: Attend) -> None:
     settings = start(num_workers=1).wait_listening().settings
     member = attend(settings, as_worker(0))
     member.wait("membership")
-    assert made == [(settings.scheduler_port, 1)]
+    assert cast(RemoteControl, member.link).steady_connections == 1
     member.leave()
 
 

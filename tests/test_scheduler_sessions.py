@@ -11,7 +11,7 @@ from byteps_py.errors import JournalError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler import returning, sessions
+from byteps_py.scheduler import returning
 from byteps_py.scheduler.restoring import replay
 from byteps_py.scheduler.sessions import Sessions
 
@@ -128,9 +128,9 @@ def test_who_comes_in_the_place_of_a_member_that_may_come_back_waits_for_that() 
     assert heir.bodies()[1:3] == ["welcome", "membership"]
 
 
-def test_a_member_that_confirms_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_UNHEARD", 100)
+def test_a_member_that_confirms_nothing_is_lost() -> None:
     plane, one, two, _ = complete()
+    running(plane).most_unheard = 100
     for sequence in range(1, 102):
         for member in (one, two):
             member.say(arrive=pb.Arrive(sequence=sequence))
@@ -310,7 +310,7 @@ def test_a_journal_that_leads_elsewhere_is_an_error() -> None:
     plane.disk[0].register.local_size = 7
     plane.disk[0].register.partition_bytes = 1
     with pytest.raises(JournalError, match="does not lead to what it led to"):
-        replay(plane.config, plane.disk)
+        replay(Sessions(plane.config), plane.disk)
 
 
 def test_times_of_records_are_those_of_the_schedulers_clock() -> None:

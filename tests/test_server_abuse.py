@@ -12,9 +12,10 @@ from support.data_plane import WAIT_S, Server, header_for
 from support.strangers import resident_bytes
 from support.summation import SETTINGS, assert_works
 
-from byteps_py.dataplane import listener
 from byteps_py.errors import PeerLostError
-from byteps_py.server import beginnings
+from byteps_py.server.beginnings import Beginnings
+from byteps_py.server.network import Network
+from byteps_py.server.service import Service
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 pytestmark = pytest.mark.usefixtures("zeromq_collector")
@@ -128,14 +129,12 @@ def test_a_future_round_of_a_key_that_nobody_has_used_is_not_added(server: Serve
 
 
 @pytest.mark.parametrize(
-    ("keys", "most"), [(3000, 1000), pytest.param(1_000_000, beginnings.MOST_KEYS, marks=pytest.mark.slow)]
+    ("keys", "most"), [(3000, 1000), pytest.param(1_000_000, Beginnings.most_keys, marks=pytest.mark.slow)]
 )
 @pytest.mark.timeout(1200)
-def test_keys_that_a_machine_makes_up_take_a_bounded_memory(
-    server: Server, keys: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_that_a_machine_makes_up_take_a_bounded_memory(server: Server, keys: int, most: int) -> None:
     """It does not read what it is told about them, either."""
-    monkeypatch.setattr(beginnings, "MOST_KEYS", most)
+    server.service._rounds.beginnings.most_keys = most
     machine = server.machine(0)
     before = most_resident = resident_bytes(os.getpid())
     for key in range(keys):
@@ -149,9 +148,13 @@ def test_keys_that_a_machine_makes_up_take_a_bounded_memory(
     assert server.link.statistics().bytes_in_flight == 0
 
 
-def test_a_machine_that_asks_on_and_on_and_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "_MOST_UNREAD", 100)
-    with Server(SETTINGS) as server:
+class _Service(Service):
+    class network_class(Network):  # noqa: N801
+        most_unread = 100
+
+
+def test_a_machine_that_asks_on_and_on_and_reads_nothing_is_gone() -> None:
+    with Server(SETTINGS, service_class=_Service) as server:
         machine, network = server.machine(0), server.service._network
         machine.prove()
         machine.enter()

@@ -8,11 +8,11 @@ from support.summation import SETTINGS
 from test_server_rounds import given, started
 
 from byteps_py.errors import ProtocolError
-from byteps_py.server.awaited import AWAITED_AFTER_S
+from byteps_py.server.awaited import Awaited
 from byteps_py.tensors import Op
 from byteps_py.wire import MAX_NAMES, Header, Kind, RoundName, pack_names, unpack_names
 
-SOON, LATER = AWAITED_AFTER_S / 2, AWAITED_AFTER_S
+SOON, LATER = Awaited().after_s / 2, Awaited().after_s
 
 
 def name(key: int = 7, index: int = 0, round_: int = 1) -> RoundName:

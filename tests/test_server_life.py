@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import zmq
@@ -20,6 +21,7 @@ from byteps_py.exit_status import GIVEN_UP_STATUS
 from byteps_py.launch.cluster import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import connect
 from byteps_py.server.service import Service
 from byteps_py.settings import Settings
@@ -143,7 +145,7 @@ def test_it_leaves_when_neither_a_scheduler_nor_a_worker_is_there(server: Server
 
 def test_it_needs_a_scheduler() -> None:
     with pytest.raises(ConfigurationError, match="DMLC_PS_ROOT_URI"):
-        Service(Settings(), pb.MACHINE_KIND_CPU, HandLink().connect)
+        Service(Settings(), pb.MACHINE_KIND_CPU, HandLink().connect, Runtime(loop=cast(EventLoop, None)))
 
 
 def run_program(module: str, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:

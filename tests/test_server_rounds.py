@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from byteps_py.server import beginnings
 from byteps_py.server.actions import Action, Answer, Reduce, Refuse
 from byteps_py.server.partition import Contribution, Round
 from byteps_py.server.rounds import HELD_COUNT, Rounds
@@ -272,9 +271,9 @@ def test_what_waits_for_an_epoch_is_bounded() -> None:
     assert "too much waits for it" in refusal(rounds.contribution(given(0, nbytes=1 << 40), 0.0))[1]
 
 
-def test_keys_that_one_machine_alone_gives_to_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beginnings, "MOST_KEYS", 3)
+def test_keys_that_one_machine_alone_gives_to_are_bounded() -> None:
     rounds = started(2)
+    rounds.beginnings.most_keys = 3
 
     def give(sender: int, key: int, **facts: object) -> Actions:
         return rounds.contribution(given(sender, key=key, **facts), 0.0)
@@ -301,9 +300,9 @@ def test_keys_that_one_machine_alone_gives_to_are_bounded(monkeypatch: pytest.Mo
     assert rounds.counters.bytes_in_flight == 3 * 64
 
 
-def test_partitions_that_one_machine_alone_gives_to_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beginnings, "MOST_PARTITIONS", 3)
+def test_partitions_that_one_machine_alone_gives_to_are_bounded() -> None:
     rounds = started(2)
+    rounds.beginnings.most_partitions = 3
     for index in range(3):
         assert rounds.contribution(given(0, index=index), 0.0) == []
     assert "3 partitions have begun here" in refusal(rounds.contribution(given(0, index=3), 0.0))[1]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -13,7 +14,6 @@ import pytest
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener, connect
 from byteps_py.rank_protocol import Kind
-from byteps_py.session import remote
 from byteps_py.session.remote import RemoteSession
 
 WAIT_S = 60.0
@@ -75,25 +75,29 @@ def test_it_waits_for_others_to_take_what_it_gave(beside: Beside, pool: ThreadPo
     leaving.result(WAIT_S)
 
 
-def test_who_waits_for_long_says_so(
-    beside: Beside, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    said = threading.Event()
-    monkeypatch.setattr(remote, "_UNSETTLED_S", 0.01)
-    monkeypatch.setattr(remote._log, "warning", _noting(remote._log.warning, said))
-    leaving = pool.submit(beside.session.close)
-    assert said.wait(WAIT_S)
-    beside.say(Kind.SETTLED)
-    leaving.result(WAIT_S)
+def test_who_waits_for_long_says_so(beside: Beside, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture) -> None:
+    said = Said()
+    logging.getLogger("byteps_py").addHandler(said)
+    try:
+        beside.session.unsettled_s = 0.01
+        leaving = pool.submit(beside.session.close)
+        assert said.happened.wait(WAIT_S)
+        beside.say(Kind.SETTLED)
+        leaving.result(WAIT_S)
+    finally:
+        logging.getLogger("byteps_py").removeHandler(said)
     assert "rank 0 stays until others have taken what it has given them" in caplog.text
 
 
-def _noting(real: Callable[..., None], said: threading.Event) -> Callable[..., None]:
-    def warning(*words: object) -> None:
-        real(*words)
-        said.set()
+class Said(logging.Handler):
+    """``happened``: a warning."""
 
-    return warning
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.happened = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.happened.set()
 
 
 def test_it_waits_for_nobody_when_the_job_fails(beside: Beside, pool: ThreadPoolExecutor) -> None:

@@ -10,36 +10,20 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from simulator import KINDS, BusyCluster, Cluster, ElasticCluster, ElasticOutageCluster, OutageCluster, run
 from simulator import __main__ as command
+from simulator.all_mutations import ALL_MUTATIONS
 from simulator.busy import STARVES, STOPS
 from simulator.cluster import FAULTS
-from simulator.elastic_mutations import ELASTIC_MUTATIONS
-from simulator.mutations import MUTATIONS, order_by_arrival
-from simulator.outage_mutations import BUSY_MUTATIONS, ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
 from simulator.outages import OUTAGES
-from simulator.peer_mutations import PEER_MUTATIONS
-from simulator.pipeline_mutations import PIPELINE_MUTATIONS
+from simulator.parts import Parts
 from simulator.shocks import CUT_OFF, SHOCKS
 from simulator.trials import TRIALS
 from simulator.visits import VISIT
-
-from byteps_py.scheduler.client import ControlLink
-from byteps_py.worker import service
-
-KNOWN = {
-    **MUTATIONS,
-    **PIPELINE_MUTATIONS,
-    **PEER_MUTATIONS,
-    **ELASTIC_MUTATIONS,
-    **OUTAGE_MUTATIONS,
-    **ELASTIC_OUTAGE_MUTATIONS,
-    **BUSY_MUTATIONS,
-}
 
 
 @pytest.mark.timeout(600)
@@ -106,40 +90,16 @@ def test_processes_starve_and_freeze() -> None:
     assert {*trials} == {STARVES, STOPS}
 
 
-class _Unbatched:
-    """In the place of a BatchingLink."""
-
-    def __init__(self, link: ControlLink, _: object) -> None:
-        self.send, self.close = link.send, link.close
-
-    def heard(self, _: object) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-
 @pytest.mark.timeout(600)  # the rarest fault shows in one seed of a thousand
-@pytest.mark.parametrize("mutate", KNOWN, ids=lambda mutate: mutate.__name__.strip("_"))
-def test_a_broken_core_is_found(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the seed that is known to show it. After a change of the simulator that may be another one.
-
-    The seeds are of messages as they come. Batches change which seeds show the rarest, not what can be shown.
-    """
-    monkeypatch.setattr(service, "BatchingLink", _Unbatched)
-    mutate(monkeypatch)
-    kinds: list[tuple[type[Cluster], Collection[object]]] = [
-        (ElasticCluster, ELASTIC_MUTATIONS),
-        (OutageCluster, OUTAGE_MUTATIONS),
-        (ElasticOutageCluster, ELASTIC_OUTAGE_MUTATIONS),
-        (BusyCluster, BUSY_MUTATIONS),
-    ]
-    kind = next((kind for kind, mutations in kinds if mutate in mutations), Cluster)
-    seeds = [KNOWN[mutate], *range(1000)]
-    seed, found = next(((seed, violation) for seed in seeds if (violation := run(seed, kind).violation)), (-1, ""))
-    assert found, "no seed shows it"
-    assert seed == KNOWN[mutate], f"seed {seed} shows it now: enter that beside it"
-    assert not found.startswith(("TypeError", "AttributeError")), f"the mutation itself is broken: {found}"
+@pytest.mark.parametrize("mutation", ALL_MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_broken_core_is_found(mutation: type[Parts]) -> None:
+    """By the seed that is known to show it. After a change of the simulator that may be another one."""
+    kind, known = ALL_MUTATIONS[mutation]
+    found = ((seed, run(seed, kind, mutation).violation) for seed in (known, *range(1000)))
+    seed, violation = next(((seed, violation) for seed, violation in found if violation), (-1, ""))
+    assert violation, "no seed shows it"
+    assert seed == known, f"seed {seed} shows it now: enter that beside it"
+    assert not violation.startswith(("TypeError", "AttributeError")), f"the mutation itself is broken: {violation}"
 
 
 def test_the_command_runs_seeds_and_fails_with_them(
@@ -148,7 +108,7 @@ def test_the_command_runs_seeds_and_fails_with_them(
     monkeypatch.setattr("sys.argv", ["simulator", "--seeds", "0:3"])
     assert command.main() == 0
     assert "3 seeds" in capsys.readouterr().out
-    order_by_arrival(monkeypatch)
-    monkeypatch.setattr("sys.argv", ["simulator", "--seeds", "0:40", "--failures", "1", "--tail", "5"])
+    options = ["--failures", "1", "--tail", "5", "--mutation", "OrderByArrival"]
+    monkeypatch.setattr("sys.argv", ["simulator", "--seeds", "0:40", *options])
     assert command.main() == 1
     assert "is summed over machines" in capsys.readouterr().out

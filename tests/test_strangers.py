@@ -38,6 +38,7 @@ from support.summation import SETTINGS
 from byteps_py.channel import Listener
 from byteps_py.dataplane import listener
 from byteps_py.loop import EventLoop
+from byteps_py.runtime import Runtime
 from byteps_py.scheduler import query
 from byteps_py.scheduler.core import REGISTER_TIMEOUT_S
 from byteps_py.unauthenticated import PATIENCE_S
@@ -142,9 +143,9 @@ class CommunicationService:
 
     def __init__(self) -> None:
         self.loop = EventLoop()
-        self.peers = PeerMachines(self.loop, SETTINGS, lambda request: None, lambda machine: None)
+        self.peers = PeerMachines(Runtime(loop=self.loop), SETTINGS, lambda request: None, lambda machine: None)
         self.listener = Listener("byteps-test-strangers")
-        self.desk = desk.Desk(self.loop, self.listener, 1, lambda sentence: None, lambda: None)
+        self.desk = desk.Desk(Runtime(loop=self.loop), self.listener, 1, lambda sentence: None, lambda: None)
 
     def see_off(self, visits: Sequence[Visit]) -> None:
         """Run until they have all been sent away."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from byteps_py import streaming
-from byteps_py.instructions import Compiled
 from byteps_py.streaming import LEAST_BYTES, Choice
 
 MB = 1 << 20
@@ -60,16 +60,20 @@ def test_what_is_tried_costs_little() -> None:
     assert sum(choice.is_try_due() for _ in range(320)) == 10
 
 
-def test_another_thread_may_change_over_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_may_change_over_meanwhile() -> None:
     choice = Choice()
     go_on(choice, SHARED, 20)
 
-    def least(costs: Iterable[float]) -> float:
-        for found in choice._costs.values():  # as the other thread does
-            found.clear()
-        return min(costs)
+    class Shared(dict[bool, deque[float]]):
+        def __getitem__(self, way: bool) -> deque[float]:
+            costs = super().__getitem__(way)
+            if way:
+                costs = deque(costs)
+                for found in self.values():  # as the other thread does
+                    found.clear()
+            return costs
 
-    monkeypatch.setattr(streaming, "min", least, raising=False)
+    choice._costs = Shared(choice._costs)
     choice.took(False, MB, MB * SHARED["usual"])
     assert not choice.streams
 
@@ -103,7 +107,8 @@ def test_where_nothing_can_be_compiled_copies_go_the_usual_way(
     def compile_() -> streaming.Stream:
         raise RuntimeError("no such processor")
 
-    monkeypatch.setattr(streaming, "_code", Compiled("streaming", compile_, "as usual"))
+    for name, value in {"_build": compile_, "_thread": None, "ready": None, "_otherwise": "as usual"}.items():
+        monkeypatch.setattr(streaming._code, name, value)
     source, target = torch.arange(MB), torch.zeros(MB, dtype=torch.int64)
     with caplog.at_level("INFO", "byteps_py"):
         streaming.copy(target.data_ptr(), source.data_ptr(), target.nbytes)

@@ -16,12 +16,13 @@ ALLOWED = {
     "kernels": set(),
     "placement": set(),
     "dataplane": set(),
+    "runtime": {"dataplane", "kernels"},
     "launch": set(),
     "session": set(),
     "scheduler": {"placement", "dataplane"},
     "cli": {"placement", "scheduler"},
-    "server": {"dataplane", "kernels", "scheduler.client"},
-    "worker": {"dataplane", "kernels", "placement", "scheduler.client"},
+    "server": {"dataplane", "kernels", "runtime", "scheduler.client"},
+    "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client"},
     "torch": {"kernels", "session"},
 }
 #: ``import byteps_py`` has the names of byteps_py.torch, once they are asked for; torch asks for the backend by name.
@@ -62,3 +63,32 @@ def test_arrows_point_one_way() -> None:
 @pytest.mark.parametrize("part", [part for part in ALLOWED if part != GROUND])
 def test_every_part_is_there(part: str) -> None:
     assert any(part_of(module) == part for module, _ in imports()), part
+
+
+#: What LLVM compiles for a processor that this one is not, and where nothing can be kept.
+MAY_REPLACE = {"test_kernels_process.py", "test_deploy.py"}
+
+
+def product_names(tree: ast.Module) -> set[str]:
+    """Names that stand for modules and classes of this package."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "byteps_py":
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names if alias.name.split(".")[0] == "byteps_py"}
+    return names
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.stem)
+def test_tests_replace_no_name_of_the_product(path: Path) -> None:
+    """A test gives constructors another runtime, or a subclass: see CONTRIBUTING.md."""
+    tree = ast.parse(path.read_text())
+    names = product_names(tree)
+    for node in ast.walk(tree) if path.name not in MAY_REPLACE else ():
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        what, target = ast.unparse(node.func), ast.unparse(node.args[0])
+        is_replacement = what.endswith(("setattr", "patch", "patch.object", "patch.multiple"))
+        is_of_product = target in names or target.strip("'\"").startswith("byteps_py")
+        assert not (is_replacement and is_of_product), f"{path.name}:{node.lineno}: {ast.unparse(node)}"

@@ -17,6 +17,7 @@ from support.summation import SETTINGS
 from byteps_py.dataplane.listener import DataListener
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.loop import EventLoop
+from byteps_py.runtime import Runtime
 from byteps_py.wire import Kind
 from byteps_py.worker.links import TcpLink
 
@@ -31,8 +32,8 @@ class Link:
         self.lost: list[str] = []
         self._loop = loop
         self.link = TcpLink(
-            context, loop, address, 0, QUICK, lambda *block: memoryview(b""), lambda *answer: None, lambda: None,
-            self._on_lost, is_late=is_late,
+            context, Runtime(loop=loop), address, 0, QUICK, lambda *block: memoryview(b""), lambda *answer: None,
+            lambda: None, self._on_lost, is_late=is_late,
         )  # fmt: skip
 
     def _on_lost(self, sentence: str) -> None:

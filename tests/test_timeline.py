@@ -116,12 +116,12 @@ def test_much_is_written_while_it_is_recorded(alone, tmp_path) -> None:
     assert len(read(tmp_path / "t.json")[1]) == 1500
 
 
-def test_the_speed(alone, monkeypatch) -> None:
+def test_the_speed(alone) -> None:
     now = [100.0]
-    monkeypatch.setattr(timelines.time, "monotonic", lambda: now[0])
     with pytest.raises(bps.NotInitializedError):
         bps.get_pushpull_speed()
     bps.init(settings=Settings())
+    contexts.current().session.observer = timelines.Watch(lambda: now[0])
     assert bps.get_pushpull_speed()[1] == 0.0
     push("a", 500)
     now[0] += 2

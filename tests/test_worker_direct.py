@@ -33,6 +33,7 @@ from byteps_py.worker.pieces import (
 from byteps_py.worker.receipts import Receipts, Way
 from byteps_py.worker.tensor import RankSlot
 
+STRIP = 3
 ROOM = 64
 SIZES = (0, 0, 1, 3, 8, 20)
 
@@ -165,17 +166,13 @@ class Machine:
 
 @pytest.mark.parametrize("sizes", list(Sizes))
 @pytest.mark.parametrize("seed", range(60))
-def test_every_byte_arrives_in_every_order_of_events(seed: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("byteps_py.strips.STRIP_BYTES", 3)
+def test_every_byte_arrives_in_every_order_of_events(seed: int, sizes: Sizes) -> None:
     simulate(random.Random(seed), sizes, wrong=0.0)
 
 
 @pytest.mark.parametrize("sizes", [Sizes.CHECKED, Sizes.TOGETHER])
 @pytest.mark.parametrize("seed", range(200))
-def test_sizes_that_differ_end_a_round_only_for_those_who_disagree(
-    seed: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("byteps_py.strips.STRIP_BYTES", 3)
+def test_sizes_that_differ_end_a_round_only_for_those_who_disagree(seed: int, sizes: Sizes) -> None:
     simulate(random.Random(seed), sizes, wrong=random.Random(seed).choice((0.02, 0.1, 0.5)))
 
 
@@ -234,7 +231,7 @@ def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
             machine.on_delivered[slot.id], machine.on_failed[slot.id] = delivered, failed
             machine.on_shown[slot.id] = shown
             if in_strips:
-                slot.arriving = Arriving(ROOM * 8)
+                slot.arriving = Arriving(ROOM * 8, STRIP)
             machine.run(machine.direct.declare(rank, slot))
             assert slot.round == round_ - 1
             world.due.append(lambda: begin(round_))
@@ -249,7 +246,7 @@ def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
             assert not seen.intersection(strips)
             seen.update(strips)
             data = due_now(slot.round)
-            for offset, length in (strip_at(strip, ROOM * 8) for strip in strips):
+            for offset, length in (strip_at(strip, ROOM * 8, STRIP) for strip in strips):
                 start = slot.result.address + offset
                 assert bytes(world.memory[start : start + length]) == data[offset : offset + length]
 

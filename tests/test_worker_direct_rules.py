@@ -20,7 +20,7 @@ def make_spec(op: Op, group: tuple[int, ...] = ()) -> TensorSpec:
 
 
 def local(op: Op = Op.EXCHANGE) -> tuple[Direct, list[RankSlot]]:
-    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0))
+    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
     slots = [make_slot(i, make_spec(op), inputs=2) for i in range(2)]
     for rank, each in enumerate(slots):
         direct.declare(rank, each)
@@ -84,7 +84,7 @@ def test_a_gather_waits_for_all_ranks_of_this_machine_too_as_the_last_asks_for_a
 
 def test_memory_to_which_a_piece_is_being_copied_is_kept_though_its_round_was_abandoned() -> None:
     queue: PushQueue[Transfer | AskSum] = PushQueue(0)
-    direct = Direct(0, [0, 1], 100, 100, queue)
+    direct = Direct(0, [0, 1], 100, 100, queue, 1 << 18)
     small, large = (make_slot(0, TensorSpec("x", DType.UINT8, (4, room), Op.GATHER), inputs=2) for room in (8, 16))
     direct.declare(0, small)
     (fetch,) = direct.ready(small, 1, Layout(((0, 0),), ((0, 0), (0, 4))), 0.0)
@@ -108,10 +108,10 @@ def test_a_wrong_request_that_came_too_early_is_refused_not_held_against_the_ran
     assert not any(isinstance(action, Serve) for action in actions)
 
 
-def test_requests_for_rounds_to_come_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "MAX_EARLY", 3)
+def test_requests_for_rounds_to_come_are_kept_up_to_a_limit() -> None:
     direct, _ = local()
-    key = next(iter(direct.members()))[0].key
+    channel = next(iter(direct.members()))[0]
+    channel.most_requests, key = 3, channel.key
     for _ in range(3):
         assert direct.requested(Request(None, 1, key, 7, 0, 2, 0, 4, 4)) == []
     with pytest.raises(ProtocolError, match="machine 1 asks for too much too soon"):
@@ -120,7 +120,7 @@ def test_requests_for_rounds_to_come_are_kept_up_to_a_limit(monkeypatch: pytest.
 
 def test_a_round_from_before_all_joined_is_not_looked_at() -> None:
     """It may be asked for once more, when its name is other ranks'."""
-    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0))
+    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
     direct.start_anew(3)
     slot = make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2)
     direct.declare(0, slot)
@@ -135,7 +135,7 @@ def test_a_round_from_before_all_joined_is_not_looked_at() -> None:
 
 
 def test_a_round_from_before_all_joined_is_not_kept_for_a_name_that_nobody_has_declared_again() -> None:
-    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0))
+    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
     direct.start_anew(3)
     slot = make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2)
     direct.declare(0, slot)
@@ -151,7 +151,7 @@ def test_a_round_from_before_all_joined_is_not_kept_for_a_name_that_nobody_has_d
 
 def test_who_knows_first_that_all_have_joined_may_use_a_name_for_other_ranks() -> None:
     other = make_slot(1, make_spec(Op.GATHER, (1, 2)), inputs=2)
-    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0))
+    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
     direct.declare(0, make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2))
     key = next(iter(direct.members()))[0].key
     request = Request(None, 1, key, 1, 1, ALL, 0, 4, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,10 +13,22 @@ import pytest
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import PeerLostError
 from byteps_py.rank_protocol import Kind
+from byteps_py.runtime import Runtime
 from byteps_py.worker.elastic_desk import ElasticDesk
 
 
 def ignore(*given: object) -> None: ...
+
+
+class Welcoming(ElasticDesk):
+    """``welcome``: seats and local ranks of those that it has let in."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.welcome: list[tuple[int, int]] = []
+
+    def _welcome(self, channel: object, local_rank: int) -> None:
+        self.welcome.append((self._seats[local_rank], local_rank))
 
 
 class Desk:
@@ -25,11 +38,21 @@ class Desk:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.deaths, self.returns = list[str](), list[tuple[str, bool]]()
         loop = SimpleNamespace(
-            add_reader=ignore, change_reader=ignore, remove=ignore, call_later=lambda *given: self.timers.append(given)
+            add_reader=ignore,
+            change_reader=ignore,
+            remove=ignore,
+            call_later=lambda *given: self.timers.append(given),
+            time=time.monotonic,
         )
         listener = SimpleNamespace(fileno=lambda: -1)
-        self.desk = ElasticDesk(
-            cast(Any, loop), cast(Any, listener), 2, self.deaths.append, lambda: None, self._wants_group, 60.0
+        self.desk = Welcoming(
+            Runtime(loop=cast(Any, loop)),
+            cast(Any, listener),
+            2,
+            self.deaths.append,
+            lambda: None,
+            self._wants_group,
+            60.0,
         )
 
     def _wants_group(self, reason: str, planned: bool) -> None:
@@ -93,10 +116,8 @@ def test_what_a_rank_said_before_it_hung_up_counts_though_a_word_to_it_finds_tha
     assert one.desk.may_return == 1
 
 
-def test_who_has_the_latest_state_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_the_latest_state_comes_first() -> None:
     """Local rank 0 came late, when the other one had formed a group: all take the state of rank 0."""
-    welcome: list[tuple[int, int]] = []
-    monkeypatch.setattr(ElasticDesk, "_welcome", lambda self, channel, rank: welcome.append((self._seats[rank], rank)))
     one = Desk()
     one.desk._had_group = True
     one.come(0, synced_in=0)
@@ -104,18 +125,16 @@ def test_who_has_the_latest_state_comes_first(monkeypatch: pytest.MonkeyPatch) -
     one.come(1, synced_in=7)
     assert one.desk.synced_in == 7
     one.open()
-    assert welcome == [(1, 0), (0, 1)]
+    assert one.desk.welcome == [(1, 0), (0, 1)]
 
 
-def test_ranks_with_the_same_state_are_in_the_launchers_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    welcome: list[int] = []
-    monkeypatch.setattr(ElasticDesk, "_welcome", lambda self, channel, rank: welcome.append(self._seats[rank]))
+def test_ranks_with_the_same_state_are_in_the_launchers_order() -> None:
     one = Desk()
     one.desk._had_group = True
     for seat in (1, 0):
         one.come(seat, synced_in=7)
     one.open()
-    assert welcome == [0, 1]
+    assert one.desk.welcome == [(0, 0), (1, 1)]
 
 
 @pytest.mark.parametrize(("said", "shut_down"), [({}, 1), ({"error": "ValueError: x"}, 0)])

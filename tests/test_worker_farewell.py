@@ -10,6 +10,7 @@ import pytest
 from support.worker_core import slot as make_slot
 
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.worker.credit import PushQueue
@@ -95,7 +96,7 @@ def test_others_hear_when_it_lacks_nothing_of_theirs() -> None:
 
 def one_of_two() -> tuple[Direct, RankSlot]:
     """Rank 0, alone on its machine, gathers with rank 1, of which it expects nothing."""
-    direct = Direct(0, [0, 1], 100, 100, PushQueue(0))
+    direct = Direct(0, [0, 1], 100, 100, PushQueue(0), 1 << 18)
     slot = make_slot(0, TensorSpec("x", DType.UINT8, (8, 16), Op.GATHER), inputs=2)
     direct.declare(0, slot)
     return direct, slot
@@ -157,7 +158,11 @@ def test_other_machines_may_ask_once_whoever_answers_knows_the_group() -> None:
         open=lambda topology, on_lost: opened.append(topology.machine_index), when_left=lambda then: then()
     )
     desk = SimpleNamespace(open=lambda requests: opened.append(-1))
-    around = Surroundings(*cast(Any, (Loop(), Settings(), False, None, desk, peers, None, None, None, None, None)))
+    around = Surroundings(
+        *cast(
+            Any, (Runtime(loop=cast(Any, Loop())), Settings(), False, None, desk, peers, None, None, None, None, None)
+        )
+    )
     membership = pb.Membership(epoch=1, workers=[pb.Member(local_size=1)], partition_bytes=4096)
     group = Group(around, membership, 0)
     assert opened == []

@@ -14,6 +14,7 @@ from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_val
 from support.proxy import Proxy
 
 from byteps_py.loop import EventLoop
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import DType
@@ -31,14 +32,14 @@ SETTINGS = Settings(
 COUNT = 50_000
 
 
-pytestmark = pytest.mark.usefixtures("zeromq_collector", "nobody_is_awaited")
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
 class Worker:
     """Machine 0: a link in a loop that the test's thread runs. Machine 1 is the far end's, said by hand."""
 
     def __init__(self) -> None:
-        self.server = Server(SETTINGS)
+        self.server = Server(SETTINGS, tells_awaited=False)
         self.loop = EventLoop()
         target = urlsplit(self.server.service.address)
         self.proxy = Proxy((str(target.hostname), int(target.port or 0)), self._connected)
@@ -52,7 +53,7 @@ class Worker:
         self.data = bytearray()
         self.context = zmq.Context()
         self.link = TcpLink(
-            self.context, self.loop, self.proxy.address, 0, SETTINGS,
+            self.context, Runtime(loop=self.loop), self.proxy.address, 0, SETTINGS,
             lambda block, offset, length: memoryview(self.data)[offset : offset + length],
             self._answered, self._again, self._lost,
         )  # fmt: skip
@@ -187,7 +188,7 @@ def test_a_server_that_is_late_and_can_not_be_reached_is_told_after_ten_timeouts
     settings = dataclasses.replace(SETTINGS, heartbeat_timeout_s=0.1, heartbeat_interval_s=0.05, start_timeout_s=600.0)
     worker.proxy.refuse()
     late = TcpLink(
-        worker.context, worker.loop, worker.proxy.address, 0, settings,
+        worker.context, Runtime(loop=worker.loop), worker.proxy.address, 0, settings,
         lambda block, offset, length: memoryview(b""), worker._answered, worker._again, worker._lost, is_late=True,
     )  # fmt: skip
     worker.link.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from support.worker_core import slot, tensor
 
+from byteps_py.runtime import Runtime
 from byteps_py.shm import Block
 from byteps_py.wire import Header, Kind
 from byteps_py.worker.memory import Memory
@@ -19,7 +22,7 @@ def answer(part: Part, round_: int, block: Block) -> Header:
 
 
 def test_what_an_ended_server_may_have_written_is_free() -> None:
-    memory = Memory(2, 2)
+    memory = Memory(Runtime(loop=cast(Any, None)), 2, 2)
     made = tensor([slot(0), slot(1)])
     parts = [Part(made, index, 0, 4096, HERE) for index in range(2)]
     blocks = [memory.give_answer_block(part) for part in parts]
@@ -33,7 +36,7 @@ def test_what_an_ended_server_may_have_written_is_free() -> None:
 
 
 def test_a_partition_that_comes_back_in_the_same_round_is_answered_in_another_block() -> None:
-    memory = Memory(2, 2)
+    memory = Memory(Runtime(loop=cast(Any, None)), 2, 2)
     made = tensor([slot(0), slot(1)])
     part = Part(made, 0, 0, 4096, HERE)
     before = [memory.give_answer_block(part)]

@@ -8,11 +8,12 @@ import pytest
 import zmq
 
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Header, Kind
-from byteps_py.worker import network
 from byteps_py.worker.links import OnAnswer
 from byteps_py.worker.memory import Memory
+from byteps_py.worker.network import Network
 from byteps_py.worker.topology import Topology
 
 GROUP = 5  # the epoch with which it began
@@ -21,7 +22,7 @@ GROUP = 5  # the epoch with which it began
 class Link:
     """A connection to a server, whose other end is the test."""
 
-    is_open = True
+    is_open, is_local = True, False
     bytes_sent = bytes_received = 0
 
     def __init__(self, on_answer: OnAnswer) -> None:
@@ -37,7 +38,7 @@ def topology(epoch: int) -> Topology:
 
 
 @pytest.mark.parametrize("kind", [Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED])
-def test_a_server_that_wakes_in_an_older_group_is_not_heard(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_wakes_in_an_older_group_is_not_heard(kind: Kind) -> None:
     """Names, and so keys, generations and rounds may be the same: the epoch tells them apart."""
     links: list[Link] = []
 
@@ -45,10 +46,13 @@ def test_a_server_that_wakes_in_an_older_group_is_not_heard(kind: Kind, monkeypa
         links.append(Link(arguments[6]))
         return links[-1]
 
-    monkeypatch.setattr(network, "TcpLink", link)
+    class Heard(Network):
+        tcp_link_class = staticmethod(link)
+
     heard: list[tuple[int, int]] = []
-    net = network.Network(
-        cast(Any, None), Settings(), topology(GROUP), Memory(2, 1, lambda work: None, (0, 2)),
+    runtime = Runtime(loop=cast(Any, None))
+    net = Heard(
+        runtime, Settings(), topology(GROUP), Memory(runtime, 2, 1, lambda work: None, (0, 2)),
         lambda header, frame, server: heard.append((header.epoch, server)), lambda server: None,
         lambda sentence, server: None,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import MismatchError
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Fetch, Header, Kind
 from byteps_py.worker.actions import AskSum
@@ -46,7 +47,7 @@ class Service:
 
     def __init__(self) -> None:
         self.loop = EventLoop()
-        self.peers = PeerMachines(self.loop, SETTINGS, self._requested, lambda machine: None)
+        self.peers = PeerMachines(Runtime(loop=self.loop), SETTINGS, self._requested, lambda machine: None)
         self.requests: list[Request | SumRequest | Receipt] = []
         self.served = threading.Semaphore(0)
         self._thread = threading.Thread(target=self.loop.run)
@@ -137,6 +138,7 @@ def test_memory_is_free_once_all_that_is_being_sent_has_left() -> None:
     told: list[str] = []
     peers = object.__new__(PeerMachines)
     peers._loop = cast(Any, SimpleNamespace(call_later=lambda delay_s, then: timers.append(then)))
+    peers._runtime = Runtime(loop=peers._loop)
     peers._leaving, peers._is_watching = [], False
     tracker = SimpleNamespace(done=False)
     network = SimpleNamespace(send_tracked=lambda *given: tracker)
@@ -191,7 +193,9 @@ def test_what_is_damaged_between_communication_services_is_said_again(service: S
     proxy = Proxy((str(target.hostname), int(target.port or 0)))
     service.peers._listener.address = proxy.address  # under which it is known
     loop = EventLoop()
-    asking = PeerMachines(loop, replace(SETTINGS, worker_id=1), lambda request: None, lambda machine: None)
+    asking = PeerMachines(
+        Runtime(loop=loop), replace(SETTINGS, worker_id=1), lambda request: None, lambda machine: None
+    )
     workers = (pb.Member(machine_index=0, address=proxy.address), pb.Member(machine_index=1))
     asking.open(Topology(1, 1, workers, (), 1 << 20, 1), lambda *lost: None)
     came: list[bytes] = []

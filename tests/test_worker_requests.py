@@ -10,7 +10,6 @@ import pytest
 from support.worker_core import slot, spec, tensor
 
 from byteps_py import rank_protocol as protocol
-from byteps_py.worker import requests
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.pace import RankPace
 from byteps_py.worker.pipeline import Pipeline
@@ -33,19 +32,18 @@ def retired() -> RankSlot:
 
 @pytest.mark.parametrize("make", [kept, retired])
 def test_a_rank_does_not_wait_for_what_it_handed_over_before_it_heard_that_it_is_void(
-    make: Callable[[], RankSlot], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], RankSlot],
 ) -> None:
     """It would look as if it had always something to wait for, and so as if it never waited."""
     now_s = 5.0
-    monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: now_s))
     void, good = make(), slot(0)
     tensor([good]).machines = 1
     pace, pipeline = RankPace(0), Pipeline(1, PushQueue())
     nothing: Any = None
-    executor: Any = SimpleNamespace(ranks={0: SimpleNamespace(pid=7)}, pace=pace)
+    executor: Any = SimpleNamespace(ranks={0: SimpleNamespace(pid=7)}, pace=pace, time=lambda: now_s)
     memory: Any = SimpleNamespace(slots={each.id: each for each in (void, good)})
     agreement: Any = SimpleNamespace(came=lambda slot: [])
-    heard = Requests(nothing, memory, agreement, pipeline, nothing, executor, nothing, nothing)
+    heard = Requests(nothing, memory, agreement, pipeline, nothing, executor, nothing, nothing, 1 << 20)
     heard.ready(protocol.pack_records(protocol.Kind.READY, [(void.id, 1, void.spec.nbytes)]))
     for step in range(1, 10):
         now_s = 10.0 * step

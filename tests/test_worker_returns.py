@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,11 +13,10 @@ from support.worker_core import slot, tensor
 
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.wire import Header, Kind
-from byteps_py.worker import executor as executor_module
-from byteps_py.worker import network as network_module
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.memory import Memory
@@ -31,7 +31,7 @@ HERE, THERE = 7, 8  # the servers
 class Line:
     """To a server, whose other end is the test."""
 
-    is_open = True
+    is_open, is_local = True, False
     bytes_sent = bytes_received = 0
 
     def __init__(self, *given: Any, **options: Any) -> None:
@@ -48,21 +48,30 @@ class Line:
 class LocalLine(Line):
     """To that of this machine."""
 
+    is_local = True
+
+
+class _Network(Network):
+    tcp_link_class = cast(Any, Line)
+    local_link_class = cast(Any, LocalLine)
+
 
 class Machine:
     """Machine 0, with two ranks and a server of its own; round 1 of its tensor is given to that."""
 
     def __init__(self) -> None:
-        self.read: list[int]  # addresses of answers that were delivered
-        self.memory = Memory(2, 2)
+        self.read: list[int] = []  # addresses of answers that were delivered
+        loop = SimpleNamespace(time=time.monotonic)
+        runtime = Runtime(loop=cast(Any, loop), kernels=cast(Any, SimpleNamespace(bind=self._bind)))
+        self.memory = Memory(runtime, 2, 2)
         queue: PushQueue[Part] = PushQueue()
         pipeline = Pipeline(4, queue)
         nothing: Any = None
         self.executor = Executor(
-            nothing, cast(Any, _All()), self.memory, pipeline, nothing, nothing, 0, nothing, self._fail
+            runtime, cast(Any, _All()), self.memory, pipeline, nothing, nothing, 0, nothing, self._fail
         )
-        self.network = self.executor.network = Network(
-            nothing, Settings(), topology(), self.memory, self.executor.answered, self.executor.again, nothing
+        self.network = self.executor.network = _Network(
+            runtime, Settings(), topology(), self.memory, self.executor.answered, self.executor.again, nothing
         )
         self.line = cast(Line, self.network._links[HERE])
         slots = [slot(0), slot(1)]
@@ -71,6 +80,9 @@ class Machine:
         (self.part,) = made.parts
         for each in slots:
             self.executor.run(pipeline.ready(each, 1, 16, 0.0))
+
+    def _bind(self, op: object, dtype: object, inputs: tuple[int, ...], *more: object) -> Callable[[], None]:
+        return lambda: self.read.extend(inputs)
 
     def _fail(self, error: Exception) -> None:
         raise error
@@ -102,18 +114,9 @@ def topology() -> Topology:
 
 
 @pytest.fixture(name="machine")
-def machine_with_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    monkeypatch.setattr(network_module, "LocalLink", LocalLine)
-    monkeypatch.setattr(network_module, "TcpLink", Line)
-    read: list[int] = []
-
-    def bind(op: object, dtype: object, inputs: tuple[int, ...], *more: object) -> Callable[[], None]:
-        return lambda: read.extend(inputs)
-
-    monkeypatch.setattr(executor_module, "kernels", SimpleNamespace(bind=bind))
+def machine_with_a_server() -> Iterator[Machine]:
     machine = Machine()
-    machine.read = read
-    read.clear()  # the ranks' inputs
+    machine.read.clear()  # the ranks' inputs
     yield machine
     machine.network.close()
     machine.memory.machine.close()

@@ -22,6 +22,7 @@ from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.scatter import Scatter, pieces
 from byteps_py.worker.tensor import RankSlot, SumRequest, Tensor
 
+STRIP = 8  # bytes
 ROUNDS = 4
 ITEM = 4
 
@@ -49,7 +50,7 @@ class Machine:
         self.world, self.index, self.all, self.spec = world, index, all_, spec
         self.first_rank, self.size = machine_of.index(index), len(machine_of)
         self.queue = PushQueue[Transfer | AskSum](world.rng.choice((0, 8, 64)))
-        self.scatter = Scatter(index, machine_of, self.queue)
+        self.scatter = Scatter(index, machine_of, self.queue, STRIP)
         self.pipeline = Pipeline(self.size, PushQueue(0), self.scatter)
         self.slots: list[RankSlot] = []
         self.arrived: set[AskSum] = set()
@@ -60,13 +61,13 @@ class Machine:
             made.inputs = tuple(block(base + 1000 * (i + 1)) for i in range(1 + lends_input))
             made.result = block(base + 50_000)
             if world.rng.random() < 0.5:
-                made.arriving = Arriving(ITEM * spec.piece(self.first_rank + local_rank, self.size)[1])
+                made.arriving = Arriving(ITEM * spec.piece(self.first_rank + local_rank, self.size)[1], STRIP)
             self.slots.append(made)
         self.tensor = Tensor(spec.name, 1, spec, tuple(self.slots), first_rank=self.first_rank)
         self.tensor.machines = len(set(machine_of))
         if len(set(machine_of)) > 1 and len(self.slots) > 1:
             self.tensor.contributions = (block(index * 10**7 + 7_000_000), block(index * 10**7 + 8_000_000))
-        self.parts = pieces(spec, self.size, limit=8)
+        self.parts = pieces(spec, self.size, limit=8, strip_bytes=STRIP)
         self.delivered = 0
         self.shown: set[tuple[int, int, int]] = set()  # slot, round, strip
         # Machines hear at different times that the tensor is agreed; ranks may have come before.
@@ -111,7 +112,7 @@ class Machine:
         for strip in show.strips:
             assert (slot.id, slot.round, strip) not in self.shown
             self.shown.add((slot.id, slot.round, strip))
-            offset, length = strip_at(strip, count * ITEM)
+            offset, length = strip_at(strip, count * ITEM, STRIP)
             found = [self.world.memory[slot.result.address + at] for at in range(offset, offset + length, ITEM)]
             assert found == self.expected(slot, slot.round)[offset // ITEM : (offset + length) // ITEM]
 
@@ -166,8 +167,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_every_contribution_counts_once_in_its_piece(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("byteps_py.strips.STRIP_BYTES", 2 * ITEM)
+def test_every_contribution_counts_once_in_its_piece(seed: int) -> None:
     world = World(seed)
     rng = world.rng
     sizes = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]

@@ -11,10 +11,10 @@ import zmq
 
 from byteps_py.dataplane.dialer import Owner
 from byteps_py.errors import IntegrityError
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Header, Kind
-from byteps_py.worker import links
-from byteps_py.worker.links import TcpLink
+from byteps_py.worker.links import _GOOD_AGAIN, TcpLink
 
 
 class Dialer:
@@ -50,7 +50,10 @@ class Line:
         self.due: dict[int, Header] = {}  # by number
         loop: Any = SimpleNamespace(call_later=lambda delay_s, callback: None, lateness_s=0.0)
         nothing: Any = None
-        self.link = TcpLink(nothing, loop, "tcp://there", 0, Settings(), nothing, self._answered, self._again, nothing)
+        runtime = Runtime(loop=loop, dialer=cast(Any, Dialer))
+        self.link = TcpLink(
+            nothing, runtime, "tcp://there", 0, Settings(), nothing, self._answered, self._again, nothing
+        )
         self.dialer = cast(Dialer, self.link._dialer)
         self.dialer.open()
 
@@ -81,8 +84,7 @@ class Line:
 
 
 @pytest.fixture(name="line")
-def played_line(monkeypatch: pytest.MonkeyPatch) -> Line:
-    monkeypatch.setattr(links, "Dialer", Dialer)
+def played_line() -> Line:
     return Line()
 
 
@@ -137,7 +139,7 @@ def test_what_waits_for_ever_is_not_taken_for_an_answer_that_came_damaged_long_a
     """A round in which all pass never ends, and is said again on every connection."""
     line.ask(1, Kind.PASS)
     line.damage()
-    for number in range(links._GOOD_AGAIN):
+    for number in range(_GOOD_AGAIN):
         line.answer(line.ask(100 + number))
     line.damage()
     assert line.due.keys() == {1}

@@ -85,6 +85,8 @@ class Agreement:
     """All names of one machine. ``local_size``: number of its ranks; ``first_rank``: the global number of the first
     one, to be set before any is declared."""
 
+    tensor_class: type[Tensor] = Tensor
+
     def __init__(self, local_size: int, first_rank: int = 0) -> None:
         self.first_rank = first_rank
         self._local_size = local_size
@@ -183,7 +185,9 @@ class Agreement:
         slots = {slot.local_rank: slot for slot in (*old.slots, *old.joined)} if old else {}
         slots |= proposal.slots
         voters = [rank for rank in members if rank in proposal.votes]
-        tensor = Tensor(name_, generation, spec, tuple(slots.pop(rank) for rank in voters)) if members else None
+        tensor = (
+            self.tensor_class(name_, generation, spec, tuple(slots.pop(rank) for rank in voters)) if members else None
+        )
         for slot in tensor.slots if tensor is not None else ():
             slot.tensor = tensor
         error = MismatchError(

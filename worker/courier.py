@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import zmq
 
-from byteps_py import kernels
 from byteps_py.errors import BytePSError, MismatchError, ProtocolError
 from byteps_py.kernels.readiness import Readiness
-from byteps_py.loop import EventLoop
+from byteps_py.runtime import Runtime
 from byteps_py.tensors import DType, Op
 from byteps_py.worker.actions import Action, AskSum, Fetch, Lend
 from byteps_py.worker.direct import Direct
@@ -26,8 +24,6 @@ from byteps_py.worker.pieces import Copy, CopyHere, Delivered, DirectAction, Out
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.scatter import Scatter
 
-#: Copies of fewer bytes run on the loop's thread: see INLINE_BYTES of executor.py.
-_INLINE_BYTES = 256 << 10
 _COPY = (Op.BROADCAST, DType.UINT8)
 
 
@@ -52,7 +48,7 @@ class Courier:
 
     def __init__(
         self,
-        loop: EventLoop,
+        runtime: Runtime,
         ready: Readiness,
         memory: Memory,
         direct: Direct,
@@ -64,7 +60,8 @@ class Courier:
         self.peers: Peers | None = None  # None: this machine is the only one
         self.moved_at = 0.0
         self._at_work = 0
-        self._loop = loop
+        self._loop = runtime.loop
+        self._runtime = runtime
         self._ready = ready
         self._memory = memory
         self._direct = direct
@@ -81,8 +78,8 @@ class Courier:
         """Anything but a Fail."""
         if isinstance(action, CopyHere):
             for _, _, source, place, nbytes in action.pairs:
-                ctypes.memmove(place, source, nbytes)
-            self.moved_at = time.monotonic()
+                self._runtime.move(place, source, nbytes)
+            self.moved_at = self._loop.time()
             self._run(self._direct.copied_here(action.pairs))
         elif isinstance(action, Copy):
             self._copy(action, None)
@@ -105,9 +102,9 @@ class Courier:
     def _copy(self, copy: Copy, frame: zmq.Frame | None) -> None:
         """``frame``: keeps the memory it reads."""
         transfer = copy.transfer
-        work = functools.partial(kernels.reduce, *_COPY, (copy.source,), copy.outputs, transfer.length)
+        work = functools.partial(self._runtime.kernels.reduce, *_COPY, (copy.source,), copy.outputs, transfer.length)
         self._at_work += 1
-        if transfer.length * len(copy.outputs) <= _INLINE_BYTES:
+        if transfer.length * len(copy.outputs) <= self._runtime.thresholds.inline_copy:
             work()
             self._copied(transfer, frame, None)
         else:
@@ -122,14 +119,14 @@ class Courier:
         if error is not None:
             raise error
         self._at_work -= 1
-        self.moved_at = time.monotonic()
+        self.moved_at = self._loop.time()
         self._run(self._direct.copied(transfer))
 
     def _arrived(self, item: Transfer | AskSum, frame: zmq.Frame) -> None:
         if len(frame) != item.length:
             name = item.part.tensor.name if isinstance(item, AskSum) else item.channel.spec.name
             raise ProtocolError(f"tensor {name!r}: a piece of {len(frame)} bytes came, {item.length} were due")
-        self.moved_at = time.monotonic()
+        self.moved_at = self._loop.time()
         source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer)) if len(frame) else 0
         if isinstance(item, AskSum):
             item.part.frames.append(frame)
@@ -145,7 +142,7 @@ class Courier:
         """Raises what is no disagreement of ranks: it ends the job."""
         if isinstance(item, AskSum) or not isinstance(error, MismatchError):
             raise error
-        self.moved_at = time.monotonic()
+        self.moved_at = self._loop.time()
         self._run(self._direct.refused(item, error, self.moved_at))
 
     def _serve(self, peers: Peers, serve: Serve) -> None:

@@ -6,8 +6,6 @@ Owned by the loop's thread.
 from __future__ import annotations
 
 import functools
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +13,8 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
 from byteps_py.log import logger
-from byteps_py.loop import EventLoop
 from byteps_py.rank_protocol import Kind
+from byteps_py.runtime import Runtime
 from byteps_py.unauthenticated import MOST, PATIENCE_S
 from byteps_py.wording import count_text
 from byteps_py.worker.ranks import RankConnection
@@ -34,13 +32,14 @@ class Desk:
 
     def __init__(
         self,
-        loop: EventLoop,
+        runtime: Runtime,
         listener: Listener,
         local_size: int,
         on_death: Callable[[str], None],
         on_change: Callable[[], None],
     ) -> None:
-        self._loop = loop
+        self._runtime = runtime
+        self._loop = runtime.loop
         self._listener = listener
         self._local_size = local_size
         self._on_death = on_death
@@ -52,7 +51,7 @@ class Desk:
         self.left: dict[int, float] = {}  # local ranks that were here and have left, and when
         self.gone: dict[int, float] = {}  # those whose process has ended, too: they can't come back
         self._may_return: dict[int, RankConnection] = {}  # those whose process has not
-        loop.add_reader(listener.fileno(), self._accept)
+        self._loop.add_reader(listener.fileno(), self._accept)
 
     def open(self, requests: Requests) -> None:
         """The cluster is complete: welcome whoever waits."""
@@ -109,7 +108,7 @@ class Desk:
         try:
             message = channel.receive(0)
             for descriptor in message[1] if message is not None else ():
-                os.close(descriptor)
+                self._runtime.close_fd(descriptor)
             if message is None or protocol.kind_of(message[0]) is not Kind.HELLO:
                 raise ProtocolError(f"process {channel.peer_pid} did not say who it is")
             local_rank, synced_in = self._check_hello(protocol.fields_of(message[0]))
@@ -165,7 +164,7 @@ class Desk:
             return
         arena = here.memory.arena_of(local_rank)
         try:
-            rank = RankConnection(self._loop, channel, local_rank, arena, here.released)
+            rank = RankConnection(self._runtime, channel, local_rank, arena, here.released)
         except ProcessLookupError:
             channel.close()
             who = here.describe(local_rank, channel.peer_pid)
@@ -306,12 +305,12 @@ class Desk:
     def _is_gone(self, rank: RankConnection) -> None:
         del self._may_return[rank.local_rank]
         rank.forget()
-        self.gone[rank.local_rank] = time.monotonic()
+        self.gone[rank.local_rank] = self._loop.time()
         self._on_change()
 
     def _remove(self, rank: RankConnection, here: Requests) -> None:
         del here.executor.ranks[rank.local_rank]
-        self.left[rank.local_rank] = time.monotonic()
+        self.left[rank.local_rank] = self._loop.time()
         rank.hang_up()
         here.forget(rank.local_rank)
         self._on_change()

@@ -32,6 +32,7 @@ from byteps_py.worker.endings import (
     taken,
 )
 from byteps_py.worker.pieces import (
+    MAX_EARLY,
     Channel,
     Copy,
     CopyHere,
@@ -45,16 +46,15 @@ from byteps_py.worker.pieces import (
     Transfer,
     due,
 )
-from byteps_py.worker.serving import MAX_EARLY, parties, serve, takers
+from byteps_py.worker.serving import parties, serve, takers
 from byteps_py.worker.tensor import RankSlot
-
-#: A copy of so many bytes takes less time than the way to another thread and back.
-SMALL_BYTES = 256 << 10
 
 
 class Direct:
     """``machine``: the index of this one; ``machine_of``: of each rank; ``piece_bytes``: a transfer's limit;
-    ``local_piece_bytes``: that of a copy on this machine; pieces up to ``small_bytes`` are copied together."""
+    ``local_piece_bytes``: that of a copy on this machine; pieces up to ``joint_copy_bytes`` are copied together."""
+
+    serve = staticmethod(serve)
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Direct:
         piece_bytes: int,
         local_piece_bytes: int,
         queue: PushQueue[Transfer | AskSum],
-        small_bytes: int = SMALL_BYTES,
+        joint_copy_bytes: int,
     ) -> None:
-        self._small_bytes = small_bytes
+        self._joint_copy_bytes = joint_copy_bytes
         self._machine = machine
         self._machine_of = machine_of
         self._piece_bytes = piece_bytes
@@ -140,7 +140,7 @@ class Direct:
             requests, channel.requests = channel.requests, []
             for request in requests:
                 try:
-                    actions += serve(channel, request)
+                    actions += self.serve(channel, request)
                 except ProtocolError as error:  # the fault of the one who asked, not of the rank that has come
                     actions.append(Refuse(request, error))
         drop_if_taken(member, round_)
@@ -152,7 +152,7 @@ class Direct:
             return []  # it was abandoned when all joined, and its name is perhaps other ranks' by now
         channel = self._channels.get(request.key)
         if channel is not None:
-            return serve(channel, request)
+            return self.serve(channel, request)
         if sum(map(len, self._early.values())) >= MAX_EARLY:
             raise ProtocolError(f"machine {request.machine} asks for too much that nobody here has declared")
         self._early.setdefault(request.key, []).append(request)
@@ -329,7 +329,7 @@ class Direct:
             offer.unseen.discard(target.position)
             compared.append(source)
         address = offer.block.address + start
-        if nbytes <= self._small_bytes and target.layout is not None:
+        if nbytes <= self._joint_copy_bytes and target.layout is not None:
             place = target.slot.result.address + target.layout.receives[source.position][0]
             pairs.append((source, target, address, place, nbytes))
             return

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import select
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +18,8 @@ from typing import Any
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, DismissedError, PeerLostError, ProtocolError
-from byteps_py.loop import EventLoop
 from byteps_py.rank_protocol import Kind
+from byteps_py.runtime import Runtime
 from byteps_py.wording import ranks_text
 from byteps_py.worker.desk import Desk, text_of
 from byteps_py.worker.ranks import RankConnection
@@ -47,9 +45,11 @@ class ElasticDesk(Desk):
     """``on_return(reason, planned)``: ranks of the group want to be a group anew. ``patience_s``: after the first group
     has begun, this long it waits for all of its ranks."""
 
+    waiter_class: type[_Waiter] = _Waiter
+
     def __init__(
         self,
-        loop: EventLoop,
+        runtime: Runtime,
         listener: Listener,
         local_size: int,
         on_death: Callable[[str], None],
@@ -57,7 +57,7 @@ class ElasticDesk(Desk):
         on_return: Callable[[str, bool], None],
         patience_s: float,
     ) -> None:
-        super().__init__(loop, listener, local_size, on_death, on_change)
+        super().__init__(runtime, listener, local_size, on_death, on_change)
         self._on_return = on_return
         self._patience_s = patience_s
         self._waiters: dict[int, _Waiter] = {}  # by seat
@@ -187,7 +187,7 @@ class ElasticDesk(Desk):
         if (rank := self._in_group(seat)) is not None:
             while self._serve(rank):  # it says that it goes before it comes again, on another connection
                 pass
-            if self._in_group(seat) is rank and select.select([rank.pidfd], [], [], 0)[0]:
+            if self._in_group(seat) is rank and self._runtime.has_ended(rank.pidfd):
                 self._died(rank)  # and another process has taken its place
         return seat in self._waiters or self._in_group(seat) is not None
 
@@ -222,7 +222,7 @@ class ElasticDesk(Desk):
 
     def _let_wait(self, channel: Channel, seat: int, is_back: bool, synced_in: int) -> None:
         try:
-            waiter = _Waiter(channel, seat, os.pidfd_open(channel.peer_pid), is_back, synced_in)
+            waiter = self.waiter_class(channel, seat, self._runtime.open_pidfd(channel.peer_pid), is_back, synced_in)
         except ProcessLookupError:
             channel.close()
             return
@@ -243,7 +243,7 @@ class ElasticDesk(Desk):
     def _unwatch(self, waiter: _Waiter) -> None:
         self._loop.remove(waiter.channel.fileno())
         self._loop.remove(waiter.pidfd)
-        os.close(waiter.pidfd)
+        self._runtime.close_fd(waiter.pidfd)
 
     # ---- going -----------------------------------------------------------------------------------------
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 import zmq
 
-from byteps_py import kernels
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, from_name
 from byteps_py.kernels.readiness import Pair, Readiness
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
 from byteps_py.spec_messages import to_message
 from byteps_py.tensors import Checks, TensorSpec
 from byteps_py.wire import Header, Kind, unpack_names
@@ -36,22 +34,17 @@ from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.scatter import Scatter
 from byteps_py.worker.tensor import Part, ScatterPart, Stage, Tensor
 
-#: A kernel that reads and writes fewer bytes than this runs on the loop's thread: the way to the engine and back
-#: costs 50 to 100 µs. Measured: 256 KB summed over 2 ranks takes 90 µs so, through the engine 150 to 190.
-INLINE_BYTES = 1 << 20
-#: The same for the last piece of a tensor (1 MB: 115 µs, was 200), up to 4 ranks' 1 MB.
-LAST_INLINE_BYTES = 8 << 20
-
 
 class Executor:
     """``fail`` is called with an error that ends the job, ``on_end`` with a tensor whose last round is delivered,
     ``after_run``, if set, when all that followed from an event has been done."""
 
+    courier_class: type[Courier] = Courier
     on_end: Callable[[Tensor], None]
 
     def __init__(
         self,
-        loop: EventLoop,
+        runtime: Runtime,
         ready: Readiness,
         memory: Memory,
         pipeline: Pipeline,
@@ -63,10 +56,12 @@ class Executor:
     ) -> None:
         self.ranks: dict[int, RankConnection] = {}
         self.network: Network | None = None  # None: this machine is the only one
-        self.courier = Courier(loop, ready, memory, direct, scatter, pipeline, self.run, self._owe)
+        self.courier = self.courier_class(runtime, ready, memory, direct, scatter, pipeline, self.run, self._owe)
         self.rounds = 0  # partitions delivered
         self.after_run: Callable[[], None] | None = None
-        self._loop = loop
+        self._loop = runtime.loop
+        self._kernels = runtime.kernels
+        self._thresholds = runtime.thresholds
         self._ready = ready
         self._memory = memory
         self._pipeline = pipeline
@@ -87,6 +82,10 @@ class Executor:
         self._ballots: list[pb.Ballot] = []
         self._owed: dict[int, RankConnection] = {}  # by local rank: have rounds that they were not told of
 
+    def time(self) -> float:
+        """The service's clock."""
+        return self._loop.time()
+
     def idle_s(self, now: float) -> float:
         """For how long no kernel has worked and no answer has come."""
         return min(0.0 if self._at_work else now - self._moved_at, self.courier.idle_s(now))
@@ -106,7 +105,7 @@ class Executor:
 
     def start(self, tensor: Tensor, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Begin the life of an agreed tensor."""
-        actions = self._pipeline.start(tensor, list(pieces), time.monotonic())
+        actions = self._pipeline.start(tensor, list(pieces), self._loop.time())
         for part in tensor.parts:
             self._parts[tensor.key, tensor.generation, part.index] = part
         self.run(actions)
@@ -123,7 +122,7 @@ class Executor:
             self._kept[tensor.name] = tensor
         else:
             self._drop_parts(tensor)
-        self.run(self._pipeline.retire(tensor, time.monotonic(), keep))
+        self.run(self._pipeline.retire(tensor, self._loop.time(), keep))
 
     def forget(self, name: str | None = None) -> None:
         """No machine lacks a result of a tensor that had this name, or any, before."""
@@ -193,7 +192,7 @@ class Executor:
         """A rank is to be told that a round of its is delivered."""
         if rank := self.ranks.get(local_rank):
             rank.add_done(slot_id, round_, blame)
-            self.pace.done(local_rank, slot_id, time.monotonic())
+            self.pace.done(local_rank, slot_id, self._loop.time())
             self._owed[local_rank] = rank
 
     # ---- kernels ---------------------------------------------------------------------------------------
@@ -210,14 +209,15 @@ class Executor:
         if work is None:
             call = compute.op, dtype, compute.inputs, compute.outputs, part.count, compute.divisor
             if is_guarded:
-                work = compute.work = functools.partial(self._guard.reduce, compute)
+                work = compute.work = functools.partial(self._guard.reduce, self._kernels, compute)
             elif is_ready:
-                work = compute.work = kernels.bind(*call)
+                work = compute.work = self._kernels.bind(*call)
             else:  # to bind a kernel that is not there yet would keep everybody waiting
-                work = functools.partial(kernels.reduce, *call)
+                work = functools.partial(self._kernels.reduce, *call)
         touched = part.length * (len(compute.inputs) + len(compute.outputs))
         is_last = part.tensor.is_alone and part is part.tensor.parts[-1]
-        if touched <= (LAST_INLINE_BYTES if is_last else INLINE_BYTES) and is_ready:
+        sizes = self._thresholds
+        if touched <= (sizes.last_inline_sum if is_last else sizes.inline_sum) and is_ready:
             work()
             self._computed(compute, None)
         else:
@@ -234,7 +234,7 @@ class Executor:
         part = compute.part
         self._guard.note(compute)
         self._at_work -= 1
-        self._moved_at = time.monotonic()
+        self._moved_at = self._loop.time()
         if self._is_abandoned:
             return
         self._frames.pop(part, None)
@@ -250,7 +250,7 @@ class Executor:
         if header.kind is Kind.AWAITED:
             names = unpack_names(frame.bytes if frame is not None else b"")
             rounds = [(self._parts[name[:3]], name[3]) for name in names if name[:3] in self._parts]
-            self.run(self._pipeline.awaited(rounds, time.monotonic()))
+            self.run(self._pipeline.awaited(rounds, self._loop.time()))
             return
         part = self._parts.get((header.key, header.generation, header.index))
         if part is not None and header.kind is Kind.WANT:
@@ -283,7 +283,7 @@ class Executor:
             self._memory.abandon_answer_block(part, part.server)
             self._frames[part] = frame
             source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
-        self._moved_at = time.monotonic()
+        self._moved_at = self._loop.time()
         if self.network is not None:
             self.network.pace.answered(part, header.waited_us / 1e6, self.pace.step, self._moved_at)
         part.tensor.blame |= header.blame
@@ -311,13 +311,13 @@ class Executor:
     def move(self, server_of: Callable[[Part], int]) -> int:
         """A new epoch: what its placement gives to other servers goes there. Returns how many partitions moved."""
         moves = [(part, server) for part in self._sent if (server := server_of(part)) != part.server]
-        self._moved_at = time.monotonic()
+        self._moved_at = self._loop.time()
         self.run(self._pipeline.move(moves, self._moved_at))
         return len(moves)
 
     def again(self, server: int) -> None:
         """What was sent to a server and not answered is lost, or may be."""
-        self.run(self._pipeline.again([part for part in self._sent if part.server == server], time.monotonic()))
+        self.run(self._pipeline.again([part for part in self._sent if part.server == server], self._loop.time()))
 
     @property
     def _sent(self) -> list[Part]:
@@ -337,7 +337,7 @@ class Executor:
         for local_rank, rank in self.ranks.items():
             slots = [slot.id for slot in action.slots if slot.local_rank == local_rank]
             for slot_id in slots:
-                self.pace.done(local_rank, slot_id, time.monotonic())
+                self.pace.done(local_rank, slot_id, self._loop.time())
             if slots:
                 message = protocol.pack(
                     protocol.Kind.FAILED, slots=slots, error=type(action.error).__name__, message=str(action.error)

@@ -5,7 +5,6 @@ An elastic job's service has one group after another; any other has one. Owned b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -13,8 +12,8 @@ from byteps_py import tuning
 from byteps_py.errors import BytePSError, from_name
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.log import logger
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.spec_messages import to_spec
 from byteps_py.tensors import TensorSpec
@@ -33,7 +32,7 @@ from byteps_py.worker.network import Network
 from byteps_py.worker.peers import PeerMachines
 from byteps_py.worker.pieces import Receipt, Request, Transfer, due
 from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.placing import LOCAL_PIECE_BYTES, Placing
+from byteps_py.worker.placing import Placing
 from byteps_py.worker.requests import Requests
 from byteps_py.worker.scatter import Scatter
 from byteps_py.worker.sights import Sights
@@ -51,7 +50,7 @@ class Surroundings:
     reached.
     """
 
-    loop: EventLoop
+    runtime: Runtime
     settings: Settings
     stay: bool
     ready: Readiness
@@ -66,27 +65,47 @@ class Surroundings:
 
 class Group:
     """``membership``: of the group's first epoch; ``place``: of this machine among its workers. Raises ProtocolError if
-    there can't be one like that."""
+    there can't be one like that. The classes are those that a group makes; a subclass may name others."""
+
+    topology_class: type[Topology] = Topology
+    memory_class: type[Memory] = Memory
+    queue_class: type[PushQueue[Part]] = PushQueue
+    scatter_class: type[Scatter] = Scatter
+    pipeline_class: type[Pipeline] = Pipeline
+    agreement_class: type[Agreement] = Agreement
+    placing_class: type[Placing] = Placing
+    direct_class: type[Direct] = Direct
+    executor_class: type[Executor] = Executor
+    network_class: type[Network] = Network
+    joining_class: type[Joining] = Joining
+    requests_class: type[Requests] = Requests
+    waits_class: type[Waits] = Waits
 
     def __init__(self, around: Surroundings, membership: pb.Membership, place: int) -> None:
         settings, send, fail = around.settings, around.send, around.fail
+        runtime, thresholds = around.runtime, around.runtime.thresholds
         self._around = around
-        topology = self.topology = Topology.of(membership, place)
+        self._loop = runtime.loop
+        topology = self.topology = self.topology_class.of(membership, place)
         topology.check()
-        memory = Memory(topology.machines, topology.local_size, around.prefault, (topology.first_rank, topology.size))
+        ranks = (topology.first_rank, topology.size)
+        memory = self.memory_class(runtime, topology.machines, topology.local_size, around.prefault, ranks)
         machine_of = [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)]
-        self.queue: PushQueue[Part] = PushQueue()
+        self.queue = self.queue_class()
         self._fetches: PushQueue[Transfer | AskSum] = PushQueue()
         self._limit(topology)
-        self._scatter = scatter = Scatter(topology.machine_index, machine_of, self._fetches)
-        self._pipeline = pipeline = Pipeline(topology.size, self.queue, scatter)
-        self.agreement = Agreement(topology.local_size, topology.first_rank)
-        self._placing = Placing(topology)
-        self._direct = direct = Direct(
-            topology.machine_index, machine_of, topology.partition_bytes, LOCAL_PIECE_BYTES, self._fetches
+        self._scatter = scatter = self.scatter_class(
+            topology.machine_index, machine_of, self._fetches, thresholds.strip
         )
-        executor = self.executor = Executor(
-            around.loop, around.ready, memory, pipeline, direct, scatter, topology.first_rank, send, fail
+        self._pipeline = pipeline = self.pipeline_class(topology.size, self.queue, scatter)
+        self.agreement = self.agreement_class(topology.local_size, topology.first_rank)
+        self._placing = self.placing_class(topology, thresholds)
+        self._direct = direct = self.direct_class(
+            topology.machine_index, machine_of, topology.partition_bytes, thresholds.local_copy_piece, self._fetches,
+            thresholds.joint_copy,
+        )  # fmt: skip
+        executor = self.executor = self.executor_class(
+            runtime, around.ready, memory, pipeline, direct, scatter, topology.first_rank, send, fail
         )
         executor.on_end = self._end_tensor
         executor.courier.peers = around.peers
@@ -94,17 +113,19 @@ class Group:
             memory.when_left = around.peers.when_left
         self.network: Network | None = None
         if topology.machines > 1:
-            self.network = executor.network = Network(
-                around.loop, settings, topology, memory, executor.answered, executor.again, around.server_lost
+            self.network = executor.network = self.network_class(
+                runtime, settings, topology, memory, executor.answered, executor.again, around.server_lost
             )
         self._epochs = Epochs(topology, self._placing, self.network, executor, self.queue, send)
-        self.joining = Joining(topology, self.agreement, pipeline, direct, executor, send, fail)
-        self.requests = Requests(topology, memory, self.agreement, pipeline, direct, executor, self.joining, send)
-        self.waits = Waits(
+        self.joining = self.joining_class(topology, self.agreement, pipeline, direct, executor, send, fail)
+        self.requests = self.requests_class(
+            topology, memory, self.agreement, pipeline, direct, executor, self.joining, send, thresholds.strip
+        )
+        self.waits = self.waits_class(
             self.requests, self.agreement, direct, self.network, around.desk, around.stay,
-            lambda: silence_s(settings, around.loop),
+            lambda: silence_s(settings, runtime.loop),
         )  # fmt: skip
-        self._sights = Sights(around.loop, executor.ranks, self.requests.describe, memory.name_of, self._saw)
+        self._sights = Sights(runtime.loop, executor.ranks, self.requests.describe, memory.name_of, self._saw)
 
     def open(self) -> None:
         """Let its ranks in, and other machines ask. Whoever calls it knows this group by now."""
@@ -228,7 +249,7 @@ class Group:
 
     def pump(self) -> bool:
         """Send what may be sent by now. True if something waits for its turn."""
-        now = time.monotonic()
+        now = self._loop.time()
         if len(self.queue):
             self.executor.run(self._pipeline.pump(now))
         if len(self._fetches):

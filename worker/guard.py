@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from byteps_py import kernels
 from byteps_py.blame import OVERFLOW, of_rank
+from byteps_py.runtime import Kernels
 from byteps_py.tensors import Checks
 from byteps_py.worker.actions import Compute
 from byteps_py.worker.tensor import Part
@@ -23,7 +23,8 @@ class Guard:
         self._first_rank = first_rank
         self._size = size
 
-    def reduce(self, compute: Compute) -> None:
+    @staticmethod
+    def reduce(kernels: Kernels, compute: Compute) -> None:
         """Run the kernel, and look at the result in the same pass."""
         part = compute.part
         compute.report = kernels.reduce_checked(

@@ -14,7 +14,6 @@ loop's thread.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable
 
 from byteps_py import rank_protocol as protocol
@@ -93,7 +92,7 @@ class Joining:
         slots = [slot for tensor in tensors for slot in tensor.slots if slot.local_rank in local_ranks]
         for slot in slots:
             if not slot.spec.needs_all:
-                self._executor.run(self._pipeline.leave_out(slot, time.monotonic()))
+                self._executor.run(self._pipeline.leave_out(slot, self._executor.time()))
 
     def _tell(self, local_rank: int, slots: Iterable[RankSlot]) -> None:
         """All machines: it has joined, and where it took part last."""

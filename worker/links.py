@@ -16,12 +16,12 @@ import zmq
 
 from byteps_py import auth
 from byteps_py.channel import Channel
-from byteps_py.channel import connect as connect_channel
-from byteps_py.dataplane.dialer import Dialer, Owner
+from byteps_py.dataplane.dialer import Owner
 from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.shm import Arena, Block
 from byteps_py.wire import HEADER_BYTES, Header, Kind, RoundName, name_of
@@ -48,8 +48,9 @@ def silence_s(settings: Settings, loop: EventLoop) -> float:
 
 
 class ServerLink(ABC):
-    """One summation service."""
+    """One summation service. ``is_local``: of this machine, whose memory it maps."""
 
+    is_local = False
     bytes_sent = 0
     bytes_received = 0
 
@@ -97,7 +98,7 @@ class TcpLink(ServerLink, Owner):
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        loop: EventLoop,
+        runtime: Runtime,
         address: str,
         sender: int,
         settings: Settings,
@@ -109,7 +110,7 @@ class TcpLink(ServerLink, Owner):
         group: int = 0,
         is_late: bool = False,
     ) -> None:
-        self._loop = loop
+        loop = self._loop = runtime.loop
         self._who = f"the {what} at {address}"
         self._silence_s = functools.partial(silence_s, settings, loop)
         self._view = contributions
@@ -125,7 +126,7 @@ class TcpLink(ServerLink, Owner):
         self._refusal = ""  # what was said on the attempts since
         self._is_late = is_late
         self._is_closed = False
-        self._dialer = Dialer(context, loop, address, sender, settings, self, self._who, group)
+        self._dialer = runtime.dialer(context, loop, address, sender, settings, self, self._who, group)
         first_s = settings.patience_s if is_late else max(settings.start_timeout_s, self._silence_s())
         loop.call_later(first_s, lambda: self._give_up(0, first_s))
 
@@ -240,9 +241,11 @@ class LocalLink(ServerLink):
     """A channel to the summation service of this machine, which maps ``arena``: it reads contributions and
     writes answers there."""
 
+    is_local = True
+
     def __init__(
         self,
-        loop: EventLoop,
+        runtime: Runtime,
         name: str,
         sender: int,
         settings: Settings,
@@ -250,7 +253,7 @@ class LocalLink(ServerLink):
         on_answer: OnAnswer,
         on_lost: OnLost,
     ) -> None:
-        self._loop = loop
+        self._loop = runtime.loop
         self._arena = arena
         self._announced = 0
         self._is_full = False  # the service has to read before it can be sent more
@@ -259,13 +262,13 @@ class LocalLink(ServerLink):
         self._channel: Channel | None = None
         self._unsent: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
         try:  # it listened before it became a member: who is not there now is gone
-            self._channel = connect_channel(name, _CONNECT_S)
+            self._channel = runtime.connect_local(name, _CONNECT_S)
             token = auth.token(settings, "local", str(sender))
             self._channel.send(Header(Kind.HELLO, sender).pack() + token.encode())
         except (PeerLostError, RendezvousError) as lost:
             self._lost(lost)
             return
-        loop.add_reader(self._channel.fileno(), self._drain)
+        self._loop.add_reader(self._channel.fileno(), self._drain)
 
     @property
     def is_open(self) -> bool:

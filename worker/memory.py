@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from byteps_py.runtime import Runtime
 from byteps_py.shm import Arena, Block
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.wire import Header, RoundName, name_of
@@ -21,8 +22,11 @@ class Memory:
     """``machines``, ``local_size``: as the topology says; they decide what needs memory of its own. ``elsewhere``:
     see Arena. ``ranks``: the global rank of the machine's first, and the number of ranks of the job."""
 
+    slot_class: type[RankSlot] = RankSlot
+
     def __init__(
         self,
+        runtime: Runtime,
         machines: int,
         local_size: int,
         elsewhere: Callable[[Callable[[], None]], None] | None = None,
@@ -30,9 +34,9 @@ class Memory:
     ) -> None:
         self._first_rank, self._size = ranks
         self._inputs_are_contributions = machines > 1 and local_size == 1
-        self._ranks = [Arena(elsewhere=elsewhere) for _ in range(local_size)]
+        self._ranks = [runtime.arena(elsewhere=elsewhere) for _ in range(local_size)]
         #: What a summation service on this machine maps.
-        self.machine = self._ranks[0] if self._inputs_are_contributions else Arena(elsewhere=elsewhere)
+        self.machine = self._ranks[0] if self._inputs_are_contributions else runtime.arena(elsewhere=elsewhere)
         self.slots: dict[int, RankSlot] = {}  # by id
         #: Calls what gives memory back, once nothing is being sent from there to other machines: what nobody needs any
         #: more may have been asked for twice.
@@ -61,7 +65,7 @@ class Memory:
         else:
             result = rank.allocate(spec.nbytes)
             inputs = (result,)
-        slot = self.slots[slot_id] = RankSlot(slot_id, rank.local_rank, spec, inputs, result)
+        slot = self.slots[slot_id] = self.slot_class(slot_id, rank.local_rank, spec, inputs, result)
         return slot
 
     def equip(self, tensor: Tensor, topology: Topology) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
 from byteps_py.errors import ProtocolError
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.wire import RESENT, SUPPLY, Header, Kind
@@ -36,9 +35,12 @@ class Network:
     connection to it was made anew, and what was not answered on the one before is lost. ``on_lost(sentence, server,
     has_ended)``: it can't be reached, or its process has ended, as only that of this machine's own server shows."""
 
+    tcp_link_class: type[TcpLink] = TcpLink
+    local_link_class: type[LocalLink] = LocalLink
+
     def __init__(
         self,
-        loop: EventLoop,
+        runtime: Runtime,
         settings: Settings,
         topology: Topology,
         memory: Memory,
@@ -46,7 +48,7 @@ class Network:
         on_again: Callable[[int], None],
         on_lost: Callable[[str, int, bool], None],
     ) -> None:
-        self._loop = loop
+        self._runtime = runtime
         self._settings = settings
         self._me = topology.machine_index
         self._memory = memory
@@ -68,7 +70,7 @@ class Network:
         self.pace = ServerPace({number: server.link_mbit for number, server in servers.items()}, mine)
         for member_id in [known for known in self._links if known not in servers]:
             link = self._links.pop(member_id)
-            if isinstance(link, LocalLink):
+            if link.is_local:
                 self._closed.local += link.bytes_sent
             else:
                 self._closed.sent += link.bytes_sent
@@ -100,10 +102,10 @@ class Network:
 
         if _is_here(server, topology):
             name, arena = server.local_address, self._memory.machine
-            return LocalLink(self._loop, name, self._me, self._settings, arena, on_answer, on_gone)
-        return TcpLink(
+            return self.local_link_class(self._runtime, name, self._me, self._settings, arena, on_answer, on_gone)
+        return self.tcp_link_class(
             self._context,
-            self._loop,
+            self._runtime,
             server.address,
             self._me,
             self._settings,
@@ -124,9 +126,9 @@ class Network:
         header = self._header(part, round_, tensor.contributes)
         header.flags = RESENT if part.is_resent else 0
         answer = None
-        if isinstance(link, LocalLink) and tensor.root_slot is None and tensor.slots:
+        if link.is_local and tensor.root_slot is None and tensor.slots:
             answer = self._memory.give_answer_block(part)
-        self.pace.pushed(part, time.monotonic())
+        self.pace.pushed(part, self._runtime.loop.time())
         link.push(header, tensor.contribution if tensor.contributes else None, part.offset, answer)
 
     def supply(self, part: Part, round_: int, server: int) -> None:
@@ -146,7 +148,7 @@ class Network:
             header = self._header(part, round_, False)
             header.kind = Kind.WITHDRAW
             link.push(header, None, 0, None)
-            if isinstance(link, LocalLink):
+            if link.is_local:
                 self._memory.abandon_answer_block(part, server)
         part.answer = None  # it may yet be written, if its server is only frozen: never used again
 
@@ -173,16 +175,16 @@ class Network:
 
     @property
     def bytes_sent(self) -> int:
-        return self._closed.sent + sum(link.bytes_sent for link in self._links.values() if isinstance(link, TcpLink))
+        return self._closed.sent + sum(link.bytes_sent for link in self._links.values() if not link.is_local)
 
     @property
     def bytes_received(self) -> int:
-        links = [link for link in self._links.values() if isinstance(link, TcpLink)]
+        links = [link for link in self._links.values() if not link.is_local]
         return self._closed.received + sum(link.bytes_received for link in links)
 
     @property
     def bytes_local(self) -> int:
-        return self._closed.local + sum(link.bytes_sent for link in self._links.values() if isinstance(link, LocalLink))
+        return self._closed.local + sum(link.bytes_sent for link in self._links.values() if link.is_local)
 
     def close(self) -> None:
         for link in self._links.values():

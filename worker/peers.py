@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import zmq
 
 from byteps_py import machine
-from byteps_py.dataplane.dialer import COPY_BYTES
-from byteps_py.dataplane.listener import DataListener, RemotePeer
+from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.dataplane.peer import Peer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, ProtocolError, from_name
-from byteps_py.loop import EventLoop
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Fetch, Header, Kind
 from byteps_py.worker.actions import AskSum
@@ -28,8 +27,6 @@ from byteps_py.worker.receipts import Receipts, Way
 from byteps_py.worker.tensor import SumRequest
 from byteps_py.worker.topology import Topology
 
-#: A frame that can't be sent from where it lies is sent in time so short that nothing sooner is worth asking.
-_SENT_CHECK_S = 0.001
 #: What came whole is said so late by itself: most ranks ask for the next round's piece before.
 _SAY_S = 0.005
 #: Requests that may come before it is known here that the group is complete.
@@ -62,19 +59,23 @@ class PeerMachines:
     ``on_request``: another machine wants a piece, or has got it; ``on_gone``: it is gone.
     """
 
+    receipts_class: type[Receipts] = Receipts
+    link_class: type[TcpLink] = TcpLink
+
     def __init__(
         self,
-        loop: EventLoop,
+        runtime: Runtime,
         settings: Settings,
         on_request: Callable[[Request | SumRequest | Receipt], None],
         on_gone: Callable[[int], None],
     ) -> None:
-        self._loop = loop
+        self._runtime = runtime
+        self._loop = runtime.loop
         self._settings = settings
         self._on_request = on_request
         self._on_gone = on_gone
         self._traffic = Traffic()
-        self._listener = DataListener(
+        self._listener = runtime.data_listener(
             machine.offered_host(settings),
             settings,
             self._traffic,
@@ -82,7 +83,7 @@ class PeerMachines:
             self._requested,
             self._gone,
         )
-        self._listener.attach(loop)
+        self._listener.attach(self._loop)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._topology: Topology | None = None
         self._on_lost: Callable[[str, int], None] | None = None
@@ -91,7 +92,7 @@ class PeerMachines:
         self._received = 0  # by links that are gone
         self._numbers = itertools.count()
         self._fetched: dict[int, _Asked] = {}  # by number of the request
-        self._receipts = Receipts()
+        self._receipts = self.receipts_class()
         self._is_saying = False  # a timer runs
         self._early: list[tuple[Header, Peer, zmq.Frame]] = []
         self._leaving: list[_Leaving] = []
@@ -177,9 +178,9 @@ class PeerMachines:
         if link is None:
             if self._topology is None or on_lost is None:
                 raise ProtocolError("a piece is to be fetched before it is known from whom")
-            link = self._links[machine_index] = TcpLink(
+            link = self._links[machine_index] = self.link_class(
                 self._context,
-                self._loop,
+                self._runtime,
                 self._topology.workers[machine_index].address,
                 self._me,
                 self._settings,
@@ -239,7 +240,7 @@ class PeerMachines:
     def serve(self, origin: object, view: memoryview, then: Callable[[], None] | None = None) -> None:
         """Whoever is gone has to ask again: what is for it has not left, and ``then`` is not called."""
         peer, header = _origin(origin)
-        if len(view) < COPY_BYTES:
+        if len(view) < self._runtime.thresholds.copied_answer:
             if peer.give(header, zmq.Frame(view, copy=True)) and then is not None:
                 then()
             return
@@ -259,7 +260,7 @@ class PeerMachines:
     def _watch(self) -> None:
         if not self._is_watching:
             self._is_watching = True
-            self._loop.call_later(_SENT_CHECK_S, self._check_sent)
+            self._loop.call_later(self._runtime.thresholds.sent_check_s, self._check_sent)
 
     def _check_sent(self) -> None:
         self._is_watching = False

@@ -79,6 +79,10 @@ class Member:
         self.error = self.error or error
 
 
+#: Requests for what no local rank has declared, or handed over, yet; more can't come from correct machines.
+MAX_EARLY = 1 << 16
+
+
 @dataclass(slots=True, eq=False)
 class Channel:
     """One name. ``ranks`` and ``machines``: by position; ``here``: positions of this machine's ranks; ``members``:
@@ -91,6 +95,7 @@ class Channel:
     key: int
     members: dict[int, Member] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)  # of other machines, that came before the round did
+    most_requests: int = MAX_EARLY
 
     @property
     def is_gather(self) -> bool:

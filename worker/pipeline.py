@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import ProtocolError
-from byteps_py.tensors import Op
+from byteps_py.tensors import Op, TensorSpec
 from byteps_py.worker.actions import Action, Compute, Done, Push, Release, Show, Supply, Withdraw
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.scatter import Scatter
@@ -40,6 +40,10 @@ class Pipeline:
             if slot.arriving is not None:
                 slot.arriving.begin()
         return self._advance(tensor, now)
+
+    def divisor(self, spec: TensorSpec) -> int:
+        """By what its sums are divided."""
+        return spec.divisor(self.size)
 
     def ready(self, slot: RankSlot, round_: int, nbytes: int, now: float) -> list[Action]:
         """A rank has handed over the first ``nbytes`` of its own round number ``round_``.
@@ -131,7 +135,7 @@ class Pipeline:
         sources = tensor.slots if tensor.root_slot is None else (tensor.root_slot,)
         inputs = tuple(slot.input.address + offset for slot in sources)
         if tensor.is_alone:  # each rank's input and result stay where they are: the addresses never change
-            part.local_sum = Compute(part, spec.op, inputs, part.outputs, spec.divisor(self.size))
+            part.local_sum = Compute(part, spec.op, inputs, part.outputs, self.divisor(spec))
             return part.local_sum
         return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
 
@@ -208,7 +212,7 @@ class Pipeline:
         self._undelivered_bytes += part.length
         tensor.running += 1
         actions = self.pump(now)
-        divisor = tensor.spec.divisor(self.size)
+        divisor = self.divisor(tensor.spec)
         op = Op.SUM if divisor > 1 else Op.BROADCAST  # of one input: a division, or a copy
         return [*actions, Compute(part, op, (source,), outputs, divisor)]
 

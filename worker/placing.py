@@ -9,14 +9,13 @@ from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.table import PlacementTable
+from byteps_py.runtime import Thresholds
 from byteps_py.tensors import Op, TensorSpec, key_of, split
 from byteps_py.worker.relaying import broadcast_pieces
 from byteps_py.worker.scatter import pieces as scattered_pieces
 from byteps_py.worker.tensor import Part
 from byteps_py.worker.topology import Topology
 
-#: Where one machine is alone nothing is sent; a tensor is cut only so that several threads can sum it.
-LOCAL_PIECE_BYTES = 1 << 20
 NO_SERVER = -1
 #: Of all tensors: those of other ranks, too, take room in the table here.
 MAX_PARTITIONS = 1 << 22
@@ -25,7 +24,10 @@ MAX_PARTITIONS = 1 << 22
 class Placing:
     """The servers and their weights are those of ``topology``. Raises ProtocolError if these can't be."""
 
-    def __init__(self, topology: Topology) -> None:
+    table_class: type[PlacementTable] = PlacementTable
+
+    def __init__(self, topology: Topology, thresholds: Thresholds) -> None:
+        self._thresholds = thresholds
         self._table: PlacementTable | None = None
         self._partitions: dict[int, int] = {}  # by key: about so many
         self._count = 0  # of all
@@ -34,7 +36,7 @@ class Placing:
             return
         try:
             servers = [(server.member_id, server.weight) for server in topology.servers]
-            self._table = PlacementTable(servers, topology.partition_bytes)
+            self._table = self.table_class(servers, topology.partition_bytes)
         except UsageError as error:
             raise ProtocolError(f"the scheduler's membership can't hold tensors: {error}") from error
 
@@ -82,10 +84,12 @@ class Placing:
         """(offset, length, server's member id, or the owner's rank if it scatters) of its partitions, by offset."""
         is_alone = self._topology.machines_in(spec) == 1
         if spec.scatters:
-            limit = LOCAL_PIECE_BYTES if is_alone else self._topology.partition_bytes
-            return scattered_pieces(spec, self._topology.size, limit)
+            limit = self._thresholds.local_sum_piece if is_alone else self._topology.partition_bytes
+            return scattered_pieces(spec, self._topology.size, limit, self._thresholds.strip)
         if spec.op is Op.BROADCAST and not is_alone:
             return broadcast_pieces(spec, self._topology)
         if self._table is not None and not is_alone:
             return self._table.partitions(key_of(spec.name))
-        return [(*piece, NO_SERVER) for piece in split(spec.nbytes, LOCAL_PIECE_BYTES, spec.dtype.itemsize)]
+        return [
+            (*piece, NO_SERVER) for piece in split(spec.nbytes, self._thresholds.local_sum_piece, spec.dtype.itemsize)
+        ]

@@ -6,14 +6,13 @@ with every answer for a while, as TCP's own window does; then what comes back is
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import zmq
 
-from byteps_py.dataplane.dialer import Dialer, Owner
+from byteps_py.dataplane.dialer import Owner
 from byteps_py.errors import ProtocolError
-from byteps_py.loop import EventLoop
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Header, Kind
 
@@ -31,9 +30,9 @@ class Probe(Owner):
     """``on_result(mbit)`` is called once: goodput each way; 0 if the service did not answer in time."""
 
     def __init__(
-        self, loop: EventLoop, settings: Settings, sender: int, address: str, on_result: Callable[[float], None]
+        self, runtime: Runtime, settings: Settings, sender: int, address: str, on_result: Callable[[float], None]
     ) -> None:
-        self._loop = loop
+        loop = self._loop = runtime.loop
         self._on_result = on_result
         self._header = Header(Kind.PROBE, sender, length=_CHUNK_BYTES)
         self._chunk = bytes(_CHUNK_BYTES)
@@ -45,7 +44,7 @@ class Probe(Owner):
         self._is_sending = True
         self._is_closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dialer = Dialer(self._context, loop, address, sender, settings, self, f"the service at {address}")
+        self._dialer = runtime.dialer(self._context, loop, address, sender, settings, self, f"the service at {address}")
         loop.call_later(_LIMIT_S, self.close)
 
     def _send(self, count: int) -> None:
@@ -58,7 +57,7 @@ class Probe(Owner):
 
     def on_message(self, header: Header, payload: zmq.Frame) -> None:
         if header.kind is Kind.PROBE:
-            self._returned(time.monotonic())
+            self._returned(self._loop.time())
         else:  # it refuses; the job's own messages will say why
             self.close()
 

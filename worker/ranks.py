@@ -7,7 +7,6 @@ what its socket does not take waits here, DONE records coalescing.
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import PeerLostError
-from byteps_py.loop import EventLoop
 from byteps_py.rank_protocol import Kind
+from byteps_py.runtime import Runtime
 from byteps_py.shm import Arena, Block
 
 _STACK = bytes([Kind.STACK])
@@ -36,7 +35,7 @@ class DirectWait:
 class RankConnection:
     """One rank. ``arena`` holds its slots; it outlives the connection, for kernels may still write there."""
 
-    def __init__(self, loop: EventLoop, channel: Channel, local_rank: int, arena: Arena, barriers: int) -> None:
+    def __init__(self, runtime: Runtime, channel: Channel, local_rank: int, arena: Arena, barriers: int) -> None:
         self.local_rank = local_rank
         self.pid = channel.peer_pid
         self.arena = arena
@@ -51,14 +50,15 @@ class RankConnection:
         self.door = -1  # the way to it for its neighbours, see session/nearby; -1: it has given none
         self.direct_waits: dict[int, DirectWait] = {}  # by id
         self._announced = 0  # segments the rank has been given
-        self._loop = loop
+        self._runtime = runtime
+        self._loop = runtime.loop
         self._channel = channel
         self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._done: list[tuple[int, int, int]] = []
         self._strips: list[tuple[int, int, int]] = []
         self._fd = channel.fileno()
         # The socket of a dead rank may live on in a process it forked; its pid tells the truth.
-        self._pidfd = os.pidfd_open(self.pid)
+        self._pidfd = runtime.open_pidfd(self.pid)
 
     @property
     def fd(self) -> int:
@@ -81,7 +81,7 @@ class RankConnection:
             elif data[:1] == _MEET and self.door < 0:
                 self.door = fd
             else:  # ranks have no others to give
-                os.close(fd)
+                self._runtime.close_fd(fd)
         return data
 
     def allocate(self, nbytes: int) -> Block:
@@ -118,7 +118,7 @@ class RankConnection:
         """Tell the rank of all strips and rounds noted, unless its socket is full: then with the next chance;
         ``in_order``: before whatever is sent next. Raises PeerLostError."""
         if self._done:
-            self.last_done_s = time.monotonic()
+            self.last_done_s = self._loop.time()
         if len(self._done) == 1 and not (self._backlog or self._strips):
             (record,) = self._done
             self._done.clear()
@@ -140,10 +140,9 @@ class RankConnection:
         except PeerLostError:  # what it said last is still to be read, and says why
             self._loop.remove_writer(self._fd)
 
-    @staticmethod
-    def _close(fds: Iterable[int]) -> None:
+    def _close(self, fds: Iterable[int]) -> None:
         for fd in fds:
-            os.close(fd)
+            self._runtime.close_fd(fd)
 
     def hang_up(self) -> None:
         """The rank has left: no more words. Its process may live on, and the end of that can still be waited for."""
@@ -159,7 +158,7 @@ class RankConnection:
 
     def forget(self) -> None:
         self._loop.remove(self._pidfd)
-        os.close(self._pidfd)
+        self._runtime.close_fd(self._pidfd)
 
     def close(self) -> None:
         self.hang_up()

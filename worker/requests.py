@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,8 @@ from byteps_py.worker.topology import Topology
 class Requests:
     """``released``: barriers passed so far."""
 
+    arriving_class: type[Arriving] = Arriving
+
     def __init__(
         self,
         topology: Topology,
@@ -41,7 +42,9 @@ class Requests:
         executor: Executor,
         joining: Joining,
         send: Callable[[pb.MemberMessage], None],
+        strip_bytes: int,
     ) -> None:
+        self._strip_bytes = strip_bytes
         self.topology = topology
         self.memory = memory
         self.executor = executor
@@ -99,10 +102,10 @@ class Requests:
         slot = self.memory.slots.get(int(fields["slot"]))
         if slot is not None and slot.local_rank == rank.local_rank:  # else its declaration has failed meanwhile
             nbytes = slot.spec.result_nbytes(self.topology.first_rank + slot.local_rank, self.topology.size)
-            slot.arriving = Arriving(nbytes)
+            slot.arriving = self.arriving_class(nbytes, self._strip_bytes)
 
     def ready(self, message: bytes) -> list[Action | DirectAction]:
-        now = time.monotonic()
+        now = self.executor.time()
         actions: list[Action | DirectAction] = []
         for slot_id, round_, nbytes in protocol.records_of(message):
             slot = self.memory.slots.get(slot_id)
@@ -143,7 +146,7 @@ class Requests:
         if not 0 <= age_s < math.inf:
             raise ProtocolError(f"local rank {rank.local_rank} has waited for {age_s} s")
         said = pb.Waiting(name=fields["name"], round=fields["round"], group=fields["group"])
-        wait = DirectWait(said.name, said.round, time.monotonic() - age_s, tuple(said.group))
+        wait = DirectWait(said.name, said.round, self.executor.time() - age_s, tuple(said.group))
         rank.direct_waits[int(fields["id"])] = wait
 
     def poll_barrier(self) -> None:
@@ -151,7 +154,7 @@ class Requests:
         ranks = self.executor.ranks.values()
         active = [rank.barriers for rank in ranks if rank.local_rank not in self.joining.here]
         if max(active, default=0) > self.released:
-            self._barrier_since = self._barrier_since or time.monotonic()
+            self._barrier_since = self._barrier_since or self.executor.time()
         if len(ranks) == self.topology.local_size and min(active, default=0) > self._arrived:
             self._arrived += 1
             self._send(pb.MemberMessage(arrive=pb.Arrive(sequence=self._arrived)))
@@ -171,7 +174,7 @@ class Requests:
     def at_barrier(self) -> tuple[list[int], float]:
         """The local ranks that wait at a barrier, and for how long the first has."""
         waiting = [rank.local_rank for rank in self.executor.ranks.values() if rank.barriers > self.released]
-        age_s = time.monotonic() - self._barrier_since if waiting and self._barrier_since else 0.0
+        age_s = self.executor.time() - self._barrier_since if waiting and self._barrier_since else 0.0
         return waiting, age_s
 
     def forget(self, local_rank: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from byteps_py.errors import ProtocolError
-from byteps_py.strips import Strips
+from byteps_py.strips import STRIP_BYTES, Strips
 from byteps_py.tensors import TensorSpec, split
 from byteps_py.worker.actions import Action, AskSum, Compute, Lend
 from byteps_py.worker.credit import PushQueue
@@ -24,7 +24,7 @@ from byteps_py.worker.tensor import ScatterPart, Stage, SumRequest, Tensor
 MAX_EARLY = 1 << 16
 
 
-def pieces(spec: TensorSpec, size: int, limit: int) -> list[tuple[int, int, int]]:
+def pieces(spec: TensorSpec, size: int, limit: int, strip_bytes: int = STRIP_BYTES) -> list[tuple[int, int, int]]:
     """(offset, length, owner's global rank) of the parts of a tensor, none longer than ``limit`` bytes, in the order in
     which ranks write them.
 
@@ -34,7 +34,7 @@ def pieces(spec: TensorSpec, size: int, limit: int) -> list[tuple[int, int, int]
     """
     members = spec.members(size)
     itemsize = spec.dtype.itemsize
-    strips = Strips(spec, size)
+    strips = Strips(spec, size, strip_bytes)
     found = []
     for position, rank in enumerate(members):
         first, count = spec.piece(position, len(members))
@@ -46,13 +46,24 @@ def pieces(spec: TensorSpec, size: int, limit: int) -> list[tuple[int, int, int]
 class Scatter:
     """``machine``: the index of this one; ``machine_of``: of each rank."""
 
-    def __init__(self, machine: int, machine_of: Sequence[int], queue: PushQueue[Transfer | AskSum]) -> None:
+    def __init__(
+        self,
+        machine: int,
+        machine_of: Sequence[int],
+        queue: PushQueue[Transfer | AskSum],
+        strip_bytes: int = STRIP_BYTES,
+    ) -> None:
+        self._strip_bytes = strip_bytes
         self._machine = machine
         self._machine_of = machine_of
         self._queue = queue
         self._tensors: dict[tuple[int, int], Tensor] = {}  # by key and generation
         self._latest: dict[int, int] = {}  # generation, by key
         self._early: dict[tuple[int, int], list[SumRequest]] = {}
+
+    def divisor(self, spec: TensorSpec) -> int:
+        """By what its sums are divided."""
+        return spec.divisor(len(self._machine_of))
 
     def start(self, tensor: Tensor) -> None:
         """A tensor is agreed, and has its parts."""
@@ -61,7 +72,7 @@ class Scatter:
         self._latest[tensor.key] = tensor.generation
         first = tensor.spec.members(len(self._machine_of))
         itemsize = tensor.spec.dtype.itemsize
-        strips = Strips(tensor.spec, len(self._machine_of))
+        strips = Strips(tensor.spec, len(self._machine_of), self._strip_bytes)
         for part in tensor.parts:
             if isinstance(part, ScatterPart):
                 position = first.index(part.owner)
@@ -156,5 +167,5 @@ class Scatter:
         part.asks = []
         tensor.running += 1
         inputs = tuple(part.sums[machine] for machine in sorted(part.sums))
-        divisor = tensor.spec.divisor(len(self._machine_of))
+        divisor = self.divisor(tensor.spec)
         return [*actions, Compute(part, tensor.spec.op, inputs, part.outputs, divisor)]

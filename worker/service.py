@@ -7,20 +7,18 @@ a launcher that ends it), when the scheduler says so, or by SIGTERM; with an err
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 
 from byteps_py import last_words
-from byteps_py.channel import Listener
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, from_name
-from byteps_py.kernels.engine import Engine, default_threads
+from byteps_py.kernels.engine import default_threads
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.last_words import Blame
 from byteps_py.log import logger
-from byteps_py.loop import EventLoop
 from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.client import connect
+from byteps_py.runtime import Runtime
+from byteps_py.scheduler.client import Connect
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.wording import STOPPED
@@ -51,47 +49,60 @@ _LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DTy
 
 
 class Service:
-    """``run`` returns the process's exit code."""
+    """``run`` returns the process's exit code. The classes are those that it makes; a subclass may name others."""
 
-    def __init__(self, settings: Settings, stay: bool) -> None:
+    readiness_class: type[Readiness] = Readiness
+    desk_class: type[Desk] = Desk
+    elastic_desk_class: type[ElasticDesk] = ElasticDesk
+    peers_class: type[PeerMachines] = PeerMachines
+    rejoining_class: type[Rejoining] = Rejoining
+    accusations_class: type[Accusations] = Accusations
+    group_class: type[Group] = Group
+    probe_class: type[Probe] = Probe
+    link_class: type[BatchingLink] = BatchingLink
+
+    def __init__(self, settings: Settings, stay: bool, connect: Connect, runtime: Runtime) -> None:
         self._settings = settings
         self._stay = stay
         self._exit_code = 0
-        self._started = time.monotonic()
-        self._loop = EventLoop()
-        self._listener = Listener(local_socket(settings, "cs"))
-        self._engine = Engine(default_threads(settings.worker_threads), "byteps-worker")
-        self._prefaulter = Engine(1, "byteps-prefault")
-        self._ready = Readiness(self._engine, self._loop, self._kernel_failed)
+        self._runtime = runtime
+        self._loop = runtime.loop
+        self._started = self._loop.time()
+        self._listener = runtime.local_listener(local_socket(settings, "cs"))
+        self._engine = runtime.engine(default_threads(settings.worker_threads), "byteps-worker")
+        self._prefaulter = runtime.engine(1, "byteps-prefault")
+        self._ready = self.readiness_class(runtime.kernels.prepare, self._engine, self._loop, self._kernel_failed)
         self._rejoining: Rejoining | None = None
         self._desk = self._open_desk(settings)
         self._group: Group | None = None
         self._peers: PeerMachines | None = None
         if settings.num_workers > 1 or settings.elastic:
-            self._peers = PeerMachines(self._loop, settings, self._requested, self._machine_gone)
+            self._peers = self.peers_class(runtime, settings, self._requested, self._machine_gone)
         self._probe: Probe | None = None
         self._overdue = Overdue(settings.stall_limit_s)
         self._member_id = 0
         self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
-        self._accusations = Accusations()
+        self._accusations = self.accusations_class()
         self._warned_s: dict[int, float] = {}  # of servers that can't be reached: when, by member id
         link = connect(
             settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
             self._scheduler_away, self._scheduler_back,
         )  # fmt: skip
-        self._link = BatchingLink(link, self._loop)
+        self._link = self.link_class(link, self._loop)
         self._farewell = self._new_farewell()
 
     def _open_desk(self, settings: Settings) -> Desk:
         if not settings.elastic:
-            return Desk(self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed)
-        desk = ElasticDesk(
-            self._loop, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._wants_group,
+            return self.desk_class(
+                self._runtime, self._listener, settings.local_size, self._rank_died, self._ranks_changed
+            )
+        desk = self.elastic_desk_class(
+            self._runtime, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._wants_group,
             settings.start_timeout_s,
         )  # fmt: skip
-        self._rejoining = Rejoining(desk, self._send)
+        self._rejoining = self.rejoining_class(desk, self._send)
         return desk
 
     def _send(self, message: pb.MemberMessage) -> None:
@@ -190,7 +201,7 @@ class Service:
             self._ready.when_done(functools.partial(self._measure, message.measure))
         elif body == "still":
             valid_s = 2 * silence_s(self._settings, self._loop)
-            self._accusations.asked(message.still.member_id, time.monotonic(), valid_s)
+            self._accusations.asked(message.still.member_id, self._loop.time(), valid_s)
         elif body == "stalled":
             self._overdue.said(message.stalled.message)
             logger.warning("%s", message.stalled.message)
@@ -209,7 +220,7 @@ class Service:
                 self._rejoining.dissolve(error)
                 self._end_group()
             elif body == "failure" and message.failure.orderly and self._group is not None:
-                self._group.waits.departed(time.monotonic(), answer.message, set(message.failure.ranks))
+                self._group.waits.departed(self._loop.time(), answer.message, set(message.failure.ranks))
                 self._farewell.departed(message.failure.ranks)
                 self._settle()
             else:
@@ -239,7 +250,7 @@ class Service:
         def done(mbit: float) -> None:
             self._link.send(pb.MemberMessage(measured=pb.Measured(turn=measure.turn, mbit=mbit)))
 
-        self._probe = Probe(self._loop, self._settings, self._settings.worker_id, measure.address, done)
+        self._probe = self.probe_class(self._runtime, self._settings, self._settings.worker_id, measure.address, done)
 
     def _begin(self, membership: pb.Membership) -> None:
         """The cluster, or an elastic job's next group, is complete."""
@@ -247,10 +258,10 @@ class Service:
         if self._member_id not in ids:
             return  # an elastic job goes on without this machine
         around = Surroundings(
-            self._loop, self._settings, self._stay, self._ready, self._desk, self._peers, self._send, self._fail,
+            self._runtime, self._settings, self._stay, self._ready, self._desk, self._peers, self._send, self._fail,
             self._prefault, self._server_lost, self._machine_lost,
         )  # fmt: skip
-        self._group = Group(around, membership, ids.index(self._member_id))
+        self._group = self.group_class(around, membership, ids.index(self._member_id))
         self._farewell.open(membership.workers_since, self._group.lacks, self._group.owes)
         self._group.open()
 
@@ -278,7 +289,7 @@ class Service:
             self._scheduler_away(error)
 
     def _scheduler_away(self, error: BytePSError) -> None:
-        self._overdue.away(time.monotonic())
+        self._overdue.away(self._loop.time())
         # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
         if self._group is not None and self._desk.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
@@ -296,12 +307,12 @@ class Service:
     # ---- waiting too long ------------------------------------------------------------------------------
 
     def _waiting(self, age_s: float) -> list[pb.Waiting]:
-        return self._group.waits.longer_than(age_s, time.monotonic()) if self._group is not None else []
+        return self._group.waits.longer_than(age_s, self._loop.time()) if self._group is not None else []
 
     def _tick(self) -> None:
         self._loop.call_later(_TICK_S, self._tick)
         self._settle()
-        now = time.monotonic()
+        now = self._loop.time()
         why, is_news = self._group.waits.vain(now) if self._group is not None else ("", False)
         if why:
             self._group_lost(PeerLostError(why), report=is_news)
@@ -339,7 +350,7 @@ class Service:
     def _server_lost(self, sentence: str, member_id: int, has_ended: bool) -> None:
         """Others can do its work, once the scheduler says which. Not later than the stall limit allows."""
         self._warn_of(member_id, sentence, has_ended)
-        is_sure = has_ended or self._accusations.is_sure(member_id, time.monotonic())
+        is_sure = has_ended or self._accusations.is_sure(member_id, self._loop.time())
         lost = pb.Unreachable(member_id=member_id, reason=sentence, is_sure=is_sure)
         self._link.send(pb.MemberMessage(unreachable=lost))
         if self._is_headless:
@@ -355,7 +366,7 @@ class Service:
     def _warn_of(self, member_id: int, sentence: str, has_ended: bool) -> None:
         """Once in a while, and not when it is known that the job has failed. Of one whose process has ended, the
         scheduler says why."""
-        now = time.monotonic()
+        now = self._loop.time()
         is_news = now >= self._warned_s.get(member_id, -_WARN_AGAIN_S) + _WARN_AGAIN_S
         if has_ended or self._desk.failure is not None or not is_news:
             logger.info("%s", sentence)

@@ -13,9 +13,6 @@ from byteps_py.tensors import differing
 from byteps_py.worker.endings import seen, untaken
 from byteps_py.worker.pieces import ALL, Channel, DirectAction, Member, Receipt, Refuse, Request, Serve
 
-#: Requests for what no local rank has declared, or handed over, yet; more can't come from correct machines.
-MAX_EARLY = 1 << 16
-
 
 def parties(channel: Channel, asked: Request | Receipt) -> tuple[Member | None, int, int]:
     """The member who has the piece, if it has declared the name; who takes it, as in ``Offer.left``; and for whom, the
@@ -67,7 +64,7 @@ def serve(channel: Channel, request: Request) -> list[DirectAction]:
 
 
 def _keep(channel: Channel, request: Request) -> list[DirectAction]:
-    if len(channel.requests) >= MAX_EARLY:
+    if len(channel.requests) >= channel.most_requests:
         raise ProtocolError(f"tensor {channel.spec.name!r}: machine {request.machine} asks for too much too soon")
     channel.requests.append(request)
     return []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 from byteps_py.loop import EventLoop
@@ -69,7 +68,7 @@ class Sights:
     def _say(self, rank: RankConnection, what: str) -> None:
         who = self._describe(rank.local_rank, rank.pid)
         if rank.rounds:
-            ago_s, name = time.monotonic() - rank.last_done_s, self._name_of(rank.last_slot)
+            ago_s, name = self._loop.time() - rank.last_done_s, self._name_of(rank.last_slot)
             last = f"has got {count_text(rank.rounds, 'result')}, the last {ago_s:.1f} s ago ({name})"
         else:
             last = "has not got any result yet"

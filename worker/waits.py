@@ -21,6 +21,8 @@ class Waits:
     """``stay``: the service waits for ranks that come back; then a rank has left only when its process has ended.
     ``silence_s()``: after so long a silence a server counts as lost, and others begin to do its work."""
 
+    needs = staticmethod(needs)
+
     def __init__(
         self,
         requests: Requests,
@@ -74,7 +76,7 @@ class Waits:
                     break
         for channel, member in self._direct.members():
             if member.is_waited_for:
-                add(channel.spec.name, member.round, [member.slot], needs(channel, member))
+                add(channel.spec.name, member.round, [member.slot], self.needs(channel, member))
         for rank in self._requests.executor.ranks.values():
             for wait in rank.direct_waits.values():
                 if (age := now - wait.since) > age_s:

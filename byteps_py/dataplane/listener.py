@@ -42,8 +42,6 @@ _STRANGER_REFUSALS_PER_S = 100
 _MOST_CHALLENGES = 256
 #: Of so many that have gone, what is still unread is dropped without a word.
 _REMEMBERED = 256
-#: Answers that wait for a peer to read them. A machine keeps 8192 requests for a second try.
-_MOST_UNREAD = 1 << 16
 #: Damaged messages in a row after which a connection is cut: on the next one all is said again.
 _MOST_DAMAGED = 16
 
@@ -82,6 +80,9 @@ class RemotePeer(Peer):
 
 class DataListener:
     """Listens on ``tcp://host``, any port. ``on_message``: one of ``kinds`` came; ``on_gone``: a peer went away."""
+
+    #: Answers that wait for a peer to read them. A machine keeps 8192 requests for a second try.
+    most_unread = 1 << 16
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class DataListener:
             zmq.HEARTBEAT_TTL: min(timeout_ms, 6_553_000),
             zmq.RCVHWM: 1024,  # in messages; what a CS has in flight is limited in bytes by its own credit
             # Far more than anybody asks for at once: a peer that asks on and on, and reads no answer, counts as gone.
-            zmq.SNDHWM: _MOST_UNREAD,
+            zmq.SNDHWM: self.most_unread,
         }
         for option, value in options.items():
             self.socket.setsockopt(option, value)

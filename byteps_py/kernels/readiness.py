@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from byteps_py.kernels.engine import Done, Engine, Work
-from byteps_py.kernels.reduction import prepare
 from byteps_py.loop import EventLoop
 from byteps_py.tensors import Checks, DType, Op
 
@@ -16,9 +15,13 @@ Pair = tuple[Op, DType] | tuple[Op, DType, Checks]
 
 
 class Readiness:
-    """``failed(error)``: a kernel can't be compiled; what waited for it has failed with the same error."""
+    """``prepare``: kernels.prepare. ``failed(error)``: a kernel can't be compiled; what waited for it has failed with
+    the same error."""
 
-    def __init__(self, engine: Engine, loop: EventLoop, failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, prepare: Callable[..., None], engine: Engine, loop: EventLoop, failed: Callable[[BaseException], None]
+    ) -> None:
+        self._prepare = prepare
         self._engine = engine
         self._loop = loop
         self._failed = failed
@@ -36,7 +39,7 @@ class Readiness:
         for pair in pairs:
             if pair not in self and pair not in self._waiting:
                 self._waiting[pair] = []
-                self._engine.submit(0, lambda pair=pair: _prepare(pair), self._reporter(pair))  # type: ignore[misc]
+                self._engine.submit(0, lambda pair=pair: self._make_ready(pair), self._reporter(pair))  # type: ignore[misc]
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, when nothing is being prepared: at once, or later."""
@@ -56,6 +59,11 @@ class Readiness:
             self.expect([pair])
             self._waiting[pair].append((priority, work, done))
 
+    def _make_ready(self, pair: Pair) -> None:
+        """Any thread."""
+        op, dtype, *checks = pair
+        self._prepare([(op, dtype)], *checks)
+
     def _reporter(self, pair: Pair) -> Done:
         return lambda error: self._loop.post(lambda: self._prepared(pair, error))
 
@@ -73,8 +81,3 @@ class Readiness:
             callbacks, self._when_done = self._when_done, []
             for callback in callbacks:
                 callback()
-
-
-def _prepare(pair: Pair) -> None:
-    op, dtype, *checks = pair
-    prepare([(op, dtype)], *checks)

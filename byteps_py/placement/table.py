@@ -69,6 +69,9 @@ class PlacementTable:
     (20480, 4096)
     """
 
+    #: What is too little to be cut off is also too little to move.
+    margin_bytes = 2 * MIN_CUT_BYTES
+
     def __init__(self, servers: Iterable[tuple[int, int]], partition_bytes: int) -> None:
         if partition_bytes < 1:
             raise UsageError(f"partition_bytes must be at least 1, got {partition_bytes}")
@@ -147,8 +150,7 @@ class PlacementTable:
         """
         total = self.nbytes
         self._set_servers(servers)
-        # What is too little to be cut off is also too little to move.
-        bounds = [bound + 2 * MIN_CUT_BYTES for bound in self._bounds(total, total)]
+        bounds = [bound + self.margin_bytes for bound in self._bounds(total, total)]
         homeless: list[tuple[int, int]] = []
         held: list[list[tuple[int, int, int]]] = [[] for _ in self._ids]  # (length, key, index) of each server
         for key, tensor in self._tensors.items():

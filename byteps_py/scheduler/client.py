@@ -31,6 +31,22 @@ class ControlLink(Protocol):
         """Leave the cluster and end the link; returns within seconds, whatever the scheduler does."""
 
 
+class Connect(Protocol):
+    """``connect``, as services are given it."""
+
+    def __call__(
+        self,
+        settings: Settings,
+        register: pb.Register,
+        loop: EventLoop,
+        on_message: Callable[[pb.SchedulerMessage], None],
+        on_lost: Callable[[BytePSError], None],
+        heartbeat: Callable[[], pb.Heartbeat],
+        on_away: Callable[[BytePSError], None],
+        on_back: Callable[[], None],
+    ) -> ControlLink: ...
+
+
 def connect(
     settings: Settings,
     register: pb.Register,

@@ -31,15 +31,19 @@ REGISTER_TIMEOUT_S = PATIENCE_S - 0.5  # a connection that has not said by then 
 
 
 class SchedulerCore:
+    job_class: type[Job] = Job
+    elastic_class: type[Elastic] = Elastic
+    silence_class: type[Silence] = Silence
+
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
-        self._job = Job(config)
+        self._job = self.job_class(config)
         self._roster = self._job.roster
         self._group = Group(self._job, config.num_workers, 0)
         self._watch = Watch(self._job, self._group)
-        self._elastic = Elastic(config, self._roster) if config.elastic else None
+        self._elastic = self.elastic_class(config, self._roster) if config.elastic else None
         self._services = Services(self._job, self._elastic)
-        self._silence = Silence(config)
+        self._silence = self.silence_class(config)
         self._forming = Forming(self._job)
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
         self._connections: set[int] = set()

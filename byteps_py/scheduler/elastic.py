@@ -19,9 +19,13 @@ _OF_A_GROUP = ("declare", "arrive", "join", "idle", "gone", "sight", "applied", 
 
 
 class Elastic:
+    reforming_class: type[Reforming] = Reforming
+
     def __init__(self, config: ClusterConfig, roster: Roster) -> None:
         self._roster = roster
-        self._reforming = Reforming(config.min_ranks, config.max_ranks, config.elastic_timeout_s, config.reset_limit)
+        self._reforming = self.reforming_class(
+            config.min_ranks, config.max_ranks, config.elastic_timeout_s, config.reset_limit
+        )
 
     @property
     def is_active(self) -> bool:

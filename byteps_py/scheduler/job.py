@@ -25,9 +25,11 @@ ENDED = pb.StatusReply.STATE_ENDED
 class Job:
     """What the parts of the scheduler share. ``over_s``: since when it has ended or failed."""
 
+    roster_class: type[Roster] = Roster
+
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
-        self.roster = Roster(config)
+        self.roster = self.roster_class(config)
         self.state: pb.StatusReply.State = FORMING
         self.reason = self.roster.missing()
         self.over_s: float | None = None

@@ -134,11 +134,12 @@ def _unusable(path: Path, error: OSError) -> JournalError:
 
 
 class Journal:
-    """``frames``: what was there already."""
+    """``frames``: what was there already. ``compact_bytes``: so long it is before it may be replaced by a snapshot."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, compact_bytes: int = COMPACT_BYTES) -> None:
         """Open or create it. Raises JournalError: damaged, somebody else's, or in use by another scheduler."""
         self.path = path
+        self._compact_bytes = compact_bytes
         self._waiting: list[JournalRecord] = []
         self._size = self._first_size = 0
         try:
@@ -181,7 +182,7 @@ class Journal:
     @property
     def is_long(self) -> bool:
         """It is time for ``replace``: much more has been written than a snapshot takes."""
-        return self._size > max(COMPACT_BYTES, 4 * self._first_size)
+        return self._size > max(self._compact_bytes, 4 * self._first_size)
 
     def replace(self, first: JournalFrame) -> None:
         """A journal that begins with this, at once in the place of this one: a crash leaves the one or the other.

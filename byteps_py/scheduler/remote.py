@@ -24,9 +24,6 @@ from byteps_py.scheduler.resuming import MemberSession
 from byteps_py.scheduler.steady import retry_steadily
 from byteps_py.settings import Settings
 
-CLOSE_TIMEOUT_S = 5.0
-#: How long a scheduler may be away until processes that end don't wait for it any more, to say that they leave.
-AWAY_CLOSE_S = 2.0
 RETRY_S = 0.1
 #: Absences so short are not told, and after so many tries there is no hurry any more.
 SHORT_S = 0.5
@@ -45,6 +42,11 @@ class _Stream:
 class RemoteControl:
     """A ControlLink. ``_lock`` guards the session, the stream and what is said about them."""
 
+    close_timeout_s = 5.0
+
+    #: How long a scheduler may be away until processes that end don't wait for it any more, to say that they leave.
+    away_close_s = 2.0
+
     def __init__(
         self,
         settings: Settings,
@@ -56,6 +58,7 @@ class RemoteControl:
         on_away: Callable[[BytePSError], None],
         on_back: Callable[[], None],
     ) -> None:
+        self.steady_connections = 0
         self._settings = settings
         self._address = settings.scheduler_address
         self._loop = loop
@@ -102,15 +105,15 @@ class RemoteControl:
                 self._stream.outgoing.put(None)
         if is_member and not self._is_over:  # the scheduler ends the stream once it has our Leave
             away_s = 0.0 if self._away_since_s is None else time.monotonic() - self._away_since_s
-            self._thread.join(CLOSE_TIMEOUT_S if is_here else max(0.0, AWAY_CLOSE_S - away_s))
+            self._thread.join(self.close_timeout_s if is_here else max(0.0, self.away_close_s - away_s))
         with self._lock:
             self._gives_up.set()
             attempt = self._attempt
         if attempt is not None:
             attempt.cancel()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(self.close_timeout_s)
         if attempt is not None and attempt.sender is not None:
-            attempt.sender.join(CLOSE_TIMEOUT_S)
+            attempt.sender.join(self.close_timeout_s)
 
     def _say(self, message: pb.MemberMessage) -> None:
         """With the lock held."""
@@ -190,7 +193,7 @@ class RemoteControl:
                         self._pass_on(message)
                     return error
                 if message.HasField("welcome"):
-                    retry_steadily(self._settings.scheduler_port)
+                    self.steady_connections = retry_steadily(self._settings.scheduler_port)
                 self._receive(message, stream)
         except ProtocolError as error:
             call.cancel()

@@ -45,7 +45,8 @@ def restore(config: ClusterConfig, journal: Journal | None) -> Restored:
         return begin(config, journal, 0, 0.0)
     records = [record for frame in journal.frames for record in frame.records]
     try:
-        sessions, at_s = replay(known, records, journal.frames[0].snapshot)
+        sessions = Sessions(known)
+        at_s = replay(sessions, records, journal.frames[0].snapshot)
     except JournalError as error:
         raise JournalError(f"{error} ({journal.path}; move it away to begin the job anew)") from None
     journal.frames.clear()
@@ -54,13 +55,12 @@ def restore(config: ClusterConfig, journal: Journal | None) -> Restored:
     return Restored(sessions, known, at_s, len(records))
 
 
-def replay(config: ClusterConfig, records: list[JournalRecord], snapshot: bytes = b"") -> tuple[Sessions, float]:
-    """The sessions after these records, and the time of the last one. Raises JournalError."""
-    sessions = Sessions(config)
+def replay(sessions: Sessions, records: list[JournalRecord], snapshot: bytes = b"") -> float:
+    """Bring new sessions to where these records end. Returns the time of the last one. Raises JournalError."""
     at_s = sessions.restore(snapshot) if snapshot else 0.0
     for record in records:
         sessions.replay(record)
-    return sessions, records[-1].at_s if records else at_s
+    return records[-1].at_s if records else at_s
 
 
 def compact(config: ClusterConfig, journal: Journal, sessions: Sessions, at_s: float) -> None:

@@ -35,16 +35,20 @@ from byteps_py.scheduler.returning import Returning
 from byteps_py.scheduler.session import Sent, Session, check
 from byteps_py.scheduler.snapshot import freeze, thaw
 
-#: Messages that a member has not confirmed; one that takes none of so many is lost.
-MAX_UNHEARD = 10_000
 #: What members say without a number, and the news that it may lead to. Both may be lost with a connection.
 _NEWS = ("heartbeat", "sight")
 _FLEETING = ("stalled", "sight", "slow")
 
 
 class Sessions:
+    """``core_class``, as similar attributes of other classes: what it makes; a subclass may name another."""
+
+    core_class: type[SchedulerCore] = SchedulerCore
+    #: Messages that a member has not confirmed; one that takes none of so many is lost.
+    most_unheard = 10_000
+
     def __init__(self, config: ClusterConfig, write: Callable[[JournalRecord], None] | None = None) -> None:
-        self.core = SchedulerCore(config)
+        self.core = self.core_class(config)
         self.write = write
         self.restarts = 0
         self._timeout_s = config.heartbeat_timeout_s
@@ -113,7 +117,7 @@ class Sessions:
         for session in sessions:
             if session.away_until_s is not None and now_s >= session.away_until_s and not nobody_is_back:
                 out += self._lose(session, session.away_why, now_s)
-            elif len(session.outbox) > MAX_UNHEARD and session.stream is not None:
+            elif len(session.outbox) > self.most_unheard and session.stream is not None:
                 out += self._lose(session, f"it has confirmed none of {len(session.outbox)} messages", now_s)
         for connection, why in self.core.silent(now_s):
             if self._sessions[connection].stream is not None:  # whoever is away has a deadline of its own

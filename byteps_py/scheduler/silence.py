@@ -17,6 +17,8 @@ _KEPT = 100  # times of being held up; older ones are of no account
 
 
 class Silence:
+    detector_class: type[FailureDetector] = FailureDetector
+
     def __init__(self, config: ClusterConfig) -> None:
         self._interval_s, self._timeout_s = config.heartbeat_interval_s, config.heartbeat_timeout_s
         self._ceiling_s = config.patience_s
@@ -76,7 +78,7 @@ class Silence:
 
     def _detector(self, member: MemberRecord) -> FailureDetector:
         if member.detector is None:
-            member.detector = FailureDetector(self._interval_s, self._timeout_s, self._ceiling_s)
+            member.detector = self.detector_class(self._interval_s, self._timeout_s, self._ceiling_s)
         return member.detector
 
     def _silence_s(self, member: MemberRecord, now_s: float) -> float:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +26,13 @@ from byteps_py.session import words
 from byteps_py.session.base import Slot
 from byteps_py.session.line import Line
 from byteps_py.session.slots import Slots
+from byteps_py.shm import Segment
 from byteps_py.stack_dump import StackDump, open_stack_dump
 from byteps_py.strips import STRIP_BYTES
 from byteps_py.tensors import Layout, TensorSpec
 
 #: The service itself reports what stalls; this much later the session no longer believes in the service.
 _PATIENCE_S = 30.0
-#: Who leaves, and waits longer than this for others to take what it has given them, says so.
-_UNSETTLED_S = 10.0
 _log = logging.getLogger("byteps_py")
 
 _DONE = int(Kind.DONE)  # a plain integer: by far the most frequent
@@ -52,6 +51,12 @@ class RemoteSession(Line):
     ``synced_in``: the ``since_epoch`` of the latest group that this rank has the state of, 0 if it has none.
     """
 
+    #: A rank that leaves, and waits longer than this for others to take what it has given them, says so.
+    unsettled_s: float = 10.0
+    strip_bytes: int = STRIP_BYTES
+    map_segment: Callable[[int, int], Segment] = staticmethod(Segment)
+    open_stack_dump: Callable[[], StackDump | None] = staticmethod(open_stack_dump)
+
     def __init__(
         self,
         channel: Channel,
@@ -66,7 +71,7 @@ class RemoteSession(Line):
         self._pid = os.getpid()
         self._stall_limit_s = stall_limit_s
         self._stack: StackDump | None = None
-        self._slots = Slots()
+        self._slots = Slots(self.map_segment)
         self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the last one
         self._asked: dict[int, Sequence[TensorSpec]] = {}  # by request: what is being declared
         self._declared: dict[int, list[Slot]] = {}
@@ -86,7 +91,7 @@ class RemoteSession(Line):
             start_timeout_s + _PATIENCE_S,
             lambda: "the communication service of this machine did not answer",
         )
-        self._stack = open_stack_dump()
+        self._stack = self.open_stack_dump()
         if self._stack is not None:
             channel.send(protocol.pack(Kind.STACK), (self._stack.fd,))
         facts = self._welcome
@@ -199,7 +204,7 @@ class RemoteSession(Line):
             raise slot.error.with_traceback(None)
 
     def take_in_strips(self, slot: Slot) -> bool:
-        if self.num_machines == 1 or len(slot.result) < 2 * STRIP_BYTES:
+        if self.num_machines == 1 or len(slot.result) < 2 * self.strip_bytes:
             return False
         self.tell(protocol.pack(Kind.STRIPS, slot=slot.id))
         return True
@@ -256,7 +261,8 @@ class RemoteSession(Line):
             return
         self.tell(protocol.pack(Kind.SETTLE))
         try:
-            self.wait_until(lambda: self._is_settled, _UNSETTLED_S, lambda: "not all have taken what they are given")
+            waiting = "not all have taken what they are given"
+            self.wait_until(lambda: self._is_settled, self.unsettled_s, lambda: waiting)
         except StallError:
             limit_s = self._limit(None)
             _log.warning(

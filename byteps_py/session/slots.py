@@ -5,7 +5,7 @@ Not locked: the session calls with its own lock held.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from byteps_py.errors import BytePSError, ProtocolError
@@ -15,7 +15,10 @@ from byteps_py.tensors import TensorSpec
 
 
 class Slots:
-    def __init__(self) -> None:
+    """``map_segment(descriptor, bytes)``: maps shared memory."""
+
+    def __init__(self, map_segment: Callable[[int, int], Segment] = Segment) -> None:
+        self._map_segment = map_segment
         self._segments: dict[int, Segment] = {}
         self._by_name: dict[str, Slot] = {}
         self._by_id: dict[int, Slot] = {}
@@ -30,7 +33,7 @@ class Slots:
     def add_segment(self, number: int, fd: int, nbytes: int) -> None:
         if number in self._segments:
             raise ProtocolError(f"segment {number} comes twice")
-        self._segments[number] = Segment(fd, nbytes)
+        self._segments[number] = self._map_segment(fd, nbytes)
 
     def add(self, spec: TensorSpec, fields: dict[str, Any]) -> Slot:
         """The slot for ``spec`` that a DECLARED message describes, in place of the name's earlier one."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,12 @@ def _kind(spec: TensorSpec) -> str:
 class Watch(Observer):
     """The observer of a rank's session: counts bytes, and keeps the timeline if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.timeline: Timeline | None = None
         self._lock = threading.Lock()
         self._bytes = 0
-        self._since = time.monotonic()
+        self._since = clock()
         self._speed: tuple[int, float] | None = None
 
     def begun(self, slot: Slot, at_ns: int | None = None) -> None:
@@ -143,7 +145,7 @@ class Watch(Observer):
     def delivered(self, slot: Slot) -> None:
         """See Observer."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             if now - self._since >= _SPAN_S:
                 self._end_span(now)
             self._bytes += slot.spec.nbytes
@@ -154,7 +156,7 @@ class Watch(Observer):
     def speed(self) -> tuple[int, float]:
         """(ms since the epoch, MB/s), see get_pushpull_speed."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             if now - self._since >= _SPAN_S:
                 self._end_span(now)
             return self._speed or self._measured(now)

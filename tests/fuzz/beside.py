@@ -13,6 +13,7 @@ from byteps_py.channel import Channel
 from byteps_py.dataplane.peer import Peer
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import PeerLostError
+from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival, SharedMemory
 from byteps_py.server.local import Local, LocalPeer
 from byteps_py.settings import Settings
@@ -104,7 +105,9 @@ class ServerBeside(Target):
         self._loop = _Loop()
         traffic = Traffic(_log_limiter=Limiter(0))
         name = f"byteps-fuzz-{os.getpid()}"
-        self._local = Local(name, _SETTINGS, cast(Any, self._loop), traffic, self._arrived, self._gone, self._withdrawn)
+        self._local = Local(
+            name, _SETTINGS, Runtime(loop=cast(Any, self._loop)), traffic, self._arrived, self._gone, self._withdrawn
+        )
         self._callers: dict[int, tuple[Channel, LocalPeer]] = {}
         for who in (_MEMBER, _STRANGER):
             self._connect(who)

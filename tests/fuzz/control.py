@@ -145,7 +145,8 @@ class Streams(Target):
             self._begin()
 
     def end(self) -> None:
-        again = replay(self._config, self._records)[0]
+        again = Sessions(self._config)
+        replay(again, self._records)
         assert (again.core.state, again.core.reason) == (self._sessions.core.state, self._sessions.core.reason)
 
 

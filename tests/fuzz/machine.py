@@ -17,6 +17,7 @@ from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
 from byteps_py.kernels.readiness import Pair
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime, Thresholds
 from byteps_py.scheduler.declarations import Decided, Declarations
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType
@@ -54,6 +55,9 @@ class Loop:
     def remove_writer(self, fd: int) -> None: ...
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None: ...
 
+    def time(self) -> float:
+        return time.monotonic()
+
     def post(self, callback: Callable[[], None]) -> None:
         self.posted.append(callback)
 
@@ -80,8 +84,8 @@ class Kernels:
         callback()
 
     def submit(self, pair: Pair, priority: int, work: Any, done: Callable[[None], None]) -> None:
-        if isinstance(work.args[0], Compute):
-            compute = work.args[0]
+        compute = next((each for each in work.args if isinstance(each, Compute)), None)
+        if compute is not None:
             dtype, inputs, outputs = compute.part.tensor.spec.dtype, compute.inputs, compute.outputs
             count = compute.part.count
         else:
@@ -123,12 +127,12 @@ class Machine:
         self.sent: list[pb.MemberMessage] = []
         self.ranks: list[Channel] = []  # their ends
         self._epoch = 0
-        loop: Any = self.loop
+        self.runtime = Runtime(loop=cast(Any, self.loop), thresholds=Thresholds(inline_copy=-1))
         door: Any = self._door
         self.desk: Desk = (
-            ElasticDesk(loop, door, RANKS, self._died, lambda: None, self._returned, 1.0)
+            ElasticDesk(self.runtime, door, RANKS, self._died, lambda: None, self._returned, 1.0)
             if is_elastic
-            else Desk(loop, door, RANKS, self._died, lambda: None)
+            else Desk(self.runtime, door, RANKS, self._died, lambda: None)
         )
         self.begin()
 
@@ -142,7 +146,7 @@ class Machine:
             epoch=self._epoch, workers=[worker], servers=[server], partition_bytes=4096, workers_since=self._epoch
         )
         around = Surroundings(
-            cast(Any, self.loop), _SETTINGS, False, cast(Any, self._kernels), self.desk, None, self._send, self._failed,
+            self.runtime, _SETTINGS, False, cast(Any, self._kernels), self.desk, None, self._send, self._failed,
             lambda work: None, self._lost, self._lost,
         )  # fmt: skip
         self.group = self._kernels.group = Group(around, membership, 0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, cast
-from unittest.mock import patch
 
 import zmq
 
@@ -17,7 +17,7 @@ from byteps_py.rank_protocol import Kind as Said
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
 from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind, pack_names
-from byteps_py.worker import courier, network, peers
+from byteps_py.worker import network
 from byteps_py.worker.group import Group, Surroundings
 from byteps_py.worker.peers import PeerMachines
 
@@ -77,7 +77,7 @@ def _all_said() -> list[bytes]:
 class _Link:
     """The way to a server, or to another machine."""
 
-    is_open = True
+    is_open, is_local = True, False
     bytes_sent = bytes_received = 0
 
     def __init__(self, on_answer: Callable[[Header, zmq.Frame | None], None]) -> None:
@@ -134,6 +134,8 @@ class Cluster(Machine):
                 links[_OTHER] = self
 
         class Beside(_Link):
+            is_local = True
+
             def __init__(self, loop: object, name: str, sender: object, *rest: Any) -> None:
                 super().__init__(rest[2])
                 links[_HERE] = self
@@ -143,15 +145,16 @@ class Cluster(Machine):
                 super().__init__(rest[3])
                 links[-1 - int(address)] = self
 
-        for module, stands in (
-            (network, {"TcpLink": ToServer, "LocalLink": Beside}),
-            (peers, {"TcpLink": ToMachine, "DataListener": _Listener}),
-            (courier, {"_INLINE_BYTES": -1}),
-        ):
-            for name, stand in stands.items():
-                patcher = patch.object(module, name, stand)
-                patcher.start()
-                self.patchers.append(patcher)
+        class Links(network.Network):
+            tcp_link_class = cast(Any, ToServer)
+            local_link_class = cast(Any, Beside)
+
+        class Others(PeerMachines):
+            link_class = cast(Any, ToMachine)
+
+        class Linked(Group):
+            network_class = Links
+
         workers = [
             pb.Member(
                 member_id=1 + i, machine_index=i, local_size=RANKS, first_rank=i * RANKS, machine_id=f"node{i}",
@@ -166,18 +169,17 @@ class Cluster(Machine):
         membership = self.membership = pb.Membership(
             epoch=1, workers=workers, servers=servers, partition_bytes=4096, workers_since=1
         )
-        self.peers = PeerMachines(cast(Any, self.loop), _SETTINGS, self._requested, lambda machine: None)
+        runtime = replace(self.runtime, data_listener=cast(Any, _Listener))
+        self.peers = Others(runtime, _SETTINGS, self._requested, lambda machine: None)
         around = Surroundings(
-            cast(Any, self.loop), _SETTINGS, False, cast(Any, self._kernels), self.desk, self.peers, self._send,
+            runtime, _SETTINGS, False, cast(Any, self._kernels), self.desk, self.peers, self._send,
             self._failed, lambda work: None, self._lost, self._lost,
         )  # fmt: skip
-        self.group = self._kernels.group = Group(around, membership, _ME)
+        self.group = self._kernels.group = Linked(around, membership, _ME)
         self.others = {machine: _Peer(machine) for machine in (0, 2)}
         self.group.open()
         self.ranks = [self.knock(protocol.hello(rank, RANKS, 1, 0)) for rank in range(RANKS)]
         self._kernels.check = self.check  # type: ignore[method-assign]
-
-    patchers: list[Any]
 
     def check(self, address: int, nbytes: int) -> None:
         memory = self.group.requests.memory
@@ -201,9 +203,6 @@ class Cluster(Machine):
         if self.group.network is not None:
             self.group.network.close()
         self.peers.close()
-        for patcher in self.patchers:
-            patcher.stop()
-        self.patchers.clear()
 
 
 class Machines(Target):
@@ -219,7 +218,6 @@ class Machines(Target):
 
     def _begin(self) -> None:
         self._begun = self._turn
-        Cluster.patchers = []
         self._cluster = Cluster(is_elastic=False)
         for rank in range(RANKS):
             mine = [spec for spec in _SPECS if _FIRST + rank in spec.members(_SIZE)]

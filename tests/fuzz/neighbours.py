@@ -12,7 +12,7 @@ from typing import Any
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError, StallError
 from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.ledger import MAX_EARLY, Stream
+from byteps_py.session.nearby.ledger import Stream
 from byteps_py.session.nearby.messages import RECORD_BYTES, Kind, Message
 from byteps_py.session.nearby.neighbours import Neighbours
 from byteps_py.session.nearby.receipts import Receipt
@@ -224,7 +224,7 @@ class NeighboursHear(Target):
         assert not any(raw[:_GUARD])
         assert not any(raw[-_GUARD:])
         ledger = self._nearby._ledger
-        assert max(len(ledger._early), len(ledger._unclaimed)) <= MAX_EARLY
+        assert max(len(ledger._early), len(ledger._unclaimed)) <= ledger.most_early
         for theirs in self._theirs:  # what the rank says stays well formed
             while (said := self._said(theirs)) is not None:
                 message = messages.unpack(memoryview(said), len(said))

@@ -18,10 +18,9 @@ from byteps_py.worker.actions import Action, AskSum, Lend
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.peers import events_of
-from byteps_py.worker.pieces import ALL, DirectAction, Receipt, Refuse, Serve, Transfer
+from byteps_py.worker.pieces import ALL, MAX_EARLY, DirectAction, Receipt, Refuse, Serve, Transfer
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.scatter import Scatter, pieces
-from byteps_py.worker.serving import MAX_EARLY
 from byteps_py.worker.tensor import ScatterPart, SumRequest, Tensor
 
 from .base import Target
@@ -68,7 +67,7 @@ class Requests(Target):
 
     def _begin(self) -> None:
         queue = PushQueue[Transfer | AskSum](0)
-        self._direct = Direct(0, _MACHINE_OF, 8, 8, queue)
+        self._direct = Direct(0, _MACHINE_OF, 8, 8, queue, 1 << 18)
         self._scatter = Scatter(0, _MACHINE_OF, queue)
         size = len(_MACHINE_OF)
         self._slots = []

@@ -6,7 +6,6 @@ import gc
 import os
 import socket
 from typing import Any, cast
-from unittest.mock import patch
 
 from google.protobuf.message import DecodeError
 
@@ -15,14 +14,15 @@ from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, PeerLostError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.rank_protocol import Kind
+from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.spec_messages import to_message
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire import Header
-from byteps_py.worker import network
-from byteps_py.worker import service as service_module
 from byteps_py.worker.elastic_desk import ElasticDesk
+from byteps_py.worker.group import Group
+from byteps_py.worker.network import Network
 from byteps_py.worker.service import Service
 
 from .base import Target
@@ -113,7 +113,7 @@ _SAID = (
 class _Link:
     """The way to a server, or to the scheduler; or other machines, or a probe. All that is sent can be sent."""
 
-    is_open, address = True, "tcp://node0:7000"
+    is_open, is_local, address = True, False, "tcp://node0:7000"
     bytes_sent = bytes_received = 0
 
     def __init__(self, *_: object, **__: object) -> None: ...
@@ -136,6 +136,18 @@ class _Link:
         then()
 
 
+class _LocalLink(_Link):
+    is_local = True
+
+
+class _Network(Network):
+    tcp_link_class, local_link_class = cast(Any, _Link), cast(Any, _LocalLink)
+
+
+class _Group(Group):
+    network_class = _Network
+
+
 class ServiceHears(Target):
     """It goes on, or ends in order, by an error of ours; memory is taken for what is there."""
 
@@ -155,10 +167,17 @@ class ServiceHears(Target):
             job_id="fuzz", num_workers=2, local_size=RANKS, elastic=self._lives % 2 == 0, scheduler_host="127.0.0.1",
             scheduler_port=1, node_host="127.0.0.1",
         )  # fmt: skip
-        stands = {"connect": _Link, "EventLoop": lambda: self._loop, "Listener": lambda name: self._door,
-                  "Engine": _Link, "PeerMachines": _Link, "Readiness": lambda *_: self._kernels}  # fmt: skip
-        with patch.multiple(service_module, **cast(Any, stands)):
-            self._service = Service(settings, stay=self._lives % 4 > 1)
+        runtime = Runtime(
+            loop=cast(Any, self._loop), engine=cast(Any, _Link), local_listener=cast(Any, lambda name: self._door)
+        )
+        kernels = self._kernels
+
+        class Alone(Service):
+            readiness_class = cast(Any, staticmethod(lambda *_: kernels))
+            peers_class = probe_class = cast(Any, _Link)
+            group_class = _Group
+
+        self._service = Alone(settings, self._lives % 4 > 1, cast(Any, _Link), runtime)
         self._service._member_id = _ME
         self._ranks: list[Channel] = []
         if self._lives % 8:  # else the group is what comes
@@ -215,38 +234,36 @@ class ServiceHears(Target):
     def _hear(self, message: pb.SchedulerMessage) -> None:
         """As the loop does, and ``run``."""
         service = self._service
-        with patch.multiple(network, TcpLink=_Link, LocalLink=_Link), patch.object(service_module, "Probe", _Link):
-            try:
-                service._on_message(message)
-                if (group := service._group) is not None:
-                    self._kernels.group = group
-                self._read()
-                service._heartbeat().SerializeToString()
-            except BytePSError as error:
-                str(error).encode()
-                service._fail(error)
+        try:
+            service._on_message(message)
+            if (group := service._group) is not None:
+                self._kernels.group = group
+            self._read()
+            service._heartbeat().SerializeToString()
+        except BytePSError as error:
+            str(error).encode()
+            service._fail(error)
 
     def _go_on(self) -> None:
         """Ranks hand over, or come anew; time passes."""
         service = self._service
         group = service._group
-        with patch.multiple(network, TcpLink=_Link, LocalLink=_Link):
-            try:
-                if group is not None and len(group.executor.ranks) < RANKS and len(self._ranks) < 10 * RANKS:
-                    self._come()
-                for slot in list(group.requests.memory.slots.values()) if group is not None else ():
-                    rank = group.executor.ranks.get(slot.local_rank)
-                    if slot.ready_bytes < 0 and rank is not None:
-                        ready = protocol.pack_record(Kind.READY, slot.id, slot.round + 1, slot.spec.nbytes)
-                        self._ranks[-RANKS + slot.local_rank].send(ready)
-                        self._groups += slot.tensor is not None
-                self._read()
-                service._tick()
-                service._pump()
-            except PeerLostError:
-                pass  # a rank's end, here
-            except BytePSError as error:
-                service._fail(error)
+        try:
+            if group is not None and len(group.executor.ranks) < RANKS and len(self._ranks) < 10 * RANKS:
+                self._come()
+            for slot in list(group.requests.memory.slots.values()) if group is not None else ():
+                rank = group.executor.ranks.get(slot.local_rank)
+                if slot.ready_bytes < 0 and rank is not None:
+                    ready = protocol.pack_record(Kind.READY, slot.id, slot.round + 1, slot.spec.nbytes)
+                    self._ranks[-RANKS + slot.local_rank].send(ready)
+                    self._groups += slot.tensor is not None
+            self._read()
+            service._tick()
+            service._pump()
+        except PeerLostError:
+            pass  # a rank's end, here
+        except BytePSError as error:
+            service._fail(error)
 
     def _finish(self) -> None:
         service = self._service

@@ -2,8 +2,8 @@
 
     ranks (real sessions) ── local.py ── services.py (the real CS and SS) ── network.py ── control.py (the real core)
 
-The processes' own code runs as it is; what surrounds a process (time, sockets, threads, kernels, shared memory)
-is put in its place by ``surroundings``. ``run`` is the one entry.
+The processes' own code runs as it is; each is given a ``SimulatedRuntime`` (time, sockets, threads, kernels, shared
+memory), and is made of the classes that ``Parts`` names. ``run`` is the one entry.
 """
 
 from .busy import BusyCluster

@@ -10,23 +10,31 @@ import sys
 import time
 
 from . import KINDS, Cluster, run
+from .all_mutations import ALL_MUTATIONS
+from .parts import Parts
 
 
 def main() -> int:
+    known = {mutation.__name__: mutation for mutation in ALL_MUTATIONS}
     parser = argparse.ArgumentParser(prog="python -m tests.simulator", description=__doc__)
     parser.add_argument("--seeds", default="0:1000", metavar="A:B")
     parser.add_argument("--tail", type=int, default=60, help="lines of the log to print of a failing seed")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many failing seeds")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds; 0: one per core")
     parser.add_argument("--kind", choices=KINDS, default="fixed", help="of job: see KINDS")
+    parser.add_argument("--mutation", choices=sorted(known), default="", help="run a core that is broken so")
     arguments = parser.parse_args()
     first, _, end = arguments.seeds.partition(":")
     seeds = range(int(first), int(end or int(first) + 1))
     jobs = arguments.jobs or len(os.sched_getaffinity(0))
     if jobs > 1 and len(seeds) > 1:
         options = ["--tail", str(arguments.tail), "--failures", str(arguments.failures)]
-        return _share(seeds, jobs, [*options, "--kind", arguments.kind])
-    return _run(seeds, KINDS[arguments.kind], arguments.tail, arguments.failures)
+        options += ["--kind", arguments.kind]
+        if arguments.mutation:
+            options += ["--mutation", arguments.mutation]
+        return _share(seeds, jobs, options)
+    parts = known.get(arguments.mutation, Parts)
+    return _run(seeds, KINDS[arguments.kind], parts, arguments.tail, arguments.failures)
 
 
 def _share(seeds: range, jobs: int, options: list[str]) -> int:
@@ -37,12 +45,12 @@ def _share(seeds: range, jobs: int, options: list[str]) -> int:
     return max(process.wait() for process in processes)
 
 
-def _run(seeds: range, kind: type[Cluster], tail: int, failures: int) -> int:
+def _run(seeds: range, kind: type[Cluster], parts: type[Parts], tail: int, failures: int) -> int:
     began_s = time.monotonic()
     failed, events, faults, trials, done = 0, 0, 0, 0, 0
     gc.disable()  # a run leaves few cycles, and collecting them takes a tenth of the time
     for seed in seeds:
-        report = run(seed, kind)
+        report = run(seed, kind, parts)
         done += 1
         events += report.events
         faults += bool(report.fault)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from byteps_py.scheduler.member import Presence
 
 from .cluster import Cluster
+from .parts import Parts
 from .services import Server, Worker
 from .trials import Strikes
 from .world import InvariantError
@@ -63,8 +64,8 @@ class Starving(Strikes):
 class BusyCluster(Cluster):
     """Nothing else happens to it."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
+        super().__init__(seed, parts)
         self.fault = ""
         self.starving = Starving(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,13 +13,16 @@ from byteps_py.scheduler.services import SUCCESSOR_S
 from byteps_py.settings import Settings
 
 from .control import Place, Scheduler
+from .ledger import Ledger
 from .local import Local
 from .memory import Memory
 from .network import Network
+from .parts import Parts, communication_service, summation_service
 from .program import PARTITION_BYTES, Program
 from .rank import Rank
+from .runtime import Runtimes
 from .services import Server, Worker
-from .surroundings import Surroundings
+from .tables import table_class
 from .trials import Trials
 from .visits import Visits
 from .world import InvariantError, Process, World
@@ -55,8 +59,9 @@ class Cluster:
 
     special: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
         world = self.world = World(seed)
+        self._parts = parts
         rng = world.random
         self.machines = rng.choice((1, 2, 2, 3, 3, 4))
         self.local_sizes = [rng.choice((1, 1, 2, 2, 3)) for _ in range(self.machines)]
@@ -75,8 +80,9 @@ class Cluster:
         self.link_rates = rng.choice(_LINK_RATES)
         self.gpu_machines_sum = self._settings(0).gpu_machines_sum
         self.config = ClusterConfig.from_settings(self._settings(0))
-        self.place = Place(world, self.config)
-        self.surroundings = Surroundings(world, self.memory, self.local, self.network, self.place)
+        self.place = Place(world, self.config, parts.sessions)
+        self.ledger = Ledger(self.memory, lambda: world.active.group)
+        self.runtimes: Runtimes
         self.trials = Trials(self)
         self.visits = Visits(self)
         self.program = Program.make(rng, sum(self.local_sizes))
@@ -127,7 +133,7 @@ class Cluster:
         return settings
 
     def start(self) -> None:
-        """Under the surroundings."""
+        self.runtimes = Runtimes(self.world, self.memory, self.local, self.network, self.ledger)
         for machine in range(self.machines):
             self.start_services(machine)
         for number in range(self.cpu_machines):
@@ -137,9 +143,10 @@ class Cluster:
 
     def start_services(self, machine: int) -> None:
         """Of a GPU machine."""
-        worker = self.surroundings.booting = self.new_worker(machine)
+        worker = self.new_worker(machine)
         self.workers.append(worker)
-        worker.start(self._settings(machine))
+        kind = communication_service(self._parts, table_class(self.world.seed))
+        worker.start(kind, self._settings(machine), self.place.link, self.runtimes.of_communication_service(worker))
         if self.gpu_machines_sum:
             self.start_server(f"server on machine {machine}", machine)
 
@@ -148,15 +155,19 @@ class Cluster:
             self.ranks.append(self.new_rank(self._settings(machine, local_rank)))
 
     def new_worker(self, machine: int) -> Worker:
-        return Worker(self.world, self.memory, machine, self.surroundings.ledger)
+        return Worker(self.world, self.memory, machine, self.ledger)
 
     def new_rank(self, settings: Settings) -> Rank:
-        return Rank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, self.results)
+        rank = Rank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, self.results)
+        rank.strip_bytes = self.runtimes.thresholds.strip
+        return rank
 
     def start_server(self, name: str, machine: int) -> str:
         """``machine``: of the GPU machines; -1: a CPU machine of its own."""
-        server = self.surroundings.booting = Server(self.world, self.memory, name, machine)
-        server.start(self._settings(machine if machine >= 0 else -1 - len(self.servers)), self.surroundings.connect)
+        server = Server(self.world, self.memory, name, machine)
+        settings = self._settings(machine if machine >= 0 else -1 - len(self.servers))
+        runtime = self.runtimes.of_summation_service(server)
+        server.start(summation_service(self._parts), settings, self.place.link, runtime)
         self.servers.append(server)
         return name
 
@@ -266,18 +277,21 @@ class Cluster:
         return not process.was_member or (bool(self.world.trials) and process.address not in left)
 
 
-def run(seed: int, kind: type[Cluster] = Cluster) -> Report:
-    cluster = kind(seed)
+def run(seed: int, kind: type[Cluster] = Cluster, parts: type[Parts] = Parts) -> Report:
+    cluster = kind(seed, parts)
     violation = ""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        with cluster.surroundings.in_place():
-            cluster.start()
-            cluster.run()
+        cluster.start()
+        cluster.run()
     except InvariantError as broken:
         violation = str(broken)
     except Exception as error:
         violation = f"{type(error).__name__}: {error}"
         cluster.world.note("world", violation)
+    finally:
+        logging.disable(disabled)
     world = cluster.world
     fault = "; ".join(world.faults)
     trials = tuple(world.trials)

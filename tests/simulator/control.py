@@ -32,8 +32,9 @@ _CLOSE_S = 4.0  # somewhat longer than the real one, so that who leaves while th
 class Place:
     """The scheduler's address: whoever is there, and the journal. ``epoch``: the highest that anybody can know of."""
 
-    def __init__(self, world: World, config: ClusterConfig) -> None:
+    def __init__(self, world: World, config: ClusterConfig, kind: type[Sessions]) -> None:
         self.world = world
+        self.kind = kind
         self.config = config
         self.disk: list[bytes] = []
         self.epoch = 0
@@ -59,12 +60,13 @@ class Scheduler(Process):
         self._held: list[Sent] = []
         self._is_flushing = False
         if place.disk:
-            self.sessions, at_s = replay(place.config, [JournalRecord.FromString(record) for record in place.disk])
+            self.sessions = place.kind(place.config)
+            at_s = replay(self.sessions, [JournalRecord.FromString(record) for record in place.disk])
             self._clock_s = at_s - self.world.now_s
             self.sessions.write = self._unsafe.append
             self.sessions.restart(at_s)
         else:
-            self.sessions = Sessions(place.config, self._unsafe.append)
+            self.sessions = place.kind(place.config, self._unsafe.append)
             self._clock_s = -self.world.now_s
         self.on_end.append(self._cut_all)
         self._tick()

@@ -12,6 +12,7 @@ from .cluster import Cluster
 from .elastic_rank import ElasticRank
 from .groups import Book
 from .local import Channel
+from .parts import Parts
 from .rank import Rank
 from .services import Worker
 from .shocks import Shocks
@@ -27,8 +28,8 @@ class ElasticWorker(Worker):
     book: Book | None = None
     cluster: ElasticCluster
 
-    def start(self, settings: Settings, stay: bool = True) -> None:
-        super().start(settings, stay)
+    def start(self, *given: Any) -> None:
+        super().start(*given)
         service: Any = self._service
         self._begin, service._begin = service._begin, self._note_begin
         self._welcome, service._desk._welcome = service._desk._welcome, self._note_welcome
@@ -60,8 +61,8 @@ class ElasticWorker(Worker):
 class ElasticCluster(Cluster):
     special: ClassVar[dict[str, Any]] = {"elastic": True, "elastic_timeout_s": _ELASTIC_TIMEOUT_S}
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
+        super().__init__(seed, parts)
         self.fault = ""
         self.books: dict[int, Book] = {}
         self.shocks = Shocks(self)
@@ -84,13 +85,14 @@ class ElasticCluster(Cluster):
         return book
 
     def new_worker(self, machine: int) -> Worker:
-        worker = ElasticWorker(self.world, self.memory, machine, self.surroundings.ledger)
+        worker = ElasticWorker(self.world, self.memory, machine, self.ledger)
         worker.cluster = self
         worker.on_end.append(lambda: self.world.after(_LAUNCHER_S, None, None, lambda: self._end_server(machine)))
         return worker
 
     def new_rank(self, settings: Settings) -> Rank:
         rank = ElasticRank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, {})
+        rank.strip_bytes = self.runtimes.thresholds.strip
         rank.commit_every = self._commit_every
         rank.is_job_over = lambda: self.scheduler.state != RUNNING
         rank.has_reason = lambda: self.shocks.are_losses

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from byteps_py.tensors import Op
+from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.network import Network
 from byteps_py.worker.tensor import Part
 
 from .memory import Memory
+from .network import TcpLink
 from .world import InvariantError
 
 Round = tuple[int, int, int, int, int]  # group of ranks, key, generation, index, round
@@ -56,9 +58,13 @@ class Ledger:
 
 
 class LedgerNetwork(Network):
-    """The real one, with its books kept."""
+    """The real one over simulated links, with its books kept."""
 
-    ledger: Ledger  # set in a subclass per world
+    tcp_link_class = TcpLink
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._runtime.ledger
 
     def push(self, part: Part, round_: int) -> None:
         tensor = part.tensor
@@ -81,3 +87,41 @@ class LedgerNetwork(Network):
         before: Any = part.answer if server not in self._links else None
         super().withdraw(part, round_, server)
         self.ledger.lost_answers += before is not None
+
+
+class Queue(PushQueue):
+    """The real queue, and a count of its own of what it lets pass. Only what breaks the rules is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pushed: dict[Part, float] = {}
+        self._awaited: set[Part] = set()
+
+    @property
+    def pushed_bytes(self) -> int:
+        """Not given back yet."""
+        return sum(part.length for part in self._pushed)
+
+    def give_back(self, part: Part) -> None:
+        super().give_back(part)
+        self._pushed.pop(part, None)
+
+    def add(self, part: Part, priority: int, is_awaited: bool = False) -> None:
+        super().add(part, priority, is_awaited)
+        if is_awaited:
+            self._awaited.add(part)
+
+    def hasten(self, parts: set[Part]) -> None:
+        super().hasten(parts)
+        self._awaited |= parts
+
+    def take(self, now: float) -> Part | None:
+        part = super().take(now)
+        if part is not None:
+            in_flight = sum(other.length for other, at in self._pushed.items() if at > now - self.patience_s)
+            is_too_much = self.credit_bytes and in_flight and in_flight + part.length > self.credit_bytes
+            if is_too_much and part not in self._awaited:
+                raise InvariantError(f"{in_flight + part.length} bytes in flight with a credit of {self.credit_bytes}")
+            self._awaited.discard(part)
+            self._pushed[part] = now
+        return part

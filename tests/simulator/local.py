@@ -48,6 +48,9 @@ class Loop:
         self.readers.pop(source, None)
         self.writers.pop(source, None)
 
+    def time(self) -> float:
+        return self._world.now_s
+
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
         self._world.after(delay_s, self.process, None, callback)
 
@@ -253,12 +256,6 @@ class Local:
         listener.pending.append(far)
         listener.poke()
         return near
-
-    def select(
-        self, readers: list[int], writers: list[int], others: list[int], timeout_s: float
-    ) -> tuple[list[int], ...]:
-        """As ``select.select``, which waits for nothing here."""
-        return [fd for fd in readers if self.sources[fd].is_readable], [], []
 
     def open_pidfd(self, pid: int, process: Process) -> int:
         """A descriptor that ``process`` can read once process ``pid`` is gone."""

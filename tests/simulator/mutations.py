@@ -1,15 +1,18 @@
-"""Cores that are broken on purpose, each in one way: a simulator that does not find out is of no use."""
+"""Cores that are broken on purpose, each in one way: a simulator that does not find out is of no use.
+
+Each class names the parts that are broken, as subclasses of the real ones. Their seeds are of messages as they come:
+batches change which seeds show the rarest, not what can be shown.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-
+from byteps_py.scheduler.core import SchedulerCore
+from byteps_py.scheduler.job import Job
 from byteps_py.scheduler.roster import Roster
-from byteps_py.server import rounds
+from byteps_py.scheduler.sessions import Sessions
 from byteps_py.server.actions import Reduce
 from byteps_py.server.partition import Round, State
 from byteps_py.server.rounds import Rounds
@@ -21,340 +24,393 @@ from byteps_py.worker.desk import Desk
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.joining import Joining
 from byteps_py.worker.memory import Memory
-from byteps_py.worker.network import Network
+from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import Placing
 from byteps_py.worker.requests import Requests
+from byteps_py.worker.scatter import Scatter
 from byteps_py.worker.service import Service
 from byteps_py.worker.tensor import Part, RankSlot, Tensor
 from byteps_py.worker.topology import Topology
 
+from .ledger import LedgerNetwork
+from .parts import Parts
 
-def count_a_duplicate(core: pytest.MonkeyPatch) -> None:
+
+class Unbatched:
+    """In the place of a BatchingLink."""
+
+    def __init__(self, link: Any, _: object) -> None:
+        self.send, self.close = link.send, link.close
+
+    def heard(self, _: object) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+class Mutation(Parts):
+    link = Unbatched
+
+
+def with_roster(roster: type[Roster]) -> type[Sessions]:
+    job = type("Job", (Job,), {"roster_class": roster})
+    core = type("SchedulerCore", (SchedulerCore,), {"job_class": job})
+    return type("Sessions", (Sessions,), {"core_class": core})
+
+
+class CountADuplicate(Mutation):
     """A server that counts contributions, whoever sends them."""
-    real = Rounds._collect
 
-    def collect(self: Rounds[Any], round_: Round[Any], new: Any, now: float) -> Any:
-        if new.header.sender in round_.contributions:
-            others = [m for m in range(self.num_machines) if m not in round_.contributions]
-            new.header.sender = others[0]
-        return real(self, round_, new, now)
-
-    core.setattr(Rounds, "_collect", collect)
+    class rounds(Rounds[Any]):
+        def _collect(self, round_: Round[Any], new: Any, now: float) -> Any:
+            if new.header.sender in round_.contributions:
+                others = [m for m in range(self.num_machines) if m not in round_.contributions]
+                new.header.sender = others[0]
+            return super()._collect(round_, new, now)
 
 
-def deliver_early(core: pytest.MonkeyPatch) -> None:
+class DeliverEarly(Mutation):
     """A server that answers when all machines but one have given."""
-    real = Rounds._collect
 
-    def collect(self: Rounds[Any], round_: Round[Any], new: Any, now: float) -> Any:
-        actions = real(self, round_, new, now)
-        if not actions and len(round_.contributions) == self.num_machines - 1 and self.num_machines > 2:
-            return [Reduce(round_)]
-        return actions
-
-    core.setattr(Rounds, "_collect", collect)
+    class rounds(Rounds[Any]):
+        def _collect(self, round_: Round[Any], new: Any, now: float) -> Any:
+            actions = super()._collect(round_, new, now)
+            if not actions and len(round_.contributions) == self.num_machines - 1 and self.num_machines > 2:
+                return [Reduce(round_)]
+            return actions
 
 
-def order_by_arrival(core: pytest.MonkeyPatch) -> None:
-    core.setattr(Round, "in_order", lambda self: list(self.contributions.values()))
+class OrderByArrival(Mutation):
+    class rounds(Rounds[Any]):
+        class round_class(Round[Any]):
+            def in_order(self) -> list[Any]:
+                return list(self.contributions.values())
 
 
-def divide_by_one_too_many(core: pytest.MonkeyPatch) -> None:
-    real = TensorSpec.divisor
-    core.setattr(TensorSpec, "divisor", lambda self, size: real(self, size) + self.average)
+class DivideByOneTooMany(Mutation):
+    class pipeline(Pipeline):
+        def divisor(self, spec: TensorSpec) -> int:
+            return super().divisor(spec) + spec.average
+
+    class scatter(Scatter):
+        def divisor(self, spec: TensorSpec) -> int:
+            return super().divisor(spec) + spec.average
 
 
-def divide_by_all_ranks(core: pytest.MonkeyPatch) -> None:
+class DivideByAllRanks(Mutation):
     """Also where only a group takes part."""
-    core.setattr(TensorSpec, "divisor", lambda self, size: size if self.average else 1)
+
+    class pipeline(Pipeline):
+        def divisor(self, spec: TensorSpec) -> int:
+            return self.size if spec.average else 1
+
+    class scatter(Scatter):
+        def divisor(self, spec: TensorSpec) -> int:
+            return len(self._machine_of) if spec.average else 1
 
 
-def divide_by_those_who_give(core: pytest.MonkeyPatch) -> None:
+class DivideByThoseWhoGive(Mutation):
     """As far as a machine knows: without its own ranks that have joined."""
-    real = Joining.join
 
-    def join(self: Joining, rank: Any) -> None:
-        real(self, rank)
-        self._pipeline.size -= 1
-
-    core.setattr(Joining, "join", join)
+    class joining(Joining):
+        def join(self, rank: Any) -> None:
+            super().join(rank)
+            self._pipeline.size -= 1
 
 
-def one_contribution_buffer(core: pytest.MonkeyPatch) -> None:
+class OneContributionBuffer(Mutation):
     """A rank's contribution lies where its next one goes."""
-    core.setattr(RankSlot, "input", property(lambda self: self.inputs[0]))
+
+    class memory(Memory):
+        class slot_class(RankSlot):
+            @property
+            def input(self) -> Any:
+                return self.inputs[0]
 
 
-def forget_who_waits(core: pytest.MonkeyPatch) -> None:
+class ForgetWhoWaits(Mutation):
     """Ranks that wait in a round of the old spec are not asked: then those who disagree wait for ever."""
-    core.setattr(Agreement, "came", lambda self, slot: [])
+
+    class agreement(Agreement):
+        def came(self, slot: RankSlot) -> Any:
+            return []
 
 
-def vote_in_rounds_on_their_way(core: pytest.MonkeyPatch) -> None:
-    real = Agreement.reopened
-    core.setattr(Agreement, "reopened", lambda self, name, generation, rounds: real(self, name, generation, 0))
+class VoteInRoundsOnTheirWay(Mutation):
+    class agreement(Agreement):
+        def reopened(self, name: str, generation: int, rounds: int) -> Any:
+            return super().reopened(name, generation, 0)
 
 
-def dead_without_last_words(core: pytest.MonkeyPatch) -> None:
+class DeadWithoutLastWords(Mutation):
     """The end of a process is seen before what it said last."""
-    core.setattr(Desk, "_ended", Desk._died)
+
+    class desk(Desk):
+        def _ended(self, rank: Any) -> None:
+            self._died(rank)
 
 
-def silent_about_the_dead(core: pytest.MonkeyPatch) -> None:
-    core.setattr(Desk, "fail", lambda self, error: setattr(self, "failure", error))
+class SilentAboutTheDead(Mutation):
+    class desk(Desk):
+        def fail(self, error: Any) -> None:
+            self.failure = error
 
 
-def reuse_memory_of_void_slots(core: pytest.MonkeyPatch) -> None:
+class ReuseMemoryOfVoidSlots(Mutation):
     """Before their rank can know that they are void."""
-    real = Agreement.rejected
 
-    def rejected(self: Agreement, name: str, generation: int, *more: Any) -> Any:
-        actions, old = real(self, name, generation, *more)
-        failed = [slot for slots in self._names[name].failed.values() for slot in slots]
-        self._names[name].failed.clear()
-        for slot in failed:
-            slot.is_kept = False
-        return [*actions, Release(tuple(slot for slot in failed if slot.tensor is None))], old
-
-    core.setattr(Agreement, "rejected", rejected)
+    class agreement(Agreement):
+        def rejected(self, name: str, generation: int, *more: Any) -> Any:
+            actions, old = super().rejected(name, generation, *more)
+            failed = [slot for slots in self._names[name].failed.values() for slot in slots]
+            self._names[name].failed.clear()
+            for slot in failed:
+                slot.is_kept = False
+            return [*actions, Release(tuple(slot for slot in failed if slot.tensor is None))], old
 
 
-def last_declaration_counts(core: pytest.MonkeyPatch) -> None:
+class LastDeclarationCounts(Mutation):
     """A rank that declares a name twice before others do votes with the second declaration only."""
-    real = Agreement.declare
 
-    def declare(self: Agreement, slot: RankSlot) -> Any:
-        name = self._names.get(slot.spec.name)
-        if name is not None and name.proposal is not None and slot.local_rank in name.proposal.slots:
-            name.proposal.slots[slot.local_rank] = slot
-            name.proposal.votes[slot.local_rank] = slot.spec
-            return self._poll(name)
-        return real(self, slot)
-
-    core.setattr(Agreement, "declare", declare)
+    class agreement(Agreement):
+        def declare(self, slot: RankSlot) -> Any:
+            name = self._names.get(slot.spec.name)
+            if name is not None and name.proposal is not None and slot.local_rank in name.proposal.slots:
+                name.proposal.slots[slot.local_rank] = slot
+                name.proposal.votes[slot.local_rank] = slot.spec
+                return self._poll(name)
+            return super().declare(slot)
 
 
-def wait_for_ever_at_barriers(core: pytest.MonkeyPatch) -> None:
-    core.setattr(Requests, "at_barrier", lambda self: ([], 0.0))
+class WaitForEverAtBarriers(Mutation):
+    class requests(Requests):
+        def at_barrier(self) -> tuple[list[int], float]:
+            return [], 0.0
 
 
-def forget_to_want(core: pytest.MonkeyPatch) -> None:
+class ForgetToWant(Mutation):
     """A server that gets a round once more does not ask those who have its result for their parts."""
-    core.setattr(Rounds, "tick", lambda self, now: [])
+
+    class rounds(Rounds[Any]):
+        def tick(self, now: float) -> Any:
+            return []
 
 
-def supply_another_round(core: pytest.MonkeyPatch) -> None:
-    real = Tensor.given
-    core.setattr(Tensor, "given", lambda self, round_: real(self, round_ - 1))
+class SupplyAnotherRound(Mutation):
+    class agreement(Agreement):
+        class tensor_class(Tensor):
+            def given(self, round_: int) -> Any:
+                return super().given(round_ - 1)
 
 
-def give_contributions_back_early(core: pytest.MonkeyPatch) -> None:
+class GiveContributionsBackEarly(Mutation):
     """A machine's sum lies where its next one goes."""
-    real = Tensor.contribution.fget  # type: ignore[attr-defined]
-    core.setattr(
-        Tensor, "contribution", property(lambda self: self.contributions[0] if self.contributions else real(self))
-    )
+
+    class agreement(Agreement):
+        class tensor_class(Tensor):
+            @property
+            def contribution(self) -> Any:
+                return self.contributions[0] if self.contributions else super().contribution
 
 
-def reuse_answer_blocks(core: pytest.MonkeyPatch) -> None:
+class ReuseAnswerBlocks(Mutation):
     """Of partitions that have moved, where the server of before may yet write its answer."""
-    real = Network.withdraw
 
-    def withdraw(self: Network, part: Part, round_: int, server: int) -> None:
-        self._memory.take_answer_block(part)
-        real(self, part, round_, server)
-
-    core.setattr(Network, "withdraw", withdraw)
+    class network(LedgerNetwork):
+        def withdraw(self, part: Part, round_: int, server: int) -> None:
+            self._memory.take_answer_block(part)
+            super().withdraw(part, round_, server)
 
 
-def count_what_is_resent_twice(core: pytest.MonkeyPatch) -> None:
-    real = Rounds._collect
-
-    def collect(self: Rounds[Any], round_: Round[Any], new: Any, now: float) -> Any:
-        others = [m for m in range(self.num_machines) if m not in round_.contributions]
-        if new.header.sender in round_.contributions and new.header.is_resent:
-            new.header.sender = others[0]
-        return real(self, round_, new, now)
-
-    core.setattr(Rounds, "_collect", collect)
+class CountWhatIsResentTwice(Mutation):
+    class rounds(Rounds[Any]):
+        def _collect(self, round_: Round[Any], new: Any, now: float) -> Any:
+            others = [m for m in range(self.num_machines) if m not in round_.contributions]
+            if new.header.sender in round_.contributions and new.header.is_resent:
+                new.header.sender = others[0]
+            return super()._collect(round_, new, now)
 
 
-def place_otherwise_after_an_epoch(core: pytest.MonkeyPatch) -> None:
+class PlaceOtherwiseAfterAnEpoch(Mutation):
     """On one machine."""
-    real = Placing.change
 
-    def change(self: Placing, topology: Topology) -> None:
-        if topology.machine_index == 1:
-            servers = tuple(reversed(topology.servers))
-            topology = dataclasses.replace(topology, servers=servers)
-        real(self, topology)
-
-    core.setattr(Placing, "change", change)
+    class placing(Placing):
+        def change(self, topology: Topology) -> None:
+            if topology.machine_index == 1:
+                servers = tuple(reversed(topology.servers))
+                topology = dataclasses.replace(topology, servers=servers)
+            super().change(topology)
 
 
-def stay_in_an_epoch(core: pytest.MonkeyPatch) -> None:
-    """Other servers, but the epoch's number is that of before."""
-    real = Roster._open_epoch
-
-    def open_epoch(self: Roster, reason: str) -> Any:
-        membership = real(self, reason)
+class _StaysInAnEpoch(Roster):
+    def _open_epoch(self, reason: str) -> Any:
+        membership = super()._open_epoch(reason)
         if self.epoch > 1:
             self.epoch -= 1
             membership.epoch = self.epoch
         return membership
 
-    core.setattr(Roster, "_open_epoch", open_epoch)
+
+class StayInAnEpoch(Mutation):
+    """Other servers, but the epoch's number is that of before."""
+
+    sessions = with_roster(_StaysInAnEpoch)
 
 
-def go_back_an_epoch(core: pytest.MonkeyPatch) -> None:
-    real = Roster._open_epoch
-
-    def open_epoch(self: Roster, reason: str) -> Any:
-        membership = real(self, reason)
+class _GoesBack(Roster):
+    def _open_epoch(self, reason: str) -> Any:
+        membership = super()._open_epoch(reason)
         membership.epoch = max(1, 4 - self.epoch)
         return membership
 
-    core.setattr(Roster, "_open_epoch", open_epoch)
+
+class GoBackAnEpoch(Mutation):
+    sessions = with_roster(_GoesBack)
 
 
-def forget_workers_that_left(core: pytest.MonkeyPatch) -> None:
-    """An epoch that opens after a machine has left, its ranks done, has a machine less."""
-    real = Roster._open_epoch
-
-    def open_epoch(self: Roster, reason: str) -> Any:
+class _Forgets(Roster):
+    def _open_epoch(self, reason: str) -> Any:
         self._workers = self.workers()
-        return real(self, reason)
-
-    core.setattr(Roster, "_open_epoch", open_epoch)
+        return super()._open_epoch(reason)
 
 
-def leave_without_farewell(core: pytest.MonkeyPatch) -> None:
+class ForgetWorkersThatLeft(Mutation):
+    """An epoch that opens after a machine has left, its ranks done, has a machine less."""
+
+    sessions = with_roster(_Forgets)
+
+
+class LeaveWithoutFarewell(Mutation):
     """A machine ends as soon as its ranks have, though others may lack the last results."""
-    core.setattr(Service, "_go", lambda self: self._loop.stop())
+
+    class service(Service):
+        def _go(self) -> None:
+            self._loop.stop()
 
 
-def lose_what_was_on_the_wire(core: pytest.MonkeyPatch) -> None:
+class LoseWhatWasOnTheWire(Mutation):
     """Nothing is sent again when a connection breaks."""
-    core.setattr(Executor, "again", lambda self, server: None)
+
+    class executor(Executor):
+        def again(self, server: int) -> None:
+            pass
 
 
-def keep_rounds_that_were_answered_elsewhere(core: pytest.MonkeyPatch) -> None:
+class KeepRoundsThatWereAnsweredElsewhere(Mutation):
     """A round that another server has completed waits for ever, and is in the way of those after it."""
-    real = Rounds._collect
 
-    def collect(self: Rounds[Any], round_: Round[Any], new: Any, now: float) -> Any:
-        kept = {n: r for n, r in round_.partition.rounds.items() if n < round_.number}
-        given = {n: dict(r.contributions) for n, r in kept.items()}
-        actions = real(self, round_, new, now)
-        for number, before in kept.items():
-            if number not in round_.partition.rounds:
-                round_.partition.rounds[number] = before
-                before.contributions.update(given[number])
-        return actions
-
-    core.setattr(Rounds, "_collect", collect)
+    class rounds(Rounds[Any]):
+        def _collect(self, round_: Round[Any], new: Any, now: float) -> Any:
+            kept = {n: r for n, r in round_.partition.rounds.items() if n < round_.number}
+            given = {n: dict(r.contributions) for n, r in kept.items()}
+            actions = super()._collect(round_, new, now)
+            for number, before in kept.items():
+                if number not in round_.partition.rounds:
+                    round_.partition.rounds[number] = before
+                    before.contributions.update(given[number])
+            return actions
 
 
-def welcome_to_a_failed_job(core: pytest.MonkeyPatch) -> None:
+class WelcomeToAFailedJob(Mutation):
     """Ranks that wait while the cluster comes together are welcomed, though one of them was found dead."""
 
-    def open_(self: Desk, requests: Requests) -> None:
-        self._open = requests
-        waiting, self._waiting = self._waiting, []
-        for channel, local_rank in waiting:
-            self._welcome(channel, local_rank)
+    class desk(Desk):
+        def open(self, requests: Requests) -> None:
+            self._open = requests
+            waiting, self._waiting = self._waiting, []
+            for channel, local_rank in waiting:
+                self._welcome(channel, local_rank)
 
-    core.setattr(Desk, "open", open_)
 
-
-def go_on_before_the_scheduler_knows(core: pytest.MonkeyPatch) -> None:
+class GoOnBeforeTheSchedulerKnows(Mutation):
     """A machine that does without a rank as soon as it has joined, so that others may overtake it and join as well."""
-    real = Joining.join
 
-    def join(self: Joining, rank: Any) -> None:
-        real(self, rank)
-        self._out.add(rank.local_rank)
-        self._leave_out({rank.local_rank}, self._agreement.tensors())
-
-    core.setattr(Joining, "join", join)
+    class joining(Joining):
+        def join(self, rank: Any) -> None:
+            super().join(rank)
+            self._out.add(rank.local_rank)
+            self._leave_out({rank.local_rank}, self._agreement.tensors())
 
 
-def give_up_before_a_server_is_reached(core: pytest.MonkeyPatch) -> None:
+class GiveUpBeforeAServerIsReached(Mutation):
     """Though nobody knows yet that the server is dead that has the sum."""
-    core.setattr(Network, "is_whole", True)
+
+    class network(LedgerNetwork):
+        is_whole = True
 
 
-def be_late_with_a_deadline(core: pytest.MonkeyPatch) -> None:
+class BeLateWithADeadline(Mutation):
     """Whoever waits in vain is told, but later than promised."""
-    core.setattr(Service, "_waiting", lambda self, age_s, real=Service._waiting: real(self, age_s + 5 * (age_s > 30)))
+
+    class service(Service):
+        def _waiting(self, age_s: float) -> Any:
+            return super()._waiting(age_s + 5 * (age_s > 30))
 
 
-def know_answers_by_their_rounds(core: pytest.MonkeyPatch) -> None:
+class KnowAnswersByTheirRounds(Mutation):
     """Not by their places, though a partition may come back to a server in the same round."""
 
-    def take_abandoned(self: Memory, header: Header, server: int) -> bool:
-        found = next((key for key in self._abandoned if key[:2] == (server, name_of(header))), None)
-        if found is not None:
-            self.machine.free(self._abandoned.pop(found))
-        return found is not None
+    class memory(Memory):
+        def take_abandoned(self, header: Header, server: int) -> bool:
+            found = next((key for key in self._abandoned if key[:2] == (server, name_of(header))), None)
+            if found is not None:
+                self.machine.free(self._abandoned.pop(found))
+            return found is not None
 
-    core.setattr(Memory, "take_abandoned", take_abandoned)
 
-
-def answer_where_it_was_wanted_first(core: pytest.MonkeyPatch) -> None:
+class AnswerWhereItWasWantedFirst(Mutation):
     """Of what comes back while it is being added up."""
 
-    def is_asked_anew(known: Any, new: Any) -> bool:
-        return not new.header.is_supply and (known.origin is not new.origin or known.header.is_supply)
+    class rounds(Rounds[Any]):
+        @staticmethod
+        def _is_asked_anew(known: Any, new: Any) -> bool:
+            return not new.header.is_supply and (known.origin is not new.origin or known.header.is_supply)
 
-    core.setattr(rounds, "_is_asked_anew", is_asked_anew)
 
-
-def wait_for_sums_that_another_was_faster_with(core: pytest.MonkeyPatch) -> None:
+class WaitForSumsThatAnotherWasFasterWith(Mutation):
     """Though their partitions are back with the next round."""
-    real = Rounds._out_of_step
 
-    def out_of_step(self: Rounds[Any], partition: Any, new: Any) -> str:
-        before = partition.rounds.get(new.header.round - 1)
-        is_slow = before is not None and before.state is State.REDUCING and not before.is_resent
-        return "the round before is not delivered yet" if is_slow else real(self, partition, new)
-
-    core.setattr(Rounds, "_out_of_step", out_of_step)
+    class rounds(Rounds[Any]):
+        def _out_of_step(self, partition: Any, new: Any) -> str:
+            before = partition.rounds.get(new.header.round - 1)
+            is_slow = before is not None and before.state is State.REDUCING and not before.is_resent
+            return "the round before is not delivered yet" if is_slow else super()._out_of_step(partition, new)
 
 
 #: With the seed that shows it first, as `tests/test_simulator.py` found it last.
-MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    count_a_duplicate: 7,
-    deliver_early: 3,
-    order_by_arrival: 3,
-    divide_by_one_too_many: 2,
-    divide_by_all_ranks: 2,
-    divide_by_those_who_give: 5,
-    one_contribution_buffer: 0,
-    forget_who_waits: 12,
-    vote_in_rounds_on_their_way: 18,
-    reuse_memory_of_void_slots: 6,
-    last_declaration_counts: 2,
-    wait_for_ever_at_barriers: 33,
-    welcome_to_a_failed_job: 290,
-    dead_without_last_words: 0,
-    silent_about_the_dead: 8,
-    forget_to_want: 66,
-    supply_another_round: 5,
-    give_contributions_back_early: 5,
-    reuse_answer_blocks: 169,
-    count_what_is_resent_twice: 112,
-    place_otherwise_after_an_epoch: 12,
-    stay_in_an_epoch: 3,
-    go_back_an_epoch: 9,
-    forget_workers_that_left: 534,
-    go_on_before_the_scheduler_knows: 13192,
-    leave_without_farewell: 295,
-    lose_what_was_on_the_wire: 55,
-    keep_rounds_that_were_answered_elsewhere: 1071,
-    give_up_before_a_server_is_reached: 10003,
-    be_late_with_a_deadline: 28,
-    know_answers_by_their_rounds: 509,
-    answer_where_it_was_wanted_first: 2139,
-    wait_for_sums_that_another_was_faster_with: 2149,
+MUTATIONS: dict[type[Parts], int] = {
+    CountADuplicate: 7,
+    DeliverEarly: 3,
+    OrderByArrival: 3,
+    DivideByOneTooMany: 2,
+    DivideByAllRanks: 2,
+    DivideByThoseWhoGive: 5,
+    OneContributionBuffer: 0,
+    ForgetWhoWaits: 12,
+    VoteInRoundsOnTheirWay: 18,
+    ReuseMemoryOfVoidSlots: 6,
+    LastDeclarationCounts: 2,
+    WaitForEverAtBarriers: 33,
+    WelcomeToAFailedJob: 290,
+    DeadWithoutLastWords: 0,
+    SilentAboutTheDead: 8,
+    ForgetToWant: 66,
+    SupplyAnotherRound: 5,
+    GiveContributionsBackEarly: 5,
+    ReuseAnswerBlocks: 169,
+    CountWhatIsResentTwice: 112,
+    PlaceOtherwiseAfterAnEpoch: 12,
+    StayInAnEpoch: 3,
+    GoBackAnEpoch: 9,
+    ForgetWorkersThatLeft: 534,
+    GoOnBeforeTheSchedulerKnows: 13192,
+    LeaveWithoutFarewell: 295,
+    LoseWhatWasOnTheWire: 55,
+    KeepRoundsThatWereAnsweredElsewhere: 1071,
+    GiveUpBeforeAServerIsReached: 10003,
+    BeLateWithADeadline: 28,
+    KnowAnswersByTheirRounds: 509,
+    AnswerWhereItWasWantedFirst: 2139,
+    WaitForSumsThatAnotherWasFasterWith: 2149,
 }

@@ -91,12 +91,10 @@ class Connection:
 class TcpLink(ServerLink):
     """One machine's way to one server."""
 
-    network: Network  # set in a subclass per world
-
     def __init__(
         self,
         context: object,
-        loop: Loop,
+        runtime: Any,
         address: str,
         sender: int,
         settings: Settings,
@@ -108,6 +106,8 @@ class TcpLink(ServerLink):
         group: int = 0,
         is_late: bool = False,
     ) -> None:
+        loop = runtime.loop
+        self.network: Network = runtime.network
         self.process = loop.process
         self.server = self.network.servers[address]
         self.on_answer = on_answer
@@ -327,3 +327,23 @@ class ServerNetwork:
         self._on_arrival(Arrival(header, peer, payload.nbytes if payload else 0, payload))
 
     def close(self) -> None: ...
+
+
+class Probe:
+    """Stands for worker/probe.py: after a while it says any rate, or that nobody answered."""
+
+    def __init__(
+        self, runtime: Any, settings: Settings, sender: int, address: str, on_result: Callable[[float], None]
+    ) -> None:
+        world, loop = runtime.process.world, runtime.loop
+        self._is_over = False
+
+        def end() -> None:
+            if not self._is_over:
+                self._is_over = True
+                on_result(world.random.choice((0.0, 99.0, 100.0, 400.0)))
+
+        loop.call_later(world.random.choice((0.01, 0.2, 2.0, 9.0)), end)
+
+    def close(self) -> None:
+        self._is_over = True

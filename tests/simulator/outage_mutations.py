@@ -1,63 +1,85 @@
-"""Cores that are broken on purpose, in ways that show where networks fail."""
+"""Cores that are broken on purpose, as in mutations.py, in ways that show where networks fail."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
+from typing import Any
 
 from byteps_py.failure_detector import FailureDetector
-from byteps_py.worker import waits
+from byteps_py.scheduler.core import SchedulerCore
+from byteps_py.scheduler.sessions import Sessions
+from byteps_py.scheduler.silence import Silence
 from byteps_py.worker.accusations import Accusations
 from byteps_py.worker.direct import Direct
 from byteps_py.worker.elastic_desk import ElasticDesk
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.scatter import ScatterPart
 from byteps_py.worker.tensor import Part, Stage
+from byteps_py.worker.waits import Waits
+
+from .mutations import Mutation
+from .parts import Parts
 
 
-def count_on_nobody_who_has_yet_to_ask(core: pytest.MonkeyPatch) -> None:
+class CountOnNobodyWhoHasYetToAsk(Mutation):
     """What other machines have not asked for can't be lost on the way."""
-    real: Callable[[Part], bool] = Executor._is_due
 
-    def is_due(part: Part) -> bool:
-        if isinstance(part, ScatterPart):
-            return part.stage is Stage.IN_FLIGHT and bool(part.missing)
-        return real(part)
+    class executor(Executor):
+        @staticmethod
+        def _is_due(part: Part) -> bool:
+            if isinstance(part, ScatterPart):
+                return part.stage is Stage.IN_FLIGHT and bool(part.missing)
+            return Executor._is_due(part)
 
-    core.setattr(Executor, "_is_due", staticmethod(is_due))
 
-
-def blame_whoever_has_left(core: pytest.MonkeyPatch) -> None:
+class BlameWhoeverHasLeft(Mutation):
     """For what others have yet to take."""
-    core.setattr(waits, "needs", lambda channel, member: set(channel.ranks))
-    core.setattr(Direct, "keeps_for", lambda self, gone: False)
+
+    class waits(Waits):
+        @staticmethod
+        def needs(channel: Any, member: Any) -> set[int]:
+            return set(channel.ranks)
+
+    class direct(Direct):
+        def keeps_for(self, gone: set[int]) -> bool:
+            return False
 
 
-def believe_every_accusation(core: pytest.MonkeyPatch) -> None:
+class BelieveEveryAccusation(Mutation):
     """A machine that reaches nobody takes the others' servers away."""
-    core.setattr(Accusations, "is_sure", lambda self, member_id, now: True)
+
+    class accusations(Accusations):
+        def is_sure(self, member_id: int, now: float) -> bool:
+            return True
 
 
-def take_who_shuts_down_late_for_done(core: pytest.MonkeyPatch) -> None:
+class TakeWhoShutsDownLateForDone(Mutation):
     """All ranks shut down, to initialize again, and one hears only afterwards that another has gone back."""
-    core.setattr(ElasticDesk, "_former_shut_down", ElasticDesk._forget_former)
+
+    class elastic_desk(ElasticDesk):
+        def _former_shut_down(self, *given: Any) -> Any:
+            return self._forget_former(*given)
 
 
-def forget_who_was_late(core: pytest.MonkeyPatch) -> None:
+class ForgetWhoWasLate(Mutation):
     """One timeout for all, as if no machine were ever busy."""
-    core.setattr(FailureDetector, "heard", lambda self, after_s: None)
+
+    class sessions(Sessions):
+        class core_class(SchedulerCore):
+            class silence_class(Silence):
+                class detector_class(FailureDetector):
+                    def heard(self, after_s: float) -> None:
+                        pass
 
 
 #: Each with a seed that shows it.
-OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    count_on_nobody_who_has_yet_to_ask: 3400,
-    blame_whoever_has_left: 3660,
+OUTAGE_MUTATIONS: dict[type[Parts], int] = {
+    CountOnNobodyWhoHasYetToAsk: 3400,
+    BlameWhoeverHasLeft: 3660,
 }
-ELASTIC_OUTAGE_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    believe_every_accusation: 616,
-    take_who_shuts_down_late_for_done: 21054,
+ELASTIC_OUTAGE_MUTATIONS: dict[type[Parts], int] = {
+    BelieveEveryAccusation: 616,
+    TakeWhoShutsDownLateForDone: 21054,
 }
-BUSY_MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    forget_who_was_late: 15,
+BUSY_MUTATIONS: dict[type[Parts], int] = {
+    ForgetWhoWasLate: 15,
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from .cluster import Cluster
 from .elastic import ElasticCluster
+from .parts import Parts
 from .rank import Rank
 from .shocks import CUT_OFF, FOR_GOOD_S, SHOCKS, Shocks
 from .trials import Strikes
@@ -91,8 +92,8 @@ class Outages(Strikes):
 class OutageCluster(Cluster):
     """Jobs beside an unreliable network."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
+        super().__init__(seed, parts)
         rng = self.world.random
         self.fault = CUT_OFF if self.machines > 1 and rng.random() < 0.2 else ""
         self.outages = Outages(self)
@@ -119,8 +120,8 @@ class OutageCluster(Cluster):
 class ElasticOutageCluster(ElasticCluster):
     """The same, and the others go on without a machine that is cut off for long."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
+        super().__init__(seed, parts)
         self.shocks = Shocks(self, (*SHOCKS, CUT_OFF, CUT_OFF))
         self.world.hang_s += 60.0
         self.outages = Outages(self)

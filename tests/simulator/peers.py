@@ -31,10 +31,9 @@ _RETRY_S = 0.2
 class PeerDialer:
     """One service's way to another. ``server``: the other."""
 
-    network: Network  # set in a subclass per world
-
     def __init__(
         self,
+        network: Network,
         context: object,
         loop: Loop,
         address: str,
@@ -44,6 +43,7 @@ class PeerDialer:
         who: str,
         group: int = 0,
     ) -> None:
+        self.network = network
         self.process = loop.process
         self.server: PeerListener = self.network.listeners[address]
         self.is_open = False

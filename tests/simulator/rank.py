@@ -32,6 +32,8 @@ _NOTICE_S = 2.0  # until a deadline that has passed is noticed, and told
 class Rank(Process):
     """``error``: what ended it before its program did."""
 
+    strip_bytes: int
+
     def __init__(
         self,
         world: World,
@@ -112,6 +114,11 @@ class Rank(Process):
     def _connect(self) -> Channel:
         return self._local.connect(local_socket(self._settings, "cs"), self)
 
+    def _new_session(self) -> type[RemoteSession]:
+        no_stack = staticmethod(lambda: None)  # no process has one of its own
+        parts = {"map_segment": self.memory.map_segment, "open_stack_dump": no_stack, "strip_bytes": self.strip_bytes}
+        return type("SimulatedSession", (RemoteSession,), parts)
+
     def _join_job(self) -> Life:
         settings = self._settings
         channel = self._channel = self._connect()
@@ -122,7 +129,7 @@ class Rank(Process):
         patience_s = max(settings.start_timeout_s, settings.elastic_timeout_s if settings.elastic else 0) + _PATIENCE_S
         if not (yield from self._ask_patiently(hello, Kind.WELCOME, patience_s)):
             raise StallError("the communication service of this machine did not answer")
-        self.session = RemoteSession(cast(Any, channel), local_rank, local_size, 10.0, 60.0, 10.0, self.synced_in)
+        self.session = self._new_session()(cast(Any, channel), local_rank, local_size, 10.0, 60.0, 10.0, self.synced_in)
         self.has_joined = True
 
     def _live(self) -> Life:

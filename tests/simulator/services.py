@@ -4,7 +4,7 @@ must hold for them after each event and at their end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 from byteps_py.errors import RendezvousError
@@ -13,70 +13,16 @@ from byteps_py.server.actions import Action as ServerAction
 from byteps_py.server.partition import Round, State
 from byteps_py.server.service import Service as ServerService
 from byteps_py.settings import Settings
-from byteps_py.worker import credit, service
 from byteps_py.worker.actions import Action, AskSum, Done
 from byteps_py.worker.pieces import Transfer
+from byteps_py.worker.service import Service
 from byteps_py.worker.tensor import Part, Stage, Tensor
 
-from .ledger import Ledger
+from .ledger import Ledger, Queue
 from .memory import Memory
+from .network import ServerNetwork
+from .runtime import SimulatedRuntime
 from .world import InvariantError, Process, World
-
-
-class Probe:
-    """Stands for worker/probe.py: after a while it says any rate, or that nobody answered."""
-
-    def __init__(self, world: World, loop: Any, on_result: Callable[[float], None]) -> None:
-        self._is_over = False
-
-        def end() -> None:
-            if not self._is_over:
-                self._is_over = True
-                on_result(world.random.choice((0.0, 99.0, 100.0, 400.0)))
-
-        loop.call_later(world.random.choice((0.01, 0.2, 2.0, 9.0)), end)
-
-    def close(self) -> None:
-        self._is_over = True
-
-
-class Queue(credit.PushQueue):
-    """The real queue, and a count of its own of what it lets pass. Only what breaks the rules is an error."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-        self._pushed: dict[Part, float] = {}
-        self._awaited: set[Part] = set()
-
-    @property
-    def pushed_bytes(self) -> int:
-        """Not given back yet."""
-        return sum(part.length for part in self._pushed)
-
-    def give_back(self, part: Part) -> None:
-        super().give_back(part)
-        self._pushed.pop(part, None)
-
-    def add(self, part: Part, priority: int, is_awaited: bool = False) -> None:
-        super().add(part, priority, is_awaited)
-        if is_awaited:
-            self._awaited.add(part)
-
-    def hasten(self, parts: set[Part]) -> None:
-        super().hasten(parts)
-        self._awaited |= parts
-
-    def take(self, now: float) -> Part | None:
-        part = super().take(now)
-        if part is not None:
-            in_flight = sum(other.length for other, at in self._pushed.items() if at > now - self.patience_s)
-            is_too_much = self.credit_bytes and in_flight and in_flight + part.length > self.credit_bytes
-            if is_too_much and part not in self._awaited:
-                raise InvariantError(f"{in_flight + part.length} bytes in flight with a credit of {self.credit_bytes}")
-            self._awaited.discard(part)
-            self._pushed[part] = now
-        return part
 
 
 class Worker(Process):
@@ -88,12 +34,11 @@ class Worker(Process):
         self.host = f"machine {index}"
         self._memory = memory
         self._ledger = ledger
-        self._service: service.Service
+        self._service: Service
         self._given: dict[Tensor, tuple[int, bytes]] = {}  # where a completed round's contribution lies, and what
 
-    def start(self, settings: Settings, stay: bool = False) -> None:
-        """Under the world's substitutes."""
-        self._service = service.Service(settings, stay)
+    def start(self, kind: type[Service], settings: Settings, connect: Any, runtime: SimulatedRuntime) -> None:
+        self._service = kind(settings, settings.elastic, connect, runtime)
         self._service.begin()
 
     @property
@@ -216,10 +161,15 @@ class Server(Process):
         self._service: ServerService
         self._under_way: list[Round[Any]] = []
 
-    def start(self, settings: Settings, connect: Any) -> None:
-        """Under the world's substitutes. As ``Service.run`` begins."""
-        kind = pb.MACHINE_KIND_GPU if self.machine >= 0 else pb.MACHINE_KIND_CPU
-        it = self._service = ServerService(settings, kind, connect)
+    def start(self, kind: type[ServerService], settings: Settings, connect: Any, runtime: SimulatedRuntime) -> None:
+        """As ``Service.run`` begins."""
+
+        def new_network(host: str, settings: Settings, traffic: object, *callbacks: Any) -> ServerNetwork:
+            return ServerNetwork(runtime.network, self, *callbacks)
+
+        kind = type("Service", (kind,), {"network_class": staticmethod(new_network)})
+        machine_kind = pb.MACHINE_KIND_GPU if self.machine >= 0 else pb.MACHINE_KIND_CPU
+        it = self._service = kind(settings, machine_kind, connect, runtime)
         self._reduce, it._reduce = it._reduce, self._check_reduce  # type: ignore[method-assign]
         self._reduced, it._rounds.reduced = it._rounds.reduced, self._note_reduced  # type: ignore[method-assign]
         it._link = connect(

@@ -32,6 +32,7 @@ class Taker(Protocol):
     number: int
     results: dict[int, bytes]  # by use: what all get, or, of an error, what all are told
     in_strips: set[int]  # slots whose results are taken so
+    strip_bytes: int
 
     @property
     def now_s(self) -> float: ...
@@ -72,7 +73,7 @@ class Turn:
         """Now and then in several parts, in the order that the service expects."""
         rank, slot = self._rank, self._slot
         cuts = rank.random.sample(range(len(data)), min(len(data), rank.random.choice((0, 0, 1, 3))))
-        order = list(Strips(slot.spec, rank.session.size))
+        order = list(Strips(slot.spec, rank.session.size, rank.strip_bytes))
         start = 0
         for cut in sorted(cuts):
             _copy(order, data, target, start, cut)
@@ -127,7 +128,7 @@ class Turn:
                 if strip in seen:
                     raise InvariantError(f"{self._rank.name} is shown strip {strip} of {self._what} twice")
                 seen.add(strip)
-                offset, length = strip_at(strip, len(slot.result))
+                offset, length = strip_at(strip, len(slot.result), self._rank.strip_bytes)
                 self._compare(np.frombuffer(slot.result, np.uint8), offset, offset + length)
             yield self._rank.pause()
 

@@ -77,7 +77,8 @@ class Plane:
 
     def start(self) -> None:
         records = [JournalRecord.FromString(record.SerializeToString()) for record in self.disk]
-        self.sessions, self.now = replay(self.config, records, self.snapshot)
+        self.sessions = Sessions(self.config)
+        self.now = replay(self.sessions, records, self.snapshot)
         self.sessions.write = self._unsafe.append
         self.sessions.restart(self.now)
         self.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -16,6 +17,7 @@ from byteps_py.dataplane.seal import Seal
 from byteps_py.errors import BytePSError
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
 from byteps_py.server.service import Service
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
@@ -259,12 +261,22 @@ class HandLink:
 
 
 class Server:
-    """A Service in a thread, with ``num_machines`` as its membership."""
+    """A Service in a thread, with ``num_machines`` as its membership. ``tells_awaited``: it says AWAITED, which comes
+    or not, as time passes."""
 
-    def __init__(self, settings: Settings, num_machines: int = 2, kind: pb.MachineKind = pb.MACHINE_KIND_GPU) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        num_machines: int = 2,
+        kind: pb.MachineKind = pb.MACHINE_KIND_GPU,
+        service_class: type[Service] = Service,
+        tells_awaited: bool = True,
+    ) -> None:
         self.settings = settings
         self.link = HandLink()
-        self.service = Service(settings, kind, self.link.connect)
+        self.service = service_class(settings, kind, self.link.connect, Runtime())
+        if not tells_awaited:
+            self.service._rounds.awaited.after_s = math.inf
         self._bound_to = self.service.address
         self.status: int | None = None
         self.error: BytePSError | None = None

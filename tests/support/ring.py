@@ -87,6 +87,7 @@ class Rank:
             cast(Any, incoming), cast(Any, self.outboxes), cast(Any, self.patience), lambda outbox: None,
         )  # fmt: skip
         self.sums = RingSums(self.ring, me, {rank: rank for rank in range(size)})
+        self.sums.step_look_s = 0.0  # ranks take turns
 
     def find(self, source: int, number: int, end: int) -> Segment:
         return self._world[source].outgoing.segments[number]

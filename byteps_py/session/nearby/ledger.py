@@ -16,10 +16,6 @@ from byteps_py.errors import ProtocolError
 from byteps_py.session.nearby.messages import Kind, Message
 from byteps_py.tensors import key_of
 
-#: Messages of the next era that may come before this rank hears of it; flows of streams that it does not know yet;
-#: parcels of one flow that it has not taken. More can't come from correct ranks.
-MAX_EARLY = 1 << 20
-
 
 @dataclass(slots=True, eq=False)
 class Parcel:
@@ -85,6 +81,10 @@ class _Sent:
 class Ledger:
     """``me``: this rank's number on its machine."""
 
+    #: Messages of the next era that may come before this rank hears of it; flows of streams that it does not know yet;
+    #: parcels of one flow that it has not taken. More can't come from correct ranks.
+    most_early = 1 << 20
+
     def __init__(self, me: int) -> None:
         self.me = me
         self.era = 0
@@ -128,7 +128,7 @@ class Ledger:
         SEGMENT is not for the ledger."""
         kind, source = message.kind, message.source
         if message.era != self.era:
-            if message.era == self.era + 1 and len(self._early) < MAX_EARLY:
+            if message.era == self.era + 1 and len(self._early) < self.most_early:
                 self._early.append((message, payload))
             elif message.era > self.era:
                 raise ProtocolError(f"local rank {source} is in era {message.era}, this one in {self.era}")
@@ -156,7 +156,7 @@ class Ledger:
             flow = self._flow(message.stream, source)
             if message.number in flow.parcels:
                 raise ProtocolError(f"local rank {source} sent parcel {message.number} of a stream twice")
-            if len(flow.parcels) >= MAX_EARLY:
+            if len(flow.parcels) >= self.most_early:
                 raise ProtocolError(f"local rank {source} sends too much that nobody takes")
             is_coming = payload is None and parcel.ready < parcel.total
             if is_coming and (source, message.id) in self._coming:
@@ -188,7 +188,7 @@ class Ledger:
     def _flow(self, key: int, source: int) -> Flow:
         flow = self._flows.get((key, source)) or self._unclaimed.get((key, source))
         if flow is None:
-            if len(self._unclaimed) >= MAX_EARLY:
+            if len(self._unclaimed) >= self.most_early:
                 raise ProtocolError(f"local rank {source} sends too much of streams that are not known here")
             flow = self._unclaimed[key, source] = Flow()
         return flow

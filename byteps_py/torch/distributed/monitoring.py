@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -46,13 +47,13 @@ def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool)
     store.set(f"{key}/go", "go")
 
 
-def _comes(store: Store, key: str, deadline: float) -> bool:
+def _comes(store: Store, key: str, deadline: float, clock: Callable[[], float] = time.monotonic) -> bool:
     # Stores count whole milliseconds: rounded down, a wait would end before the deadline, and look like a failed store.
-    left_ms = max(0, math.ceil(1000 * (deadline - time.monotonic())))
+    left_ms = max(0, math.ceil(1000 * (deadline - clock())))
     try:
         store.wait([key], timedelta(milliseconds=left_ms + 1))
     except RuntimeError:  # of different types, one for each kind of store
-        if time.monotonic() < deadline:
+        if clock() < deadline:
             raise
         return False
     return True

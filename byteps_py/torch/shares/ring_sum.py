@@ -28,9 +28,6 @@ from byteps_py.torch.shares.table import Entry, Status, new_table, rows_at, slot
 #: What a member lays in a step. Half as much takes 1.07 to 1.15 times as long; twice as much 0.93 times, on another
 #: processor 1.1 times.
 SLOT_BYTES = 256 << 10
-#: How long to look for a step once all members have begun: they have nothing else to do before the end. Who shares its
-#: core with another rank waits for a step of that one's, too.
-STEP_LOOK_S = 1e-3
 
 
 def _build() -> Callable[[int], None]:
@@ -57,6 +54,10 @@ def is_able() -> bool:
 class RingSums:
     """Those of one ring, one at a time, if it ``is_able``. ``own``: this member's position; ``ranks``: the local ranks
     of all, by position."""
+
+    #: How long to look for a step once all members have begun: they have nothing else to do before the end. A rank that
+    #: shares its core with another one waits for a step of that one, too.
+    step_look_s = 1e-3
 
     def __init__(self, ring: Ring, own: int, ranks: Mapping[int, int]) -> None:
         self.ring, self.own, self.ranks = ring, own, ranks
@@ -166,7 +167,10 @@ class RingSum:
         first_s = self._ring.patience_s() if is_first else 0.0
         if (is_due := self._looks_for_steps) is None:
             is_due = self._looks_for_steps = looks.is_due()
-        table[Entry.FIRST_PATIENCE_NS], table[Entry.PATIENCE_NS] = int(first_s * 1e9), int(STEP_LOOK_S * 1e9) * is_due
+        table[Entry.FIRST_PATIENCE_NS], table[Entry.PATIENCE_NS] = (
+            int(first_s * 1e9),
+            int(self._sums.step_look_s * 1e9) * is_due,
+        )
         self._go_through(table)
         status, is_still_first = Status(table[Entry.STATUS]), table[Entry.STEP] <= 1
         waits = status is Status.WAITS

@@ -1,0 +1,27 @@
+"""Every way in which a core is broken on purpose, and in which kind of job that shows."""
+
+from __future__ import annotations
+
+from .busy import BusyCluster
+from .cluster import Cluster
+from .elastic import ElasticCluster
+from .elastic_mutations import ELASTIC_MUTATIONS
+from .mutations import MUTATIONS
+from .outage_mutations import BUSY_MUTATIONS, ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
+from .outages import ElasticOutageCluster, OutageCluster
+from .parts import Parts
+from .peer_mutations import PEER_MUTATIONS
+from .pipeline_mutations import PIPELINE_MUTATIONS
+
+#: With the kind of job, and a seed that shows it.
+ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
+    mutation: (kind, seed)
+    for kind, mutations in (
+        (Cluster, {**MUTATIONS, **PIPELINE_MUTATIONS, **PEER_MUTATIONS}),
+        (ElasticCluster, ELASTIC_MUTATIONS),
+        (OutageCluster, OUTAGE_MUTATIONS),
+        (ElasticOutageCluster, ELASTIC_OUTAGE_MUTATIONS),
+        (BusyCluster, BUSY_MUTATIONS),
+    )
+    for mutation, seed in mutations.items()
+}
