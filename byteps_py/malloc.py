@@ -1,4 +1,4 @@
-"""Tuning of the process's allocator for partitions that come and go. Call once, before threads start.
+"""Tuning of the process's allocator. Call once, before threads start.
 
 libzmq allocates every large message on its own. glibc would serve each from a fresh mapping and give it back
 at once, so that every page of every message is faulted in anew: the faults cost as much as moving the data.
@@ -14,6 +14,16 @@ _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc refuses more
+
+
+def use_one_heap() -> bool:
+    """One heap for all threads, not one for each: what threads of a library allocate and free in turn is used again.
+
+    gRPC's threads, in a flood of TLS handshakes, make a scheduler grow by 12 MB so, and by 33 MB with a heap for each.
+    False if the C library has no such knob (musl).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and mallopt(_M_ARENA_MAX, 1) == 1
 
 
 def keep_freed_memory(retained_bytes: int) -> bool:

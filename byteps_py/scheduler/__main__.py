@@ -10,6 +10,7 @@ from pathlib import Path
 from byteps_py import jobs, log
 from byteps_py.errors import BytePSError, JournalError
 from byteps_py.exit_status import NO_JOURNAL_STATUS, UNUSABLE_STATUS
+from byteps_py.malloc import use_one_heap
 from byteps_py.scheduler.ending import Finish
 from byteps_py.scheduler.report import to_dict
 from byteps_py.scheduler.service import SchedulerService
@@ -19,6 +20,7 @@ from byteps_py.settings import Settings
 def main() -> int:
     """Serve one job as the environment says. 0: it ended in order; 1: it failed; 2: it could not start; 78: its journal
     can't be kept."""
+    use_one_heap()
     try:
         settings = Settings.from_env()
         log.configure(settings.log_level, "scheduler")

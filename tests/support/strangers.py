@@ -9,6 +9,7 @@ import contextlib
 import os
 import selectors
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -77,6 +78,16 @@ def _http2_call(method: str) -> bytes:
     return len(block).to_bytes(3, "big") + b"\x01\x04" + b"\0\0\0\x01" + block
 
 
+def _tls_greeting() -> bytes:
+    """All of it, as gRPC's clients begin; the scheduler answers with its certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    outgoing = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="x").do_handshake()
+    return outgoing.read()
+
+
 SILENT = Stranger("silent", b"")
 HALF_OPEN = (
     SILENT,
@@ -97,6 +108,7 @@ HALF_OPEN = (
     ),
     Stranger("HTTP/1", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
     Stranger("the beginning of TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
+    Stranger("TLS: the greeting", _tls_greeting()),
 )
 
 
