@@ -66,12 +66,12 @@ class FixedMembership:
 
 def serve_sums(workers: int) -> None:
     from byteps_py.runtime import Runtime
-    from byteps_py.server.service import Service
+    from byteps_py.server.service import SummationService
 
-    service = Service(
+    service = SummationService(
         settings(workers),
         pb.MACHINE_KIND_CPU,
-        lambda settings, register, loop, on_message, *others: FixedMembership(workers, loop, on_message),
+        lambda settings, register, loop, events: FixedMembership(workers, loop, events.on_message),
         Runtime(),
     )
     print(service.address, flush=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from byteps_py.looks import LOOK_S, Looks
+from byteps_py.spin_policy import LOOK_S, SpinPolicy
 
 Callback = Callable[[], None]
 
@@ -41,7 +41,7 @@ class EventLoop:
         self._late_s, self._late_at = 0.0, 0.0  # by how much the latest timer was late, and when
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._looks = Looks()
+        self._spin_policy = SpinPolicy()
         self._stopped = False
 
     def add_reader(self, source: zmq.Socket[bytes] | int, callback: Callback) -> None:
@@ -118,11 +118,11 @@ class EventLoop:
 
     def _await_events(self, timeout_ms: int | None) -> list[tuple[int, int]]:
         """Look for a while, if it pays; then sleep."""
-        if timeout_ms != 0 and self._looks.is_due():
+        if timeout_ms != 0 and self._spin_policy.is_due():
             limit = time.perf_counter() + LOOK_S
             while not (events := self._epoll.poll(0)) and time.perf_counter() < limit:
                 os.sched_yield()
-            self._looks.ended(paid=bool(events))
+            self._spin_policy.ended(paid=bool(events))
             if events:
                 return events
         return self._epoll.poll(None if timeout_ms is None else timeout_ms / 1000)

@@ -23,7 +23,7 @@ from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 VERSION = 3
 
 
-class Kind(enum.IntEnum):
+class RankMessageKind(enum.IntEnum):
     """First byte of a message."""
 
     HELLO = 1  # {version, local_rank, local_size, pid, synced_in}: the first message of a rank
@@ -59,7 +59,7 @@ class Kind(enum.IntEnum):
     SETTLED = 29  # {}: they have, or are gone
 
 
-_KINDS = {int(k): k for k in Kind}
+_KINDS = {int(k): k for k in RankMessageKind}
 _RECORD = struct.Struct("<IIQ")
 _ONE_RECORD = struct.Struct("<BIIQ")  # a whole message, with the kind: most have one record
 #: More records than this are spread over several messages.
@@ -68,24 +68,31 @@ MAX_RECORDS = 4096
 MAX_SPECS = 100
 
 
-def pack(kind: Kind, **fields: Any) -> bytes:
+def pack(kind: RankMessageKind, **fields: Any) -> bytes:
     return bytes([kind]) + json.dumps(fields, separators=(",", ":")).encode()
 
 
 def hello(local_rank: int, local_size: int, pid: int, synced_in: int) -> bytes:
     """``synced_in``: the epoch with which the latest group began that this rank has the state of, 0 if it has none."""
-    return pack(Kind.HELLO, version=VERSION, local_rank=local_rank, local_size=local_size, pid=pid, synced_in=synced_in)
+    return pack(
+        RankMessageKind.HELLO,
+        version=VERSION,
+        local_rank=local_rank,
+        local_size=local_size,
+        pid=pid,
+        synced_in=synced_in,
+    )
 
 
-def pack_record(kind: Kind, slot_id: int, round_: int, nbytes: int) -> bytes:
+def pack_record(kind: RankMessageKind, slot_id: int, round_: int, nbytes: int) -> bytes:
     return _ONE_RECORD.pack(kind, slot_id, round_, nbytes)
 
 
-def pack_records(kind: Kind, records: Iterable[tuple[int, int, int]]) -> bytes:
+def pack_records(kind: RankMessageKind, records: Iterable[tuple[int, int, int]]) -> bytes:
     return bytes([kind]) + b"".join([_RECORD.pack(*record) for record in records])
 
 
-def kind_of(message: bytes) -> Kind:
+def kind_of(message: bytes) -> RankMessageKind:
     try:
         return _KINDS[message[0]]
     except (KeyError, IndexError):
@@ -130,7 +137,7 @@ def spec_from_json(fields: list[Any]) -> TensorSpec:
 
 
 def layout_to_message(slot_id: int, layout: Layout) -> bytes:
-    return pack(Kind.LAYOUT, slot=slot_id, sends=layout.sends, receives=layout.receives, sizes=layout.sizes)
+    return pack(RankMessageKind.LAYOUT, slot=slot_id, sends=layout.sends, receives=layout.receives, sizes=layout.sizes)
 
 
 def layout_of(fields: dict[str, Any]) -> Layout:

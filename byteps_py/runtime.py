@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import zmq
+
 from byteps_py import channel, kernels
 from byteps_py.dataplane.dialer import Dialer
 from byteps_py.dataplane.listener import DataListener
@@ -92,6 +94,7 @@ class Runtime:
     loop: EventLoop = field(default_factory=EventLoop)
     engine: type[Engine] = Engine
     kernels: Kernels = kernels
+    zmq_context: type[zmq.Context[zmq.Socket[bytes]]] = zmq.Context
     dialer: type[Dialer] = Dialer
     data_listener: type[DataListener] = DataListener
     local_listener: type[channel.Listener] = channel.Listener

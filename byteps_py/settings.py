@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from byteps_py import forms, launchers
+from byteps_py import launchers, validators
 from byteps_py.errors import ConfigurationError
 from byteps_py.tuning import MAX_PARTITION_BYTES
 from byteps_py.variables import IGNORED, INTERNAL, VARIABLES
@@ -84,7 +84,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for variable in VARIABLES:
-            if why := forms.refusal(variable.field, variable.names[0], getattr(self, variable.field)):
+            if why := validators.refusal(variable.field, variable.names[0], getattr(self, variable.field)):
                 raise ConfigurationError(why)
         if self.local_rank >= self.local_size:
             raise ConfigurationError(
@@ -210,7 +210,7 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
         if name.startswith(("BYTEPS_", "DMLC_")) and name not in known | IGNORED.keys() | INTERNAL:
             near = _nearest(name, known)
             hint = f"; did you mean {near}?" if near else " (`bps env` lists them all)"
-            sentences.append(f"{forms.shown(name)} has no effect: no such variable is known{hint}")
+            sentences.append(f"{validators.shown(name)} has no effect: no such variable is known{hint}")
     return sentences
 
 
@@ -222,16 +222,16 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _read_secret(path: str) -> str:
-    said = f"BYTEPS_SECRET_FILE={forms.shown(path)}"
+    said = f"BYTEPS_SECRET_FILE={validators.shown(path)}"
     try:
         with Path(path).open() as file:
             secret = file.read(_MAX_SECRET + 1)
     except OSError as error:
         raise ConfigurationError(f"{said} can't be read: {error.strerror}") from error
     except ValueError:
-        raise ConfigurationError(f"{said} is no text, or its path is none") from None
+        raise ConfigurationError(f"{said} is not a text file in UTF-8, or its path is not valid") from None
     if len(secret) > _MAX_SECRET:
-        raise ConfigurationError(f"{said} is no secret: it is longer than {_MAX_SECRET} characters")
+        raise ConfigurationError(f"{said} has more than {_MAX_SECRET} characters, which is too long for a secret")
     if not secret.strip():
         raise ConfigurationError(f"{said} is empty")
     return secret.strip()

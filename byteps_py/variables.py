@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from byteps_py.errors import ConfigurationError
-from byteps_py.forms import FORMS
+from byteps_py.validators import VALIDATORS
 
 _FAR = float(1 << 31)  # a limit against overflows only
 
@@ -31,8 +31,8 @@ class Variable:
             return "one of " + ", ".join(self.choices)
         if self.kind is bool:
             return "0 or 1"
-        if self.field in FORMS:
-            return FORMS[self.field].takes
+        if self.field in VALIDATORS:
+            return VALIDATORS[self.field].takes
         if self.kind is str:
             return "any text in UTF-8"
         noun = "a whole number" if self.kind is int else "a number"

@@ -41,10 +41,10 @@ def _serve(is_gpu_machine: bool) -> int:
     # Late: what starts threads or loads a compiler comes after the allocator was told what to do.
     from byteps_py.runtime import Runtime
     from byteps_py.scheduler.client import connect
-    from byteps_py.server.service import Service
+    from byteps_py.server.service import SummationService
 
     kind = pb.MACHINE_KIND_GPU if is_gpu_machine else pb.MACHINE_KIND_CPU
-    service = Service(settings, kind, connect, Runtime())
+    service = SummationService(settings, kind, connect, Runtime())
     signals = (signal.SIGTERM, signal.SIGINT)
     with (
         handle_signals(signals, lambda number, _: service.stop(f"the server got {signal.Signals(number).name}")),

@@ -25,7 +25,7 @@ class Answer(Generic[C]):
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse(Generic[C]):
+class RefuseContributions(Generic[C]):
     """Tell these senders that, and why, their contributions are not used. ``error``: a type of byteps_py.errors."""
 
     contributions: list[C]
@@ -41,11 +41,11 @@ class Want:
     machines: tuple[int, ...]
 
 
-Action = Reduce[C] | Answer[C] | Refuse[C] | Want
+Action = Reduce[C] | Answer[C] | RefuseContributions[C] | Want
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class RoundStall:
     """A round that waits for machines. ``machines``: how many are to contribute; ``missing``: those of all that have
     not, whether they are to or not."""
 

@@ -18,7 +18,7 @@ from byteps_py.server.partition import Contribution
 from byteps_py.shm import Segment
 
 
-class Memory(ABC):
+class PayloadMemory(ABC):
     """``nbytes`` at ``address``, valid as long as this object lives."""
 
     address: int
@@ -30,7 +30,7 @@ class Memory(ABC):
         """A message that sends these bytes without copying them."""
 
 
-class FrameMemory(Memory):
+class FrameMemory(PayloadMemory):
     """The payload of a received message. May be overwritten: nobody else has it."""
 
     __slots__ = ("_frame", "address", "digest", "nbytes")
@@ -45,7 +45,7 @@ class FrameMemory(Memory):
         return self._frame
 
 
-class SharedMemory(Memory):
+class SharedMemory(PayloadMemory):
     """A piece of a segment that another process owns. The caller has checked its bounds."""
 
     __slots__ = ("_offset", "_segment", "address", "digest", "nbytes")
@@ -67,6 +67,6 @@ class Arrival(Contribution):
     ``came_s``: when it was taken from the network."""
 
     origin: Peer
-    payload: Memory | None = None
-    answer: Memory | None = None
+    payload: PayloadMemory | None = None
+    answer: PayloadMemory | None = None
     came_s: float = 0.0

@@ -52,7 +52,7 @@ def difference(gave: list[tuple[int, Facts]]) -> str:
 
 def not_among(header: Header, partition: object) -> str:
     """A machine that gives to a round of which all are known that take part, and which are others."""
-    return f"machine {header.sender} is not among those of round {header.round} of {partition}"
+    return f"machine {header.sender} is not among the machines that take part in round {header.round} of {partition}"
 
 
 def rootless(header: Header, machines: Collection[int]) -> str:
@@ -61,8 +61,8 @@ def rootless(header: Header, machines: Collection[int]) -> str:
         return ""
     who = ", ".join(map(str, sorted(machines)))
     return (
-        f"partition {header.index} of tensor key {header.key:#018x}: machine {header.root} was to broadcast in round "
-        f"{header.round}, and is not among those that take part, machines {who}"
+        f"partition {header.index} of tensor key {header.key:#018x}: machine {header.root}, the root of the broadcast "
+        f"in round {header.round}, is not among the machines that take part, which are {who}"
     )
 
 
@@ -71,8 +71,8 @@ def belated(header: Header, since_epoch: int) -> str:
     if header.epoch >= max(since_epoch, 1):
         return ""
     return (
-        f"the other machines have gone on without this one: what it gave is of epoch {header.epoch}, and since epoch "
-        f"{since_epoch} the job has other machines"
+        f"the other machines have gone on without this one: its contribution is of epoch {header.epoch}, and the job "
+        f"has had other machines since epoch {since_epoch}"
     )
 
 
@@ -80,27 +80,28 @@ def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: i
     """Why a contribution with ``nbytes`` of payload can't be used whatever the others give; empty if it can."""
     what = f"partition {header.index} of tensor key {header.key:#018x} from machine {header.sender}"
     if header.sender >= num_machines:
-        return f"{what}: there are {num_machines} machines, from 0"
+        return f"{what}: machines of this job are numbered 0 to {num_machines - 1}"
     if header.machines == 1:
-        return f"{what}: one machine alone needs no server"
+        return f"{what}: it says that one machine alone contributes, which needs no server"
     if header.machines > num_machines:
-        return f"{what}: {header.machines} machines were to contribute, there are {num_machines}"
+        return f"{what}: it says that {header.machines} machines contribute, but the job has {num_machines}"
     if not 0 < header.length <= partition_bytes:
-        return f"{what}: {header.length} bytes; a partition has 1 to {partition_bytes}"
+        return f"{what}: its length is {header.length} bytes, but a partition has 1 to {partition_bytes}"
     if header.length % header.dtype.itemsize or header.offset % header.dtype.itemsize:
-        return f"{what}: {header.length} bytes at offset {header.offset} are no whole {header.dtype.name.lower()}s"
+        unit = f"{header.dtype.itemsize}, the size of {header.dtype.name.lower()}"
+        return f"{what}: its length, {header.length}, and its offset, {header.offset}, must be multiples of {unit}"
     is_pull = header.kind is Kind.PULL
     is_pass = header.kind is Kind.PASS
     if is_pass and header.op is Op.BROADCAST:
-        return f"{what}: a broadcast does without nobody"
+        return f"{what}: every machine takes part in a broadcast, so none can pass"
     if header.op is Op.BROADCAST:
         if header.root >= num_machines:
-            return f"{what}: broadcast from machine {header.root} of {num_machines}"
+            return f"{what}: the broadcast's root is machine {header.root}, but the last one is {num_machines - 1}"
         if is_pull == (header.sender == header.root):
-            return f"{what}: in a broadcast machine {header.root} pushes and the others pull"
+            return f"{what}: in a broadcast, machine {header.root}, the root, pushes and the others pull"
     elif is_pull:
-        return f"{what}: only a broadcast can be pulled, not a {header.op.name.lower()}"
+        return f"{what}: only the result of a broadcast can be pulled, not that of a {header.op.name.lower()}"
     expected = 0 if is_pull or is_pass else header.length
     if nbytes != expected:
-        return f"{what}: its header promises {expected} bytes of payload, {nbytes} came"
+        return f"{what}: its header announces {expected} bytes of payload, but {nbytes} came"
     return ""

@@ -24,7 +24,7 @@ class Contribution:
 C = TypeVar("C", bound=Contribution)
 
 
-class State(enum.Enum):
+class RoundState(enum.Enum):
     COLLECTING = "waiting for contributions"
     REDUCING = "all contributions are there"
     DROPPED = "superseded"
@@ -35,10 +35,10 @@ class Round(Generic[C]):
     """One round in flight. ``is_resent``: a machine lacks its result, which others may have: who has not given within
     a moment (``want_at``) is asked. ``redirected``: by machine, whom to answer instead of who gave."""
 
-    partition: Partition[C]
+    partition: PartitionRounds[C]
     number: int
     since_s: float
-    state: State = State.COLLECTING
+    state: RoundState = RoundState.COLLECTING
     is_resent: bool = False
     want_at: float = 0.0
     contributions: dict[int, C] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Round(Generic[C]):
 
 
 @dataclass(slots=True, eq=False)
-class Partition(Generic[C]):
+class PartitionRounds(Generic[C]):
     """A piece of one generation of a tensor. ``last_round``: completed last; ``broken_round``: refused last, for
     ``reason``; -1: none yet."""
 

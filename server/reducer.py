@@ -16,7 +16,7 @@ from byteps_py.kernels.engine import default_threads
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.log import logger
 from byteps_py.runtime import Kernels, Runtime
-from byteps_py.server.arrival import Arrival, FrameMemory, Memory
+from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
 from byteps_py.tensors import Checks, DType, Op
 
 #: The error, if there was one, and who is to blame for a result that is not finite (see blame.py).
@@ -28,14 +28,14 @@ _LIKELY = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.IN
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class KernelCall:
     """One kernel call. ``result``: what remote machines are sent; None if there are none.
     ``outputs`` is empty when the result lies there already. ``blames``: who is to blame if an input is not finite;
     empty if nobody wants to know."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    result: Memory | None
+    result: PayloadMemory | None
     blames: tuple[int, ...] = ()
 
     @property
@@ -54,22 +54,24 @@ class Plan:
         return blame
 
 
-def plan(op: Op, arrivals: Sequence[Arrival]) -> Plan:
+def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
     """Who reads and writes what. ``arrivals``: all machines' contributions, in machine order."""
     givers = [a for a in arrivals if a.payload is not None]
     payloads = [a.payload for a in givers if a.payload is not None]
     inputs = tuple(payload.address for payload in payloads)
     outputs = [a.answer.address for a in arrivals if a.answer is not None]
     if op is Op.BROADCAST:
-        return Plan(inputs, tuple(outputs), payloads[0])
+        return KernelCall(inputs, tuple(outputs), payloads[0])
     result = next((payload for payload in payloads if isinstance(payload, FrameMemory)), None)
     blames = tuple(a.header.blame for a in givers) if all(a.header.blame for a in givers) else ()
     if result is not None and (len(inputs) > 1 or blames):
         outputs.append(result.address)
-    return Plan(inputs, tuple(outputs), result, blames)
+    return KernelCall(inputs, tuple(outputs), result, blames)
 
 
-def hand_on(runtime: Runtime, arrivals: Sequence[Arrival], waiting: Sequence[Arrival], result: Memory | None) -> None:
+def hand_on(
+    runtime: Runtime, arrivals: Sequence[Arrival], waiting: Sequence[Arrival], result: PayloadMemory | None
+) -> None:
     """A machine of this host that connected again while its round was being reduced wants the result where it says now,
     not where the kernel wrote it. ``arrivals``, ``result``: as in ``plan``; ``waiting``: who is answered."""
     for arrival in waiting:
@@ -96,7 +98,7 @@ class Reducer:
     def _failed(self, error: BaseException) -> None:
         logger.warning("a summing kernel can't be compiled, rounds that need it will fail: %r", error)
 
-    def start(self, op: Op, dtype: DType, nbytes: int, plan: Plan, done: Done) -> None:
+    def start(self, op: Op, dtype: DType, nbytes: int, plan: KernelCall, done: Done) -> None:
         """Carry out ``plan`` over ``nbytes`` per input, then call ``done``: at once, or later from the loop."""
         if not plan.outputs:
             self._finish(plan)
@@ -121,7 +123,7 @@ class Reducer:
 
         self._ready.submit(pair, 0, work, finished)
 
-    def _finish(self, plan: Plan) -> None:
+    def _finish(self, plan: KernelCall) -> None:
         """Any thread."""
         if plan.result is not None:
             plan.result.digest = self._digest(plan.result.message().buffer)

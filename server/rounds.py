@@ -30,11 +30,11 @@ from collections.abc import Iterator
 from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError
-from byteps_py.server.actions import Action, Answer, Counters, Reduce, Refuse, Stall, Want
+from byteps_py.server.actions import Action, Answer, Counters, Reduce, RefuseContributions, RoundStall, Want
+from byteps_py.server.admission_limit import AdmissionLimit
 from byteps_py.server.awaited import Awaited
-from byteps_py.server.beginnings import Beginnings
 from byteps_py.server.checks import Facts, belated, difference, not_among, objection, rootless
-from byteps_py.server.partition import C, Contribution, Partition, Round, State
+from byteps_py.server.partition import C, Contribution, PartitionRounds, Round, RoundState
 from byteps_py.wire import Header, Kind, name_of
 
 #: Contributions that wait for news of a newer epoch; beyond either limit they are refused.
@@ -57,8 +57,8 @@ class Rounds(Generic[C]):
         self.awaited: Awaited[C] = Awaited()
         self._partition_bytes = partition_bytes
         self._since_epoch = 0  # the machines are the same since then
-        self._generations: dict[int, dict[int, Partition[C]]] = {}  # by key: the newest generation's, by index
-        self.beginnings = Beginnings()
+        self._generations: dict[int, dict[int, PartitionRounds[C]]] = {}  # by key: the newest generation's, by index
+        self.admission_limit = AdmissionLimit()
         self._wanting: dict[Round[C], None] = {}  # resent, and not complete
         self._held: list[C] = []
         self._held_bytes = 0
@@ -92,7 +92,7 @@ class Rounds(Generic[C]):
         if text := objection(header, new.nbytes, self.num_machines, self._partition_bytes):
             return self._refuse([new], ProtocolError, text)
         if header.index not in self._generations.get(header.key, {}) and (
-            text := self.beginnings.objection(header.key)
+            text := self.admission_limit.objection(header.key)
         ):
             return self._refuse([new], ProtocolError, text)
         partition = self._find(header)
@@ -120,14 +120,14 @@ class Rounds(Generic[C]):
         """The engine is done with a round's memory, well or with ``error``."""
         partition, contributions, waiting = round_.partition, round_.in_order(), round_.waiting()
         self._forget(round_)
-        if round_.state is not State.REDUCING:  # dropped meanwhile: nobody waits for the result
+        if round_.state is not RoundState.REDUCING:  # dropped meanwhile: nobody waits for the result
             return []
         if error is not None:
             partition.broken_round = round_.number
             partition.reason = f"{partition}, round {round_.number}: could not be reduced: {error}"
             return self._refuse(waiting, CommunicationError, partition.reason)
         if partition.last_round < 0:
-            self.beginnings.ended(partition.key)
+            self.admission_limit.ended(partition.key)
         partition.last_round = max(partition.last_round, round_.number)
         self.counters.rounds += 1
         self.counters.bytes_summed += contributions[0].header.length
@@ -140,14 +140,14 @@ class Rounds(Generic[C]):
         if partition is None or partition.generation != header.generation:
             return
         round_ = partition.rounds.get(header.round)
-        if round_ is not None and round_.state is State.COLLECTING:
+        if round_ is not None and round_.state is RoundState.COLLECTING:
             self._take_back(round_, header.sender)
             self._tidy(partition)
 
     def gone(self, origin: object) -> None:
         """Nobody can be answered at ``origin`` any more. What is being reduced goes on, for the others."""
         self._release([c for c in self._held if c.origin is origin])
-        for round_ in self._rounds(State.COLLECTING):
+        for round_ in self._rounds(RoundState.COLLECTING):
             for machine in [m for m, c in round_.contributions.items() if c.origin is origin]:
                 self._take_back(round_, machine)
             self._tidy(round_.partition)
@@ -171,10 +171,10 @@ class Rounds(Generic[C]):
         """Rounds that some machines lack wait for others to give their part once more."""
         return bool(self._wanting)
 
-    def stalled(self, now: float, older_than_s: float = 0.0) -> list[Stall]:
+    def stalled(self, now: float, older_than_s: float = 0.0) -> list[RoundStall]:
         """Rounds that have waited ``older_than_s`` or longer, and for which machines; the oldest first."""
         stalls = [
-            Stall(
+            RoundStall(
                 round_.partition.key,
                 round_.partition.index,
                 round_.number,
@@ -182,14 +182,14 @@ class Rounds(Generic[C]):
                 next(iter(round_.contributions.values())).header.machines or self.num_machines,
                 self._missing(round_),
             )
-            for round_ in self._rounds(State.COLLECTING)
+            for round_ in self._rounds(RoundState.COLLECTING)
             if now - round_.since_s >= older_than_s
         ]
         return sorted(stalls, key=lambda stall: -stall.age_s)
 
     # ---- inside ------------------------------------------------------------------------------------------
 
-    def _find(self, header: Header) -> Partition[C] | None:
+    def _find(self, header: Header) -> PartitionRounds[C] | None:
         """The partition that ``header`` names; None if its key has a newer generation. A newer one takes over."""
         partitions = self._generations.setdefault(header.key, {})
         partition = partitions.get(header.index)
@@ -200,11 +200,11 @@ class Rounds(Generic[C]):
             if header.generation > known:
                 self._drop(partitions)
                 partitions.clear()
-            partition = partitions[header.index] = Partition(header.key, header.generation, header.index)
-            self.beginnings.begun(header.key)
+            partition = partitions[header.index] = PartitionRounds(header.key, header.generation, header.index)
+            self.admission_limit.begun(header.key)
         return partition
 
-    def _accept(self, partition: Partition[C], new: C, now: float) -> list[Action[C]]:
+    def _accept(self, partition: PartitionRounds[C], new: C, now: float) -> list[Action[C]]:
         header = new.header
         round_ = partition.rounds.get(header.round)
         if round_ is None:
@@ -214,7 +214,7 @@ class Rounds(Generic[C]):
                 return self._break(partition, new, text)
             round_ = partition.rounds[header.round] = self.round_class(partition, header.round, now)
             self.awaited.begin(round_)
-        if round_.state is State.REDUCING:
+        if round_.state is RoundState.REDUCING:
             return self._late(round_, new)
         return self._collect(round_, new, now)
 
@@ -242,11 +242,13 @@ class Rounds(Generic[C]):
             return []
         if all(contribution.header.kind is Kind.PASS for contribution in others.values()):
             return []  # all ranks of the group have joined: there will be nothing to sum
-        round_.state = State.REDUCING
+        round_.state = RoundState.REDUCING
         self._wanting.pop(round_, None)
         self.awaited.end(round_)
         for other in [r for r in round_.partition.rounds.values() if r.number < round_.number]:
-            if other.state is State.COLLECTING:  # all have its result by now: it came from the server before this one
+            if (
+                other.state is RoundState.COLLECTING
+            ):  # all have its result by now: it came from the server before this one
                 self._forget(other)
         return [Reduce(round_)]
 
@@ -270,24 +272,24 @@ class Rounds(Generic[C]):
     def _missing(self, round_: Round[C]) -> tuple[int, ...]:
         return tuple(m for m in range(self.num_machines) if m not in round_.contributions)
 
-    def _overtake(self, partition: Partition[C], new: C) -> list[Action[C]]:
+    def _overtake(self, partition: PartitionRounds[C], new: C) -> list[Action[C]]:
         """A machine that gives to a round has the result of the one before, to which all gave, who have those before
         that: what is left of these here was answered elsewhere. Whoever waits for it all the same has been counting
         rounds in another way, and ends the job with what it is told."""
         actions: list[Action[C]] = []
         for other in [r for r in partition.rounds.values() if r.number < new.header.round - 1]:
-            if other.state is State.COLLECTING:
+            if other.state is RoundState.COLLECTING:
                 refused = other.waiting()
                 actions += self._refuse(refused, ProtocolError, self._disagreement(other, new)) if refused else []
                 self._forget(other)
         return actions
 
-    def _is_overtaken(self, partition: Partition[C], new: C) -> bool:
+    def _is_overtaken(self, partition: PartitionRounds[C], new: C) -> bool:
         """A machine that gives to a round has the results of those before it. What it gave to these on an earlier
         connection, and what any machine gave in an earlier epoch, is left from the time when another server took the
         partition over: it was taken back, but that got lost with the connection, or comes only now."""
         header = new.header
-        for other in [r for r in partition.rounds.values() if r.state is State.COLLECTING]:
+        for other in [r for r in partition.rounds.values() if r.state is RoundState.COLLECTING]:
             given = other.contributions.get(header.sender)
             is_left = given is not None and not given.header.is_supply and given.origin is not new.origin
             if is_left and other.number > header.round:
@@ -298,14 +300,14 @@ class Rounds(Generic[C]):
                     self._take_back(other, machine)
         return False
 
-    def _out_of_step(self, partition: Partition[C], new: C) -> str:
+    def _out_of_step(self, partition: PartitionRounds[C], new: C) -> str:
         """Why a round can't begin beside those in flight. Machines may be one apart only where one lacks a result."""
         for other in partition.rounds.values():
             if other.number < new.header.round - 1:
                 continue  # all have its result, and only the engine does not know: see _overtake
             if other.is_resent if other.number < new.header.round else new.header.is_resent:
                 continue
-            if other.state is not State.REDUCING:
+            if other.state is not RoundState.REDUCING:
                 return self._disagreement(other, new)
             given = other.contributions.get(new.header.sender)  # perhaps before another server answered it, and faster
             if given is None or not _is_left(given.header, new.header.epoch):
@@ -320,10 +322,10 @@ class Rounds(Generic[C]):
         gave = [(c.header.sender, Facts.of(c.header)) for c in round_.in_order()]
         return f"{round_.partition}: {difference([*gave, (new.header.sender, facts)])}"
 
-    def _break(self, partition: Partition[C], new: C, text: str) -> list[Action[C]]:
+    def _break(self, partition: PartitionRounds[C], new: C, text: str) -> list[Action[C]]:
         """Refuse ``new``, and all that is not being reduced."""
         refused = []
-        for round_ in [r for r in partition.rounds.values() if r.state is State.COLLECTING]:
+        for round_ in [r for r in partition.rounds.values() if r.state is RoundState.COLLECTING]:
             refused += round_.in_order()
             partition.broken_round = max(partition.broken_round, round_.number)
             self._forget(round_)
@@ -348,7 +350,7 @@ class Rounds(Generic[C]):
 
     def _refuse(self, refused: list[C], error: type[BytePSError], text: str) -> list[Action[C]]:
         self.counters.refused += len(refused)
-        return [Refuse(refused, error, text)]
+        return [RefuseContributions(refused, error, text)]
 
     def _take_back(self, round_: Round[C], machine: int) -> None:
         given = round_.contributions.pop(machine, None)
@@ -357,24 +359,24 @@ class Rounds(Generic[C]):
         if all(contribution.header.is_supply for contribution in round_.contributions.values()):
             self._forget(round_)  # nobody waits for its result
 
-    def _tidy(self, partition: Partition[C]) -> None:
+    def _tidy(self, partition: PartitionRounds[C]) -> None:
         """Forget a partition if all that was given to it was taken back."""
         if partition.rounds or partition.last_round >= 0 or partition.broken_round >= 0:
             return
         partitions = self._generations[partition.key]
         if partitions.pop(partition.index, None) is not None:
-            self.beginnings.ended(partition.key)
+            self.admission_limit.ended(partition.key)
         if not partitions:
             del self._generations[partition.key]
 
-    def _drop(self, partitions: dict[int, Partition[C]]) -> None:
+    def _drop(self, partitions: dict[int, PartitionRounds[C]]) -> None:
         for partition in partitions.values():
             if partition.last_round < 0:
-                self.beginnings.ended(partition.key)
+                self.admission_limit.ended(partition.key)
             for round_ in list(partition.rounds.values()):
-                if round_.state is State.COLLECTING:  # else the engine still works in its memory
+                if round_.state is RoundState.COLLECTING:  # else the engine still works in its memory
                     self._forget(round_)
-                round_.state = State.DROPPED
+                round_.state = RoundState.DROPPED
 
     def _forget(self, round_: Round[C]) -> None:
         self.counters.bytes_in_flight -= sum(c.nbytes for c in round_.contributions.values())
@@ -384,10 +386,10 @@ class Rounds(Generic[C]):
         self.awaited.end(round_)
         round_.partition.rounds.pop(round_.number, None)
 
-    def _partitions(self) -> Iterator[Partition[C]]:
+    def _partitions(self) -> Iterator[PartitionRounds[C]]:
         return (partition for group in self._generations.values() for partition in group.values())
 
-    def _rounds(self, state: State) -> list[Round[C]]:
+    def _rounds(self, state: RoundState) -> list[Round[C]]:
         return [r for partition in self._partitions() for r in partition.rounds.values() if r.state is state]
 
 

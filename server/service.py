@@ -36,11 +36,12 @@ from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import Connect, ControlLink
-from byteps_py.server.actions import Action, Answer, Reduce, Refuse, Want
-from byteps_py.server.arrival import Arrival, Memory
+from byteps_py.scheduler.control_events import ControlEvents
+from byteps_py.server.actions import Action, Answer, Reduce, RefuseContributions, Want
+from byteps_py.server.arrival import Arrival, PayloadMemory
 from byteps_py.server.awaited import AWAITED_AFTER_S
+from byteps_py.server.contribution_listener import ContributionListener
 from byteps_py.server.local import Local
-from byteps_py.server.network import Network
 from byteps_py.server.partition import Round
 from byteps_py.server.reducer import Reducer, hand_on, plan
 from byteps_py.server.rounds import Rounds
@@ -53,11 +54,11 @@ DRAIN_LIMIT_S = 30.0  # for so long it goes on after SIGTERM if nobody takes its
 _ORPHAN_S = 10.0  # at most: workers reconnect, and a scheduler is started again, within less
 
 
-class Service:
+class SummationService:
     """One summation server of the machine kind ``kind``. ``run`` serves until the job ends."""
 
     rounds_class: type[Rounds[Arrival]] = Rounds
-    network_class: type[Network] = Network
+    network_class: type[ContributionListener] = ContributionListener
 
     def __init__(self, settings: Settings, kind: pb.MachineKind, connect: Connect, runtime: Runtime) -> None:
         """Binds its sockets. Raises ConfigurationError or RendezvousError."""
@@ -106,10 +107,7 @@ class Service:
     def run(self) -> int:
         """Serve; the exit status. Raises the typed error that kept the cluster from coming together."""
         try:
-            self._link = self._connect(
-                self._settings, self._registration(), self._loop, self._on_message, self._on_lost, self._heartbeat,
-                self._on_away, self._on_back,
-            )  # fmt: skip
+            self._link = self._connect(self._settings, self._registration(), self._loop, self.control_events())
             if self._is_prepared:
                 self._link.send(pb.MemberMessage(ready=pb.Ready()))
             logger.info("summation server at %s", self.address)
@@ -199,7 +197,7 @@ class Service:
         self._rounds.gone(peer)
 
     def _perform(
-        self, actions: list[Action[Arrival]], result: Memory | None, blame: int = 0, complete_s: float = 0.0
+        self, actions: list[Action[Arrival]], result: PayloadMemory | None, blame: int = 0, complete_s: float = 0.0
     ) -> None:
         """``blame`` says through whom ``result`` is not finite; all machines had given by ``complete_s``."""
         for action in actions:
@@ -219,7 +217,7 @@ class Service:
                         waited_s = max(0.0, complete_s - arrival.came_s)
                         header.blame, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
                         arrival.origin.answer(header, message if is_needed else None, digest)
-                case Refuse(contributions, error, text):
+                case RefuseContributions(contributions, error, text):
                     self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)
                     for arrival in contributions:
                         arrival.origin.refuse(arrival.header, f"{error.__name__}\n{text}")
@@ -251,6 +249,10 @@ class Service:
         self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
 
     # ---- control plane -----------------------------------------------------------------------------------
+
+    def control_events(self) -> ControlEvents:
+        """Whom its link to the scheduler calls."""
+        return ControlEvents(self._on_message, self._on_lost, self._heartbeat, self._on_away, self._on_back)
 
     def _registration(self) -> pb.Register:
         is_gpu = self._kind == pb.MACHINE_KIND_GPU

@@ -12,17 +12,18 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import DType, Op
 from byteps_py.torch.distributed.arguments import Landing, kind_of, octets, reduction_of, seconds
 from byteps_py.torch.distributed.direct import roomy
-from byteps_py.torch.distributed.places import Kind, Place, Places, lanes_for
+from byteps_py.torch.distributed.operation_kind import OperationKind
+from byteps_py.torch.distributed.places import Place, Places, lanes_for
 from byteps_py.torch.distributed.threads import Pool
 
 WAIT_S = 30.0
 
 
-def kind(count: int, op: Op = Op.SUM) -> Kind:
-    return Kind(op, DType.FLOAT32, (count,))
+def kind(count: int, op: Op = Op.SUM) -> OperationKind:
+    return OperationKind(op, DType.FLOAT32, (count,))
 
 
-def numbers(places: Places, kinds: list[Kind]) -> list[int]:
+def numbers(places: Places, kinds: list[OperationKind]) -> list[int]:
     return [places.find(each).number for each in kinds]
 
 

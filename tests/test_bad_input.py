@@ -17,7 +17,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import MAX_NAME_BYTES, DType, Op, TensorSpec
 from byteps_py.variables import VARIABLES, Variable
-from byteps_py.worker import desk
+from byteps_py.worker import rank_server
 
 GARBAGE = [
     "x", "-1", "1e999", "nan", "0x10", "²", "1" * 5000, "\udcff", "\x00\x01", "☃", "1;rm", "true", "2(x999999999)",
@@ -85,11 +85,11 @@ def test_local_messages_that_are_no_objects(text: bytes) -> None:
 def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away() -> None:
     loop = EventLoop()
     listener = Listener("byteps-test-nonsense")
-    reception = desk.Desk(Runtime(loop=loop), listener, 2, lambda sentence: None, lambda: None)
+    reception = rank_server.RankServer(Runtime(loop=loop), listener, 2, lambda sentence: None, lambda: None)
 
     def hello(**changes: object) -> bytes:
         fields = {"version": protocol.VERSION, "local_rank": 0, "local_size": 2, "pid": 1, "synced_in": 0, **changes}
-        return protocol.pack(protocol.Kind.HELLO, **fields)
+        return protocol.pack(protocol.RankMessageKind.HELLO, **fields)
 
     said = {
         hello(version=protocol.VERSION + 1): "are different versions",
@@ -102,7 +102,7 @@ def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away(
         hello(synced_in=1 << 32): "no group has the number 4294967296",
         hello(synced_in="7"): "no group has the number '7'",
         hello(local_size=3): "BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same to both",
-        protocol.pack_record(protocol.Kind.READY, 1, 1, 1): "did not say who it is",
+        protocol.pack_record(protocol.RankMessageKind.READY, 1, 1, 1): "did not say who it is",
         b"\xff": "unknown kind of local message",
         b"\x01" + b"[" * 100_000: "malformed local message",
         b"\x01" + b"x" * (MAX_MESSAGE - 1): "malformed local message",
@@ -113,7 +113,7 @@ def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away(
     for sock, text in zip(socks, said.values(), strict=True):
         with sock:
             answer = sock.recv(1 << 16)
-            assert answer[0] == protocol.Kind.FATAL
+            assert answer[0] == protocol.RankMessageKind.FATAL
             assert text in json.loads(answer[1:])["message"]
             assert sock.recv(10) == b""
     assert reception.ranks_here == 0

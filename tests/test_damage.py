@@ -23,7 +23,7 @@ from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import DType
 from byteps_py.wire import RESENT, SUPPLY, Header, Kind
-from byteps_py.worker.links import TcpLink
+from byteps_py.worker.links import LinkEvents, LinkTarget, TcpLink
 
 OPEN = Settings(
     scheduler_host="127.0.0.1",
@@ -62,11 +62,13 @@ class Line:
 
     def _run(self) -> None:
         self.link = TcpLink(
-            self._context, Runtime(loop=self.loop), self.proxy.address, 0, self._mine,
+            self._context, Runtime(loop=self.loop), LinkTarget(self.proxy.address), 0, self._mine,
             lambda block, offset, length: memoryview(self._data)[offset : offset + length],
-            lambda header, frame: self.came.put((header, frame.bytes if frame is not None else b"")),
-            self._again,
-            self.losses.put,
+            LinkEvents(
+                lambda header, frame: self.came.put((header, frame.bytes if frame is not None else b"")),
+                self._again,
+                self.losses.put,
+            ),
         )  # fmt: skip
         try:
             self.loop.run()
@@ -249,8 +251,8 @@ def test_something_else_listens_there(says: list[bytes], text: str) -> None:
         stranger, address = listener.router, listener.address
         loop.add_reader(stranger, lambda: stranger.send_multipart([stranger.recv_multipart()[0], *says]))
         link = TcpLink(
-            context, Runtime(loop=loop), address, 0, SIGNED, lambda *block: memoryview(b""), lambda *answer: None,
-            lambda: None, losses.append,
+            context, Runtime(loop=loop), LinkTarget(address), 0, SIGNED, lambda *block: memoryview(b""),
+            LinkEvents(lambda *answer: None, lambda: None, losses.append),
         )  # fmt: skip
         with pytest.raises(ProtocolError, match="the summation service at") as caught:
             loop.run()

@@ -18,7 +18,7 @@ from byteps_py import errors, last_words
 from byteps_py.last_words import Blame, LastWords
 from byteps_py.launch import options
 from byteps_py.launch.failure_report import FailureReport
-from byteps_py.launch.output import Stream, WordsPipe
+from byteps_py.launch.output import OutputStream, WordsPipe
 from byteps_py.session import words
 
 PROGRAM = Path(__file__).parent / "programs" / "fails.py"
@@ -95,7 +95,7 @@ def test_an_interrupted_process_leaves_no_traceback(prefix: str, tmp_path: Path)
         with contextlib.ExitStack() as stack:
             for fd in (shown_r, shown_w):
                 stack.callback(os.close, fd)
-            stream = Stream(reader, 2, prefix, tmp_path / "err", False)
+            stream = OutputStream(reader, 2, prefix, tmp_path / "err", False)
             stream._terminal = shown_w
             os.write(writer, b"before\n")
             stream.pump()

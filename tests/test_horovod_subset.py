@@ -59,7 +59,7 @@ def test_without_a_launcher() -> None:
         for rank in range(3)
     ]
     try:
-        outputs = [rank.communicate(timeout=40)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

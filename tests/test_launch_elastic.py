@@ -8,14 +8,14 @@ from test_launch_policy import sends, words
 
 from byteps_py.launch import options
 from byteps_py.launch.policy import Phase, Policy
-from byteps_py.launch.spec import Kind, ProcessSpec
+from byteps_py.launch.spec import ProcessKind, ProcessSpec
 
 
 def policy_of(ranks: int = 2, is_part: bool = True) -> Policy:
     specs = [
-        ProcessSpec("cs", Kind.SERVICE, "cs", ("x",), {}, is_dismissed=True),
-        ProcessSpec("ss", Kind.SERVICE, "ss", ("x",), {}, is_replaceable=True),
-        *(ProcessSpec(f"rank {r}", Kind.MAIN, str(r), ("x",), {}) for r in range(ranks)),
+        ProcessSpec("cs", ProcessKind.SERVICE, "cs", ("x",), {}, is_dismissed=True),
+        ProcessSpec("ss", ProcessKind.SERVICE, "ss", ("x",), {}, is_replaceable=True),
+        *(ProcessSpec(f"rank {r}", ProcessKind.MAIN, str(r), ("x",), {}) for r in range(ranks)),
     ]
     return Policy(specs, grace_s=5, own_error_s=10, elastic=True, is_part=is_part)
 

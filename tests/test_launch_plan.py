@@ -16,7 +16,7 @@ from byteps_py.launch.gpus import visible_gpus
 from byteps_py.launch.options import parse
 from byteps_py.launch.output import MAX_LINE_BYTES, LineTagger
 from byteps_py.launch.plan import role_plan
-from byteps_py.launch.spec import Kind, ProcessSpec
+from byteps_py.launch.spec import ProcessKind, ProcessSpec
 
 ROOT = {"DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_PS_ROOT_PORT": "9000"}
 COMMAND = ("python", "train.py")
@@ -96,7 +96,9 @@ class TestRolePlan:
     def test_processes(self, environ: dict[str, str], expected: list[str]) -> None:
         specs = plan_role(environ)
         assert programs(specs) == expected
-        assert all((s.kind is Kind.MAIN) == (p == "r" or len(specs) == 1) for s, p in zip(specs, expected, strict=True))
+        assert all(
+            (s.kind is ProcessKind.MAIN) == (p == "r" or len(specs) == 1) for s, p in zip(specs, expected, strict=True)
+        )
 
     def test_environment_of_a_worker(self) -> None:
         specs = plan_role(by_hand("worker", 2, 1, DMLC_WORKER_ID="1", BYTEPS_LOCAL_SIZE="2"))

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from byteps_py.launch.policy import Action, Phase, Policy, Say, Send, Start
-from byteps_py.launch.spec import Kind, ProcessSpec
+from byteps_py.launch.spec import ProcessKind, ProcessSpec
 
 
 def policy_of(ranks: int = 2, services: tuple[str, ...] = ("cs", "ss")) -> Policy:
-    specs = [ProcessSpec(name, Kind.SERVICE, name, ("x",), {}) for name in services]
-    specs.append(ProcessSpec("scheduler", Kind.SERVICE, "scheduler", ("x",), {}, is_vital=False, retry_status=2))
-    specs += [ProcessSpec(f"rank {r}", Kind.MAIN, str(r), ("x",), {}, False) for r in range(ranks)]
+    specs = [ProcessSpec(name, ProcessKind.SERVICE, name, ("x",), {}) for name in services]
+    specs.append(ProcessSpec("scheduler", ProcessKind.SERVICE, "scheduler", ("x",), {}, is_vital=False, retry_status=2))
+    specs += [ProcessSpec(f"rank {r}", ProcessKind.MAIN, str(r), ("x",), {}, False) for r in range(ranks)]
     return Policy(specs, grace_s=5, own_error_s=10)
 
 
@@ -32,9 +32,9 @@ def words(actions: Sequence[Action]) -> str:
 class TestPolicy:
     def test_a_job_that_cannot_begin_is_not_started_over(self) -> None:
         spec = ProcessSpec(
-            "scheduler", Kind.SERVICE, "x", ("x",), {}, is_vital=False, retry_status=2, hopeless_status=78
+            "scheduler", ProcessKind.SERVICE, "x", ("x",), {}, is_vital=False, retry_status=2, hopeless_status=78
         )
-        policy = Policy([spec, ProcessSpec("rank 0", Kind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
+        policy = Policy([spec, ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
         actions = policy.exited("scheduler", 78, 1)
         assert words(actions) == "scheduler can't begin; its own message is above"
         assert sends(actions) == [(("rank 0",), signal.SIGKILL)]
@@ -73,7 +73,10 @@ class TestPolicy:
         assert policy.code == 0
 
     def test_services_of_a_part_of_a_job_wait_for_ranks_of_other_machines(self) -> None:
-        specs = [ProcessSpec("cs", Kind.SERVICE, "cs", ("x",), {}), ProcessSpec("rank 0", Kind.MAIN, "0", ("x",), {})]
+        specs = [
+            ProcessSpec("cs", ProcessKind.SERVICE, "cs", ("x",), {}),
+            ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {}),
+        ]
         policy = Policy(specs, grace_s=5, own_error_s=10, drain_s=30, is_part=True)
         policy.exited("rank 0", 0, 1)
         assert (policy.phase, policy.deadline) == (Phase.DRAINING, 31)
@@ -81,8 +84,10 @@ class TestPolicy:
         assert (policy.phase, policy.deadline) == (Phase.ENDING, 36)
 
     def test_a_scheduler_that_is_killed_is_started_again_but_not_for_ever(self) -> None:
-        spec = ProcessSpec("scheduler", Kind.SERVICE, "x", ("x",), {}, is_vital=False, restarts=2, retry_status=2)
-        policy = Policy([spec, ProcessSpec("rank 0", Kind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
+        spec = ProcessSpec(
+            "scheduler", ProcessKind.SERVICE, "x", ("x",), {}, is_vital=False, restarts=2, retry_status=2
+        )
+        policy = Policy([spec, ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
         for count in (1, 2):
             actions = policy.exited("scheduler", -9, 1)
             text = f"scheduler was killed by SIGKILL (signal 9); starting it again ({count} of at most 2 times)"
@@ -93,15 +98,17 @@ class TestPolicy:
 
     @pytest.mark.parametrize("status", [1, 2, -signal.SIGTERM])
     def test_only_a_scheduler_that_is_killed_is_started_again(self, status: int) -> None:
-        spec = ProcessSpec("scheduler", Kind.MAIN, "x", ("x",), {}, restarts=2)
+        spec = ProcessSpec("scheduler", ProcessKind.MAIN, "x", ("x",), {}, restarts=2)
         policy = Policy([spec], grace_s=5, own_error_s=10)
         assert policy.exited("scheduler", -9, 1)[1:] == [Start("scheduler")]
         assert not any(isinstance(action, Start) for action in policy.exited("scheduler", status, 1))
         assert policy.finished
 
     def test_a_scheduler_that_can_not_begin_again_does_not_start_the_job_over(self) -> None:
-        spec = ProcessSpec("scheduler", Kind.SERVICE, "x", ("x",), {}, is_vital=False, restarts=2, retry_status=2)
-        policy = Policy([spec, ProcessSpec("rank 0", Kind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
+        spec = ProcessSpec(
+            "scheduler", ProcessKind.SERVICE, "x", ("x",), {}, is_vital=False, restarts=2, retry_status=2
+        )
+        policy = Policy([spec, ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
         policy.exited("scheduler", -9, 1)
         policy.exited("scheduler", 2, 1)
         assert not policy.retry

@@ -15,28 +15,32 @@ from typing import Any, cast
 import pytest
 
 from byteps_py.errors import ProtocolError
-from byteps_py.looks import Looks
 from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.ledger import Ledger, Stream
 from byteps_py.session.nearby.memory import Incoming, Outgoing, size_class
-from byteps_py.session.nearby.messages import Kind, Message
+from byteps_py.session.nearby.message_matcher import MessageMatcher, Stream
+from byteps_py.session.nearby.messages import PeerMessage, PeerMessageKind
 from byteps_py.session.nearby.neighbours import Neighbours
 from byteps_py.shm import Segment
+from byteps_py.spin_policy import SpinPolicy
 from byteps_py.tensors import key_of
-from byteps_py.worker.meetings import Introduce, Meetings, Tell
+from byteps_py.worker.peer_introductions import Introduce, PeerIntroductions, Tell
 
 # ---- the ledger ----------------------------------------------------------------------------------------------------
 
 
-def pair() -> tuple[Ledger, Stream, Ledger, Stream]:
+def pair() -> tuple[MessageMatcher, Stream, MessageMatcher, Stream]:
     """Two ranks and a stream between them."""
-    one, other = Ledger(0), Ledger(1)
+    one, other = MessageMatcher(0), MessageMatcher(1)
     return one, one.stream("s", (1,)), other, other.stream("s", (0,))
 
 
-def inline(ledger: Ledger, stream: Stream, target: int, payload: bytes, parcel_id: int = 0) -> tuple[Message, bytes]:
+def inline(
+    matcher: MessageMatcher, stream: Stream, target: int, payload: bytes, parcel_id: int = 0
+) -> tuple[PeerMessage, bytes]:
     number, total = stream.send(target), len(payload)
-    return Message(Kind.INLINE, ledger.me, ledger.era, 0, stream.key, number, total, total, parcel_id), payload
+    return PeerMessage(
+        PeerMessageKind.INLINE, matcher.me, matcher.era, 0, stream.key, number, total, total, parcel_id
+    ), payload
 
 
 def test_parcels_of_a_stream_are_numbered_by_both_sides_alike() -> None:
@@ -49,7 +53,7 @@ def test_parcels_of_a_stream_are_numbered_by_both_sides_alike() -> None:
 
 
 def test_a_parcel_may_come_before_its_stream_is_known() -> None:
-    one, other = Ledger(0), Ledger(1)
+    one, other = MessageMatcher(0), MessageMatcher(1)
     other.came(*inline(one, one.stream("s", (1,)), 1, b"early"))
     stream = other.stream("s", (0,))
     assert stream.flows[0].parcels[stream.expect(0)].payload == b"early"
@@ -58,68 +62,68 @@ def test_a_parcel_may_come_before_its_stream_is_known() -> None:
 def test_a_parcel_grows_until_it_is_whole() -> None:
     one, sent, other, got = pair()
     parcel_id = one.send(sent, (1,), "block")
-    other.came(Message(Kind.LAID, 0, 0, 3, sent.key, sent.send(1), 10, 4, parcel_id, 64), None)
+    other.came(PeerMessage(PeerMessageKind.LAID, 0, 0, 3, sent.key, sent.send(1), 10, 4, parcel_id, 64), None)
     parcel = got.flows[0].parcels[1]
     assert (parcel.segment, parcel.offset, parcel.ready, parcel.has_news) == (3, 64, 4, True)
     parcel.done = 4
     assert not parcel.has_news
-    other.came(Message(Kind.MORE, 0, 0, total=10, ready=10, id=parcel_id), None)
+    other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=10, ready=10, id=parcel_id), None)
     assert parcel.has_news
     with pytest.raises(ProtocolError, match="never began"):
-        other.came(Message(Kind.MORE, 0, 0, total=10, ready=10, id=parcel_id), None)
+        other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=10, ready=10, id=parcel_id), None)
 
 
 def test_a_block_is_free_once_all_have_taken_it() -> None:
-    ledger = Ledger(0)
-    stream = ledger.stream("s", (1, 2))
-    parcel_id = ledger.send(stream, (1, 2), "block")
+    matcher = MessageMatcher(0)
+    stream = matcher.stream("s", (1, 2))
+    parcel_id = matcher.send(stream, (1, 2), "block")
     assert stream.unacknowledged == 1
-    assert ledger.came(Message(Kind.TAKEN, 2, 0, id=parcel_id), None) is None
-    assert ledger.takers(stream) == {1}
-    assert ledger.came(Message(Kind.TAKEN, 1, 0, id=parcel_id), None) == "block"
+    assert matcher.came(PeerMessage(PeerMessageKind.TAKEN, 2, 0, id=parcel_id), None) is None
+    assert matcher.takers(stream) == {1}
+    assert matcher.came(PeerMessage(PeerMessageKind.TAKEN, 1, 0, id=parcel_id), None) == "block"
     assert stream.unacknowledged == 0
     with pytest.raises(ProtocolError, match="not for it"):
-        ledger.came(Message(Kind.TAKEN, 1, 0, id=parcel_id), None)
+        matcher.came(PeerMessage(PeerMessageKind.TAKEN, 1, 0, id=parcel_id), None)
 
 
 @pytest.mark.parametrize(("total", "ready"), [(11, 11), (9, 9), (10, 3)])
 def test_more_of_a_parcel_is_of_the_same_one(total: int, ready: int) -> None:
-    other = Ledger(1)
-    other.came(Message(Kind.LAID, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
+    other = MessageMatcher(1)
+    other.came(PeerMessage(PeerMessageKind.LAID, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
     with pytest.raises(ProtocolError, match=f"{ready} of {total} bytes of a parcel, after 4 of 10"):
-        other.came(Message(Kind.MORE, 0, 0, total=total, ready=ready, id=5), None)
+        other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=total, ready=ready, id=5), None)
 
 
 def test_a_parcel_begins_once() -> None:
-    other = Ledger(1)
-    other.came(Message(Kind.LAID, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
+    other = MessageMatcher(1)
+    other.came(PeerMessage(PeerMessageKind.LAID, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
     with pytest.raises(ProtocolError, match="begun parcel 5 twice"):
-        other.came(Message(Kind.LAID, 0, 0, 3, 77, 2, 10, 4, 5, 64), None)
+        other.came(PeerMessage(PeerMessageKind.LAID, 0, 0, 3, 77, 2, 10, 4, 5, 64), None)
 
 
 def test_what_nobody_here_knows_is_kept_but_not_without_limit() -> None:
-    one, known = Ledger(1), [f"stream {number}" for number in range(5)]
+    one, known = MessageMatcher(1), [f"stream {number}" for number in range(5)]
     one.most_early = 3
     for name in known:  # these are known once their names are
-        one.came(Message(Kind.INLINE, 0, 0, 0, key_of(name), 1), b"")
+        one.came(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, key_of(name), 1), b"")
         assert 1 in one.stream(name, (0,)).flows[0].parcels
     for number in range(3):
-        one.came(Message(Kind.INLINE, 0, 0, 0, number, 1), b"")
+        one.came(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, number, 1), b"")
     with pytest.raises(ProtocolError, match="streams that are not known"):
-        one.came(Message(Kind.INLINE, 0, 0, 0, 3, 1), b"")
+        one.came(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, 3, 1), b"")
     one.start_anew()
-    one.came(Message(Kind.INLINE, 0, 1, 0, 3, 1), b"")
+    one.came(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, 1), b"")
     for number in (2, 3):
-        one.came(Message(Kind.INLINE, 0, 1, 0, 3, number), b"")
+        one.came(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, number), b"")
     with pytest.raises(ProtocolError, match="nobody takes"):
-        one.came(Message(Kind.INLINE, 0, 1, 0, 3, 4), b"")
+        one.came(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, 4), b"")
 
 
 def test_all_begin_anew_when_all_have_joined() -> None:
     one, sent, other, got = pair()
     other.came(*inline(one, sent, 1, b"old"))
     one.send(sent, (1,), "block")
-    other.came(Message(Kind.JOINED, 0, 0), None)
+    other.came(PeerMessage(PeerMessageKind.JOINED, 0, 0), None)
     assert other.joined == {0}
     assert one.start_anew() == ["block"]
     assert sent.unacknowledged == 0
@@ -129,9 +133,9 @@ def test_all_begin_anew_when_all_have_joined() -> None:
     assert other.start_anew() == []
     assert other.joined == set()
     assert got.flows[0].parcels[got.expect(0)].payload == b"new"
-    other.came(Message(Kind.TAKEN, 0, 0, id=77), None)  # of the old era: no matter
+    other.came(PeerMessage(PeerMessageKind.TAKEN, 0, 0, id=77), None)  # of the old era: no matter
     with pytest.raises(ProtocolError, match="era 3"):
-        other.came(Message(Kind.JOINED, 0, 3), None)
+        other.came(PeerMessage(PeerMessageKind.JOINED, 0, 3), None)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -139,9 +143,9 @@ def test_whatever_the_delays_all_arrives_once_and_in_order(seed: int) -> None:
     """Ranks that send each other parcels, and messages that take their time: those of one rank keep their order."""
     rng = random.Random(seed)
     count, parcels = rng.choice((2, 3, 5)), 40
-    ledgers = [Ledger(rank) for rank in range(count)]
-    streams = [ledger.stream("s", [r for r in range(count) if r != ledger.me]) for ledger in ledgers]
-    ways = {(a, b): deque[tuple[Message, bytes | None]]() for a in range(count) for b in range(count) if a != b}
+    ledgers = [MessageMatcher(rank) for rank in range(count)]
+    streams = [matcher.stream("s", [r for r in range(count) if r != matcher.me]) for matcher in ledgers]
+    ways = {(a, b): deque[tuple[PeerMessage, bytes | None]]() for a in range(count) for b in range(count) if a != b}
     to_send = {way: deque(range(parcels)) for way in ways}
     blocks: set[object] = set()
     taken: dict[tuple[int, int], list[int]] = {way: [] for way in ways}
@@ -158,8 +162,8 @@ def test_whatever_the_delays_all_arrives_once_and_in_order(seed: int) -> None:
             parcel_id = ledgers[source].send(streams[source], (target,), block)
             number = streams[source].send(target)
             key = streams[source].key
-            ways[way].append((Message(Kind.LAID, source, 0, value, key, number, 2, 1, parcel_id), None))
-            ways[way].append((Message(Kind.MORE, source, 0, total=2, ready=2, id=parcel_id), None))
+            ways[way].append((PeerMessage(PeerMessageKind.LAID, source, 0, value, key, number, 2, 1, parcel_id), None))
+            ways[way].append((PeerMessage(PeerMessageKind.MORE, source, 0, total=2, ready=2, id=parcel_id), None))
         elif ways[way]:
             blocks.discard(ledgers[target].came(*ways[way].popleft()))
             flow = streams[target].flows[source]
@@ -169,7 +173,7 @@ def test_whatever_the_delays_all_arrives_once_and_in_order(seed: int) -> None:
                 expected[way] = streams[target].expect(source)
                 taken[way].append(parcel.segment if parcel.payload is None else parcel.payload[0])
                 if parcel.id:
-                    ways[target, source].append((Message(Kind.TAKEN, target, 0, id=parcel.id), None))
+                    ways[target, source].append((PeerMessage(PeerMessageKind.TAKEN, target, 0, id=parcel.id), None))
     assert all(seen == list(range(parcels)) for seen in taken.values())
     assert not blocks
     assert [stream.unacknowledged for stream in streams] == [0] * count
@@ -179,30 +183,30 @@ def test_whatever_the_delays_all_arrives_once_and_in_order(seed: int) -> None:
 
 
 def test_who_looks_in_vain_sleeps_at_once_but_for_one_try_in_sixteen() -> None:
-    looks = Looks()
+    spin_policy = SpinPolicy()
     for _ in range(2):
-        assert looks.is_due()
-        looks.ended(paid=False)
-    assert [looks.is_due() for _ in range(16)] == [False] * 15 + [True]
-    looks.ended(paid=False)
-    assert not looks.is_due()
+        assert spin_policy.is_due()
+        spin_policy.ended(paid=False)
+    assert [spin_policy.is_due() for _ in range(16)] == [False] * 15 + [True]
+    spin_policy.ended(paid=False)
+    assert not spin_policy.is_due()
 
 
 def test_one_look_that_pays_is_reason_enough_for_the_next() -> None:
-    looks = Looks()
+    spin_policy = SpinPolicy()
     for _ in range(2):
-        looks.is_due()
-        looks.ended(paid=False)
-    while not looks.is_due():
+        spin_policy.is_due()
+        spin_policy.ended(paid=False)
+    while not spin_policy.is_due():
         pass
-    looks.ended(paid=True)
-    assert looks.is_due()
-    looks.ended(paid=False)
-    assert looks.is_due()  # one late rank is no reason not to
+    spin_policy.ended(paid=True)
+    assert spin_policy.is_due()
+    spin_policy.ended(paid=False)
+    assert spin_policy.is_due()  # one late rank is no reason not to
 
 
 def test_messages_come_back_as_they_were() -> None:
-    message = Message(Kind.LAID, 3, 1, 2, 1 << 63, 5, 1 << 40, 7, 8, 1 << 35)
+    message = PeerMessage(PeerMessageKind.LAID, 3, 1, 2, 1 << 63, 5, 1 << 40, 7, 8, 1 << 35)
     assert messages.unpack(memoryview(messages.pack(*message)), messages.RECORD_BYTES) == message
 
 
@@ -210,10 +214,10 @@ def test_messages_come_back_as_they_were() -> None:
     "data",
     [
         b"short",
-        messages.pack(*Message(9, 0, 0)),
-        messages.pack(*Message(Kind.INLINE, 0, 0, total=3)) + b"ab",
-        messages.pack(*Message(Kind.INLINE, 0, 0, total=3, ready=2)) + b"abc",
-        messages.pack(*Message(Kind.MORE, 0, 0, total=3, ready=4)),
+        messages.pack(*PeerMessage(9, 0, 0)),
+        messages.pack(*PeerMessage(PeerMessageKind.INLINE, 0, 0, total=3)) + b"ab",
+        messages.pack(*PeerMessage(PeerMessageKind.INLINE, 0, 0, total=3, ready=2)) + b"abc",
+        messages.pack(*PeerMessage(PeerMessageKind.MORE, 0, 0, total=3, ready=4)),
     ],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
@@ -287,10 +291,10 @@ def test_memory_of_a_neighbour_that_can_not_be_had(number: int, nbytes: int) -> 
     ("data", "what"),
     [
         (b"short", "a message of 5 bytes"),
-        (messages.pack(*Message(Kind.JOINED, 1, 0)), "no neighbour"),
-        (messages.pack(*Message(Kind.JOINED, 2, 0)), "no neighbour"),
-        (messages.pack(*Message(Kind.SEGMENT, 0, 0, total=1 << 40)), "can't be had"),
-        (messages.pack(*Message(Kind.MORE, 0, 0, id=9)), "never began"),
+        (messages.pack(*PeerMessage(PeerMessageKind.JOINED, 1, 0)), "no neighbour"),
+        (messages.pack(*PeerMessage(PeerMessageKind.JOINED, 2, 0)), "no neighbour"),
+        (messages.pack(*PeerMessage(PeerMessageKind.SEGMENT, 0, 0, total=1 << 40)), "can't be had"),
+        (messages.pack(*PeerMessage(PeerMessageKind.MORE, 0, 0, id=9)), "never began"),
         (b"", ""),
     ],
 )
@@ -311,7 +315,7 @@ def test_a_descriptor_that_nobody_wants_is_closed(data: bytes, what: str) -> Non
 
 
 def test_ranks_are_introduced_once_all_have_asked() -> None:
-    meetings = Meetings()
+    meetings = PeerIntroductions()
     assert meetings.ask(0, 7, [0, 2]) == []
     assert meetings.ask(1, 8, [0, 1]) == []
     assert meetings.ask(2, 7, [0, 2]) == [Introduce(0, 2), Introduce(2, 0), Tell(0, 7), Tell(2, 7)]
@@ -320,7 +324,7 @@ def test_ranks_are_introduced_once_all_have_asked() -> None:
 
 
 def test_who_comes_back_is_somebody_else() -> None:
-    meetings = Meetings()
+    meetings = PeerIntroductions()
     meetings.ask(0, 7, [0, 1])
     meetings.ask(1, 7, [0, 1])
     assert meetings.ask(1, 8, [0, 1]) == []
@@ -333,7 +337,7 @@ def test_who_comes_back_is_somebody_else() -> None:
 @pytest.mark.parametrize("asks_late", [True, False])
 def test_who_is_back_before_others_have_left_meets_them_when_they_are_back(asks_late: bool) -> None:
     """Else it would send to who is not there any more, and be waited for in vain."""
-    meetings = Meetings()
+    meetings = PeerIntroductions()
     assert meetings.ask(0, 7, [0, 1]) == []
     if not asks_late:
         assert meetings.ask(1, 7, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 7), Tell(1, 7)]
@@ -346,7 +350,7 @@ def test_who_is_back_before_others_have_left_meets_them_when_they_are_back(asks_
 
 
 def test_ranks_must_ask_for_the_same() -> None:
-    meetings = Meetings()
+    meetings = PeerIntroductions()
     meetings.ask(0, 7, [0, 1])
     for rank, members in ((1, [0, 1, 2]), (2, [0, 1])):
         with pytest.raises(ProtocolError, match="others under that key"):

@@ -17,9 +17,9 @@ from torch_values import same
 
 from byteps_py import streaming
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
-from byteps_py.looks import Looks
-from byteps_py.session.nearby.messages import Kind, Message
+from byteps_py.session.nearby.messages import PeerMessage, PeerMessageKind
 from byteps_py.shm import Segment
+from byteps_py.spin_policy import SpinPolicy
 from byteps_py.torch.shares import ring_sum, steps
 from byteps_py.torch.shares.chunks import Chunks
 from byteps_py.torch.shares.ring_sum import RingSum
@@ -132,7 +132,7 @@ def play(seed: int) -> None:
                 else:
                     running[me] = following
         deliver_all(ranks)
-        assert all(not flow.parcels for rank in ranks for flow in rank.ledger._flows.values())  # nothing is kept
+        assert all(not flow.parcels for rank in ranks for flow in rank.matcher._flows.values())  # nothing is kept
 
 
 def test_what_is_laid_stays_until_all_have_read_it() -> None:
@@ -194,14 +194,14 @@ def test_whoever_sleeps_is_woken_by_the_next_step() -> None:
         assert not go_on(works[0])
         assert not ranks[0].outboxes[1].messages
         assert not go_on(works[1])
-        assert {message.kind for message in ranks[1].outboxes[0].messages} == {Kind.LOOK}
+        assert {message.kind for message in ranks[1].outboxes[0].messages} == {PeerMessageKind.LOOK}
         deliver_all(ranks)
         assert not go_on(works[0])
-        assert {message.kind for message in ranks[0].outboxes[1].messages} == {Kind.LOOK}
+        assert {message.kind for message in ranks[0].outboxes[1].messages} == {PeerMessageKind.LOOK}
         go_to_the_end(ranks, works)
 
 
-class Remembered(Looks):
+class Remembered(SpinPolicy):
     """``due``: what it has said to each wait in turn."""
 
     def __init__(self) -> None:
@@ -218,15 +218,15 @@ def test_steps_are_looked_for_again_after_some_waits_and_always_once_it_pays() -
     with some(2) as ranks:
         for rank in ranks:
             rank.sums.step_look_s = 1e-6
-        looks = ranks[0].sums.looks = Remembered()
+        spin_policy = ranks[0].sums.spin_policy = Remembered()
         go_to_the_end(ranks, [rank.add_up(torch.ones(40 * SLOT_BYTES)) for rank in ranks])
-        in_vain = looks.due[looks.due.index(False) :]
+        in_vain = spin_policy.due[spin_policy.due.index(False) :]
         assert 0 < in_vain.count(True) <= len(in_vain) / 10
-        while not looks.due[-1]:  # what is one step only needs no look that could be in vain
+        while not spin_policy.due[-1]:  # what is one step only needs no look that could be in vain
             go_to_the_end(ranks, [rank.add_up(torch.ones(1)) for rank in ranks])
-        looks.due.clear()
+        spin_policy.due.clear()
         go_to_the_end(ranks, [rank.add_up(torch.ones(1)) for rank in ranks])
-        assert all(looks.due)
+        assert all(spin_policy.due)
 
 
 def test_a_member_that_does_something_else_is_told_of() -> None:
@@ -262,19 +262,19 @@ def test_nothing_begins_without_a_member_that_has_joined() -> None:
             assert not go_on(late[0])
             deliver_all(ranks)
             for target in (0, 1):
-                ranks[target].ledger.came(Message(Kind.JOINED, 2, turn), None)
+                ranks[target].matcher.came(PeerMessage(PeerMessageKind.JOINED, 2, turn), None)
             for work in late[:2]:
                 with pytest.raises(JoinedError, match="while rank 2 has joined"):
                     work.run(0.0)
             for rank in ranks:
-                rank.ledger.start_anew()
+                rank.matcher.start_anew()
 
 
 def test_who_knows_nobody_yet_is_told_that_one_has_joined() -> None:
     with some(2) as ranks:
         work = ranks[0].add_up(torch.ones(1000))
         assert not go_on(work)
-        ranks[0].ledger.came(Message(Kind.JOINED, 1, 0), None)
+        ranks[0].matcher.came(PeerMessage(PeerMessageKind.JOINED, 1, 0), None)
         with pytest.raises(JoinedError, match="while rank 1 has joined"):
             work.run(0.0)
 
@@ -300,6 +300,6 @@ def test_slots_that_are_too_small_are_refused(total: int, slot_bytes: int) -> No
         assert not go_on(work)
         ranks[1].ring.prepare()
         key = ranks[0].ring._stream.key
-        ranks[0].take(Message(Kind.LAID, 1, 0, 0, key, 1, total, total, 0, 0, slot_bytes))
+        ranks[0].take(PeerMessage(PeerMessageKind.LAID, 1, 0, 0, key, 1, total, total, 0, 0, slot_bytes))
         with pytest.raises(ProtocolError, match="local rank 1 has slots of"):
             work.run(0.0)

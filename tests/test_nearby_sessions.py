@@ -13,7 +13,7 @@ from support.neighbours import doomed_pair, lasting_service, met, nearby, two_ra
 from support.sessions import WAIT_S, Service, end, failure, start, sum_once_more
 
 from byteps_py.errors import JoinedError, MismatchError, NotInitializedError, PeerLostError, StallError
-from byteps_py.session.nearby import WINDOW, Receipt, Stream
+from byteps_py.session.nearby import WINDOW, Stream, StreamReceipt
 from byteps_py.session.nearby.neighbours import INLINE_BYTES
 from byteps_py.session.remote import RemoteSession
 
@@ -53,7 +53,7 @@ class Expected:
         self._session = session
         self._memory = ctypes.create_string_buffer(nbytes + 1)
         self._nbytes = nbytes
-        self.receipt = Receipt(stream)
+        self.receipt = StreamReceipt(stream)
         first, start = nbytes // 3, ctypes.addressof(self._memory)
         spans = [(start, first), (start + first, 0), (start + first, nbytes - first)]
         self.receipt.expect(1 - session.rank, spans, nbytes, sent)
@@ -258,7 +258,7 @@ def test_the_service_hears_of_a_join_before_neighbours_do(
 
     def telling(message: bytes) -> None:
         nearby(ranks[0]).take_messages()
-        known.append(set(nearby(ranks[0])._ledger.joined))
+        known.append(set(nearby(ranks[0])._matcher.joined))
         tell(message)
 
     monkeypatch.setattr(ranks[1], "tell", telling)

@@ -12,8 +12,8 @@ from support.sessions import WAIT_S, failure, sum_once_more
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import CommunicationError, JoinedError, StallError
-from byteps_py.rank_protocol import Kind
-from byteps_py.session.nearby import WINDOW, Receipt, Stream
+from byteps_py.rank_protocol import RankMessageKind
+from byteps_py.session.nearby import WINDOW, Stream, StreamReceipt
 from byteps_py.session.remote import RemoteSession
 
 #: Longer than it takes until the service is told.
@@ -36,12 +36,12 @@ class Told:
         def telling(message: bytes, fds: tuple[int, ...] = ()) -> None:
             tell(message, fds)
             kind = protocol.kind_of(message)
-            if kind is Kind.WAITS:
+            if kind is RankMessageKind.WAITS:
                 fields = protocol.fields_of(message)
                 self.begun.append(fields["id"])
                 self.ages.append(fields["age_s"])
                 self.first.set()
-            elif kind is Kind.WAITED:
+            elif kind is RankMessageKind.WAITED:
                 self.ended.append(protocol.fields_of(message)["id"])
 
         monkeypatch.setattr(session, "tell", telling)
@@ -63,9 +63,9 @@ def empty(session: RemoteSession, stream: Stream) -> None:
     nearby(session).send(stream, (1 - session.rank,), [(0, 0)], True)
 
 
-def receipt(session: RemoteSession, stream: Stream) -> Receipt:
+def receipt(session: RemoteSession, stream: Stream) -> StreamReceipt:
     """Of an empty parcel."""
-    found = Receipt(stream)
+    found = StreamReceipt(stream)
     found.expect(1 - session.rank, [(0, 0)], 0)
     return found
 

@@ -9,7 +9,7 @@ from support.summation import SETTINGS
 from zmq.utils.monitor import recv_monitor_message
 
 from byteps_py.dataplane.authenticator import show_password
-from byteps_py.server.actions import Answer, Reduce, Refuse
+from byteps_py.server.actions import Answer, Reduce, RefuseContributions
 from byteps_py.server.partition import Contribution
 from byteps_py.server.rounds import Rounds
 from byteps_py.wire import Kind
@@ -51,7 +51,7 @@ def test_a_million_replayed_pushes_change_no_sum() -> None:
     assert len(answer.contributions) == MACHINES
     for _ in range(REPLAYS // 4):
         (refused,) = rounds.contribution(replay, 0.0)
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RefuseContributions)
     assert "stale: round 1" in refused.text
     assert rounds.counters.bytes_in_flight == 0
     assert rounds.counters.rounds == 1

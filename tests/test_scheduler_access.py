@@ -24,6 +24,7 @@ from byteps_py.launch.cluster import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import client, connections, query, rpc
+from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.settings import Settings
 
 
@@ -213,7 +214,7 @@ def test_a_single_machine_schedules_itself(attend: Attend) -> None:
 def test_several_machines_need_a_scheduler() -> None:
     loop = EventLoop()
     with pytest.raises(errors.ConfigurationError, match="DMLC_PS_ROOT_URI"):
-        client.connect(Settings(num_workers=2), as_worker(), loop, print, print, pb.Heartbeat)
+        client.connect(Settings(num_workers=2), as_worker(), loop, ControlEvents(print, print, pb.Heartbeat))
     loop.close()
 
 

@@ -15,9 +15,9 @@ from byteps_py.scheduler.reforming import (
     Break,
     Candidate,
     GiveUp,
+    KeepWaiting,
     Open,
     Reforming,
-    Wait,
     Waiting,
 )
 
@@ -42,7 +42,7 @@ def test_who_is_left_is_the_next_group_once_all_are_back() -> None:
     group = broken()
     group.ready(C.id, Waiting(2))
     waiting = group.decide([A, C], 1.0)
-    assert isinstance(waiting, Wait)
+    assert isinstance(waiting, KeepWaiting)
     assert "lost b; waiting for 1 machine to come back" in waiting.sentence
     group.ready(A.id, Waiting(1))
     assert group.decide([A, C], 1.0) == Open(((1, 1), (3, 2)), (), is_continued=False)
@@ -51,7 +51,7 @@ def test_who_is_left_is_the_next_group_once_all_are_back() -> None:
 def test_who_does_not_come_back_is_left_behind_at_the_deadline() -> None:
     group = broken()
     group.ready(A.id, Waiting(1))
-    assert isinstance(group.decide([A, C], 99.0), Wait)
+    assert isinstance(group.decide([A, C], 99.0), KeepWaiting)
     assert group.decide([A, C], 100.0) == Open(((1, 1),), (3,), is_continued=False)
 
 
@@ -94,7 +94,7 @@ def test_fewer_than_the_minimum_wait_and_then_give_up() -> None:
     group = broken(min_ranks=2)
     group.ready(A.id, Waiting(1))
     waiting = group.decide([A], 50.0)
-    assert isinstance(waiting, Wait)
+    assert isinstance(waiting, KeepWaiting)
     assert "1 rank left, and at least 2 are wanted (BYTEPS_MIN_NP): waiting for others to join" in waiting.sentence
     over = group.decide([A], 100.0)
     assert isinstance(over, GiveUp)
@@ -121,7 +121,7 @@ def test_ranks_that_leave_of_one_mind_go_on_as_they_are() -> None:
     group = reforming()
     assert not group.begin("new hosts", planned=True, now_s=0.0)
     group.ready(A.id, Waiting(1))
-    assert isinstance(group.decide([A, B], 1.0), Wait)
+    assert isinstance(group.decide([A, B], 1.0), KeepWaiting)
     group.ready(B.id, Waiting(0))  # told to leave
     assert group.decide([A, Candidate(2, 1, is_leaving=True)], 1.0) == Open(((1, 1),), (), is_continued=True)
     group.ready(NEW.id, Waiting(1))
@@ -149,7 +149,7 @@ def test_who_has_shut_down_may_come_back_soon() -> None:
     group.ready(A.id, Waiting(1, has_newcomers=True))
     group.ready(B.id, Waiting(0, shut_down=1))
     waiting = group.decide([A, B], 5.0 + SHUT_DOWN_S - 0.1)
-    assert waiting == Wait("ranks come back; waiting for 1 rank to come back after shutdown()")
+    assert waiting == KeepWaiting("ranks come back; waiting for 1 rank to come back after shutdown()")
     assert group.decide([A, B], 5.0 + SHUT_DOWN_S) == Open(((1, 1),), (), is_continued=False)
     group.ready(B.id, Waiting(1, has_newcomers=True))
     assert group.decide([A, B], 6.0) == Open(((1, 1), (2, 1)), (), is_continued=False)
@@ -159,7 +159,7 @@ def test_who_does_not_follow_the_others_is_told() -> None:
     group = reforming()
     group.begin("new hosts", planned=True, now_s=5.0)
     group.ready(A.id, Waiting(1))
-    assert isinstance(group.decide([A, B], 5.0 + PLANNED_S - 0.1), Wait)
+    assert isinstance(group.decide([A, B], 5.0 + PLANNED_S - 0.1), KeepWaiting)
     decided = group.decide([A, B], 5.0 + PLANNED_S)
     assert decided == Break("new hosts; 1 machine did not follow within 10 s")
     assert group.begin(decided.sentence, planned=False, now_s=15.0)

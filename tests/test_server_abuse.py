@@ -13,9 +13,9 @@ from support.strangers import resident_bytes
 from support.summation import SETTINGS, assert_works
 
 from byteps_py.errors import PeerLostError
-from byteps_py.server.beginnings import Beginnings
-from byteps_py.server.network import Network
-from byteps_py.server.service import Service
+from byteps_py.server.admission_limit import AdmissionLimit
+from byteps_py.server.contribution_listener import ContributionListener
+from byteps_py.server.service import SummationService
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 pytestmark = pytest.mark.usefixtures("zeromq_collector")
@@ -41,12 +41,12 @@ MALFORMED = [
 ]
 REFUSED = [
     (header_for(0, b"", length=1 << 40), bytes(4), "a partition has 1 to"),
-    (header_for(0, b"", length=8), bytes(4), "its header promises 8 bytes of payload, 4 came"),
-    (header_for(0, b"", length=4), bytes(8), "its header promises 4 bytes of payload, 8 came"),
+    (header_for(0, b"", length=8), bytes(4), "its header announces 8 bytes of payload, but 4 came"),
+    (header_for(0, b"", length=4), bytes(8), "its header announces 4 bytes of payload, but 8 came"),
     (header_for(1, bytes(4)), bytes(4), "PUSH in the name of machine 1 is not for machine 0 to send"),
     (Header(Kind.SEGMENT, 0, length=4), bytes(4), "SEGMENT in the name of machine 0 is not for"),
     (Header(Kind.ANSWER, 0, length=4), bytes(4), "ANSWER in the name of machine 0 is not for"),
-    (header_for(0, bytes(4), epoch=0), bytes(4), "without this one: what it gave is of epoch 0"),
+    (header_for(0, bytes(4), epoch=0), bytes(4), "without this one: its contribution is of epoch 0"),
 ]
 
 
@@ -77,7 +77,7 @@ def test_a_broadcast_that_nobody_pushes_is_refused_and_nothing_else_happens() ->
         for machine in machines:
             machine.pull(4, root=0, machines=2)
         for machine in machines:
-            assert "machine 0 was to broadcast in round 1" in machine.refusal()
+            assert "machine 0, the root of the broadcast in round 1" in machine.refusal()
         machines += [server.machine(0)]
         for machine in machines:
             machine.push(bytes(4), key=99)
@@ -129,12 +129,12 @@ def test_a_future_round_of_a_key_that_nobody_has_used_is_not_added(server: Serve
 
 
 @pytest.mark.parametrize(
-    ("keys", "most"), [(3000, 1000), pytest.param(1_000_000, Beginnings.most_keys, marks=pytest.mark.slow)]
+    ("keys", "most"), [(3000, 1000), pytest.param(1_000_000, AdmissionLimit.most_keys, marks=pytest.mark.slow)]
 )
 @pytest.mark.timeout(1200)
 def test_keys_that_a_machine_makes_up_take_a_bounded_memory(server: Server, keys: int, most: int) -> None:
     """It does not read what it is told about them, either."""
-    server.service._rounds.beginnings.most_keys = most
+    server.service._rounds.admission_limit.most_keys = most
     machine = server.machine(0)
     before = most_resident = resident_bytes(os.getpid())
     for key in range(keys):
@@ -148,8 +148,8 @@ def test_keys_that_a_machine_makes_up_take_a_bounded_memory(server: Server, keys
     assert server.link.statistics().bytes_in_flight == 0
 
 
-class _Service(Service):
-    class network_class(Network):  # noqa: N801
+class _Service(SummationService):
+    class network_class(ContributionListener):  # noqa: N801
         most_unread = 100
 
 
@@ -169,7 +169,7 @@ def test_a_machine_that_asks_on_and_on_and_reads_nothing_is_gone() -> None:
 def test_a_machine_number_that_does_not_exist_is_refused(server: Server) -> None:
     machine = server.machine(65_000)
     machine.push(bytes(4))
-    assert "there are 2 machines, from 0" in machine.refusal()
+    assert "machines of this job are numbered 0 to 1" in machine.refusal()
 
 
 def test_strangers_are_refused(server: Server) -> None:

@@ -23,7 +23,8 @@ from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import connect
-from byteps_py.server.service import Service
+from byteps_py.scheduler.control_events import ControlEvents
+from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType
 from byteps_py.wire import Kind
@@ -145,7 +146,7 @@ def test_it_leaves_when_neither_a_scheduler_nor_a_worker_is_there(server: Server
 
 def test_it_needs_a_scheduler() -> None:
     with pytest.raises(ConfigurationError, match="DMLC_PS_ROOT_URI"):
-        Service(Settings(), pb.MACHINE_KIND_CPU, HandLink().connect, Runtime(loop=cast(EventLoop, None)))
+        SummationService(Settings(), pb.MACHINE_KIND_CPU, HandLink().connect, Runtime(loop=cast(EventLoop, None)))
 
 
 def run_program(module: str, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
@@ -221,7 +222,8 @@ def test_a_whole_job_through_the_scheduler(control: EventLoop) -> None:
             member = pb.Register(
                 role=pb.ROLE_COMMUNICATION, kind=pb.MACHINE_KIND_GPU, machine_index=i, local_size=1
             )  # fmt: skip
-            links.append(connect(settings[i], member, control, on_message, lambda _: control.stop(), pb.Heartbeat))
+            events = ControlEvents(on_message, lambda _: control.stop(), pb.Heartbeat)
+            links.append(connect(settings[i], member, control, events))
             ending.callback(links[i].close)
         control.run()
         assert [m.machine_index for m in epoch.servers] == [0, 1]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from byteps_py.server.actions import Action, Answer, Reduce, Refuse
+from byteps_py.server.actions import Action, Answer, Reduce, RefuseContributions
 from byteps_py.server.partition import Contribution, Round
 from byteps_py.server.rounds import HELD_COUNT, Rounds
 from byteps_py.tensors import DType, Op
@@ -38,7 +38,7 @@ def started(num_machines: int, epoch: int = 1) -> Rounds[Contribution]:
 def refusal(actions: Actions) -> tuple[list[int], str]:
     """(who is refused, why) of the one action there is."""
     (action,) = actions
-    assert isinstance(action, Refuse)
+    assert isinstance(action, RefuseContributions)
     return [c.header.sender for c in action.contributions], action.text
 
 
@@ -96,7 +96,7 @@ def test_who_is_not_of_a_group_adds_nothing_where_all_of_it_pass() -> None:
         assert rounds.contribution(given(machine, machines=2, kind=Kind.PASS), 0.0) == []
     machines, text = refusal(rounds.contribution(given(2, machines=2), 0.0))
     assert machines == [2]
-    assert "machine 2 is not among those of round 1" in text
+    assert "machine 2 is not among the machines that take part in round 1" in text
     assert rounds.counters.bytes_in_flight == 0
 
 
@@ -124,29 +124,32 @@ def test_a_broadcast_among_machines_of_which_none_is_its_root_is_refused() -> No
     assert rounds.contribution(given(2, **facts), 0.0) == []
     machines, text = refusal(rounds.contribution(given(1, **facts), 0.0))
     assert machines == [2, 1]
-    assert "machine 0 was to broadcast in round 1, and is not among those that take part, machines 1, 2" in text
+    assert (
+        "machine 0, the root of the broadcast in round 1, is not among the machines that take part, which are 1, 2"
+        in text
+    )
     assert refusal(rounds.contribution(given(0, **{**facts, "kind": Kind.PUSH}), 0.0)) == ([0], text)
     assert rounds.counters.bytes_in_flight == 0
 
 
 REFUSED_ALONE = [
-    ({"sender": 2}, "from machine 2: there are 2 machines, from 0"),
-    ({"epoch": 2}, "without this one: what it gave is of epoch 2, and since epoch 3 the job has other machines"),
-    ({"length": 0}, "0 bytes; a partition has 1 to 4096"),
-    ({"length": PARTITION_BYTES + 4}, "4100 bytes; a partition has 1 to 4096"),
-    ({"length": 62}, "62 bytes at offset 0 are no whole float32s"),
-    ({"offset": 2}, "64 bytes at offset 2 are no whole float32s"),
-    ({"kind": Kind.PASS, "op": Op.BROADCAST, "root": 1}, "a broadcast does without nobody"),
-    ({"kind": Kind.PASS, "nbytes": 4}, "promises 0 bytes of payload, 4 came"),
-    ({"machines": 1}, "one machine alone needs no server"),
-    ({"machines": 3}, "3 machines were to contribute, there are 2"),
-    ({"nbytes": 60}, "its header promises 64 bytes of payload, 60 came"),
-    ({"nbytes": 1 << 40}, "its header promises 64 bytes of payload, 1099511627776 came"),
-    ({"kind": Kind.PULL}, "only a broadcast can be pulled, not a sum"),
-    ({"op": Op.BROADCAST, "root": 2}, "broadcast from machine 2 of 2"),
-    ({"op": Op.BROADCAST, "root": 1}, "machine 1 pushes and the others pull"),
-    ({"op": Op.BROADCAST, "root": 0, "kind": Kind.PULL}, "machine 0 pushes and the others pull"),
-    ({"op": Op.BROADCAST, "root": 1, "kind": Kind.PULL, "nbytes": 4}, "promises 0 bytes of payload, 4 came"),
+    ({"sender": 2}, "from machine 2: machines of this job are numbered 0 to 1"),
+    ({"epoch": 2}, "its contribution is of epoch 2, and the job has had other machines since epoch 3"),
+    ({"length": 0}, "its length is 0 bytes, but a partition has 1 to 4096"),
+    ({"length": PARTITION_BYTES + 4}, "its length is 4100 bytes, but a partition has 1 to 4096"),
+    ({"length": 62}, "its length, 62, and its offset, 0, must be multiples of 4, the size of float32"),
+    ({"offset": 2}, "its length, 64, and its offset, 2, must be multiples of 4, the size of float32"),
+    ({"kind": Kind.PASS, "op": Op.BROADCAST, "root": 1}, "every machine takes part in a broadcast, so none can pass"),
+    ({"kind": Kind.PASS, "nbytes": 4}, "announces 0 bytes of payload, but 4 came"),
+    ({"machines": 1}, "it says that one machine alone contributes"),
+    ({"machines": 3}, "it says that 3 machines contribute, but the job has 2"),
+    ({"nbytes": 60}, "its header announces 64 bytes of payload, but 60 came"),
+    ({"nbytes": 1 << 40}, "its header announces 64 bytes of payload, but 1099511627776 came"),
+    ({"kind": Kind.PULL}, "only the result of a broadcast can be pulled, not that of a sum"),
+    ({"op": Op.BROADCAST, "root": 2}, "root is machine 2, but the last one is 1"),
+    ({"op": Op.BROADCAST, "root": 1}, "machine 1, the root, pushes and the others pull"),
+    ({"op": Op.BROADCAST, "root": 0, "kind": Kind.PULL}, "machine 0, the root, pushes and the others pull"),
+    ({"op": Op.BROADCAST, "root": 1, "kind": Kind.PULL, "nbytes": 4}, "announces 0 bytes of payload, but 4 came"),
 ]
 
 
@@ -273,7 +276,7 @@ def test_what_waits_for_an_epoch_is_bounded() -> None:
 
 def test_keys_that_one_machine_alone_gives_to_are_bounded() -> None:
     rounds = started(2)
-    rounds.beginnings.most_keys = 3
+    rounds.admission_limit.most_keys = 3
 
     def give(sender: int, key: int, **facts: object) -> Actions:
         return rounds.contribution(given(sender, key=key, **facts), 0.0)
@@ -302,7 +305,7 @@ def test_keys_that_one_machine_alone_gives_to_are_bounded() -> None:
 
 def test_partitions_that_one_machine_alone_gives_to_are_bounded() -> None:
     rounds = started(2)
-    rounds.beginnings.most_partitions = 3
+    rounds.admission_limit.most_partitions = 3
     for index in range(3):
         assert rounds.contribution(given(0, index=index), 0.0) == []
     assert "3 partitions have begun here" in refusal(rounds.contribution(given(0, index=3), 0.0))[1]
@@ -359,7 +362,7 @@ def test_random_schedules_count_every_contribution_exactly_once(seed: int) -> No
             if isinstance(action, Reduce):
                 assert action.round not in being_reduced
                 being_reduced.append(action.round)
-            elif isinstance(action, Refuse):
+            elif isinstance(action, RefuseContributions):
                 assert action.text.startswith("stale")
                 stale += 1
             else:

@@ -11,7 +11,7 @@ import pytest
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import ProtocolError
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session.remote import RemoteSession
 from byteps_py.shm import Segment
 from byteps_py.tensors import DType, TensorSpec
@@ -33,7 +33,7 @@ def far_end() -> Iterator[Channel]:
 
 
 def session_of(service: Channel, **welcome: object) -> RemoteSession:
-    service.send(protocol.pack(Kind.WELCOME, **{**_WELCOME, **welcome}))
+    service.send(protocol.pack(RankMessageKind.WELCOME, **{**_WELCOME, **welcome}))
     return RemoteSession(service.rank, 0, 2, 5.0, 5.0)  # type: ignore[attr-defined]
 
 
@@ -46,15 +46,27 @@ def test_a_welcome_without_a_rank(service: Channel) -> None:
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        (protocol.pack(Kind.RELEASED), "sent a RELEASED message that can't be: KeyError"),
-        (protocol.pack(Kind.RELEASED, sequence="one"), "sent a RELEASED message that can't be: ValueError"),
-        (protocol.pack(Kind.DECLARED, request=9, slots=[]), "sent a DECLARED message that can't be: KeyError"),
-        (protocol.pack(Kind.DECLARED, request=1, slots=[]), "sent a DECLARED message that can't be: ValueError"),
-        (protocol.pack(Kind.DECLARED, request=1, slots=[{**_PLACE, "result": [0, 4090]}]), "16 bytes at 4090 of"),
-        (protocol.pack(Kind.DECLARED, request=1, slots=[{**_PLACE, "inputs": [[0, -16]]}]), "16 bytes at -16 of"),
-        (protocol.pack(Kind.SEGMENT, id=0, nbytes=4096), "segment 0 comes twice"),
-        (protocol.pack(Kind.SEGMENT, id=1, nbytes=8192), "has 4096 bytes, its sender claims 8192"),
-        (protocol.pack(Kind.SEGMENT, id=1, nbytes=-1), "sent a SEGMENT message that can't be"),
+        (protocol.pack(RankMessageKind.RELEASED), "sent a RELEASED message that can't be: KeyError"),
+        (protocol.pack(RankMessageKind.RELEASED, sequence="one"), "sent a RELEASED message that can't be: ValueError"),
+        (
+            protocol.pack(RankMessageKind.DECLARED, request=9, slots=[]),
+            "sent a DECLARED message that can't be: KeyError",
+        ),
+        (
+            protocol.pack(RankMessageKind.DECLARED, request=1, slots=[]),
+            "sent a DECLARED message that can't be: ValueError",
+        ),
+        (
+            protocol.pack(RankMessageKind.DECLARED, request=1, slots=[{**_PLACE, "result": [0, 4090]}]),
+            "16 bytes at 4090 of",
+        ),
+        (
+            protocol.pack(RankMessageKind.DECLARED, request=1, slots=[{**_PLACE, "inputs": [[0, -16]]}]),
+            "16 bytes at -16 of",
+        ),
+        (protocol.pack(RankMessageKind.SEGMENT, id=0, nbytes=4096), "segment 0 comes twice"),
+        (protocol.pack(RankMessageKind.SEGMENT, id=1, nbytes=8192), "has 4096 bytes, its sender claims 8192"),
+        (protocol.pack(RankMessageKind.SEGMENT, id=1, nbytes=-1), "sent a SEGMENT message that can't be"),
         (b"\xff", "unknown kind of local message"),
     ],
 )
@@ -62,7 +74,7 @@ def test_what_can_not_be(service: Channel, said: bytes, text: str) -> None:
     session, memory = session_of(service), Segment.create(4096)
     before = len(os.listdir("/proc/self/fd"))
     session._asked[1] = [TensorSpec("w", DType.FLOAT32, (4,))]
-    service.send(protocol.pack(Kind.SEGMENT, id=0, nbytes=4096), (memory.fd,))
+    service.send(protocol.pack(RankMessageKind.SEGMENT, id=0, nbytes=4096), (memory.fd,))
     service.send(said, (memory.fd,))
     with pytest.raises(ProtocolError, match=text):
         session.barrier()

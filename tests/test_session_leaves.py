@@ -13,7 +13,7 @@ import pytest
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener, connect
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session.remote import RemoteSession
 
 WAIT_S = 60.0
@@ -30,17 +30,17 @@ class Beside:
         self.session, self.channel = session, channel
         session._has_given = True
 
-    def hear(self) -> Kind:
+    def hear(self) -> RankMessageKind:
         """The next message but those that say nothing here."""
         while True:
             message = self.channel.receive(WAIT_S)
             assert message is not None, "the rank says nothing"
             for descriptor in message[1]:
                 os.close(descriptor)
-            if (kind := protocol.kind_of(message[0])) not in (Kind.STACK, Kind.PING):
+            if (kind := protocol.kind_of(message[0])) not in (RankMessageKind.STACK, RankMessageKind.PING):
                 return kind
 
-    def say(self, kind: Kind, **fields: object) -> None:
+    def say(self, kind: RankMessageKind, **fields: object) -> None:
         self.channel.send(protocol.pack(kind, **fields))
 
 
@@ -56,8 +56,8 @@ def service_beside(pool: ThreadPoolExecutor) -> Iterator[Beside]:
     listener = Listener(name)
     made: Future[RemoteSession] = pool.submit(lambda: RemoteSession(connect(name, WAIT_S), 0, 1, WAIT_S, WAIT_S))
     channel = listener.accept()
-    assert protocol.kind_of(channel.receive(WAIT_S)[0]) is Kind.HELLO  # type: ignore[index]
-    channel.send(protocol.pack(Kind.WELCOME, **WELCOME))
+    assert protocol.kind_of(channel.receive(WAIT_S)[0]) is RankMessageKind.HELLO  # type: ignore[index]
+    channel.send(protocol.pack(RankMessageKind.WELCOME, **WELCOME))
     beside = Beside(made.result(WAIT_S), channel)
     yield beside
     channel.close()
@@ -67,11 +67,11 @@ def service_beside(pool: ThreadPoolExecutor) -> Iterator[Beside]:
 
 def test_it_waits_for_others_to_take_what_it_gave(beside: Beside, pool: ThreadPoolExecutor) -> None:
     leaving = pool.submit(beside.session.close)
-    assert beside.hear() is Kind.SETTLE
+    assert beside.hear() is RankMessageKind.SETTLE
     assert beside.channel.receive(0) is None
     assert not leaving.done()
-    beside.say(Kind.SETTLED)
-    assert beside.hear() is Kind.LEAVE
+    beside.say(RankMessageKind.SETTLED)
+    assert beside.hear() is RankMessageKind.LEAVE
     leaving.result(WAIT_S)
 
 
@@ -82,7 +82,7 @@ def test_who_waits_for_long_says_so(beside: Beside, pool: ThreadPoolExecutor, ca
         beside.session.unsettled_s = 0.01
         leaving = pool.submit(beside.session.close)
         assert said.happened.wait(WAIT_S)
-        beside.say(Kind.SETTLED)
+        beside.say(RankMessageKind.SETTLED)
         leaving.result(WAIT_S)
     finally:
         logging.getLogger("byteps_py").removeHandler(said)
@@ -102,9 +102,9 @@ class Said(logging.Handler):
 
 def test_it_waits_for_nobody_when_the_job_fails(beside: Beside, pool: ThreadPoolExecutor) -> None:
     leaving = pool.submit(beside.session.close)
-    assert beside.hear() is Kind.SETTLE
-    beside.say(Kind.FATAL, error="PeerLostError", message="lost worker 1")
-    assert beside.hear() is Kind.LEAVE
+    assert beside.hear() is RankMessageKind.SETTLE
+    beside.say(RankMessageKind.FATAL, error="PeerLostError", message="lost worker 1")
+    assert beside.hear() is RankMessageKind.LEAVE
     leaving.result(WAIT_S)
 
 
@@ -119,10 +119,10 @@ def test_it_waits_for_nobody_while_an_error_ends_it(beside: Beside) -> None:
 
     with pytest.raises(ValueError, match="the program's"):
         train()
-    assert beside.hear() is Kind.LEAVE
+    assert beside.hear() is RankMessageKind.LEAVE
 
 
 def test_who_gave_nothing_waits_for_nobody(beside: Beside) -> None:
     beside.session._has_given = False
     beside.session.close()
-    assert beside.hear() is Kind.LEAVE
+    assert beside.hear() is RankMessageKind.LEAVE

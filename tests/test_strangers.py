@@ -43,7 +43,7 @@ from byteps_py.scheduler import query
 from byteps_py.scheduler.core import REGISTER_TIMEOUT_S
 from byteps_py.unauthenticated import PATIENCE_S
 from byteps_py.wire import Kind
-from byteps_py.worker import desk
+from byteps_py.worker import rank_server
 from byteps_py.worker.peers import PeerMachines
 
 # What docs/security.md promises of a connection.
@@ -114,7 +114,9 @@ class LoneServer:
 
 
 def test_time_limits_are_within_what_is_promised() -> None:
-    assert max(PATIENCE_S, REGISTER_TIMEOUT_S, desk.PATIENCE_S) < MOST_S - 0.5  # they are looked at from time to time
+    assert (
+        max(PATIENCE_S, REGISTER_TIMEOUT_S, rank_server.PATIENCE_S) < MOST_S - 0.5
+    )  # they are looked at from time to time
 
 
 class LoneScheduler:
@@ -145,7 +147,9 @@ class CommunicationService:
         self.loop = EventLoop()
         self.peers = PeerMachines(Runtime(loop=self.loop), SETTINGS, lambda request: None, lambda machine: None)
         self.listener = Listener("byteps-test-strangers")
-        self.desk = desk.Desk(Runtime(loop=self.loop), self.listener, 1, lambda sentence: None, lambda: None)
+        self.rank_server = rank_server.RankServer(
+            Runtime(loop=self.loop), self.listener, 1, lambda sentence: None, lambda: None
+        )
 
     def see_off(self, visits: Sequence[Visit]) -> None:
         """Run until they have all been sent away."""
@@ -161,12 +165,12 @@ class CommunicationService:
         self.loop.run()
         hearing.join()
         self.peers._listener.on_monitor()  # of those that have just gone
-        assert not self.desk._strangers
+        assert not self.rank_server._strangers
         assert len(self.peers._listener._strangers) == 0
 
     def close(self) -> None:
         self.peers.close()
-        self.desk.close()
+        self.rank_server.close()
         self.loop.close()
 
 

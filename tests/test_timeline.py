@@ -121,7 +121,7 @@ def test_the_speed(alone) -> None:
     with pytest.raises(bps.NotInitializedError):
         bps.get_pushpull_speed()
     bps.init(settings=Settings())
-    contexts.current().session.observer = timelines.Watch(lambda: now[0])
+    contexts.current().session.observer = timelines.TimelineObserver(lambda: now[0])
     assert bps.get_pushpull_speed()[1] == 0.0
     push("a", 500)
     now[0] += 2

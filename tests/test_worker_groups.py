@@ -9,12 +9,12 @@ from byteps_py.errors import MismatchError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Thresholds
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.worker.actions import Compute, Fail, Push, SendBallot
+from byteps_py.worker.actions import Fail, Push, SendBallot
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import NO_SERVER, Placing
-from byteps_py.worker.tensor import RankSlot, Tensor
+from byteps_py.worker.tensor import Compute, RankSlot, Tensor
 from byteps_py.worker.topology import Topology
 
 ERROR = MismatchError("tensor 'w': …")

@@ -6,12 +6,12 @@ from support.worker_core import slot, spec, tensor
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.worker.actions import Compute, Done, Fail, Push, Release, SendBallot
+from byteps_py.worker.actions import Fail, Push, Release, RoundDone, SendBallot
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.joining import Joining
 from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.tensor import RankSlot, Tensor
+from byteps_py.worker.tensor import Compute, RankSlot, Tensor
 
 OLD, NEW = spec(4), spec(5)
 ERROR = UsageError("tensor 'w': …")
@@ -112,7 +112,7 @@ def test_who_has_joined_is_left_out_of_the_local_sum_even_if_others_wait_already
     (part,) = made.parts
     expected = Compute(part, Op.SUM, (10_000, 30_000), (10_000, 30_000), 4)  # the average is of all ranks
     assert pipeline.leave_out(slots[1], 0.0) == [expected]
-    assert pipeline.computed(part, 0.0) == [Done(made, ((0, slots[0].id, 1), (2, slots[2].id, 1)))]
+    assert pipeline.computed(part, 0.0) == [RoundDone(made, ((0, slots[0].id, 1), (2, slots[2].id, 1)))]
 
 
 def test_a_round_that_was_handed_over_before_counts() -> None:
@@ -125,7 +125,7 @@ def test_a_round_that_was_handed_over_before_counts() -> None:
     assert isinstance(compute, Compute)
     assert compute.inputs == (10_000, 20_000)
     (done,) = pipeline.computed(made.parts[0], 0.0)
-    assert isinstance(done, Done)
+    assert isinstance(done, RoundDone)
     assert len(done.slots) == 2
     (compute,) = give(pipeline, slots[0])
     assert isinstance(compute, Compute)
@@ -139,7 +139,7 @@ def test_a_machine_without_data_says_so_round_by_round() -> None:
     (part,) = made.parts
     assert pipeline.leave_out(only, 0.0) == [Push(part, 1)]
     assert not made.contributes
-    assert pipeline.answered(part, 1, 0, 0.0) == [Done(made, ()), Push(part, 2)]
+    assert pipeline.answered(part, 1, 0, 0.0) == [RoundDone(made, ()), Push(part, 2)]
     assert Release((only,), made) in pipeline.retire(made, 0.0)
 
 

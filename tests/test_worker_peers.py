@@ -23,10 +23,9 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Fetch, Header, Kind
-from byteps_py.worker.actions import AskSum
 from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import Receipt, Request
-from byteps_py.worker.tensor import ScatterPart, SumRequest
+from byteps_py.worker.pieces import PieceRequest, Receipt
+from byteps_py.worker.tensor import AskSum, ScatterPart, SumRequest
 from byteps_py.worker.topology import Topology
 
 SETTINGS = Settings(
@@ -48,7 +47,7 @@ class Service:
     def __init__(self) -> None:
         self.loop = EventLoop()
         self.peers = PeerMachines(Runtime(loop=self.loop), SETTINGS, self._requested, lambda machine: None)
-        self.requests: list[Request | SumRequest | Receipt] = []
+        self.requests: list[PieceRequest | SumRequest | Receipt] = []
         self.served = threading.Semaphore(0)
         self._thread = threading.Thread(target=self.loop.run)
         self._thread.start()
@@ -57,7 +56,7 @@ class Service:
         workers = tuple(pb.Member(machine_index=i) for i in range(2))
         self.loop.post(lambda: self.peers.open(Topology(1, 0, workers, (), 1 << 20, 1), lambda *lost: None))
 
-    def _requested(self, request: Request | SumRequest | Receipt) -> None:
+    def _requested(self, request: PieceRequest | SumRequest | Receipt) -> None:
         self.requests.append(request)
         if isinstance(request, Receipt):
             return
@@ -110,7 +109,7 @@ def test_who_asks_before_the_cluster_is_known_here_is_answered_after(service: Se
     header, answer = fetch(machine, 2)
     assert (header.kind, header.index, answer) == (Kind.ANSWER, 77, b"few")
     (request,) = service.requests
-    assert isinstance(request, Request)
+    assert isinstance(request, PieceRequest)
     facts = (request.machine, request.round, request.source, request.target, request.offset, request.length)
     assert (*facts, request.total) == (1, 3, 0, 1, 5, 9, 9)
 
@@ -235,4 +234,4 @@ def test_who_has_got_a_piece_says_so_with_a_request_or_by_itself(service: Servic
     for receipt, round_ in ((first, 2), (second, 3)):
         assert isinstance(receipt, Receipt)
         assert (receipt.machine, receipt.key, receipt.round, receipt.source, receipt.target) == (1, 2, round_, 0, 1)
-    assert isinstance(request, Request)
+    assert isinstance(request, PieceRequest)

@@ -9,10 +9,10 @@ from support.worker_core import slot, spec, tensor
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
-from byteps_py.worker.actions import Action, Compute, Done, Push, Release, Supply
+from byteps_py.worker.actions import Action, Push, Release, RoundDone, Supply
 from byteps_py.worker.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.tensor import RankSlot, Stage, Tensor
+from byteps_py.worker.tensor import Compute, RankSlot, Stage, Tensor
 
 PIECES = [(0, 8, 5), (8, 8, 6)]  # offset, length, server
 ANSWER = 900_000
@@ -49,7 +49,7 @@ def pushes(actions: list[Action]) -> list[tuple[int, int]]:
 
 
 def done(made: Tensor) -> list[Action]:
-    return [Done(made, tuple((s.local_rank, s.id, s.round) for s in made.slots))]
+    return [RoundDone(made, tuple((s.local_rank, s.id, s.round) for s in made.slots))]
 
 
 # ---- one machine -------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_the_front_of_each_gradient_goes_as_they_become_ready_the_rest_by_priori
             order.append((part.tensor.name, part.index))
             due += pipeline.answered(part, 1, ANSWER, 0.0)
         elif isinstance(action, Compute):
-            due += [after for after in pipeline.computed(part, 0.0) if not isinstance(after, Done)]
+            due += [after for after in pipeline.computed(part, 0.0) if not isinstance(after, RoundDone)]
     assert order == [
         ("back", 0),
         *[("front", index) for index in range(8)],  # it is waited for: at once

@@ -43,11 +43,11 @@ def test_a_rank_does_not_wait_for_what_it_handed_over_before_it_heard_that_it_is
     executor: Any = SimpleNamespace(ranks={0: SimpleNamespace(pid=7)}, pace=pace, time=lambda: now_s)
     memory: Any = SimpleNamespace(slots={each.id: each for each in (void, good)})
     agreement: Any = SimpleNamespace(came=lambda slot: [])
-    heard = Requests(nothing, memory, agreement, pipeline, nothing, executor, nothing, nothing, 1 << 20)
-    heard.ready(protocol.pack_records(protocol.Kind.READY, [(void.id, 1, void.spec.nbytes)]))
+    heard = Requests(nothing, memory, agreement, pipeline, nothing, executor, nothing)
+    heard.ready(protocol.pack_records(protocol.RankMessageKind.READY, [(void.id, 1, void.spec.nbytes)]))
     for step in range(1, 10):
         now_s = 10.0 * step
-        heard.ready(protocol.pack_records(protocol.Kind.READY, [(good.id, step, good.spec.nbytes)]))
+        heard.ready(protocol.pack_records(protocol.RankMessageKind.READY, [(good.id, step, good.spec.nbytes)]))
         good.ready_bytes = -1  # delivered
         pace.done(0, good.id, now_s + 1)
     (said,) = pace.report([0])

@@ -21,6 +21,7 @@ from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
+from byteps_py.worker.piece_executor import Cores
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.tensor import Part
 from byteps_py.worker.topology import Topology
@@ -68,7 +69,7 @@ class Machine:
         pipeline = Pipeline(4, queue)
         nothing: Any = None
         self.executor = Executor(
-            runtime, cast(Any, _All()), self.memory, pipeline, nothing, nothing, 0, nothing, self._fail
+            runtime, cast(Any, _All()), self.memory, Cores(pipeline, nothing, nothing), 0, nothing, self._fail
         )
         self.network = self.executor.network = _Network(
             runtime, Settings(), topology(), self.memory, self.executor.answered, self.executor.again, nothing

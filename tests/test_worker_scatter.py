@@ -15,12 +15,12 @@ from support.worker_core import slot as make_slot
 from byteps_py.errors import ProtocolError
 from byteps_py.strips import Arriving, strip_at
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.worker.actions import Action, AskSum, Compute, Done, Fetch, Lend, Show
+from byteps_py.worker.actions import Action, Lend, RoundDone, Show
 from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.pieces import Transfer, due
+from byteps_py.worker.pieces import FetchPiece, Transfer, due
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.scatter import Scatter, pieces
-from byteps_py.worker.tensor import RankSlot, SumRequest, Tensor
+from byteps_py.worker.tensor import AskSum, Compute, RankSlot, SumRequest, Tensor
 
 STRIP = 8  # bytes
 ROUNDS = 4
@@ -94,7 +94,7 @@ class Machine:
         for action in actions:
             if isinstance(action, Compute):
                 self.world.due.append(lambda a=action: self._compute(a))  # type: ignore[misc]
-            elif isinstance(action, Fetch):
+            elif isinstance(action, FetchPiece):
                 for _ in range(1 + (self.world.rng.random() < 0.3)):
                     self.world.due.append(lambda a=action: self._ask(a.item))  # type: ignore[misc, arg-type]
             elif isinstance(action, Lend):
@@ -102,7 +102,7 @@ class Machine:
             elif isinstance(action, Show):
                 self._check_strips(action)
             else:
-                assert isinstance(action, Done)
+                assert isinstance(action, RoundDone)
                 self._check(action)
 
     def _check_strips(self, show: Show) -> None:
@@ -156,7 +156,7 @@ class Machine:
             self.world.due.append(arrive)
         self.run(self.pipeline.lent(lend.part, lend.request.round))
 
-    def _check(self, done: Done) -> None:
+    def _check(self, done: RoundDone) -> None:
         self.delivered += 1
         round_ = self.delivered
         for slot in self.slots:
@@ -203,13 +203,13 @@ def _of_two_machines() -> tuple[Scatter, Pipeline, Tensor]:
     mine.tensor = tensor
     pipeline.start(tensor, pieces(spec, 2, limit=64), 0.0)
     actions = pipeline.ready(mine, 1, spec.nbytes, 0.0)
-    (ask,) = [action.item for action in actions if isinstance(action, Fetch)]
+    (ask,) = [action.item for action in actions if isinstance(action, FetchPiece)]
     assert isinstance(ask, AskSum)
     (lent,) = scatter.requested(SumRequest(None, 1, tensor.key, 1, 1, 1))
     assert isinstance(lent, Lend)
     pipeline.lent(lent.part, 1)
     scatter.arrived(ask, 77, 0.0)
-    assert [type(action) for action in pipeline.computed(ask.part, 0.0)] == [Done]
+    assert [type(action) for action in pipeline.computed(ask.part, 0.0)] == [RoundDone]
     return scatter, pipeline, tensor
 
 

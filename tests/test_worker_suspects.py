@@ -14,7 +14,7 @@ from byteps_py.errors import IntegrityError
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.links import _GOOD_AGAIN, TcpLink
+from byteps_py.worker.links import _GOOD_AGAIN, LinkEvents, LinkTarget, TcpLink
 
 
 class Dialer:
@@ -51,9 +51,8 @@ class Line:
         loop: Any = SimpleNamespace(call_later=lambda delay_s, callback: None, lateness_s=0.0)
         nothing: Any = None
         runtime = Runtime(loop=loop, dialer=cast(Any, Dialer))
-        self.link = TcpLink(
-            nothing, runtime, "tcp://there", 0, Settings(), nothing, self._answered, self._again, nothing
-        )
+        events = LinkEvents(self._answered, self._again, nothing)
+        self.link = TcpLink(nothing, runtime, LinkTarget("tcp://there"), 0, Settings(), nothing, events)
         self.dialer = cast(Dialer, self.link._dialer)
         self.dialer.open()
 

@@ -29,10 +29,10 @@ def main(argv: list[str] | None = None) -> int:
         # numba takes half a second: after the settings' errors
         from byteps_py.runtime import Runtime
         from byteps_py.scheduler.client import connect
-        from byteps_py.worker.service import Service
+        from byteps_py.worker.service import CommunicationService
 
         keep_freed_memory(tuning.USUAL_CREDIT_BYTES if settings.credit_bytes is None else settings.credit_bytes)
-        service = Service(settings, arguments.stay, connect, Runtime())
+        service = CommunicationService(settings, arguments.stay, connect, Runtime())
         with handle_signals((signal.SIGTERM, signal.SIGINT), lambda *_: service.stop()), jobs.announced(settings):
             return service.run()
     except ConfigurationError as error:

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from byteps_py.errors import BytePSError
-from byteps_py.tensors import Op, TensorSpec
-from byteps_py.worker.tensor import Part, RankSlot, ScatterPart, SumRequest, Tensor
-
-if TYPE_CHECKING:
-    from byteps_py.kernels.reduction import Report
-    from byteps_py.worker.pieces import Transfer
-
-
-@dataclass(slots=True)
-class Compute:
-    """Run a kernel over one partition, then call ``Pipeline.computed``. ``inputs`` and ``outputs``: addresses
-    of the partition in this process. Used to sum the local ranks and to deliver an answer to them. ``work``: the
-    call as the executor has bound it, kept where the same Compute comes again each round. ``report``: what it has
-    found, if the tensor is guarded."""
-
-    part: Part
-    op: Op
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    divisor: int
-    work: Callable[[], None] | None = None
-    report: Report | None = None
+from byteps_py.tensors import TensorSpec
+from byteps_py.worker.pieces import Copy, CopyHere, Delivered, FetchPiece, Outgrown, RefusePiece, Serve
+from byteps_py.worker.tensor import Compute, Part, RankSlot, ScatterPart, SumRequest, Tensor
 
 
 @dataclass(slots=True)
@@ -58,23 +37,6 @@ class Supply:
     server: int
 
 
-@dataclass(slots=True, eq=False)
-class AskSum:
-    """What is fetched of a part: the sum of machine ``server``."""
-
-    part: ScatterPart
-    round: int
-    server: int
-    length: int
-
-
-@dataclass(slots=True)
-class Fetch:
-    """Ask machine ``item.server`` for it; its bytes go to ``Direct.arrived``, or to ``Scatter.arrived``."""
-
-    item: Transfer | AskSum
-
-
 @dataclass(slots=True)
 class Lend:
     """Send this machine's sum of a part, from where it lies; once it may change, call ``Pipeline.lent``."""
@@ -92,7 +54,7 @@ class Show:
 
 
 @dataclass(slots=True)
-class Done:
+class RoundDone:
     """A round is delivered. ``slots``: (local rank, slot id, the rank's own round number)."""
 
     tensor: Tensor
@@ -126,4 +88,6 @@ class Release:
     tensor: Tensor | None = None  # also its contributions
 
 
-Action = Compute | Push | Withdraw | Supply | Lend | Fetch | Show | Done | Fail | SendBallot | Release
+Action = Compute | Push | Withdraw | Supply | Lend | FetchPiece | Show | RoundDone | Fail | SendBallot | Release
+#: Of gathers and exchanges.
+DirectAction = Copy | CopyHere | FetchPiece | Show | Serve | RefusePiece | Delivered | Fail | Outgrown

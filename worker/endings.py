@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from byteps_py.errors import MismatchError
 from byteps_py.tensors import Sizes, differing
-from byteps_py.worker.actions import Fail, Show
-from byteps_py.worker.pieces import Channel, Delivered, DirectAction, Member, Outgrown, Transfer
+from byteps_py.worker.actions import DirectAction, Fail, Show
+from byteps_py.worker.pieces import Delivered, ExchangedTensor, Member, Outgrown, Transfer
 
 
 def finish(member: Member) -> list[DirectAction]:
@@ -93,7 +93,7 @@ def untaken(member: Member, round_: int, taker: int, error: MismatchError) -> li
     return end(member, round_)
 
 
-def compare(channel: Channel, source: Member, sent: int, target: Member, due: int, round_: int) -> None:
+def compare(channel: ExchangedTensor, source: Member, sent: int, target: Member, due: int, round_: int) -> None:
     """Two local members between whom nothing travels: they agree about that, or disagree about what should.
 
     ``end`` must be called for both.
@@ -124,7 +124,9 @@ def end(member: Member, round_: int) -> list[DirectAction]:
     return [*finish(member), *let_go(member)]
 
 
-def agreeing(channel: Channel, source: int, targets: Sequence[Member]) -> tuple[tuple[Member, ...], list[DirectAction]]:
+def agreeing(
+    channel: ExchangedTensor, source: int, targets: Sequence[Member]
+) -> tuple[tuple[Member, ...], list[DirectAction]]:
     """Of the local members of a gather: those for whom a piece is fetched, all that expect what the first of them does.
     Their round ends with an error if others expect something else."""
     first = next(target for target in targets if source in target.due)

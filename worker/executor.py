@@ -21,25 +21,32 @@ from byteps_py.runtime import Runtime
 from byteps_py.spec_messages import to_message
 from byteps_py.tensors import Checks, TensorSpec
 from byteps_py.wire import Header, Kind, unpack_names
-from byteps_py.worker.actions import Action, Compute, Done, Fail, Push, Release, SendBallot, Show, Supply, Withdraw
-from byteps_py.worker.courier import Courier
-from byteps_py.worker.direct import Direct
-from byteps_py.worker.guard import Guard
+from byteps_py.worker.actions import (
+    Action,
+    DirectAction,
+    Fail,
+    Push,
+    Release,
+    RoundDone,
+    SendBallot,
+    Show,
+    Supply,
+    Withdraw,
+)
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
+from byteps_py.worker.nonfinite_guard import NonFiniteGuard
 from byteps_py.worker.pace import RankPace
-from byteps_py.worker.pieces import DirectAction
-from byteps_py.worker.pipeline import Pipeline
+from byteps_py.worker.piece_executor import Cores, PieceExecutor
 from byteps_py.worker.ranks import RankConnection
-from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.tensor import Part, ScatterPart, Stage, Tensor
+from byteps_py.worker.tensor import Compute, Part, ScatterPart, Stage, Tensor
 
 
 class Executor:
-    """``fail`` is called with an error that ends the job, ``on_end`` with a tensor whose last round is delivered,
-    ``after_run``, if set, when all that followed from an event has been done."""
+    """``send``: to the scheduler. ``fail`` is called with an error that ends the job, ``on_end`` with a tensor whose
+    last round is delivered, ``after_run``, if set, when all that followed from an event has been done."""
 
-    courier_class: type[Courier] = Courier
+    piece_executor_class: type[PieceExecutor] = PieceExecutor
     on_end: Callable[[Tensor], None]
 
     def __init__(
@@ -47,16 +54,15 @@ class Executor:
         runtime: Runtime,
         ready: Readiness,
         memory: Memory,
-        pipeline: Pipeline,
-        direct: Direct,
-        scatter: Scatter,
+        cores: Cores,
         first_rank: int,
         send: Callable[[pb.MemberMessage], None],
         fail: Callable[[BytePSError], None],
     ) -> None:
         self.ranks: dict[int, RankConnection] = {}
         self.network: Network | None = None  # None: this machine is the only one
-        self.courier = self.courier_class(runtime, ready, memory, direct, scatter, pipeline, self.run, self._owe)
+        pipeline = cores.pipeline
+        self.piece_executor = self.piece_executor_class(runtime, ready, memory, cores, self.run, self._owe)
         self.rounds = 0  # partitions delivered
         self.after_run: Callable[[], None] | None = None
         self._loop = runtime.loop
@@ -65,11 +71,11 @@ class Executor:
         self._ready = ready
         self._memory = memory
         self._pipeline = pipeline
-        self._direct = direct
+        self._direct = cores.direct
         self._first_rank = first_rank
-        self._guard = Guard(first_rank, pipeline.size)
+        self._guard = NonFiniteGuard(first_rank, pipeline.size)
         self.pace = RankPace(first_rank)
-        self._send = send
+        self.send = send
         self._fail = fail
         self._kept: dict[str, Tensor] = {}  # by name: retired, but what was given may be wanted
         self._at_work = 0  # kernels
@@ -88,7 +94,7 @@ class Executor:
 
     def idle_s(self, now: float) -> float:
         """For how long no kernel has worked and no answer has come."""
-        return min(0.0 if self._at_work else now - self._moved_at, self.courier.idle_s(now))
+        return min(0.0 if self._at_work else now - self._moved_at, self.piece_executor.idle_s(now))
 
     def abandon(self) -> None:
         """The ranks are a group no more: nothing is done any more but what kernels are at."""
@@ -150,7 +156,7 @@ class Executor:
             self._running = False
         if self._ballots:  # together: what is declared together is placed together
             ballots, self._ballots = self._ballots, []
-            self._send(pb.MemberMessage(declare=pb.Declare(ballots=ballots)))
+            self.send(pb.MemberMessage(declare=pb.Declare(ballots=ballots)))
         if self._owed:
             owed, self._owed = self._owed, {}
             for rank in owed.values():
@@ -168,7 +174,7 @@ class Executor:
             if self.network is not None:
                 send = self.network.supply if isinstance(action, Supply) else self.network.withdraw
                 send(action.part, action.round, action.server)
-        elif isinstance(action, Done):
+        elif isinstance(action, RoundDone):
             self.rounds += len(action.tensor.parts)
             blame, action.tensor.blame = action.tensor.blame, 0
             for local_rank, slot_id, round_ in action.slots:
@@ -186,7 +192,7 @@ class Executor:
         elif isinstance(action, Release):
             self._release(action)
         else:
-            self.courier.carry_out(action)
+            self.piece_executor.carry_out(action)
 
     def _owe(self, local_rank: int, slot_id: int, round_: int, blame: int = 0) -> None:
         """A rank is to be told that a round of its is delivered."""
@@ -340,7 +346,10 @@ class Executor:
                 self.pace.done(local_rank, slot_id, self._loop.time())
             if slots:
                 message = protocol.pack(
-                    protocol.Kind.FAILED, slots=slots, error=type(action.error).__name__, message=str(action.error)
+                    protocol.RankMessageKind.FAILED,
+                    slots=slots,
+                    error=type(action.error).__name__,
+                    message=str(action.error),
                 )
                 self._to_rank(rank, functools.partial(rank.send_done, in_order=True))  # a slot's last round, perhaps
                 self._to_rank(rank, functools.partial(rank.send, message))

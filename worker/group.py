@@ -18,11 +18,8 @@ from byteps_py.settings import Settings
 from byteps_py.spec_messages import to_spec
 from byteps_py.tensors import TensorSpec
 from byteps_py.worker import credit, pieces
-from byteps_py.worker.actions import AskSum
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.desk import Desk
-from byteps_py.worker.direct import Direct
 from byteps_py.worker.epochs import Epochs
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.joining import Joining
@@ -30,19 +27,22 @@ from byteps_py.worker.links import silence_s
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.network import Network
 from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import Receipt, Request, Transfer, due
+from byteps_py.worker.piece_exchange import PieceExchange
+from byteps_py.worker.piece_executor import Cores
+from byteps_py.worker.pieces import PieceRequest, Receipt, Transfer, due
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import Placing
+from byteps_py.worker.rank_server import RankServer
 from byteps_py.worker.requests import Requests
 from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.sights import Sights
-from byteps_py.worker.tensor import Part, SumRequest, Tensor
+from byteps_py.worker.stack_sampler import StackSampler
+from byteps_py.worker.tensor import AskSum, Part, SumRequest, Tensor
 from byteps_py.worker.topology import Topology
 from byteps_py.worker.waits import Waits
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class GroupRuntime:
     """What a group finds in its communication service, and whom it calls there.
 
     ``stay``: the service waits for ranks that come back. ``prefault``: does its argument on another thread.
@@ -54,7 +54,7 @@ class Surroundings:
     settings: Settings
     stay: bool
     ready: Readiness
-    desk: Desk
+    rank_server: RankServer
     peers: PeerMachines | None
     send: Callable[[pb.MemberMessage], None]
     fail: Callable[[BytePSError], None]
@@ -74,14 +74,14 @@ class Group:
     pipeline_class: type[Pipeline] = Pipeline
     agreement_class: type[Agreement] = Agreement
     placing_class: type[Placing] = Placing
-    direct_class: type[Direct] = Direct
+    direct_class: type[PieceExchange] = PieceExchange
     executor_class: type[Executor] = Executor
     network_class: type[Network] = Network
     joining_class: type[Joining] = Joining
     requests_class: type[Requests] = Requests
     waits_class: type[Waits] = Waits
 
-    def __init__(self, around: Surroundings, membership: pb.Membership, place: int) -> None:
+    def __init__(self, around: GroupRuntime, membership: pb.Membership, place: int) -> None:
         settings, send, fail = around.settings, around.send, around.fail
         runtime, thresholds = around.runtime, around.runtime.thresholds
         self._around = around
@@ -105,10 +105,10 @@ class Group:
             thresholds.joint_copy,
         )  # fmt: skip
         executor = self.executor = self.executor_class(
-            runtime, around.ready, memory, pipeline, direct, scatter, topology.first_rank, send, fail
+            runtime, around.ready, memory, Cores(pipeline, direct, scatter), topology.first_rank, send, fail
         )
         executor.on_end = self._end_tensor
-        executor.courier.peers = around.peers
+        executor.piece_executor.peers = around.peers
         if around.peers is not None:
             memory.when_left = around.peers.when_left
         self.network: Network | None = None
@@ -118,21 +118,21 @@ class Group:
             )
         self._epochs = Epochs(topology, self._placing, self.network, executor, self.queue, send)
         self.joining = self.joining_class(topology, self.agreement, pipeline, direct, executor, send, fail)
-        self.requests = self.requests_class(
-            topology, memory, self.agreement, pipeline, direct, executor, self.joining, send, thresholds.strip
-        )
+        self.requests = self.requests_class(topology, memory, self.agreement, pipeline, direct, executor, self.joining)
         self.waits = self.waits_class(
-            self.requests, self.agreement, direct, self.network, around.desk, around.stay,
+            self.requests, self.agreement, direct, self.network, around.rank_server, around.stay,
             lambda: silence_s(settings, runtime.loop),
         )  # fmt: skip
-        self._sights = Sights(runtime.loop, executor.ranks, self.requests.describe, memory.name_of, self._saw)
+        self._stack_sampler = StackSampler(
+            runtime.loop, executor.ranks, self.requests.describe, memory.name_of, self._saw
+        )
 
     def open(self) -> None:
         """Let its ranks in, and other machines ask. Whoever calls it knows this group by now."""
         topology, peers = self.topology, self._around.peers
         if peers is not None:  # now that they can be answered: other machines may have asked already
             peers.open(topology, self._around.machine_lost)
-        self._around.desk.open(self.requests)
+        self._around.rank_server.open(self.requests)
         logger.info(
             "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
             topology.epoch, topology.machines, topology.size, topology.partition_bytes, self.queue.credit_bytes,
@@ -219,7 +219,7 @@ class Group:
 
     # ---- other machines ----------------------------------------------------------------------------------
 
-    def requested(self, request: Request | SumRequest | Receipt) -> None:
+    def requested(self, request: PieceRequest | SumRequest | Receipt) -> None:
         """Another machine asks for what a rank here gives, or has got it."""
         if isinstance(request, SumRequest):
             self.executor.run(self._scatter.requested(request))
@@ -232,7 +232,7 @@ class Group:
         self._direct.gone(machine)
 
     def owes(self, gone: set[int]) -> bool:
-        """See Direct."""
+        """See PieceExchange."""
         return self._direct.owes(gone)
 
     def settle(self, gone: set[int]) -> None:
@@ -240,7 +240,7 @@ class Group:
         settling = [rank.local_rank for rank in self.executor.ranks.values() if rank.is_settling]
         for local_rank in settling:
             if not self._direct.owes(gone, local_rank):
-                self._around.desk.settled(local_rank)
+                self._around.rank_server.settled(local_rank)
 
     def lacks(self, gone: set[int]) -> bool:
         """Something of rounds that these ranks, which have shut down, took part in is not over here: a result, or their
@@ -269,7 +269,7 @@ class Group:
     def look_at(self, ranks: Iterable[int]) -> None:
         """Others wait for these ranks: what are those of this machine doing?"""
         found = (self.topology.local_rank_of(rank) for rank in ranks)
-        self._sights.look(local_rank for local_rank in found if local_rank is not None)
+        self._stack_sampler.look(local_rank for local_rank in found if local_rank is not None)
 
     def _saw(self, local_rank: int, text: str) -> None:
         rank = self.topology.first_rank + local_rank

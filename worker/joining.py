@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, JoinedError, PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.tensors import TensorSpec, unsupported
 from byteps_py.worker.actions import Fail, Release
 from byteps_py.worker.agreement import Agreement, fail_all
-from byteps_py.worker.direct import Direct
 from byteps_py.worker.executor import Executor
+from byteps_py.worker.piece_exchange import PieceExchange
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.tensor import RankSlot, Tensor
@@ -39,7 +39,7 @@ class Joining:
         topology: Topology,
         agreement: Agreement,
         pipeline: Pipeline,
-        direct: Direct,
+        direct: PieceExchange,
         executor: Executor,
         send: Callable[[pb.MemberMessage], None],
         fail: Callable[[BytePSError], None],
@@ -157,7 +157,7 @@ class Joining:
             self._executor.retire(tensor)
         for rank in self._executor.ranks.values():
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
-                rank.send(protocol.pack(Kind.JOINED, last=last))
+                rank.send(protocol.pack(RankMessageKind.JOINED, last=last))
 
     def _idle_since_before(self) -> tuple[RankSlot, ...]:
         """Slots void since ranks joined the time before, to be given back; not while one is copied to, for a round that

@@ -82,6 +82,27 @@ class _Request:
     number: int = -1  # on the connection; -1: not sent
 
 
+@dataclass(frozen=True, slots=True)
+class LinkTarget:
+    """The service at the other end, ``what`` in words. ``group``: the epoch with which the ranks' group began.
+    ``is_late``: it has been a member for some time."""
+
+    address: str
+    what: str = "summation service"
+    group: int = 0
+    is_late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEvents:
+    """Whom a link calls: with an answer, when what has no answer is to be sent once more, and when the other end can't
+    be reached."""
+
+    on_answer: OnAnswer
+    on_again: Callable[[], None]
+    on_lost: OnLost
+
+
 class TcpLink(ServerLink, Owner):
     """Payloads are sent from, and answers read in, the memory where they lie.
 
@@ -99,24 +120,19 @@ class TcpLink(ServerLink, Owner):
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         runtime: Runtime,
-        address: str,
+        target: LinkTarget,
         sender: int,
         settings: Settings,
         contributions: Callable[[Block, int, int], memoryview],
-        on_answer: OnAnswer,
-        on_again: Callable[[], None],
-        on_lost: OnLost,
-        what: str = "summation service",
-        group: int = 0,
-        is_late: bool = False,
+        events: LinkEvents,
     ) -> None:
         loop = self._loop = runtime.loop
-        self._who = f"the {what} at {address}"
+        self._who = f"the {target.what} at {target.address}"
         self._silence_s = functools.partial(silence_s, settings, loop)
         self._view = contributions
-        self._on_answer = on_answer
-        self._on_again = on_again
-        self._on_lost = on_lost
+        self._on_answer = events.on_answer
+        self._on_again = events.on_again
+        self._on_lost = events.on_lost
         self._unsent: list[_Request] = []  # while there is no connection
         self._requests: dict[RoundName, _Request] = {}  # sent, and not answered
         self._damaged: set[RoundName] = set()  # requests that came damaged, here or on an earlier connection
@@ -124,10 +140,10 @@ class TcpLink(ServerLink, Owner):
         self._came_whole = 0  # answers since then
         self._opened = 0  # connections so far
         self._refusal = ""  # what was said on the attempts since
-        self._is_late = is_late
+        self._is_late = target.is_late
         self._is_closed = False
-        self._dialer = runtime.dialer(context, loop, address, sender, settings, self, self._who, group)
-        first_s = settings.patience_s if is_late else max(settings.start_timeout_s, self._silence_s())
+        self._dialer = runtime.dialer(context, loop, target.address, sender, settings, self, self._who, target.group)
+        first_s = settings.patience_s if target.is_late else max(settings.start_timeout_s, self._silence_s())
         loop.call_later(first_s, lambda: self._give_up(0, first_s))
 
     @property

@@ -32,6 +32,7 @@ class Memory:
         elsewhere: Callable[[Callable[[], None]], None] | None = None,
         ranks: tuple[int, int] = (0, 0),
     ) -> None:
+        self.strip_bytes = runtime.thresholds.strip
         self._first_rank, self._size = ranks
         self._inputs_are_contributions = machines > 1 and local_size == 1
         self._ranks = [runtime.arena(elsewhere=elsewhere) for _ in range(local_size)]

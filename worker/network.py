@@ -13,9 +13,9 @@ from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.wire import RESENT, SUPPLY, Header, Kind
-from byteps_py.worker.guard import Guard
-from byteps_py.worker.links import LocalLink, ServerLink, TcpLink
+from byteps_py.worker.links import LinkEvents, LinkTarget, LocalLink, ServerLink, TcpLink
 from byteps_py.worker.memory import Memory
+from byteps_py.worker.nonfinite_guard import NonFiniteGuard
 from byteps_py.worker.pace import ServerPace
 from byteps_py.worker.tensor import Part
 from byteps_py.worker.topology import Topology
@@ -52,11 +52,11 @@ class Network:
         self._settings = settings
         self._me = topology.machine_index
         self._memory = memory
-        self._guard = Guard(topology.first_rank, topology.size)
+        self._guard = NonFiniteGuard(topology.first_rank, topology.size)
         self._on_answer = on_answer
         self._on_again = on_again
         self._on_lost = on_lost
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = runtime.zmq_context()
         self._links: dict[int, ServerLink] = {}
         self._closed = _Bytes()
         self._gone: set[int] = set()  # services of this machine that have ended: they write no answers any more
@@ -106,15 +106,11 @@ class Network:
         return self.tcp_link_class(
             self._context,
             self._runtime,
-            server.address,
+            LinkTarget(server.address, group=topology.group, is_late=topology.epoch > topology.group),
             self._me,
             self._settings,
             self._memory.view,
-            on_answer,
-            lambda: self._on_again(number),
-            on_lost,
-            group=topology.group,
-            is_late=topology.epoch > topology.group,
+            LinkEvents(on_answer, lambda: self._on_again(number), on_lost),
         )
 
     def push(self, part: Part, round_: int) -> None:

@@ -20,11 +20,10 @@ from byteps_py.errors import BytePSError, ProtocolError, from_name
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Fetch, Header, Kind
-from byteps_py.worker.actions import AskSum
-from byteps_py.worker.links import TcpLink
-from byteps_py.worker.pieces import Receipt, Request, Transfer
+from byteps_py.worker.links import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.pieces import PieceRequest, Receipt, Transfer
 from byteps_py.worker.receipts import Receipts, Way
-from byteps_py.worker.tensor import SumRequest
+from byteps_py.worker.tensor import AskSum, SumRequest
 from byteps_py.worker.topology import Topology
 
 #: What came whole is said so late by itself: most ranks ask for the next round's piece before.
@@ -66,7 +65,7 @@ class PeerMachines:
         self,
         runtime: Runtime,
         settings: Settings,
-        on_request: Callable[[Request | SumRequest | Receipt], None],
+        on_request: Callable[[PieceRequest | SumRequest | Receipt], None],
         on_gone: Callable[[int], None],
     ) -> None:
         self._runtime = runtime
@@ -84,7 +83,7 @@ class PeerMachines:
             self._gone,
         )
         self._listener.attach(self._loop)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = runtime.zmq_context()
         self._topology: Topology | None = None
         self._on_lost: Callable[[str, int], None] | None = None
         self._links: dict[int, TcpLink] = {}
@@ -181,16 +180,20 @@ class PeerMachines:
             link = self._links[machine_index] = self.link_class(
                 self._context,
                 self._runtime,
-                self._topology.workers[machine_index].address,
+                LinkTarget(
+                    self._topology.workers[machine_index].address,
+                    f"communication service of machine {machine_index}",
+                    self._topology.group,
+                    is_late=True,  # it is a member: who does not know it now has its port, but is another process
+                ),
                 self._me,
                 self._settings,
                 _no_payload,
-                self._answered,
-                functools.partial(self._again, machine_index),
-                lambda sentence: on_lost(sentence, machine_index),
-                f"communication service of machine {machine_index}",
-                self._topology.group,
-                is_late=True,  # it is a member: who does not know it now has its port, but is another process
+                LinkEvents(
+                    self._answered,
+                    functools.partial(self._again, machine_index),
+                    lambda sentence: on_lost(sentence, machine_index),
+                ),
             )
         return link
 
@@ -290,17 +293,17 @@ def _origin(origin: object) -> tuple[RemotePeer, Header]:
     return origin
 
 
-def events_of(header: Header, peer: Peer, payload: bytes) -> list[Request | SumRequest | Receipt]:
+def events_of(header: Header, peer: Peer, payload: bytes) -> list[PieceRequest | SumRequest | Receipt]:
     """What a FETCH, a FETCH_SUM or a TAKEN says, in order. Raises ProtocolError."""
     if header.kind is Kind.FETCH_SUM:
         number = header.generation
         return [SumRequest((peer, header), peer.machine, header.key, number, header.offset, header.round)]
     fetch = Fetch.unpack(payload)
-    events: list[Request | SumRequest | Receipt] = []
+    events: list[PieceRequest | SumRequest | Receipt] = []
     if fetch.taken:
         events.append(Receipt(peer.machine, header.key, fetch.taken, fetch.source, fetch.target))
     if header.kind is Kind.FETCH:
-        request = Request(
+        request = PieceRequest(
             (peer, header), peer.machine, header.key, header.round, fetch.source, fetch.target, header.offset,
             header.length, fetch.total, fetch.is_tentative,
         )  # fmt: skip

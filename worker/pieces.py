@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.shm import Block
 from byteps_py.tensors import Layout, Op, Sizes, TensorSpec
-from byteps_py.worker.actions import AskSum, Fail, Fetch, Show
 from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.tensor import RankSlot
+from byteps_py.worker.tensor import AskSum, RankSlot
 
 #: What is asked for takes credit for so long at most: its owner may not have it yet.
 PATIENCE_S = 0.05
@@ -84,7 +83,7 @@ MAX_EARLY = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
-class Channel:
+class ExchangedTensor:
     """One name. ``ranks`` and ``machines``: by position; ``here``: positions of this machine's ranks; ``members``:
     those of them that have declared it."""
 
@@ -94,7 +93,7 @@ class Channel:
     here: Sequence[int]
     key: int
     members: dict[int, Member] = field(default_factory=dict)
-    requests: list[Request] = field(default_factory=list)  # of other machines, that came before the round did
+    requests: list[PieceRequest] = field(default_factory=list)  # of other machines, that came before the round did
     most_requests: int = MAX_EARLY
 
     @property
@@ -128,7 +127,7 @@ class Receipt:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class PieceRequest:
     """Another machine wants ``length`` bytes at ``offset`` of the piece, of ``total`` bytes, that ``source`` has for
     ``target`` (both global ranks). ``origin``: whom to send it to, and as what; opaque."""
 
@@ -149,7 +148,7 @@ class Transfer:
     """``length`` bytes at ``offset`` of a piece, perhaps an empty one, on its way to ``targets``. ``server``: the
     machine it comes from."""
 
-    channel: Channel
+    channel: ExchangedTensor
     round: int
     source: int
     targets: tuple[Member, ...]
@@ -170,8 +169,15 @@ class Transfer:
 
 
 @dataclass(slots=True)
+class FetchPiece:
+    """Ask machine ``item.server`` for it; its bytes go to ``PieceExchange.arrived``, or to ``Scatter.arrived``."""
+
+    item: Transfer | AskSum
+
+
+@dataclass(slots=True)
 class Copy:
-    """Copy ``transfer.length`` bytes to ``outputs``, then call ``Direct.copied``. ``source``: an address."""
+    """Copy ``transfer.length`` bytes to ``outputs``, then call ``PieceExchange.copied``. ``source``: an address."""
 
     transfer: Transfer
     source: int
@@ -184,27 +190,27 @@ Pair = tuple[Member, Member, int, int, int]
 
 @dataclass(slots=True)
 class CopyHere:
-    """Make these copies, all small, at once and without another thread; then call ``Direct.copied_here``."""
+    """Make these copies, all small, at once and without another thread; then call ``PieceExchange.copied_here``."""
 
     pairs: list[Pair]
 
 
 @dataclass(slots=True)
 class Serve:
-    """Send these bytes of ``member``'s memory, which stay as they are until ``Direct.received``."""
+    """Send these bytes of ``member``'s memory, which stay as they are until ``PieceExchange.received``."""
 
-    request: Request
-    channel: Channel
+    request: PieceRequest
+    channel: ExchangedTensor
     member: Member
     block: Block
     offset: int
 
 
 @dataclass(slots=True)
-class Refuse:
+class RefusePiece:
     """Say to the machine that asked why it gets nothing."""
 
-    request: Request
+    request: PieceRequest
     error: BytePSError
 
 
@@ -223,12 +229,9 @@ class Outgrown:
     slot: RankSlot
 
 
-DirectAction = Copy | CopyHere | Fetch | Show | Serve | Refuse | Delivered | Fail | Outgrown
-
-
-def due(queue: PushQueue[Transfer | AskSum], now: float) -> list[Fetch]:
+def due(queue: PushQueue[Transfer | AskSum], now: float) -> list[FetchPiece]:
     """What the credit allows to ask for. Also to be called from time to time, see PushQueue."""
     fetches = []
     while (item := queue.take(now)) is not None:
-        fetches.append(Fetch(item))
+        fetches.append(FetchPiece(item))
     return fetches

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.worker.actions import Action, Compute, Done, Push, Release, Show, Supply, Withdraw
+from byteps_py.worker.actions import Action, Push, Release, RoundDone, Show, Supply, Withdraw
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.tensor import Part, RankSlot, ScatterPart, Stage, Tensor
+from byteps_py.worker.tensor import Compute, Part, RankSlot, ScatterPart, Stage, Tensor
 
 
 class Pipeline:
@@ -271,8 +271,8 @@ class Pipeline:
         done = self._complete(tensor)
         return [done] if tensor.slots else [done, *self._pass(tensor)]
 
-    def _complete(self, tensor: Tensor) -> Done:
-        done = Done(tensor, tuple((slot.local_rank, slot.id, slot.round) for slot in tensor.slots))
+    def _complete(self, tensor: Tensor) -> RoundDone:
+        done = RoundDone(tensor, tuple((slot.local_rank, slot.id, slot.round) for slot in tensor.slots))
         tensor.round += 1
         tensor.begun = tensor.finished = 0
         for slot in tensor.slots:

@@ -43,7 +43,7 @@ class Probe(Owner):
         self._rate_mbit = 0.0
         self._is_sending = True
         self._is_closed = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = runtime.zmq_context()
         self._dialer = runtime.dialer(self._context, loop, address, sender, settings, self, f"the service at {address}")
         loop.call_later(_LIMIT_S, self.close)
 

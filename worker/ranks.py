@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import PeerLostError
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
 from byteps_py.shm import Arena, Block
 
-_STACK = bytes([Kind.STACK])
-_MEET = bytes([Kind.MEET])
+_STACK = bytes([RankMessageKind.STACK])
+_MEET = bytes([RankMessageKind.MEET])
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class RankConnection:
         """Hand the rank descriptors of segments it does not know."""
         while self._announced < len(self.arena.segments):
             segment = self.arena.segments[self._announced]
-            self.send(protocol.pack(Kind.SEGMENT, id=self._announced, nbytes=segment.nbytes), (segment.fd,))
+            self.send(protocol.pack(RankMessageKind.SEGMENT, id=self._announced, nbytes=segment.nbytes), (segment.fd,))
             self._announced += 1
 
     def send(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
@@ -122,13 +122,13 @@ class RankConnection:
         if len(self._done) == 1 and not (self._backlog or self._strips):
             (record,) = self._done
             self._done.clear()
-            self.send(protocol.pack_record(Kind.DONE, *record))
+            self.send(protocol.pack_record(RankMessageKind.DONE, *record))
         while self._strips and (in_order or not self._backlog):
             records, self._strips = self._strips[: protocol.MAX_RECORDS], self._strips[protocol.MAX_RECORDS :]
-            self.send(protocol.pack_records(Kind.STRIP, records))
+            self.send(protocol.pack_records(RankMessageKind.STRIP, records))
         while self._done and (in_order or not self._backlog):
             records, self._done = self._done[: protocol.MAX_RECORDS], self._done[protocol.MAX_RECORDS :]
-            self.send(protocol.pack_records(Kind.DONE, records))
+            self.send(protocol.pack_records(RankMessageKind.DONE, records))
 
     def _flush(self) -> None:
         try:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from byteps_py.errors import BytePSError
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.worker.elastic_desk import ElasticDesk
+from byteps_py.worker.elastic_rank_server import ElasticRankServer
 
 
 class Rejoining:
-    def __init__(self, desk: ElasticDesk, send: Callable[[pb.MemberMessage], None]) -> None:
-        self._desk = desk
+    def __init__(self, rank_server: ElasticRankServer, send: Callable[[pb.MemberMessage], None]) -> None:
+        self._rank_server = rank_server
         self._send = send
         self._epoch = 0  # since which the last group that this machine was in was the same
         self._told: pb.Gathered | None = None  # since then
@@ -29,18 +29,18 @@ class Rejoining:
 
     def check(self) -> None:
         """Ranks have come or gone: tell how many wait, once all that are to come have come."""
-        desk = self._desk
-        if not desk.is_whole:
+        rank_server = self._rank_server
+        if not rank_server.is_whole:
             return
         ready = pb.Gathered(
-            ranks=desk.waiting,
-            others=desk.at_work > 0,
+            ranks=rank_server.waiting,
+            others=rank_server.at_work > 0,
             epoch=self._epoch,
-            newcomers=desk.has_newcomers,
-            synced_in=desk.synced_in,
-            shut_down=desk.shut_down,
+            newcomers=rank_server.has_newcomers,
+            synced_in=rank_server.synced_in,
+            shut_down=rank_server.shut_down,
         )
-        if ready != self._told and not (self._told is None and desk.at_work and not desk.waiting):
+        if ready != self._told and not (self._told is None and rank_server.at_work and not rank_server.waiting):
             self._told = ready
             self._send(pb.MemberMessage(gathered=ready))
 
@@ -48,22 +48,22 @@ class Rejoining:
         """The scheduler says that the group can't go on."""
         logger.warning("elastic: the group is to be formed anew: %s", error)
         self._told = None
-        self._desk.dissolve(error)
+        self._rank_server.dissolve(error)
         self.check()
 
     def tell_hosts(self, hosts: pb.Hosts) -> None:
         """Ranks wait to join, or are about to leave."""
-        self._desk.tell_hosts(hosts.added, hosts.removed)
+        self._rank_server.tell_hosts(hosts.added, hosts.removed)
 
     @property
     def is_leaving(self) -> bool:
         """The job goes on without this machine's ranks."""
-        return self._desk.is_dismissed
+        return self._rank_server.is_dismissed
 
     def leave(self) -> bool:
         """The service was told to end: its ranks leave the job at their next commit. False if it has none."""
-        if self._desk.is_dismissed or not self._desk.ranks_here:
+        if self._rank_server.is_dismissed or not self._rank_server.ranks_here:
             return False
         self._send(pb.MemberMessage(drain=pb.Drain(reason="the machine was told to leave")))
-        self._desk.dismiss()
+        self._rank_server.dismiss()
         return True

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.strips import Arriving
 from byteps_py.tensors import Layout
 from byteps_py.wording import ranks_text
-from byteps_py.worker.actions import Action, Fail
+from byteps_py.worker.actions import Action, DirectAction, Fail
 from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.direct import Direct
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.joining import Joining
-from byteps_py.worker.meetings import Introduce, Meetings
 from byteps_py.worker.memory import Memory
-from byteps_py.worker.pieces import DirectAction
+from byteps_py.worker.peer_introductions import Introduce, PeerIntroductions
+from byteps_py.worker.piece_exchange import PieceExchange
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.ranks import DirectWait, RankConnection
 from byteps_py.worker.topology import Topology
@@ -38,26 +36,22 @@ class Requests:
         memory: Memory,
         agreement: Agreement,
         pipeline: Pipeline,
-        direct: Direct,
+        direct: PieceExchange,
         executor: Executor,
         joining: Joining,
-        send: Callable[[pb.MemberMessage], None],
-        strip_bytes: int,
     ) -> None:
-        self._strip_bytes = strip_bytes
         self.topology = topology
         self.memory = memory
         self.executor = executor
         self.joining = joining
         self.released = 0  # barriers passed
-        self._meetings = Meetings()
+        self._meetings = PeerIntroductions()
         self._arrived = 0
         self._barrier_since: float | None = None
         self._agreement = agreement
         self._pipeline = pipeline
         self._direct = direct
         self._layouts: dict[int, Layout] = {}  # by slot: of a round that is about to be handed over
-        self._send = send
 
     def describe(self, local_rank: int, pid: int) -> str:
         """``rank 3 (process 4711 on node7)``."""
@@ -80,7 +74,7 @@ class Requests:
             }
             for slot in slots
         ]
-        rank.send(protocol.pack(Kind.DECLARED, request=fields["request"], slots=places))
+        rank.send(protocol.pack(RankMessageKind.DECLARED, request=fields["request"], slots=places))
         self.executor.expect(slot.spec for slot in slots)
         for slot in slots:
             if not slot.spec.op.is_direct:
@@ -102,7 +96,7 @@ class Requests:
         slot = self.memory.slots.get(int(fields["slot"]))
         if slot is not None and slot.local_rank == rank.local_rank:  # else its declaration has failed meanwhile
             nbytes = slot.spec.result_nbytes(self.topology.first_rank + slot.local_rank, self.topology.size)
-            slot.arriving = self.arriving_class(nbytes, self._strip_bytes)
+            slot.arriving = self.arriving_class(nbytes, self.memory.strip_bytes)
 
     def ready(self, message: bytes) -> list[Action | DirectAction]:
         now = self.executor.time()
@@ -134,10 +128,10 @@ class Requests:
             told = ranks[action.rank]
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
                 if isinstance(action, Introduce):
-                    message = protocol.pack(Kind.NEIGHBOUR, local_rank=action.other)
+                    message = protocol.pack(RankMessageKind.NEIGHBOUR, local_rank=action.other)
                     told.send(message, (ranks[action.other].door,))
                 else:
-                    told.send(protocol.pack(Kind.MET, key=action.key))
+                    told.send(protocol.pack(RankMessageKind.MET, key=action.key))
 
     def waits(self, rank: RankConnection, fields: dict[str, Any]) -> None:
         """A rank has waited for others of this machine for a while. Raises ValueError or TypeError for what the
@@ -157,7 +151,7 @@ class Requests:
             self._barrier_since = self._barrier_since or self.executor.time()
         if len(ranks) == self.topology.local_size and min(active, default=0) > self._arrived:
             self._arrived += 1
-            self._send(pb.MemberMessage(arrive=pb.Arrive(sequence=self._arrived)))
+            self.executor.send(pb.MemberMessage(arrive=pb.Arrive(sequence=self._arrived)))
 
     def release_barrier(self, sequence: int) -> None:
         self.released = sequence
@@ -166,7 +160,7 @@ class Requests:
         for rank in self.executor.ranks.values():
             if rank.barriers >= sequence:
                 with contextlib.suppress(PeerLostError):  # it is found out by its own connection
-                    rank.send(protocol.pack(Kind.RELEASED, sequence=sequence - rank.barriers_before))
+                    rank.send(protocol.pack(RankMessageKind.RELEASED, sequence=sequence - rank.barriers_before))
             else:  # it has joined; its own count goes on from here
                 rank.barriers_before += 1
                 rank.barriers += 1

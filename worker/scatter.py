@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from byteps_py.errors import ProtocolError
 from byteps_py.strips import STRIP_BYTES, Strips
 from byteps_py.tensors import TensorSpec, split
-from byteps_py.worker.actions import Action, AskSum, Compute, Lend
+from byteps_py.worker.actions import Action, Lend
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.pieces import Transfer, due
-from byteps_py.worker.tensor import ScatterPart, Stage, SumRequest, Tensor
+from byteps_py.worker.tensor import AskSum, Compute, ScatterPart, Stage, SumRequest, Tensor
 
 #: Requests for tensors that are not agreed here yet; more can't come from correct machines.
 MAX_EARLY = 1 << 16

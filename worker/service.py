@@ -19,21 +19,22 @@ from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import Connect
+from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.wording import STOPPED
-from byteps_py.worker.accusations import Accusations
 from byteps_py.worker.batching import BatchingLink
-from byteps_py.worker.desk import Desk
-from byteps_py.worker.elastic_desk import ElasticDesk
-from byteps_py.worker.farewell import Farewell
-from byteps_py.worker.group import Group, Surroundings
+from byteps_py.worker.elastic_rank_server import ElasticRankServer
+from byteps_py.worker.failure_suspicions import FailureSuspicions
+from byteps_py.worker.group import Group, GroupRuntime
 from byteps_py.worker.links import silence_s
-from byteps_py.worker.overdue import Overdue
 from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import Receipt, Request
+from byteps_py.worker.pieces import PieceRequest, Receipt
 from byteps_py.worker.probe import Probe
+from byteps_py.worker.rank_server import RankServer
 from byteps_py.worker.rejoining import Rejoining
+from byteps_py.worker.shutdown_drain import ShutdownDrain
+from byteps_py.worker.stall_deadline import StallDeadline
 from byteps_py.worker.starting import Starting
 from byteps_py.worker.statistics import heartbeat
 from byteps_py.worker.tensor import SumRequest
@@ -48,15 +49,15 @@ _HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to co
 _LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
 
 
-class Service:
+class CommunicationService:
     """``run`` returns the process's exit code. The classes are those that it makes; a subclass may name others."""
 
     readiness_class: type[Readiness] = Readiness
-    desk_class: type[Desk] = Desk
-    elastic_desk_class: type[ElasticDesk] = ElasticDesk
+    rank_server_class: type[RankServer] = RankServer
+    elastic_rank_server_class: type[ElasticRankServer] = ElasticRankServer
     peers_class: type[PeerMachines] = PeerMachines
     rejoining_class: type[Rejoining] = Rejoining
-    accusations_class: type[Accusations] = Accusations
+    suspicions_class: type[FailureSuspicions] = FailureSuspicions
     group_class: type[Group] = Group
     probe_class: type[Probe] = Probe
     link_class: type[BatchingLink] = BatchingLink
@@ -73,37 +74,37 @@ class Service:
         self._prefaulter = runtime.engine(1, "byteps-prefault")
         self._ready = self.readiness_class(runtime.kernels.prepare, self._engine, self._loop, self._kernel_failed)
         self._rejoining: Rejoining | None = None
-        self._desk = self._open_desk(settings)
+        self._rank_server = self._open_rank_server(settings)
         self._group: Group | None = None
         self._peers: PeerMachines | None = None
         if settings.num_workers > 1 or settings.elastic:
             self._peers = self.peers_class(runtime, settings, self._requested, self._machine_gone)
         self._probe: Probe | None = None
-        self._overdue = Overdue(settings.stall_limit_s)
+        self._stall_deadline = StallDeadline(settings.stall_limit_s)
         self._member_id = 0
         self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
         self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
-        self._accusations = self.accusations_class()
+        self._suspicions = self.suspicions_class()
         self._warned_s: dict[int, float] = {}  # of servers that can't be reached: when, by member id
-        link = connect(
-            settings, self._registration(), self._loop, self._on_message, self._scheduler_lost, self._heartbeat,
-            self._scheduler_away, self._scheduler_back,
-        )  # fmt: skip
+        events = ControlEvents(
+            self._on_message, self._scheduler_lost, self._heartbeat, self._scheduler_away, self._scheduler_back
+        )
+        link = connect(settings, self._registration(), self._loop, events)
         self._link = self.link_class(link, self._loop)
-        self._farewell = self._new_farewell()
+        self._shutdown_drain = self._new_shutdown_drain()
 
-    def _open_desk(self, settings: Settings) -> Desk:
+    def _open_rank_server(self, settings: Settings) -> RankServer:
         if not settings.elastic:
-            return self.desk_class(
+            return self.rank_server_class(
                 self._runtime, self._listener, settings.local_size, self._rank_died, self._ranks_changed
             )
-        desk = self.elastic_desk_class(
+        rank_server = self.elastic_rank_server_class(
             self._runtime, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._wants_group,
             settings.start_timeout_s,
         )  # fmt: skip
-        self._rejoining = self.rejoining_class(desk, self._send)
-        return desk
+        self._rejoining = self.rejoining_class(rank_server, self._send)
+        return rank_server
 
     def _send(self, message: pb.MemberMessage) -> None:
         self._link.send(message)
@@ -132,7 +133,7 @@ class Service:
         self._loop.post(self._told_to_end)
 
     def _told_to_end(self) -> None:
-        staying = self._desk.settle()
+        staying = self._rank_server.settle()
         if self._rejoining is not None and self._rejoining.leave():
             return
         if staying and self._group is not None:
@@ -144,21 +145,21 @@ class Service:
     def _go(self) -> None:
         """End, once no other machine lacks a result that takes what this one gave: when they have said so or, where
         ranks have gone to let the group go on without them, when the next one begins."""
-        if self._group is None or self._group.network is None or self._desk.failure is not None:
+        if self._group is None or self._group.network is None or self._rank_server.failure is not None:
             self._loop.stop()
             return
         is_leaving = self._rejoining is not None and self._rejoining.is_leaving
-        if not is_leaving and len(self._desk.left) < self._group.topology.local_size:
+        if not is_leaving and len(self._rank_server.left) < self._group.topology.local_size:
             self._loop.stop()
             return
-        self._farewell.go()
+        self._shutdown_drain.go()
         if self._is_headless:  # nobody says so, and whose connections are not back by then will not ask any more
             unheard_s = _UNHEARD_TIMEOUTS * self._settings.heartbeat_timeout_s
-            self._loop.call_later(unheard_s, lambda: self._farewell.dismissed() if self._is_headless else None)
+            self._loop.call_later(unheard_s, lambda: self._shutdown_drain.dismissed() if self._is_headless else None)
 
     def _close(self) -> None:
         self._link.close("the communication service ends")
-        self._desk.close()
+        self._rank_server.close()
         self._engine.close()
         self._prefaulter.close()
         if self._probe is not None:
@@ -201,9 +202,9 @@ class Service:
             self._ready.when_done(functools.partial(self._measure, message.measure))
         elif body == "still":
             valid_s = 2 * silence_s(self._settings, self._loop)
-            self._accusations.asked(message.still.member_id, self._loop.time(), valid_s)
+            self._suspicions.asked(message.still.member_id, self._loop.time(), valid_s)
         elif body == "stalled":
-            self._overdue.said(message.stalled.message)
+            self._stall_deadline.said(message.stalled.message)
             logger.warning("%s", message.stalled.message)
             if self._group is not None:
                 self._group.look_at(message.stalled.missing)
@@ -221,12 +222,12 @@ class Service:
                 self._end_group()
             elif body == "failure" and message.failure.orderly and self._group is not None:
                 self._group.waits.departed(self._loop.time(), answer.message, set(message.failure.ranks))
-                self._farewell.departed(message.failure.ranks)
+                self._shutdown_drain.departed(message.failure.ranks)
                 self._settle()
             else:
                 self._fail(error, report=False)
         elif body == "dismissed":
-            self._farewell.dismissed()
+            self._shutdown_drain.dismissed()
         elif body == "stop":
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._stopped(message.stop.reason)
@@ -239,9 +240,9 @@ class Service:
         was_stopped = reason.startswith(STOPPED)
         text = f"the job was {reason}" if was_stopped else f"the job is over: {reason}"
         if self._group is None:
-            self._desk.fail(RendezvousError(text))
-        elif was_stopped and self._desk.failure is None:
-            self._desk.fail(PeerLostError(text))
+            self._rank_server.fail(RendezvousError(text))
+        elif was_stopped and self._rank_server.failure is None:
+            self._rank_server.fail(PeerLostError(text))
         self._loop.stop()
 
     def _measure(self, measure: pb.Measure) -> None:
@@ -257,12 +258,12 @@ class Service:
         ids = [worker.member_id for worker in membership.workers]
         if self._member_id not in ids:
             return  # an elastic job goes on without this machine
-        around = Surroundings(
-            self._runtime, self._settings, self._stay, self._ready, self._desk, self._peers, self._send, self._fail,
-            self._prefault, self._server_lost, self._machine_lost,
+        around = GroupRuntime(
+            self._runtime, self._settings, self._stay, self._ready, self._rank_server, self._peers, self._send,
+            self._fail, self._prefault, self._server_lost, self._machine_lost,
         )  # fmt: skip
         self._group = self.group_class(around, membership, ids.index(self._member_id))
-        self._farewell.open(membership.workers_since, self._group.lacks, self._group.owes)
+        self._shutdown_drain.open(membership.workers_since, self._group.lacks, self._group.owes)
         self._group.open()
 
     def _end_group(self) -> None:
@@ -273,33 +274,33 @@ class Service:
         self._group.end()
         self._group = None
         self._link.forget()
-        if self._farewell.is_going:
+        if self._shutdown_drain.is_going:
             self._loop.stop()  # what it stays for is wanted by nobody any more
         self._told_left.clear()
-        self._farewell = self._new_farewell()
+        self._shutdown_drain = self._new_shutdown_drain()
 
-    def _new_farewell(self) -> Farewell:
-        return Farewell(self._loop, self._link.send, self._loop.stop, self._settings)
+    def _new_shutdown_drain(self) -> ShutdownDrain:
+        return ShutdownDrain(self._loop, self._link.send, self._loop.stop, self._settings)
 
     def _scheduler_lost(self, error: BytePSError) -> None:
         if self._group is None:
             self._fail(error, report=False)
-        elif self._desk.failure is None:
+        elif self._rank_server.failure is None:
             self._group.joining.scheduler_lost(error)
             self._scheduler_away(error)
 
     def _scheduler_away(self, error: BytePSError) -> None:
-        self._overdue.away(self._loop.time())
+        self._stall_deadline.away(self._loop.time())
         # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
-        if self._group is not None and self._desk.failure is None:
+        if self._group is not None and self._rank_server.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
 
     def _scheduler_back(self) -> None:
-        self._overdue.away_since_s = None
+        self._stall_deadline.away_since_s = None
 
     @property
     def _is_headless(self) -> bool:
-        return self._overdue.away_since_s is not None
+        return self._stall_deadline.away_since_s is not None
 
     def _heartbeat(self) -> pb.Heartbeat:
         return heartbeat(self._past, self._group, self._peers, self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
@@ -316,13 +317,13 @@ class Service:
         why, is_news = self._group.waits.vain(now) if self._group is not None else ("", False)
         if why:
             self._group_lost(PeerLostError(why), report=is_news)
-        limit, is_alone = self._overdue.limit_s, self._overdue.is_alone(now)
+        limit, is_alone = self._stall_deadline.limit_s, self._stall_deadline.is_alone(now)
         if is_alone and self._group is not None:
             self._group.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
         if limit and (waiting := self._waiting(limit)):
-            self._fail(self._overdue.wait(waiting[0]))
+            self._fail(self._stall_deadline.wait(waiting[0]))
         if is_alone and self._group is not None and self._group.joining.here:
-            self._fail(self._overdue.join())
+            self._fail(self._stall_deadline.join())
         if not self._stay and not self._starting.has_had_ranks and now - self._started > self._settings.start_timeout_s:
             logger.error("no rank came within %g s", self._settings.start_timeout_s)
             self._exit_code = 1
@@ -350,15 +351,15 @@ class Service:
     def _server_lost(self, sentence: str, member_id: int, has_ended: bool) -> None:
         """Others can do its work, once the scheduler says which. Not later than the stall limit allows."""
         self._warn_of(member_id, sentence, has_ended)
-        is_sure = has_ended or self._accusations.is_sure(member_id, self._loop.time())
+        is_sure = has_ended or self._suspicions.is_sure(member_id, self._loop.time())
         lost = pb.Unreachable(member_id=member_id, reason=sentence, is_sure=is_sure)
         self._link.send(pb.MemberMessage(unreachable=lost))
         if self._is_headless:
             error = PeerLostError(f"{sentence}; the scheduler, which would give its work to others, is lost too")
-            since = self._overdue.away_since_s  # another absence of the scheduler has a time of its own
+            since = self._stall_deadline.away_since_s  # another absence of the scheduler has a time of its own
 
             def give_up() -> None:
-                if self._overdue.away_since_s == since:
+                if self._stall_deadline.away_since_s == since:
                     self._group_lost(error)
 
             self._loop.call_later(_HEADLESS_S, give_up)
@@ -368,21 +369,21 @@ class Service:
         scheduler says why."""
         now = self._loop.time()
         is_news = now >= self._warned_s.get(member_id, -_WARN_AGAIN_S) + _WARN_AGAIN_S
-        if has_ended or self._desk.failure is not None or not is_news:
+        if has_ended or self._rank_server.failure is not None or not is_news:
             logger.info("%s", sentence)
             return
         self._warned_s[member_id] = now
         logger.warning("%s", sentence)
 
     def _machine_lost(self, sentence: str, machine: int) -> None:
-        if self._group is not None and self._farewell.are_gone(self._group.topology.ranks_of(machine)):
+        if self._group is not None and self._shutdown_drain.are_gone(self._group.topology.ranks_of(machine)):
             return  # its ranks were done
         group, error = self._group, PeerLostError(sentence)  # another group may take its place meanwhile
         # It may have died, or ended because the job has failed: then the scheduler will say so.
         delay_s = 0.0 if self._is_headless else _WORD_OF_SCHEDULER_S
         self._loop.call_later(delay_s, lambda: self._group_lost(error) if self._group is group else None)
 
-    def _requested(self, request: Request | SumRequest | Receipt) -> None:
+    def _requested(self, request: PieceRequest | SumRequest | Receipt) -> None:
         if self._group is not None:  # not before its machine knows of the group
             self._group.requested(request)
             if isinstance(request, Receipt):
@@ -390,9 +391,9 @@ class Service:
 
     def _settle(self) -> None:
         """Say who is not needed any more, as far as is known here."""
-        self._farewell.settle()
+        self._shutdown_drain.settle()
         if self._group is not None:
-            self._group.settle(self._farewell.gone)
+            self._group.settle(self._shutdown_drain.gone)
 
     def _machine_gone(self, machine: int) -> None:
         if self._group is not None:
@@ -411,24 +412,28 @@ class Service:
 
     def _fail(self, error: BytePSError, report: bool = True) -> None:
         """The job can't go on: tell the local ranks and, unless they know, all others."""
-        if self._desk.failure is not None:
+        if self._rank_server.failure is not None:
             return
         self._exit_code = 1
         logger.info("the job fails: %s", error)
         if report:
             self._link.send(pb.MemberMessage(report=pb.Report(error=type(error).__name__, message=str(error))))
-        self._desk.fail(error)
+        self._rank_server.fail(error)
         self._ranks_changed()
 
     def _ranks_changed(self) -> None:
         if self._rejoining is not None:
             self._rejoining.check()
         if self._group is not None:
-            self._group.settle(self._farewell.gone)
-        here = self._desk.ranks_here
+            self._group.settle(self._shutdown_drain.gone)
+        here = self._rank_server.ranks_here
         self._starting.ranks_here(here)
-        left = self._desk.gone if self._stay else self._desk.left
-        if self._group is not None and self._desk.failure is None and (news := sorted(set(left) - self._told_left)):
+        left = self._rank_server.gone if self._stay else self._rank_server.left
+        if (
+            self._group is not None
+            and self._rank_server.failure is None
+            and (news := sorted(set(left) - self._told_left))
+        ):
             self._told_left.update(news)
             topology = self._group.topology
             gone = pb.Gone(ranks=[topology.first_rank + rank for rank in news], epoch=topology.group)
@@ -437,6 +442,6 @@ class Service:
             if not here and self._rejoining is not None and self._rejoining.is_leaving:
                 self._go()
             return
-        all_have_come = self._group is None or len(self._desk.left) >= self._settings.local_size
-        if self._desk.failure is not None or (self._starting.has_had_ranks and all_have_come):
+        all_have_come = self._group is None or len(self._rank_server.left) >= self._settings.local_size
+        if self._rank_server.failure is not None or (self._starting.has_had_ranks and all_have_come):
             self._go()

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 from byteps_py.errors import MismatchError, ProtocolError
 from byteps_py.tensors import differing
+from byteps_py.worker.actions import DirectAction
 from byteps_py.worker.endings import seen, untaken
-from byteps_py.worker.pieces import ALL, Channel, DirectAction, Member, Receipt, Refuse, Request, Serve
+from byteps_py.worker.pieces import ALL, ExchangedTensor, Member, PieceRequest, Receipt, RefusePiece, Serve
 
 
-def parties(channel: Channel, asked: Request | Receipt) -> tuple[Member | None, int, int]:
+def parties(channel: ExchangedTensor, asked: PieceRequest | Receipt) -> tuple[Member | None, int, int]:
     """The member who has the piece, if it has declared the name; who takes it, as in ``Offer.left``; and for whom, the
     position of the rank or of the first of them. Raises ProtocolError for what no correct machine asks."""
     name, source, target = channel.spec.name, asked.source, asked.target
@@ -36,7 +37,7 @@ def parties(channel: Channel, asked: Request | Receipt) -> tuple[Member | None, 
     return channel.members.get(position), taker, taking
 
 
-def serve(channel: Channel, request: Request) -> list[DirectAction]:
+def serve(channel: ExchangedTensor, request: PieceRequest) -> list[DirectAction]:
     """Answer a request, or keep it until the round has come. Raises ProtocolError."""
     name = channel.spec.name
     if all(member.round < request.round for member in channel.members.values()):
@@ -53,24 +54,24 @@ def serve(channel: Channel, request: Request) -> list[DirectAction]:
         raise ProtocolError(f"tensor {name!r}: machine {request.machine} has said that it has round {request.round}")
     refused, before = member.refused.get(taker, (0, None))
     if refused == request.round and before is not None:
-        return [Refuse(request, before)]  # a further part, or said again
+        return [RefusePiece(request, before)]  # a further part, or said again
     if nbytes != request.total:
         error = MismatchError(differing(name, request.source, nbytes, channel.ranks[target], request.total))
         actions = [] if request.is_tentative else untaken(member, request.round, taker, error)
-        return [Refuse(request, error), *actions]
+        return [RefusePiece(request, error), *actions]
     if request.offset + request.length > nbytes:
         raise ProtocolError(f"tensor {name!r}: bytes were asked for that a piece does not have")
     return [Serve(request, channel, member, block, start + request.offset), *seen(member, request.round, taker)]
 
 
-def _keep(channel: Channel, request: Request) -> list[DirectAction]:
+def _keep(channel: ExchangedTensor, request: PieceRequest) -> list[DirectAction]:
     if len(channel.requests) >= channel.most_requests:
         raise ProtocolError(f"tensor {channel.spec.name!r}: machine {request.machine} asks for too much too soon")
     channel.requests.append(request)
     return []
 
 
-def takers(channel: Channel, member: Member, here: int) -> Iterator[list[int]]:
+def takers(channel: ExchangedTensor, member: Member, here: int) -> Iterator[list[int]]:
     """Of each piece that the member has for another machine than ``here``, and that is not known to have come there:
     the ranks it is for."""
     for offer in member.offers.values():
@@ -80,7 +81,7 @@ def takers(channel: Channel, member: Member, here: int) -> Iterator[list[int]]:
                 yield _ranks(channel, taker)
 
 
-def needs(channel: Channel, member: Member) -> set[int]:
+def needs(channel: ExchangedTensor, member: Member) -> set[int]:
     """The ranks that a member's round waits for: who has something for it, or has yet to take, or to agree to, what it
     has for them."""
     needed = {channel.ranks[source] for source in member.due}
@@ -94,6 +95,6 @@ def needs(channel: Channel, member: Member) -> set[int]:
     return needed
 
 
-def _ranks(channel: Channel, taker: int) -> list[int]:
+def _ranks(channel: ExchangedTensor, taker: int) -> list[int]:
     """As in ``Offer.left``: those for whom it takes."""
     return [channel.ranks[taker]] if taker >= 0 else channel.ranks_of(-1 - taker)

@@ -11,6 +11,7 @@ no kernel uses it any more.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from byteps_py.strips import Arriving
 from byteps_py.tensors import TOGETHER, Op, TensorSpec, key_of
 
 if TYPE_CHECKING:
-    from byteps_py.worker.actions import AskSum, Compute
+    from byteps_py.kernels.reduction import Report
 
 #: So much of each gradient is pushed in the order in which gradients become ready, the rest by priority. By priority
 #: alone, machines turn to a more urgent gradient when it is ready, which is not the same moment for all: they have
@@ -269,3 +270,29 @@ class Tensor:
             # the root of a broadcast may already have its result: its own input
             if not (slot is self.root_slot and slot.result.address == slot.input.address)
         )
+
+
+@dataclass(slots=True)
+class Compute:
+    """Run a kernel over one partition, then call ``Pipeline.computed``. ``inputs`` and ``outputs``: addresses
+    of the partition in this process. Used to sum the local ranks and to deliver an answer to them. ``work``: the
+    call as the executor has bound it, kept where the same Compute comes again each round. ``report``: what it has
+    found, if the tensor is guarded."""
+
+    part: Part
+    op: Op
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    divisor: int
+    work: Callable[[], None] | None = None
+    report: Report | None = None
+
+
+@dataclass(slots=True, eq=False)
+class AskSum:
+    """What is fetched of a part: the sum of machine ``server``."""
+
+    part: ScatterPart
+    round: int
+    server: int
+    length: int

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.desk import Desk
-from byteps_py.worker.direct import Direct
 from byteps_py.worker.network import Network
+from byteps_py.worker.piece_exchange import PieceExchange
+from byteps_py.worker.rank_server import RankServer
 from byteps_py.worker.requests import Requests, describe_waiting
 from byteps_py.worker.serving import needs
 from byteps_py.worker.tensor import RankSlot
@@ -27,9 +27,9 @@ class Waits:
         self,
         requests: Requests,
         agreement: Agreement,
-        direct: Direct,
+        direct: PieceExchange,
         network: Network | None,
-        desk: Desk,
+        rank_server: RankServer,
         stay: bool,
         silence_s: Callable[[], float],
     ) -> None:
@@ -37,7 +37,7 @@ class Waits:
         self._agreement = agreement
         self._direct = direct
         self._network = network
-        self._desk = desk
+        self._rank_server = rank_server
         self._stay = stay
         self._silence_s = silence_s
         self._departed: list[tuple[float, str, set[int]]] = []
@@ -120,4 +120,4 @@ class Waits:
 
     @property
     def _left(self) -> dict[int, float]:
-        return self._desk.gone if self._stay else self._desk.left
+        return self._rank_server.gone if self._stay else self._rank_server.left

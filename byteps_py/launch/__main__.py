@@ -18,7 +18,7 @@ from byteps_py.launch.gpus import visible_gpus
 from byteps_py.launch.output import say
 from byteps_py.launch.plan import role_plan
 from byteps_py.launch.policy import ENDING_SIGNALS
-from byteps_py.launch.spec import Kind, ProcessSpec
+from byteps_py.launch.spec import ProcessKind, ProcessSpec
 from byteps_py.launch.supervisor import Supervisor
 from byteps_py.machine import check_offered_host
 from byteps_py.settings import Settings, ignored_variables
@@ -92,12 +92,14 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
     return outcome.code
 
 
-def _plan(given: options.Options, environ: Mapping[str, str], command: Sequence[str], token: str) -> list[ProcessSpec]:
+def _plan(
+    given: options.LaunchOptions, environ: Mapping[str, str], command: Sequence[str], token: str
+) -> list[ProcessSpec]:
     cores = len(os.sched_getaffinity(0))
     if not given.ranks:
         gpus = 0 if environ.get("BYTEPS_LOCAL_SIZE") else visible_gpus(environ)
         specs = role_plan(environ, command, visible_gpus=gpus, cores=cores, token=token, port=free_port())
-        if (service := next((spec for spec in specs if spec.kind is Kind.SERVICE), None)) is not None:
+        if (service := next((spec for spec in specs if spec.kind is ProcessKind.SERVICE), None)) is not None:
             check_offered_host(Settings.from_env({**environ, **service.env}))
         return specs
     port = free_port()

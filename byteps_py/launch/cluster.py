@@ -21,7 +21,7 @@ from byteps_py.launch.plan import (
     services,
     torch_variables,
 )
-from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
+from byteps_py.launch.spec import ProcessKind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 
 _TRIES = 200
@@ -103,7 +103,7 @@ def _scheduler(common: Mapping[str, str], restarts: int) -> ProcessSpec:
     env = {**common, "DMLC_ROLE": "scheduler", "BYTEPS_MACHINE_ID": "m0"}
     return ProcessSpec(
         "the scheduler",
-        Kind.SERVICE,
+        ProcessKind.SERVICE,
         "scheduler",
         service_argv("scheduler"),
         env,

@@ -1,7 +1,7 @@
 """Nothing that the launcher started outlives it, however it ends and whatever its ranks have started.
 
 Every process of a launch carries its token in ``BYTEPS_LAUNCH_TOKEN``, and so do its descendants, also those
-that made themselves a session of their own. ``sweep`` finds them by it. ``Guard`` is a process forked from
+that made themselves a session of their own. ``sweep`` finds them by it. ``ProcessGuard`` is a process forked from
 the launcher that sweeps when the launcher is gone, SIGKILL included: it sees its end of a pipe close. In
 addition the kernel kills the launcher's direct children with it (PR_SET_PDEATHSIG).
 
@@ -80,7 +80,7 @@ def _kill_and_wait(pid: int, token: str, deadline: float) -> None:
         os.close(pidfd)
 
 
-class Guard:
+class ProcessGuard:
     """On watch from its creation until ``close``, which is for when nothing is left to guard.
 
     ``pidfd`` is readable when its process has died before: something killed it, and nobody is on watch.

@@ -56,7 +56,7 @@ started ends with the job.
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LaunchOptions:
     """``ranks`` is 0 when DMLC_ROLE says what to start. ``variables`` are set in every process."""
 
     command: tuple[str, ...]
@@ -68,7 +68,7 @@ class Options:
     is_verbose: bool
 
 
-def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
+def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
     """Raises ConfigurationError; argparse itself ends the program (status 2, usage) on a malformed option."""
     given = _parser().parse_args(arguments)
     command = tuple(given.command[1:] if given.command[:1] == ["--"] else given.command)
@@ -102,7 +102,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
         "BYTEPS_RESET_LIMIT": given.reset_limit,
         "BYTEPS_REPORT": None if given.report is None else str(given.report.absolute()),
     }
-    return Options(
+    return LaunchOptions(
         command,
         given.ranks or 0,
         given.machines or 1,

@@ -1,6 +1,6 @@
 """The output of many processes on one terminal, in whole lines, and in a file per process and stream.
 
-``LineTagger`` is pure. A ``Stream`` reads one pipe without blocking and writes to its sinks; the launcher's
+``LineTagger`` is pure. An ``OutputStream`` reads one pipe without blocking and writes to its sinks; the launcher's
 thread owns it.
 """
 
@@ -81,7 +81,7 @@ class WordsPipe:
         os.close(self.reader)
 
 
-class Stream:
+class OutputStream:
     """One pipe from a process, shown on ``terminal`` in lines and, unchanged, written to ``file``."""
 
     def __init__(self, pipe: int, terminal: int, prefix: str, file: Path | None, again: bool) -> None:
@@ -149,7 +149,7 @@ class Stream:
 
 def open_streams(
     label: str, *, tag: bool, folder: Path | None, again: bool = False
-) -> tuple[Sequence[int], list[Stream]]:
+) -> tuple[Sequence[int], list[OutputStream]]:
     """(descriptors for a child's stdout and stderr, to be closed after its start; the streams that read them).
     ``again``: files go on where those of the process before it ended.
 
@@ -166,7 +166,7 @@ def open_streams(
             file = own / name
         reader, writer = os.pipe2(os.O_CLOEXEC)
         children.append(writer)
-        streams.append(Stream(reader, terminal, f"[{label}] " if tag else "", file, again))
+        streams.append(OutputStream(reader, terminal, f"[{label}] " if tag else "", file, again))
     return children, streams
 
 

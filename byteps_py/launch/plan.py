@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from byteps_py import launchers
 from byteps_py.errors import ConfigurationError
 from byteps_py.exit_status import GIVEN_UP_STATUS
-from byteps_py.launch.spec import Kind, ProcessSpec, service_argv
+from byteps_py.launch.spec import ProcessKind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 from byteps_py.variables import VARIABLES
 
@@ -48,10 +48,12 @@ def role_plan(
         require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
         argv = service_argv("scheduler")
         env = {"DMLC_ROLE": role}
-        return [ProcessSpec("the scheduler", Kind.MAIN, "scheduler", argv, env, restarts=scheduler_restarts(environ))]
+        return [
+            ProcessSpec("the scheduler", ProcessKind.MAIN, "scheduler", argv, env, restarts=scheduler_restarts(environ))
+        ]
     if role == "server":
         require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
-        return [server_spec("the summation service", "ss", {"DMLC_ROLE": role}, kind=Kind.MAIN)]
+        return [server_spec("the summation service", "ss", {"DMLC_ROLE": role}, kind=ProcessKind.MAIN)]
     return _worker_plan(environ, command, role, visible_gpus or 1, cores, token, port)
 
 
@@ -108,7 +110,7 @@ def scheduler_restarts(environ: Mapping[str, str]) -> int:
 
 
 def server_spec(
-    name: str, label: str, env: Mapping[str, str], *arguments: str, kind: Kind = Kind.SERVICE
+    name: str, label: str, env: Mapping[str, str], *arguments: str, kind: ProcessKind = ProcessKind.SERVICE
 ) -> ProcessSpec:
     """A summation service: others do its work when it dies, and it is started again to take its part."""
     return ProcessSpec(
@@ -117,7 +119,7 @@ def server_spec(
         label,
         service_argv("server", *arguments),
         env,
-        is_replaceable=kind is Kind.SERVICE,  # a launcher of its own has nothing else to go on with
+        is_replaceable=kind is ProcessKind.SERVICE,  # a launcher of its own has nothing else to go on with
         restarts=_SERVER_RESTARTS,
         again_status=GIVEN_UP_STATUS,
     )
@@ -135,7 +137,7 @@ def services(settings: Settings, env: Mapping[str, str], token: str, where: str,
     # It stays while the launcher does: ranks may shut down and come back.
     argv = service_argv("worker", "--stay")
     name = f"the communication service{where}"
-    specs.append(ProcessSpec(name, Kind.SERVICE, f"cs{label}", argv, env, is_dismissed=True))
+    specs.append(ProcessSpec(name, ProcessKind.SERVICE, f"cs{label}", argv, env, is_dismissed=True))
     return specs
 
 
@@ -192,7 +194,7 @@ def rank_spec(
     threads: str,
 ) -> ProcessSpec:
     env = {**env, "BYTEPS_LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": threads}
-    return ProcessSpec(name, Kind.MAIN, label, tuple(command), env, reads_stdin)
+    return ProcessSpec(name, ProcessKind.MAIN, label, tuple(command), env, reads_stdin)
 
 
 def require(environ: Mapping[str, str], *wanted: str) -> None:

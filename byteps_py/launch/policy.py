@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from byteps_py.exit_status import UNUSABLE_STATUS
-from byteps_py.launch.spec import Kind, ProcessSpec
+from byteps_py.launch.spec import ProcessKind, ProcessSpec
 
 #: Signals that end the job; passed on to the ranks.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -126,7 +126,7 @@ class Policy:
             count = f"{again} of at most {self._alive[name].restarts} times"
             return [Say(f"{name} {describe(status)}; starting it again ({count})"), Start(name)]
         spec = self._alive.pop(name)
-        if spec.kind is Kind.SERVICE:
+        if spec.kind is ProcessKind.SERVICE:
             return self._service_exited(spec, status, now)
         self._no_main_ended = False
         self._one_ended_well = self._one_ended_well or not status
@@ -290,7 +290,7 @@ class Policy:
         return tuple(name for name, spec in self._alive.items() if spec.is_dismissed)
 
     def _mains(self) -> tuple[str, ...]:
-        return tuple(name for name, spec in self._alive.items() if spec.kind is Kind.MAIN)
+        return tuple(name for name, spec in self._alive.items() if spec.kind is ProcessKind.MAIN)
 
     @staticmethod
     def _send(names: tuple[str, ...], signum: int) -> list[Action]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-class Kind(enum.Enum):
+class ProcessKind(enum.Enum):
     MAIN = "main"  # the job is over when all of these have ended, and their exit codes are the launcher's
     SERVICE = "service"  # exists for the others; leaves by itself when they have left
 
@@ -19,7 +19,7 @@ class ProcessSpec:
     value counts as unset. ``label`` is short, for prefixes and file names."""
 
     name: str
-    kind: Kind
+    kind: ProcessKind
     label: str
     argv: tuple[str, ...]
     env: Mapping[str, str]

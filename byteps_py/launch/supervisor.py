@@ -22,10 +22,10 @@ from byteps_py import jobs
 from byteps_py.jobs import TOKEN_VARIABLE
 from byteps_py.last_words import VARIABLE
 from byteps_py.launch.failure_report import FailureReport
-from byteps_py.launch.guard import Guard, die_with, sweep
-from byteps_py.launch.output import Stream, WordsPipe, open_streams, say, show
+from byteps_py.launch.guard import ProcessGuard, die_with, sweep
+from byteps_py.launch.output import OutputStream, WordsPipe, open_streams, say, show
 from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say, Start, describe
-from byteps_py.launch.spec import Kind, ProcessSpec
+from byteps_py.launch.spec import ProcessKind, ProcessSpec
 
 _REAP_LIMIT_S = 5.0
 _MOST_GUARDS = 10
@@ -52,17 +52,17 @@ class Supervisor:
 
     def __init__(self, specs: Sequence[ProcessSpec], environ: Mapping[str, str], how: Supervision, token: str) -> None:
         self._specs, self._environ, self._how, self._token = specs, environ, how, token
-        are_many = sum(spec.kind is Kind.MAIN for spec in specs) > 1
+        are_many = sum(spec.kind is ProcessKind.MAIN for spec in specs) > 1
         self._tags = are_many if how.tag_output is None else how.tag_output
         self._policy = Policy(specs, how.grace_s, how.own_error_s, how.drain_s, how.elastic, how.is_part)
         self._selector = selectors.DefaultSelector()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[str, int] = {}
-        self._streams: dict[str, list[Stream]] = {}
+        self._streams: dict[str, list[OutputStream]] = {}
         self._words: dict[str, WordsPipe] = {}
         self._report = FailureReport()
         self._was_signalled = False
-        self._guard: Guard | None = None
+        self._guard: ProcessGuard | None = None
         self._guards = 0  # that have died
 
     def run(self) -> Policy:
@@ -88,7 +88,7 @@ class Supervisor:
         return self._policy
 
     def _set_guard(self) -> None:
-        self._guard = Guard(self._token)
+        self._guard = ProcessGuard(self._token)
         self._watch(self._guard.pidfd, self._guard_died)
 
     def _guard_died(self) -> None:
@@ -170,7 +170,7 @@ class Supervisor:
     def _watch(self, fd: int, callback: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
-    def _readable(self, stream: Stream) -> None:
+    def _readable(self, stream: OutputStream) -> None:
         if not stream.pump():
             self._selector.unregister(stream.pipe)
 
@@ -205,7 +205,7 @@ class Supervisor:
         if name in self._words:  # what it has started holds the other end, too
             self._hear_no_more(name)
         self._do(self._policy.exited(name, status, time.monotonic()))
-        if self._how.elastic and spec.kind is Kind.MAIN:
+        if self._how.elastic and spec.kind is ProcessKind.MAIN:
             self._show_report()  # the others go on
             self._report.begin_anew()
 

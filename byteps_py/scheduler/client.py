@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from typing import Protocol
 
 from byteps_py import machine
-from byteps_py.errors import BytePSError
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import PROTOCOL_VERSION
+from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.settings import Settings
 
 
@@ -39,41 +38,24 @@ class Connect(Protocol):
         settings: Settings,
         register: pb.Register,
         loop: EventLoop,
-        on_message: Callable[[pb.SchedulerMessage], None],
-        on_lost: Callable[[BytePSError], None],
-        heartbeat: Callable[[], pb.Heartbeat],
-        on_away: Callable[[BytePSError], None],
-        on_back: Callable[[], None],
+        events: ControlEvents,
     ) -> ControlLink: ...
 
 
-def connect(
-    settings: Settings,
-    register: pb.Register,
-    loop: EventLoop,
-    on_message: Callable[[pb.SchedulerMessage], None],
-    on_lost: Callable[[BytePSError], None],
-    heartbeat: Callable[[], pb.Heartbeat],
-    on_away: Callable[[BytePSError], None] = lambda error: None,
-    on_back: Callable[[], None] = lambda: None,
-) -> ControlLink:
-    """Register with the scheduler and stay in touch. Returns at once; what comes arrives through the callbacks.
+def connect(settings: Settings, register: pb.Register, loop: EventLoop, events: ControlEvents) -> ControlLink:
+    """Register with the scheduler and stay in touch. Returns at once; what comes arrives through the ``events``.
 
-    Fields of ``register`` that are left empty and that ``settings`` know are filled in. ``on_away`` is called with a
-    PeerLostError when the scheduler has been away for a while (not after it said Stop), ``on_back`` when it is there
-    again. ``on_lost`` is called at most once, at the end: RendezvousError (no scheduler by
-    ``settings.start_timeout_s``, or not with this secret; or one that has forgotten this process), PeerLostError (it
-    went away before the cluster was complete, for as long), the error of a refusal (after ``on_message`` got it).
+    Fields of ``register`` that are left empty and that ``settings`` know are filled in.
     Raises ConfigurationError if the cluster is larger than this machine and there is no scheduler's address.
     """
     register = complete(register, settings)
     if not settings.scheduler_address:
         from byteps_py.scheduler.local import LocalControl
 
-        return LocalControl(settings, register, loop, on_message, on_lost, heartbeat)
+        return LocalControl(settings, register, loop, events)
     from byteps_py.scheduler.remote import RemoteControl
 
-    return RemoteControl(settings, register, loop, on_message, on_lost, heartbeat, on_away, on_back)
+    return RemoteControl(settings, register, loop, events)
 
 
 def complete(register: pb.Register, settings: Settings) -> pb.Register:

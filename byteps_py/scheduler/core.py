@@ -15,7 +15,7 @@ from byteps_py.scheduler.cluster import ClusterConfig
 from byteps_py.scheduler.elastic import Elastic
 from byteps_py.scheduler.ending import Finish, finish
 from byteps_py.scheduler.forming import Forming
-from byteps_py.scheduler.group import Group
+from byteps_py.scheduler.group import RankGroup
 from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Job
 from byteps_py.scheduler.member import MemberRecord, Presence
 from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
@@ -23,7 +23,7 @@ from byteps_py.scheduler.reforming import Break, GiveUp, Open
 from byteps_py.scheduler.roster import Refusal
 from byteps_py.scheduler.services import Services
 from byteps_py.scheduler.silence import Silence
-from byteps_py.scheduler.watch import Watch
+from byteps_py.scheduler.watch import GroupWatch
 from byteps_py.unauthenticated import PATIENCE_S
 from byteps_py.wording import STOPPED, count_text
 
@@ -39,8 +39,8 @@ class SchedulerCore:
         self._config = config
         self._job = self.job_class(config)
         self._roster = self._job.roster
-        self._group = Group(self._job, config.num_workers, 0)
-        self._watch = Watch(self._job, self._group)
+        self._group = RankGroup(self._job, config.num_workers, 0)
+        self._watch = GroupWatch(self._job, self._group)
         self._elastic = self.elastic_class(config, self._roster) if config.elastic else None
         self._services = Services(self._job, self._elastic)
         self._silence = self.silence_class(config)
@@ -291,8 +291,8 @@ class SchedulerCore:
         """A group starts with nothing declared."""
         self._services.opened(membership)
         n, size = len(membership.workers), sum(worker.local_size for worker in membership.workers)
-        self._group = Group(self._job, n, size)
-        self._watch = Watch(self._job, self._group)
+        self._group = RankGroup(self._job, n, size)
+        self._watch = GroupWatch(self._job, self._group)
         self._job.state = RUNNING
         self._job.reason = (
             f"{why}: {count_text(n, 'worker')} with {count_text(size, 'rank')}, "

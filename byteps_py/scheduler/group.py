@@ -6,23 +6,23 @@ from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.barrier import Barriers
 from byteps_py.scheduler.declarations import Decided, Declarations, Reopened
-from byteps_py.scheduler.farewell import Farewell
 from byteps_py.scheduler.job import Job, ranks_of
-from byteps_py.scheduler.joining import Joining
+from byteps_py.scheduler.joining import JoinTracker
 from byteps_py.scheduler.member import MemberRecord
 from byteps_py.scheduler.outgoing import Outgoing, failure, to_each
+from byteps_py.scheduler.shutdown_tracker import ShutdownTracker
 from byteps_py.wording import ranks_text
 
 
-class Group:
+class RankGroup:
     """``size`` ranks on ``num_machines`` machines. Starts with nothing declared."""
 
     def __init__(self, job: Job, num_machines: int, size: int) -> None:
         self._job = job
         self.declarations = Declarations(num_machines, size)
-        self.joining = Joining(num_machines)
+        self.joining = JoinTracker(num_machines)
         self._barriers = Barriers(num_machines)
-        self._farewell = Farewell()
+        self._shutdown_tracker = ShutdownTracker()
 
     def declare(self, member: MemberRecord, declare: pb.Declare) -> Outgoing:
         if not self._job.takes("declare"):
@@ -91,24 +91,24 @@ class Group:
         else:
             text = f"{ranks_text(gone.ranks)} of {member.describe()} has shut down"
         others = [m for m in self._job.roster.workers() if m is not member]
-        self._farewell.gone(gone.ranks)
+        self._shutdown_tracker.gone(gone.ranks)
         return to_each(others, failure("PeerLostError", text, gone.ranks)) + self._dismiss()
 
     def left(self, member: MemberRecord, text: str) -> Outgoing:
         """The machine is no member any more. Orderly: others raise ``text`` only if they still want something, so
         that at a normal end nobody sees it."""
-        self._farewell.gone(member.ranks)
+        self._shutdown_tracker.gone(member.ranks)
         return self._to_all(failure("PeerLostError", text, member.ranks)) + self._dismiss()
 
     def settled(self, member: MemberRecord, settled: pb.Gone) -> Outgoing:
         """It lacks no result of what these ranks, which are gone, took part in."""
         ranks_of(member)
-        self._farewell.settled(member, settled.ranks)
+        self._shutdown_tracker.settled(member, settled.ranks)
         return self._dismiss()
 
     def _dismiss(self) -> Outgoing:
         """Machines whose ranks have shut down, once no other machine needs what they have kept."""
-        free = self._farewell.free(self._job.roster.workers())
+        free = self._shutdown_tracker.free(self._job.roster.workers())
         return to_each(free, pb.SchedulerMessage(dismissed=pb.Dismissed()))
 
     def _to_all(self, message: pb.SchedulerMessage) -> Outgoing:

@@ -10,7 +10,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 
 
-class Joining:
+class JoinTracker:
     def __init__(self, num_machines: int) -> None:
         self._num_machines = num_machines
         self._order: dict[int, None] = {}

@@ -6,12 +6,12 @@ The loop's thread owns the core; ``send`` and ``close`` may be called by any thr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from byteps_py.errors import BytePSError, ConfigurationError, from_name
+from byteps_py.errors import ConfigurationError, from_name
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.outgoing import Outgoing
 from byteps_py.settings import Settings
@@ -28,9 +28,7 @@ class LocalControl:
         settings: Settings,
         register: pb.Register,
         loop: EventLoop,
-        on_message: Callable[[pb.SchedulerMessage], None],
-        on_lost: Callable[[BytePSError], None],
-        heartbeat: Callable[[], pb.Heartbeat],
+        events: ControlEvents,
     ) -> None:
         if settings.num_workers > 1 or settings.num_servers > 0:
             raise ConfigurationError(
@@ -41,9 +39,7 @@ class LocalControl:
         self._interval_s = settings.heartbeat_interval_s
         self._core = SchedulerCore(ClusterConfig.from_settings(settings))
         self._loop = loop
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._heartbeat = heartbeat
+        self._events = events
         self._is_closed = False
         loop.post(lambda: self._start(register))
 
@@ -61,7 +57,7 @@ class LocalControl:
     def _beat(self) -> None:
         if self._is_closed:
             return
-        self._handle(pb.MemberMessage(heartbeat=self._heartbeat()))
+        self._handle(pb.MemberMessage(heartbeat=self._events.heartbeat()))
         self._deliver(self._core.on_tick(time.monotonic()))
         self._loop.call_later(self._interval_s, self._beat)
 
@@ -73,7 +69,7 @@ class LocalControl:
         for _, message in outgoing:
             if self._is_closed:
                 return
-            self._on_message(message)
+            self._events.on_message(message)
             if message.HasField("refused"):
                 self._is_closed = True
-                self._on_lost(from_name(message.refused.error, message.refused.message))
+                self._events.on_lost(from_name(message.refused.error, message.refused.message))

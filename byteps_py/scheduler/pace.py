@@ -67,7 +67,7 @@ def _median_without(ordered: Sequence[float], one: float) -> float:
     return ordered[middle + (one <= ordered[middle])]
 
 
-class _Rank(NamedTuple):
+class _RankReports(NamedTuple):
     rank: int
     pid: int
     step_s: float
@@ -89,7 +89,7 @@ def _row(pace: pb.ServerPace) -> _Server:
     return _Server(pace.member_id, pace.row_answer_s, pace.row_ratio, pace.awaited)
 
 
-def _slow_ranks(paces: Sequence[_Rank], factor: float) -> Iterator[Slow]:
+def _slow_ranks(paces: Sequence[_RankReports], factor: float) -> Iterator[Slow]:
     if len(paces) < 2:
         return
     steps_s, waits_s = sorted(pace.step_s for pace in paces), sorted(pace.wait_s for pace in paces)
@@ -157,8 +157,10 @@ class PaceWatch:
         servers = [[pace for pace in self._servers.get(member, ()) if pace.member_id in here] for member in present]
         late = _LATELY * self._factor
         slow = [
-            *_slow_ranks([_Rank(p.rank, p.pid, p.step_s, p.wait_s) for p in ranks if p.step_s], self._factor),
-            *_slow_ranks([_Rank(p.rank, p.pid, p.last_step_s, p.last_wait_s) for p in ranks if p.last_step_s], late),
+            *_slow_ranks([_RankReports(p.rank, p.pid, p.step_s, p.wait_s) for p in ranks if p.step_s], self._factor),
+            *_slow_ranks(
+                [_RankReports(p.rank, p.pid, p.last_step_s, p.last_wait_s) for p in ranks if p.last_step_s], late
+            ),
             *_slow_in_a_row([p for p in ranks if p.row_step_s], late),
             *_slow_servers([[_typical(p) for p in of if p.answer_s] for of in servers], self._factor, LEAST_ANSWER_S),
             *_slow_servers([[_row(p) for p in of if p.row_answer_s] for of in servers], late, LEAST_ROW_ANSWER_S),

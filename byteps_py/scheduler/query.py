@@ -9,11 +9,11 @@ import grpc
 
 from byteps_py import jobs
 from byteps_py.errors import UsageError
-from byteps_py.forms import sendable
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
 from byteps_py.settings import Settings
+from byteps_py.validators import sendable
 
 _RETRY_S = 0.1
 _MOST_RETRIES_S = 4.0  # a scheduler that has a secret hangs up on a process without one, again and again

@@ -46,7 +46,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class KeepWaiting:
     """``sentence``: for what."""
 
     sentence: str
@@ -76,7 +76,7 @@ class GiveUp:
     sentence: str
 
 
-Decision = Wait | Break | Open | GiveUp
+Decision = KeepWaiting | Break | Open | GiveUp
 
 
 @dataclass(slots=True)
@@ -132,18 +132,20 @@ class Reforming:
         if away and not self.is_broken and waited_s >= min(PLANNED_S, self.timeout_s):
             return Break(f"{self.reason}; {count_text(len(away), 'machine')} did not follow within {waited_s:.0f} s")
         if away and not is_late:
-            return Wait(f"{self.reason}; waiting for {count_text(len(away), 'machine')} to come back")
+            return KeepWaiting(f"{self.reason}; waiting for {count_text(len(away), 'machine')} to come back")
         stay = [each.id for each in candidates if each.place >= 0 and not each.is_leaving]
         shut_down = sum(self._ready[member].shut_down for member in stay if member in self._ready)
         if shut_down and waited_s < min(SHUT_DOWN_S, self.timeout_s):
-            return Wait(f"{self.reason}; waiting for {count_text(shut_down, 'rank')} to come back after shutdown()")
+            return KeepWaiting(
+                f"{self.reason}; waiting for {count_text(shut_down, 'rank')} to come back after shutdown()"
+            )
         chosen = self._chosen(candidates)
         size = sum(ranks for _, ranks in chosen)
         if size < max(1, self.min_ranks):
             text = f"{count_text(size, 'rank')} left, and at least {max(1, self.min_ranks)} are wanted (BYTEPS_MIN_NP)"
             if is_late:
                 return GiveUp(f"{self.reason}; {text}; no others came within {self.timeout_s:g} s")
-            return Wait(f"{self.reason}; {text}: waiting for others to join")
+            return KeepWaiting(f"{self.reason}; {text}: waiting for others to join")
         if self.reset_limit and self.count >= self.reset_limit:
             return GiveUp(
                 f"{self.reason}; the group was formed anew {count_text(self.count, 'time')} (BYTEPS_RESET_LIMIT)"

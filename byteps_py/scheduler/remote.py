@@ -20,6 +20,7 @@ from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
+from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.scheduler.resuming import MemberSession
 from byteps_py.scheduler.steady import retry_steadily
 from byteps_py.settings import Settings
@@ -52,21 +53,13 @@ class RemoteControl:
         settings: Settings,
         register: pb.Register,
         loop: EventLoop,
-        on_message: Callable[[pb.SchedulerMessage], None],
-        on_lost: Callable[[BytePSError], None],
-        heartbeat: Callable[[], pb.Heartbeat],
-        on_away: Callable[[BytePSError], None],
-        on_back: Callable[[], None],
+        events: ControlEvents,
     ) -> None:
         self.steady_connections = 0
         self._settings = settings
         self._address = settings.scheduler_address
         self._loop = loop
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._on_away = on_away
-        self._on_back = on_back
-        self._heartbeat = heartbeat
+        self._events = events
         self._lock = threading.Lock()
         self._session = MemberSession(register)
         self._attempt: _Stream | None = None  # being read
@@ -93,7 +86,7 @@ class RemoteControl:
                 self._say(message)
 
     def close(self, reason: str = "") -> None:
-        last = pb.MemberMessage(heartbeat=self._heartbeat())  # so that a report at the job's end is complete
+        last = pb.MemberMessage(heartbeat=self._events.heartbeat())  # so that a report at the job's end is complete
         with self._lock:
             if self._closing.is_set():
                 return
@@ -132,7 +125,7 @@ class RemoteControl:
             error = CommunicationError(f"the link to the scheduler at {self._address} broke: {bug!r}")
         self._is_over = True
         if error is not None:
-            self._post(lambda: self._on_lost(error))
+            self._post(lambda: self._events.on_lost(error))
 
     def _attend(self, stub: control_pb2_grpc.SchedulerStub) -> BytePSError | None:
         """One stream after the other. Returns why the link is lost for good, None if it ends in order."""
@@ -214,7 +207,7 @@ class RemoteControl:
             self._pass_on(message)
 
     def _pass_on(self, message: pb.SchedulerMessage) -> None:
-        self._post(lambda: self._on_message(message))
+        self._post(lambda: self._events.on_message(message))
 
     def _welcomed(self, message: pb.SchedulerMessage, stream: _Stream) -> None:
         """On this stream both sides go on. With the lock held."""
@@ -230,7 +223,7 @@ class RemoteControl:
             text = "the scheduler at %s is back after %.1f s: all that waited goes on"
             if told:
                 logger.warning(text, self._address, away_s)
-                self._post(self._on_back)
+                self._post(self._events.on_back)
             else:
                 logger.info(text, self._address, away_s)
 
@@ -284,7 +277,7 @@ class RemoteControl:
     def _report(self) -> None:
         if self._is_over or self._closing.is_set():
             return
-        heartbeat = pb.MemberMessage(heartbeat=self._heartbeat())
+        heartbeat = pb.MemberMessage(heartbeat=self._events.heartbeat())
         with self._lock:
             self._is_asked = False
             self._say(heartbeat)
@@ -296,7 +289,7 @@ class RemoteControl:
                 return
             self._is_told = True
             error = rpc.lost(self._address, self._away_why)
-        self._on_away(error)
+        self._events.on_away(error)
 
     def _expire(self) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ from byteps_py.scheduler.cluster import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.scheduler.journal import Journal
 from byteps_py.scheduler.sessions import Sessions
 
-VERSION = 1
+VERSION = 2
 #: What makes two jobs different. Times don't: a job goes on with those it was begun with.
 _IDENTITY = ("num_workers", "num_servers", "servers_only", "job", "elastic")
 

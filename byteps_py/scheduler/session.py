@@ -27,7 +27,7 @@ class Sent:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class SessionRecord:
     id: int
     stream: int | None
     digest: bytes = b""  # of its token; empty until it has registered

@@ -32,7 +32,7 @@ from byteps_py.scheduler.member import describe
 from byteps_py.scheduler.outbox import Outbox
 from byteps_py.scheduler.outgoing import Outgoing
 from byteps_py.scheduler.returning import Returning
-from byteps_py.scheduler.session import Sent, Session, check
+from byteps_py.scheduler.session import Sent, SessionRecord, check
 from byteps_py.scheduler.snapshot import freeze, thaw
 
 #: What members say without a number, and the news that it may lead to. Both may be lost with a connection.
@@ -53,16 +53,16 @@ class Sessions:
         self.restarts = 0
         self._timeout_s = config.heartbeat_timeout_s
         self._grace_s = min(1.0, self._timeout_s / 2)
-        self._sessions: dict[int, Session] = {}  # also those that are over
-        self._on_stream: dict[int, Session] = {}
-        self._by_digest: dict[bytes, Session] = {}
+        self._sessions: dict[int, SessionRecord] = {}  # also those that are over
+        self._on_stream: dict[int, SessionRecord] = {}
+        self._by_digest: dict[bytes, SessionRecord] = {}
         self._returning = Returning(config.heartbeat_timeout_s)
         self._next_id = 1
 
     # ---- events ----------------------------------------------------------------------------------------------
 
     def opened(self, stream: int, now_s: float) -> list[Sent]:
-        session = Session(self._next_id, stream)
+        session = SessionRecord(self._next_id, stream)
         self._next_id += 1
         self._sessions[session.id] = self._on_stream[stream] = session
         self.core.on_connected(session.id, now_s)
@@ -199,7 +199,7 @@ class Sessions:
 
     # ---- registering and coming back ---------------------------------------------------------------------------
 
-    def _register(self, session: Session, register: pb.Register, now_s: float) -> list[Sent]:
+    def _register(self, session: SessionRecord, register: pb.Register, now_s: float) -> list[Sent]:
         digest = hashlib.sha256(register.token).digest() if register.token else b""
         known = self._by_digest.get(digest)
         if known is not None:
@@ -227,7 +227,7 @@ class Sessions:
             return self._pass(session, out)
         return self._keep(record, out)
 
-    def _resume(self, known: Session, newcomer: Session, register: pb.Register, now_s: float) -> list[Sent]:
+    def _resume(self, known: SessionRecord, newcomer: SessionRecord, register: pb.Register, now_s: float) -> list[Sent]:
         stream = newcomer.stream
         if stream is None or not self.core.is_member(known.id):
             why = known.over or self.core.reason
@@ -256,7 +256,7 @@ class Sessions:
         out.append(Sent(stream, welcome, 0, known.received))
         return out + [Sent(stream, message, number, known.received) for number, message in known.outbox]
 
-    def _refuse(self, session: Session, error: str, text: str, **more: bool) -> list[Sent]:
+    def _refuse(self, session: SessionRecord, error: str, text: str, **more: bool) -> list[Sent]:
         self.core.turned_away(session.id)
         refusal = pb.SchedulerMessage(refused=pb.Refused(error=error, message=text, **more))
         return self._pass(session, [(session.id, refusal)])
@@ -266,10 +266,10 @@ class Sessions:
         some = ", ".join(who[:4]) + (", …" if len(who) > 4 else "")
         return f"the scheduler waits for members of its job to come back: {some or 'any'}"
 
-    def _send_away(self, session: Session, now_s: float, grace_s: float, why: str) -> None:
+    def _send_away(self, session: SessionRecord, now_s: float, grace_s: float, why: str) -> None:
         session.away_since_s, session.away_until_s, session.away_why = now_s, now_s + grace_s, why
 
-    def _lose(self, session: Session, why: str, now_s: float) -> list[Sent]:
+    def _lose(self, session: SessionRecord, why: str, now_s: float) -> list[Sent]:
         session.away_until_s = None
         out = self._do(JournalRecord(at_s=now_s, session=session.id, lost=why))
         if session.stream is None:
@@ -331,7 +331,7 @@ class Sessions:
     def _enter(self, record: JournalRecord) -> Outgoing:
         session = self._sessions.get(record.session)
         if session is None:  # replaying
-            session = self._sessions[record.session] = Session(record.session, None)
+            session = self._sessions[record.session] = SessionRecord(record.session, None)
             self._next_id = max(self._next_id, record.session + 1)
             self.core.on_connected(session.id, record.at_s)
         out = self.core.handle(session.id, pb.MemberMessage(register=record.register), record.at_s)
@@ -355,7 +355,7 @@ class Sessions:
                 sent.append(Sent(session.stream, message, number, session.received))
         return sent
 
-    def _pass(self, session: Session, out: Outgoing) -> list[Sent]:
+    def _pass(self, session: SessionRecord, out: Outgoing) -> list[Sent]:
         """Say something that need not be known to have come."""
         sent: list[Sent] = []
         if session.stream is None:
@@ -366,7 +366,7 @@ class Sessions:
                 sent.append(Sent(session.stream, None))
         return sent
 
-    def _confirm(self, session: Session) -> list[Sent]:
+    def _confirm(self, session: SessionRecord) -> list[Sent]:
         """Tell a member what has come of what it keeps, if that is news to it."""
         if session.confirmed == session.received or session.stream is None:
             return []

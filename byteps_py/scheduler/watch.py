@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import stalls
-from byteps_py.scheduler.group import Group
+from byteps_py.scheduler.group import RankGroup
 from byteps_py.scheduler.job import Job, ranks_of
 from byteps_py.scheduler.member import MemberRecord
 from byteps_py.scheduler.outgoing import Outgoing, to_each
@@ -17,10 +17,10 @@ from byteps_py.scheduler.pace import PaceWatch, Slow, sentences
 _COMPARE_S = 0.5
 
 
-class Watch:
+class GroupWatch:
     """Over one group."""
 
-    def __init__(self, job: Job, group: Group) -> None:
+    def __init__(self, job: Job, group: RankGroup) -> None:
         self._job, self._group = job, group
         self._stalls = stalls.StallWatch(job.config.stall_warn_s)
         self._pace = PaceWatch(job.config.straggler, job.config.stall_warn_s)

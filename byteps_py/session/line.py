@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, ProtocolError, StallError
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import forks, words
 from byteps_py.session.base import Session
 from byteps_py.session.nearby import Neighbours
@@ -114,7 +114,7 @@ class Line(Session):
                 self._fail(words.frozen(self._channel.peer_pid, self._silence_s))
             self._is_asked = True
             with contextlib.suppress(PeerLostError):  # the next read finds that out
-                self._channel.try_send(protocol.pack(Kind.PING))
+                self._channel.try_send(protocol.pack(RankMessageKind.PING))
 
     def _read(self, timeout_s: float) -> bool:
         """Take one message. Called with the lock held, which is free while the channel is waited for."""

@@ -21,7 +21,7 @@ from byteps_py.errors import (
     UsageError,
     from_name,
 )
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import words
 from byteps_py.session.base import Slot
 from byteps_py.session.line import Line
@@ -35,8 +35,8 @@ from byteps_py.tensors import Layout, TensorSpec
 _PATIENCE_S = 30.0
 _log = logging.getLogger("byteps_py")
 
-_DONE = int(Kind.DONE)  # a plain integer: by far the most frequent
-_STRIP = int(Kind.STRIP)
+_DONE = int(RankMessageKind.DONE)  # a plain integer: by far the most frequent
+_STRIP = int(RankMessageKind.STRIP)
 _FACTS = (
     "rank", "size", "local_rank", "local_size", "is_continued", "since_epoch", "machine_index", "num_machines",
     "is_homogeneous",
@@ -93,7 +93,7 @@ class RemoteSession(Line):
         )
         self._stack = self.open_stack_dump()
         if self._stack is not None:
-            channel.send(protocol.pack(Kind.STACK), (self._stack.fd,))
+            channel.send(protocol.pack(RankMessageKind.STACK), (self._stack.fd,))
         facts = self._welcome
         self.rank, self.size = facts["rank"], facts["size"]
         self.local_rank, self.local_size = facts["local_rank"], facts["local_size"]
@@ -139,7 +139,11 @@ class RemoteSession(Line):
         with self.state:
             self._asked[request] = specs
         told = [replace(spec, name=f"{spec.name}#{self.incarnation}") if self.incarnation else spec for spec in specs]
-        self.tell(protocol.pack(Kind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in told]))
+        self.tell(
+            protocol.pack(
+                RankMessageKind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in told]
+            )
+        )
         self.wait_until(
             lambda: request in self._declared,
             _PATIENCE_S,
@@ -162,7 +166,7 @@ class RemoteSession(Line):
             )
         if slot.spec.op.is_direct:
             self._lay_out(slot, layout)
-        message = protocol.pack_record(Kind.READY, slot.id, slot.round + 1, nbytes)
+        message = protocol.pack_record(RankMessageKind.READY, slot.id, slot.round + 1, nbytes)
         if not slot.begun_bytes:
             slot.strips.clear()
         slot.begun_bytes = nbytes % whole if whole else 0
@@ -206,7 +210,7 @@ class RemoteSession(Line):
     def take_in_strips(self, slot: Slot) -> bool:
         if self.num_machines == 1 or len(slot.result) < 2 * self.strip_bytes:
             return False
-        self.tell(protocol.pack(Kind.STRIPS, slot=slot.id))
+        self.tell(protocol.pack(RankMessageKind.STRIPS, slot=slot.id))
         return True
 
     def wait_for_strips(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
@@ -222,7 +226,7 @@ class RemoteSession(Line):
     def barrier(self, timeout_s: float | None = None) -> None:
         self._barriers += 1
         sequence = self._barriers
-        self.tell(protocol.pack(Kind.BARRIER, sequence=sequence))
+        self.tell(protocol.pack(RankMessageKind.BARRIER, sequence=sequence))
         self.wait_until(
             lambda: self._released >= sequence,
             self._limit(timeout_s),
@@ -235,9 +239,9 @@ class RemoteSession(Line):
                 raise UsageError(f"tensor {begun.spec.name!r} is handed over in part; hand over the rest before join()")
             self._last_joined = None
         if self._nearby is not None:
-            self._nearby.join(lambda: self.tell(protocol.pack(Kind.JOIN)))
+            self._nearby.join(lambda: self.tell(protocol.pack(RankMessageKind.JOIN)))
         else:
-            self.tell(protocol.pack(Kind.JOIN))
+            self.tell(protocol.pack(RankMessageKind.JOIN))
         # The others may have data for hours: no stall limit.
         self.wait_until(lambda: self._last_joined is not None, timeout_s, lambda: "not all ranks have joined")
         with self.state:
@@ -259,7 +263,7 @@ class RemoteSession(Line):
         has_error = self._has_left or words.uncaught() is not None or sys.exc_info()[1] is not None
         if not self._has_given or has_error or self.returning is not None or self._closed or self._fatal is not None:
             return
-        self.tell(protocol.pack(Kind.SETTLE))
+        self.tell(protocol.pack(RankMessageKind.SETTLE))
         try:
             waiting = "not all have taken what they are given"
             self.wait_until(lambda: self._is_settled, self.unsettled_s, lambda: waiting)
@@ -284,7 +288,7 @@ class RemoteSession(Line):
                 if not self._has_left:
                     again, planned = self.returning or ("", False)
                     said = {"again": again, "planned": planned} if again else words.last_words(words.uncaught())
-                    self._channel.send(protocol.pack(Kind.LEAVE, **said))
+                    self._channel.send(protocol.pack(RankMessageKind.LEAVE, **said))
             self._channel.shutdown()  # wakes the thread that reads; its descriptor must not be closed before
             with self.state:
                 self.state.wait_for(lambda: not self._reading, _PATIENCE_S)
@@ -301,13 +305,13 @@ class RemoteSession(Line):
         """``error``, which nobody caught, ends this process."""
         if os.getpid() == self._pid and not self._closed and (last_words := words.last_words(error)):
             with contextlib.suppress(BytePSError):
-                self._has_left = self._channel.try_send(protocol.pack(Kind.LEAVE, **last_words))
+                self._has_left = self._channel.try_send(protocol.pack(RankMessageKind.LEAVE, **last_words))
 
     def tell_note(self, text: str) -> None:
         """What others should know if this rank keeps them waiting."""
         if os.getpid() == self._pid and not self._closed:
             with contextlib.suppress(BytePSError):
-                self._channel.try_send(protocol.pack(Kind.NOTE, text=text))
+                self._channel.try_send(protocol.pack(RankMessageKind.NOTE, text=text))
 
     # ---- what the service says ---------------------------------------------------------------------------
 
@@ -328,37 +332,37 @@ class RemoteSession(Line):
             for fd in fds:  # nobody has taken it
                 os.close(fd)
 
-    def _take(self, kind: Kind, fields: dict[str, Any], fds: list[int]) -> None:
+    def _take(self, kind: RankMessageKind, fields: dict[str, Any], fds: list[int]) -> None:
         """Descriptors that are kept are taken out of ``fds``."""
-        if kind is Kind.SEGMENT:
+        if kind is RankMessageKind.SEGMENT:
             self._slots.add_segment(fields["id"], fds[0], fields["nbytes"])
             del fds[0]
-        elif kind is Kind.DECLARED:
+        elif kind is RankMessageKind.DECLARED:
             # At once: the next message may be about them.
             pairs = zip(self._asked.pop(fields["request"]), fields["slots"], strict=True)
             self._declared[fields["request"]] = [self._slots.add(spec, place) for spec, place in pairs]
-        elif kind is Kind.WELCOME:
+        elif kind is RankMessageKind.WELCOME:
             if not all(isinstance(fields[name], int) for name in _FACTS):
                 raise ProtocolError(f"the communication service welcomes this rank with {fields}")
             self._welcome, self._is_welcome = fields, True
-        elif kind is Kind.RELEASED:
+        elif kind is RankMessageKind.RELEASED:
             self._released = int(fields["sequence"])
-        elif kind is Kind.JOINED:
+        elif kind is RankMessageKind.JOINED:
             self._last_joined = int(fields["last"])
             if self._nearby is not None:
                 self._nearby.start_anew()
-        elif kind is Kind.NEIGHBOUR and self._nearby is not None:
+        elif kind is RankMessageKind.NEIGHBOUR and self._nearby is not None:
             self._nearby.introduce(int(fields["local_rank"]), fds[0])
             del fds[0]
-        elif kind is Kind.MET and self._nearby is not None:
+        elif kind is RankMessageKind.MET and self._nearby is not None:
             self._nearby.meetings.met(int(fields["key"]))
-        elif kind is Kind.SETTLED:
+        elif kind is RankMessageKind.SETTLED:
             self._is_settled = True
-        elif kind is Kind.HOSTS:
+        elif kind is RankMessageKind.HOSTS:
             self._hosts = (self._hosts[0] or bool(fields["added"]), self._hosts[1] or bool(fields["removed"]))
-        elif kind is Kind.FAILED:
+        elif kind is RankMessageKind.FAILED:
             self._slots.fail(fields["slots"], from_name(fields["error"], str(fields["message"])))
-        elif kind is Kind.FATAL:
+        elif kind is RankMessageKind.FATAL:
             self._fail(from_name(fields["error"], str(fields["message"])))
-        elif kind is not Kind.PONG:
+        elif kind is not RankMessageKind.PONG:
             raise ProtocolError(f"the communication service sent a {kind.name} message, which only ranks send")

@@ -15,7 +15,7 @@ import torch
 from byteps_py.errors import GradientOrderError
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.context import Request
+from byteps_py.torch.context import TensorRequest
 from byteps_py.torch.dtypes import check_dense
 from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.gradient_checksums import GradientChecksums, Gradients, Scratch
@@ -52,7 +52,7 @@ class Scheme:
         return 1.0 if self.predivide == 1.0 else self.predivide / self.members(size)
 
 
-class Place:
+class GradientPlace:
     """Where a parameter's gradient travels. Looked up once: a parameter is slow to hash."""
 
     __slots__ = ("bucket", "position")
@@ -70,7 +70,7 @@ class Bucket:
 
     def __init__(
         self,
-        request: Request,
+        request: TensorRequest,
         names: list[str],
         params: list[torch.nn.Parameter],
         scheme: Scheme,

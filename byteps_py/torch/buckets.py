@@ -23,8 +23,8 @@ from byteps_py.errors import CommunicationError, GradientOrderError, MismatchErr
 from byteps_py.session import Session
 from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
 from byteps_py.torch import nonfinite
-from byteps_py.torch.bucket import Bucket, Place, Scheme
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.bucket import Bucket, GradientPlace, Scheme
+from byteps_py.torch.context import Context, TensorRequest
 from byteps_py.torch.dtypes import wire_dtype
 from byteps_py.torch.exchange import Exchange
 from byteps_py.torch.gradient_checksums import Scratch
@@ -51,7 +51,7 @@ class GradientReducer:
         self._context = context
         self._scheme = replace(scheme or Scheme(), nonfinite=nonfinite.wanted(context))
         self._buckets: list[Bucket] = []
-        self._places: dict[torch.nn.Parameter, Place] = {}
+        self._places: dict[torch.nn.Parameter, GradientPlace] = {}
         self._is_prioritized = False
         self._session: Session | None = None  # the one whose slots the buckets use
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ class GradientReducer:
             first = behind + min(indices)
             bucket = Bucket(self._request(names, params, first), names, params, scheme, first, self._scratch)
             self._buckets.append(bucket)
-            self._places.update((param, Place(bucket, position)) for position, param in enumerate(params))
+            self._places.update((param, GradientPlace(bucket, position)) for position, param in enumerate(params))
 
     def prioritize(self) -> None:
         """What the next forward pass needs first goes first: for who waits for one gradient after the other. Without
@@ -116,7 +116,7 @@ class GradientReducer:
     def _priority(self, first: int) -> int:
         return -first if self._is_prioritized else TOGETHER
 
-    def _request(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> Request:
+    def _request(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> TensorRequest:
         scheme = self._scheme
         dtype = scheme.compression.wire_dtype(params[0].dtype)
         shapes = tuple(tuple(param.shape) for param in params)
@@ -130,18 +130,18 @@ class GradientReducer:
             group=scheme.group,
             nonfinite=scheme.nonfinite,
         )
-        return Request(spec, dtype, shapes, params[0].device)
+        return TensorRequest(spec, dtype, shapes, params[0].device)
 
     @property
     def begun(self) -> bool:
         """True from the first ``ready`` of a round to its ``finish`` or ``depart``."""
         return any(bucket.due for bucket in self._buckets)
 
-    def place(self, param: torch.nn.Parameter) -> Place:
+    def place(self, param: torch.nn.Parameter) -> GradientPlace:
         """What to call ``ready`` with."""
         return self._places[param]
 
-    def ready(self, place: Place, param: torch.Tensor) -> None:
+    def ready(self, place: GradientPlace, param: torch.Tensor) -> None:
         """The gradient of ``param``, which travels there, was computed. After ``passes`` times it is final, and must
         not change before ``finish``. Never blocks for others. Raises GradientOrderError if it was computed more
         often: now, or where its bucket is not complete, in ``finish``."""
@@ -293,7 +293,7 @@ class GradientReducer:
     def _ask(self, name: str, gradients: Sequence[torch.Tensor | None]) -> Exchange:
         """Begin to find out which gradients of a bucket are sparse on any rank."""
         spec = TensorSpec(name, DType.UINT8, (len(gradients),), Op.MAX, group=self._scheme.group)
-        request = Request(spec, torch.uint8, ((len(gradients),),), torch.device("cpu"))
+        request = TensorRequest(spec, torch.uint8, ((len(gradients),),), torch.device("cpu"))
         (exchange,) = self._context.exchanges([request])
         sparse = [grad is not None and grad.layout is not torch.strided for grad in gradients]
         exchange.send([torch.tensor(sparse, dtype=torch.uint8)])

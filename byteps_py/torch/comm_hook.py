@@ -17,7 +17,7 @@ from byteps_py.tensors import TOGETHER, NonFinite, TensorSpec
 from byteps_py.torch import context as contexts
 from byteps_py.torch import nonfinite
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context, TensorRequest
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.dtypes import wire_dtype
 from byteps_py.torch.exchange import Exchange
@@ -83,7 +83,7 @@ class _Average:
                 "or a DistributedOptimizer"
             )
         spec = TensorSpec(name, wire_dtype(dtype, name), shape, average=True, priority=TOGETHER, nonfinite=mode)
-        (self._exchange,) = context.exchanges([Request(spec, dtype, (shape,), self._buffer.device)])
+        (self._exchange,) = context.exchanges([TensorRequest(spec, dtype, (shape,), self._buffer.device)])
         self._exchange.send([self._buffer])
 
     def settle_whatever_comes(self) -> None:

@@ -31,7 +31,7 @@ Opener = Callable[[Settings], Session]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TensorRequest:
     """A tensor to declare: its spec, and how torch sees it (wire dtype, pieces, device).
 
     ``result_shapes``: the pieces of the result, where they are others.
@@ -45,7 +45,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Which rank this process is, among how many."""
 
     rank: int
@@ -57,7 +57,7 @@ class Place:
     is_homogeneous: bool
 
     @classmethod
-    def of(cls, session: Session) -> Place:
+    def of(cls, session: Session) -> RankPlace:
         return cls(**{each.name: getattr(session, each.name) for each in dataclasses.fields(cls)})
 
 
@@ -83,7 +83,9 @@ class Context:
         self.lock = threading.RLock()
         self._session: Session | None = None
         self._settings: Settings | None = None
-        self._suspended: Place | None = None  # what it was in the job that it has left, until it joins or shuts down
+        self._suspended: RankPlace | None = (
+            None  # what it was in the job that it has left, until it joins or shuts down
+        )
         self._exchanges: dict[str, Exchange] = {}
         self._movers: dict[torch.device, Mover] = {}
         self._claimed: dict[str, int] = {}
@@ -135,7 +137,7 @@ class Context:
 
     def suspend(self) -> None:
         """``close``, and remember this process's place until it is part of a job again: see ``place``."""
-        place = Place.of(self.session) if self.is_open else self._suspended
+        place = RankPlace.of(self.session) if self.is_open else self._suspended
         try:
             self.close()
         finally:
@@ -200,7 +202,7 @@ class Context:
         return session
 
     @property
-    def place(self) -> Session | Place:
+    def place(self) -> Session | RankPlace:
         """Of this process in its job; after ``suspend``, in the job that it has left. Raises NotInitializedError."""
         return self._session or self._suspended or self.session
 
@@ -213,7 +215,7 @@ class Context:
 
     # ---- tensors ---------------------------------------------------------------------------------------
 
-    def exchanges(self, requests: Sequence[Request]) -> list[Exchange]:
+    def exchanges(self, requests: Sequence[TensorRequest]) -> list[Exchange]:
         """The exchange of each request; what is not declared yet is declared, all in one call."""
         session = self.session
         with self.lock:
@@ -229,7 +231,7 @@ class Context:
         """False once its tensor must be declared again: after a failure, in another job, after ``join``."""
         return exchange.usable and self._exchanges.get(exchange.slot.spec.name) is exchange
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: TensorRequest) -> bool:
         exchange = self._exchanges.get(request.spec.name)
         return (
             exchange is not None
@@ -244,9 +246,9 @@ class Context:
         mover = self._movers.get(device)
         if mover is None:
             if device.type == "cuda":
-                from byteps_py.torch.cuda import Courier
+                from byteps_py.torch.cuda import CudaCopier
 
-                mover = Courier(device)
+                mover = CudaCopier(device)
             else:
                 mover = HostMover()
             self._movers[device] = mover

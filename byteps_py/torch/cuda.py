@@ -28,7 +28,7 @@ _log = logging.getLogger("byteps_py")
 _Departure = tuple[torch.cuda.Event, Session, Slot, Layout | None, Future[None]]
 
 
-class Courier:
+class CudaCopier:
     """The mover of one CUDA device. ``close`` ends its thread and unlocks the pages."""
 
     def __init__(self, device: torch.device) -> None:

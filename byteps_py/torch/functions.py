@@ -102,7 +102,7 @@ def broadcast_object(
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _TensorStandIn:
     """Stands for a tensor in a state that is sent as an object."""
 
     index: int
@@ -143,7 +143,7 @@ def broadcast_optimizer_state(
         return
     skeleton = broadcast_object(None, root_rank, label)
     received: list[torch.Tensor] = []
-    state = _map(skeleton, _Tensor, lambda t: _make(t, received))
+    state = _map(skeleton, _TensorStandIn, lambda t: _make(t, received))
     _send_tensors(context, received, root_rank, label)
     optimizer.load_state_dict(_map(state, _Placed, lambda p: p.tensor.to(p.device_type)))
     if not skeleton["state"]:
@@ -173,12 +173,12 @@ class _Placed:
     device_type: str
 
 
-def _take(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> _Tensor:
+def _take(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> _TensorStandIn:
     tensors.append(tensor)
-    return _Tensor(len(tensors) - 1, tensor.dtype, tuple(tensor.shape), tensor.device.type)
+    return _TensorStandIn(len(tensors) - 1, tensor.dtype, tuple(tensor.shape), tensor.device.type)
 
 
-def _make(stand_in: _Tensor, tensors: list[torch.Tensor]) -> _Placed:
+def _make(stand_in: _TensorStandIn, tensors: list[torch.Tensor]) -> _Placed:
     tensors.append(torch.empty(stand_in.shape, dtype=stand_in.dtype))
     return _Placed(tensors[-1], stand_in.device_type)
 

@@ -16,7 +16,7 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context, TensorRequest
 from byteps_py.torch.dtypes import bits_of, check_dense, check_result, wire_dtype
 from byteps_py.torch.handles import Operation
 
@@ -107,7 +107,7 @@ def check_root(context: Context, root_rank: int, group: tuple[int, ...] = ()) ->
 
 def broadcast_request(
     context: Context, tensor: torch.Tensor, root_rank: int, name: str | None, group: tuple[int, ...] = ()
-) -> Request:
+) -> TensorRequest:
     """What must be declared to broadcast ``tensor``. Raises UsageError."""
     check_root(context, root_rank, group)
     check_dense(tensor, name)
@@ -120,11 +120,11 @@ def broadcast_request(
     else:
         full = f"{kind}.{name}"
     spec = TensorSpec(full, wire, shape, Op.BROADCAST, root=root_rank, group=group, terms=terms)
-    return Request(spec, bits.dtype, (shape,), tensor.device)
+    return TensorRequest(spec, bits.dtype, (shape,), tensor.device)
 
 
 def start_broadcast(
-    context: Context, request: Request, tensor: torch.Tensor, output: torch.Tensor, name: str | None
+    context: Context, request: TensorRequest, tensor: torch.Tensor, output: torch.Tensor, name: str | None
 ) -> int:
     """Begin to broadcast the root's ``tensor`` into ``output`` (may be the same tensor). Returns a handle."""
     check_result(output, name)

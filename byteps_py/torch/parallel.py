@@ -21,10 +21,10 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch import context as contexts
-from byteps_py.torch.bucket import Place, Scheme
+from byteps_py.torch.bucket import GradientPlace, Scheme
 from byteps_py.torch.buckets import GradientReducer
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context, TensorRequest
 from byteps_py.torch.dtypes import bits_of, wire_dtype
 from byteps_py.torch.functions import broadcast_parameters
 
@@ -116,7 +116,7 @@ class _Backward:
         self._queued = False  # a backward pass that raised did not come to its end
         me = weakref.ref(self)  # the module may outlive its wrapper, and be wrapped again
 
-        def computed(place: Place, param: torch.Tensor) -> None:
+        def computed(place: GradientPlace, param: torch.Tensor) -> None:
             backward = me()
             if backward is not None and backward._expected:
                 backward._begin()
@@ -176,13 +176,13 @@ class _Buffers:
             if not is_root:
                 exchange.fetch(group)
 
-    def _request(self, dtype: torch.dtype, device: torch.device, group: list[torch.Tensor]) -> Request:
+    def _request(self, dtype: torch.dtype, device: torch.device, group: list[torch.Tensor]) -> TensorRequest:
         wire = wire_dtype(dtype, self._prefix)
         shapes = tuple(tuple(buffer.shape) for buffer in group)
         count = sum(buffer.numel() for buffer in group)
         name = f"{self._prefix}{wire.name.lower()}"
         spec = TensorSpec(name, wire, (count,), Op.BROADCAST, root=0, priority=1)
-        return Request(spec, dtype, shapes, device)
+        return TensorRequest(spec, dtype, shapes, device)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 
 from byteps_py.errors import MismatchError
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context, TensorRequest
 from byteps_py.torch.exchange import Exchange
 
 #: Of all buckets: (name of its tensor, what a rank gives) for each gradient, in the order in which they were named.
@@ -40,7 +40,7 @@ class PlanComparison:
         return self._under_way is not None
 
     @property
-    def request(self) -> Request:
+    def request(self) -> TensorRequest:
         """What ``begin`` needs to be declared."""
         return self._request("plan", DType.INT64, (2,))
 
@@ -129,10 +129,10 @@ class PlanComparison:
         exchange.send([values])
         return exchange
 
-    def _request(self, what: str, wire: DType, shape: tuple[int, ...]) -> Request:
+    def _request(self, what: str, wire: DType, shape: tuple[int, ...]) -> TensorRequest:
         spec = TensorSpec(f"{self._name}.{what}", wire, shape, Op.MAX, group=self._group)
         dtype = torch.int64 if wire is DType.INT64 else torch.uint8
-        return Request(spec, dtype, (shape,), torch.device("cpu"))
+        return TensorRequest(spec, dtype, (shape,), torch.device("cpu"))
 
 
 def _entry(entry: tuple[str, str]) -> str:

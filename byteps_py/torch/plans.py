@@ -16,7 +16,7 @@ import torch
 
 from byteps_py.tensors import MAX_TERMS_BYTES, TensorSpec
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context, TensorRequest
 from byteps_py.torch.dtypes import check_dense, wire_dtype
 from byteps_py.torch.integer_averages import is_summed_wider, sum_dtype, sum_shape
 from byteps_py.torch.ops import Average, Max, Min, Product, ReduceOp, Sum, kind_in
@@ -40,7 +40,7 @@ class How:
     scatters: bool = False
 
 
-class Plan:
+class DeclarationPlan:
     """``parts``: the tensors of each request, by index. ``shapes``: of the outputs. ``signature``: what unnamed tensors
     must have in common. Raises UsageError for tensors that can't be reduced so."""
 
@@ -83,14 +83,14 @@ class Plan:
         self.count = len(how.group) or context.session.size
         #: How averages of integers are rounded: Horovod's operations cut them off, push_pull goes to the floor.
         self.rounding = "trunc" if how.kind else "floor"
-        self._requests: dict[str, list[Request]] = {}
+        self._requests: dict[str, list[TensorRequest]] = {}
         #: Whether ranks tell each other that they wait for it, and may then add it up (shares/by_name.py).
         self.is_among_neighbours = is_among_neighbours(context.session, how.group or range(self.count))
         self.can_be_offered = self._is_plain_sum(tensors) and can_be_offered(
             context.session, self._request("one", [0]).spec
         )
 
-    def requests(self, full: str) -> list[Request]:
+    def requests(self, full: str) -> list[TensorRequest]:
         """What is declared under the name ``full``: each part."""
         found = self._requests.get(full)
         if found is None:
@@ -99,7 +99,7 @@ class Plan:
             found = self._requests[full] = self._make_requests(full)
         return found
 
-    def _make_requests(self, full: str) -> list[Request]:
+    def _make_requests(self, full: str) -> list[TensorRequest]:
         return [self._request(f"{full}.{i}" if self._is_group else full, part) for i, part in enumerate(self.parts)]
 
     def _is_plain_sum(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -118,7 +118,7 @@ class Plan:
             parts.setdefault(kind, []).append(i)
         return list(parts.values())
 
-    def _request(self, name: str, part: Sequence[int]) -> Request:
+    def _request(self, name: str, part: Sequence[int]) -> TensorRequest:
         how = self._how
         shapes = tuple(self._sent[i] for i in part)
         spec = TensorSpec(
@@ -135,25 +135,25 @@ class Plan:
         results = None
         if how.scatters:  # the same rows of what is sent
             results = tuple((*self.shapes[i][:1], *self._sent[i][1:]) for i in part)
-        return Request(spec, self._dtypes[part[0]], shapes, self._devices[part[0]], results)
+        return TensorRequest(spec, self._dtypes[part[0]], shapes, self._devices[part[0]], results)
 
 
 class Plans:
     """The plans of one context."""
 
     def __init__(self) -> None:
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[object, DeclarationPlan] = {}
 
     def find(
         self, context: Context, tensors: Sequence[torch.Tensor], how: How, is_group: bool, name: str | None
-    ) -> Plan:
-        """``name``: for messages. Raises UsageError as Plan does."""
+    ) -> DeclarationPlan:
+        """``name``: for messages. Raises UsageError as DeclarationPlan does."""
         key = how, is_group, *[(t.dtype, t.shape, t.device, t.layout) for t in tensors]
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MOST:
                 self._plans.clear()
-            plan = self._plans[key] = Plan(context, tensors, how, is_group, name)
+            plan = self._plans[key] = DeclarationPlan(context, tensors, how, is_group, name)
         return plan
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch import context as contexts
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context, TensorRequest
 
 _NAME = "byteps_py.process_sets"
 _BITS = 62  # of a set's ranks in one int64
@@ -252,7 +252,7 @@ def _agree(
     session = context.session
     words = -(-session.size // _BITS)
     shape = (session.size, 1 + len(sets), words)
-    request = Request(TensorSpec(_NAME, DType.INT64, shape), torch.int64, (shape,), torch.device("cpu"))
+    request = TensorRequest(TensorSpec(_NAME, DType.INT64, shape), torch.int64, (shape,), torch.device("cpu"))
     table = torch.zeros(shape, dtype=torch.int64)
     table[session.rank, 0, 0] = kind
     for row, ranks in enumerate(sets, 1):

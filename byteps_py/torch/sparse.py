@@ -21,7 +21,7 @@ from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch import checksums
 from byteps_py.torch.bucket import Bucket, Scheme
 from byteps_py.torch.checksums import Pieces
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context, TensorRequest
 from byteps_py.torch.coo import check_count, check_dimensions, check_indices
 from byteps_py.torch.gradient_checksums import Scratch
 from byteps_py.torch.nonfinite import is_finite
@@ -42,7 +42,7 @@ class SparseBucket(Bucket):
     def __init__(
         self,
         context: Context,
-        request: Request,
+        request: TensorRequest,
         name: str,
         param: torch.nn.Parameter,
         scheme: Scheme,

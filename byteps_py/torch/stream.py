@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context, TensorRequest
 from byteps_py.torch.exchange import Exchange
 
 #: A chunk has the smallest of these sizes that holds what is left.
@@ -73,7 +73,7 @@ def broadcast_stream(
             receive()
         name = f"{label}.{root}.{size}.{number % WINDOW}"
         spec = TensorSpec(name, DType.UINT8, (size,), Op.BROADCAST, root=root, group=group)
-        (exchange,) = context.exchanges([Request(spec, torch.uint8, ((size,),), torch.device("cpu"))])
+        (exchange,) = context.exchanges([TensorRequest(spec, torch.uint8, ((size,),), torch.device("cpu"))])
         if is_root:
             offset = 0
             for buffer, start, length in pieces:

@@ -17,7 +17,7 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import TensorSpec
 from byteps_py.torch import context as contexts
 from byteps_py.torch.arguments import prefix_of
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context, TensorRequest
 from byteps_py.torch.dtypes import wire_dtype
 from byteps_py.torch.process_sets import ProcessSet, global_process_set, group_of
 
@@ -132,7 +132,7 @@ class _Total:
         shape = tuple(values.shape)
         wire = wire_dtype(values.dtype, self._name)
         spec = TensorSpec(f"{self._name}.{what}", wire, shape, priority=_PRIORITY, group=self._group)
-        (exchange,) = self._context.exchanges([Request(spec, values.dtype, (shape,), values.device)])
+        (exchange,) = self._context.exchanges([TensorRequest(spec, values.dtype, (shape,), values.device)])
         exchange.send([values])
         exchange.wait()
         result = torch.empty_like(values)

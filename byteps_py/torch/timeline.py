@@ -125,7 +125,7 @@ def _kind(spec: TensorSpec) -> str:
     return "REDUCESCATTER" if spec.scatters else _KINDS.get(spec.op, "ALLREDUCE")
 
 
-class Watch(Observer):
+class TimelineObserver(Observer):
     """The observer of a rank's session: counts bytes, and keeps the timeline if there is one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -221,11 +221,11 @@ def get_pushpull_speed() -> tuple[int, float]:
     return _watch(contexts.current()).speed()
 
 
-def _watch(context: Context) -> Watch:
+def _watch(context: Context) -> TimelineObserver:
     session = context.session
     watch = session.observer
-    if not isinstance(watch, Watch):
-        watch = session.observer = Watch()
+    if not isinstance(watch, TimelineObserver):
+        watch = session.observer = TimelineObserver()
     return watch
 
 

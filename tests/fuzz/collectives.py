@@ -17,13 +17,13 @@ from byteps_py.torch.bucket import Scheme
 from byteps_py.torch.collectives import headers
 from byteps_py.torch.collectives.alltoall import Alltoall
 from byteps_py.torch.collectives.gather import Gather
-from byteps_py.torch.context import Context, Request
+from byteps_py.torch.context import Context, TensorRequest
+from byteps_py.torch.distributed.call_log import CallLog
 from byteps_py.torch.distributed.completion import Completer
-from byteps_py.torch.distributed.direct import Direct
-from byteps_py.torch.distributed.journal import Journal
+from byteps_py.torch.distributed.direct import GroupGathers
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.sparse import sum_up
-from byteps_py.torch.distributed.work import Surroundings
+from byteps_py.torch.distributed.work import GroupContext
 from byteps_py.torch.gradient_checksums import Scratch
 from byteps_py.torch.sparse import SparseBucket
 
@@ -134,8 +134,8 @@ class Collectives(Target):
         self._turn = self._done = self._failed = 0
         members = Members(self._context, self._session, tuple(range(_RANKS)), 1, "fuzz")
         self._members = members
-        around = Surroundings(self._session, 5.0, Journal(members, cast(Any, _Store())), 1.0)
-        self._direct = Direct(members, around, Completer())
+        around = GroupContext(self._session, 5.0, CallLog(members, cast(Any, _Store())), 1.0)
+        self._direct = GroupGathers(members, around, Completer())
         indices = torch.tensor([[1, 4, 11]])
         self._gradient = torch.sparse_coo_tensor(
             indices, torch.ones(3, 3), (12, 3), is_coalesced=True, check_invariants=True
@@ -167,7 +167,7 @@ class Collectives(Target):
             self._session._slots.clear()
             self._context._leave()
             self._context.open(_SETTINGS)
-            self._direct = Direct(self._members, self._direct._around, Completer())
+            self._direct = GroupGathers(self._members, self._direct._around, Completer())
 
     def _gather(self) -> None:
         tensors = [torch.ones(2, 3)] * (1 + self._turn % 2)
@@ -185,7 +185,7 @@ class Collectives(Target):
         param = torch.nn.Parameter(torch.zeros(12, 3))
         param.grad = self._gradient.clone() if self._turn % 8 else None
         spec = TensorSpec("rows", DType.FLOAT32, (36,))
-        request = Request(spec, torch.float32, ((36,),), torch.device("cpu"))
+        request = TensorRequest(spec, torch.float32, ((36,),), torch.device("cpu"))
         bucket = SparseBucket(self._context, request, "rows", param, Scheme(), 0, Scratch())
         bucket.mark(0, param.grad)
         bucket.start()
@@ -250,7 +250,7 @@ class Calls(Target):
         context.open(_SETTINGS)
         self._store = _Store()
         members = Members(context, context.session, (0, 1, 2), 1, "fuzz")
-        self._journal = Journal(members, cast(Any, self._store))
+        self._journal = CallLog(members, cast(Any, self._store))
         for _, what, name in self._own:
             self._journal.record((what,), name)
         self._said = self._differ = 0

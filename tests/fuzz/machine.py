@@ -21,10 +21,10 @@ from byteps_py.runtime import Runtime, Thresholds
 from byteps_py.scheduler.declarations import Decided, Declarations
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType
-from byteps_py.worker.actions import Compute
-from byteps_py.worker.desk import Desk
-from byteps_py.worker.elastic_desk import ElasticDesk
-from byteps_py.worker.group import Group, Surroundings
+from byteps_py.worker.elastic_rank_server import ElasticRankServer
+from byteps_py.worker.group import Group, GroupRuntime
+from byteps_py.worker.rank_server import RankServer
+from byteps_py.worker.tensor import Compute
 
 RANKS = 2
 _SETTINGS = Settings(job_id="fuzz")
@@ -129,10 +129,10 @@ class Machine:
         self._epoch = 0
         self.runtime = Runtime(loop=cast(Any, self.loop), thresholds=Thresholds(inline_copy=-1))
         door: Any = self._door
-        self.desk: Desk = (
-            ElasticDesk(self.runtime, door, RANKS, self._died, lambda: None, self._returned, 1.0)
+        self.rank_server: RankServer = (
+            ElasticRankServer(self.runtime, door, RANKS, self._died, lambda: None, self._returned, 1.0)
             if is_elastic
-            else Desk(self.runtime, door, RANKS, self._died, lambda: None)
+            else RankServer(self.runtime, door, RANKS, self._died, lambda: None)
         )
         self.begin()
 
@@ -145,8 +145,8 @@ class Machine:
         membership = pb.Membership(
             epoch=self._epoch, workers=[worker], servers=[server], partition_bytes=4096, workers_since=self._epoch
         )
-        around = Surroundings(
-            self.runtime, _SETTINGS, False, cast(Any, self._kernels), self.desk, None, self._send, self._failed,
+        around = GroupRuntime(
+            self.runtime, _SETTINGS, False, cast(Any, self._kernels), self.rank_server, None, self._send, self._failed,
             lambda work: None, self._lost, self._lost,
         )  # fmt: skip
         self.group = self._kernels.group = Group(around, membership, 0)
@@ -156,8 +156,8 @@ class Machine:
 
     def begin_anew(self) -> None:
         """Of an elastic job: all go back, and come again."""
-        assert isinstance(self.desk, ElasticDesk)
-        self.desk.dissolve(PeerLostError("again"))
+        assert isinstance(self.rank_server, ElasticRankServer)
+        self.rank_server.dissolve(PeerLostError("again"))
         self.group.end()
         self.read()
         for channel in self.ranks:
@@ -192,8 +192,8 @@ class Machine:
     def read(self) -> None:
         """All that ranks have said."""
         pidfds = {rank.pidfd for rank in self.group.executor.ranks.values()}
-        former = self.desk._former if isinstance(self.desk, ElasticDesk) else {}
-        pidfds |= {rank.pidfd for rank in (*self.desk._may_return.values(), *former.values())}
+        former = self.rank_server._former if isinstance(self.rank_server, ElasticRankServer) else {}
+        pidfds |= {rank.pidfd for rank in (*self.rank_server._may_return.values(), *former.values())}
         for fd in [fd for fd in self.loop.readers if fd != self._door.fileno() and fd not in pidfds]:
             if reader := self.loop.readers.get(fd):
                 reader()
@@ -266,6 +266,6 @@ class Machine:
         for channel in self.ranks:
             channel.close()
         self.read()
-        self.desk.close()
+        self.rank_server.close()
         for arena in (*self.group.requests.memory._ranks, self.group.requests.memory.machine):
             arena.let_go()

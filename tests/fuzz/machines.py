@@ -13,12 +13,13 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import BytePSError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import Kind as Said
+from byteps_py.rank_protocol import RankMessageKind as Said
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
 from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind, pack_names
 from byteps_py.worker import network
-from byteps_py.worker.group import Group, Surroundings
+from byteps_py.worker.group import Group, GroupRuntime
+from byteps_py.worker.links import LinkTarget
 from byteps_py.worker.peers import PeerMachines
 
 from .base import Target
@@ -129,8 +130,8 @@ class Cluster(Machine):
         links = self.links
 
         class ToServer(_Link):
-            def __init__(self, context: object, loop: object, address: str, *rest: Any, **_: object) -> None:
-                super().__init__(rest[3])
+            def __init__(self, context: object, runtime: object, target: LinkTarget, *rest: Any) -> None:
+                super().__init__(rest[3].on_answer)
                 links[_OTHER] = self
 
         class Beside(_Link):
@@ -141,9 +142,9 @@ class Cluster(Machine):
                 links[_HERE] = self
 
         class ToMachine(_Link):
-            def __init__(self, context: object, loop: object, address: str, *rest: Any, **options: Any) -> None:
-                super().__init__(rest[3])
-                links[-1 - int(address)] = self
+            def __init__(self, context: object, runtime: object, target: LinkTarget, *rest: Any) -> None:
+                super().__init__(rest[3].on_answer)
+                links[-1 - int(target.address)] = self
 
         class Links(network.Network):
             tcp_link_class = cast(Any, ToServer)
@@ -171,8 +172,8 @@ class Cluster(Machine):
         )
         runtime = replace(self.runtime, data_listener=cast(Any, _Listener))
         self.peers = Others(runtime, _SETTINGS, self._requested, lambda machine: None)
-        around = Surroundings(
-            runtime, _SETTINGS, False, cast(Any, self._kernels), self.desk, self.peers, self._send,
+        around = GroupRuntime(
+            runtime, _SETTINGS, False, cast(Any, self._kernels), self.rank_server, self.peers, self._send,
             self._failed, lambda work: None, self._lost, self._lost,
         )  # fmt: skip
         self.group = self._kernels.group = Linked(around, membership, _ME)

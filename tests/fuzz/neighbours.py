@@ -12,13 +12,13 @@ from typing import Any
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError, StallError
 from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.ledger import Stream
-from byteps_py.session.nearby.messages import RECORD_BYTES, Kind, Message
+from byteps_py.session.nearby.message_matcher import Stream
+from byteps_py.session.nearby.messages import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.nearby.neighbours import Neighbours
-from byteps_py.session.nearby.receipts import Receipt
+from byteps_py.session.nearby.receipts import StreamReceipt
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
-from byteps_py.torch.shares.offers import Rounds
+from byteps_py.torch.shares.offers import SharedRounds
 
 from .base import Target
 
@@ -41,22 +41,28 @@ def _all_said() -> list[bytes]:
         for key in keys
         for number in (1, 2)
         for kind, segment, ready, offset, payload in (
-            (Kind.INLINE, 0, _PARCEL, 0, b"x" * _PARCEL),
-            (Kind.LAID, 0, _PARCEL, 64, b""),
-            (Kind.LAID, 0, 100, _SEGMENT_BYTES - _PARCEL, b""),
-            (Kind.MORE, 0, 3000, 0, b""),
-            (Kind.MORE, 0, _PARCEL, 0, b""),
+            (PeerMessageKind.INLINE, 0, _PARCEL, 0, b"x" * _PARCEL),
+            (PeerMessageKind.LAID, 0, _PARCEL, 64, b""),
+            (PeerMessageKind.LAID, 0, 100, _SEGMENT_BYTES - _PARCEL, b""),
+            (PeerMessageKind.MORE, 0, 3000, 0, b""),
+            (PeerMessageKind.MORE, 0, _PARCEL, 0, b""),
         )
     ]
     found += [
-        messages.pack(Kind.INLINE, source, 0, 0, key_of(_TALK), 1, _PARCEL, _PARCEL, 0, 0, word) + b"x" * _PARCEL
+        messages.pack(PeerMessageKind.INLINE, source, 0, 0, key_of(_TALK), 1, _PARCEL, _PARCEL, 0, 0, word)
+        + b"x" * _PARCEL
         for word in (*[_OFFER] * 8, -1, -2)
         for source in _OTHERS
     ]
     return found + [
         messages.pack(kind, source, era, 0, 0, 0, 0, 0, parcel, 0, -1)
         for source in _OTHERS
-        for kind, era, parcel in ((Kind.TAKEN, 0, 1), (Kind.TAKEN, 0, 2), (Kind.JOINED, 0, 0), (Kind.JOINED, 1, 0))
+        for kind, era, parcel in (
+            (PeerMessageKind.TAKEN, 0, 1),
+            (PeerMessageKind.TAKEN, 0, 2),
+            (PeerMessageKind.JOINED, 0, 0),
+            (PeerMessageKind.JOINED, 1, 0),
+        )
     ]
 
 
@@ -89,7 +95,7 @@ class NeighboursHear(Target):
         *[bytes((_NOTHING,)) + said for said in _all_said()],
         *[bytes((gift,)) + said for gift in (_MEMORY, _TWO) for said in _all_said()[::7]],
         *[
-            bytes((gift,)) + messages.pack(Kind.SEGMENT, source, 0, number, 0, 0, nbytes, 0, 0, 0, -1)
+            bytes((gift,)) + messages.pack(PeerMessageKind.SEGMENT, source, 0, number, 0, 0, nbytes, 0, 0, 0, -1)
             for gift in range(4)
             for source in _OTHERS
             for number, nbytes in ((0, _SEGMENT_BYTES), (1, _SEGMENT_BYTES), (0, 0), (1, 1 << 61))
@@ -124,13 +130,13 @@ class NeighboursHear(Target):
             theirs.setblocking(False)
             self._theirs.append(theirs)
         self._streams = [nearby.stream(name, _OTHERS) for name in _NAMES]
-        self._receipts: dict[tuple[int, int], Receipt] = {}
+        self._receipts: dict[tuple[int, int], StreamReceipt] = {}
         self._talk = nearby.talk(_TALK, _OTHERS)
         self._offer_anew()
         self._send_some()
 
     def _offer_anew(self) -> None:
-        self._rounds = Rounds(_OTHERS)
+        self._rounds = SharedRounds(_OTHERS)
         self._rounds.begin(_OFFER, is_waiting=True, is_able=True, said={})
 
     def _send_some(self) -> None:
@@ -165,17 +171,21 @@ class NeighboursHear(Target):
 
     def _in_time(self, said: bytes) -> bytes:
         """What is about right is, mostly, what is due."""
-        if len(said) < RECORD_BYTES or said[0] not in (Kind.INLINE, Kind.LAID, Kind.MORE):
+        if len(said) < RECORD_BYTES or said[0] not in (
+            PeerMessageKind.INLINE,
+            PeerMessageKind.LAID,
+            PeerMessageKind.MORE,
+        ):
             return said
-        message = Message._make(messages._RECORD.unpack_from(said))
-        if message.kind not in set(Kind) or message.source not in _OTHERS:
+        message = PeerMessage._make(messages._RECORD.unpack_from(said))
+        if message.kind not in set(PeerMessageKind) or message.source not in _OTHERS:
             return said
         stream = self._streams[self._turn % len(self._streams)]
-        era = self._nearby._ledger.era
+        era = self._nearby._matcher.era
         if message.stream == key_of(_TALK):
             return messages.pack(*message._replace(era=era, number=self._rounds.number)) + said[RECORD_BYTES:]
-        if message.kind == Kind.MORE:
-            coming = [id_ for source, id_ in self._nearby._ledger._coming if source == message.source]
+        if message.kind == PeerMessageKind.MORE:
+            coming = [id_ for source, id_ in self._nearby._matcher._coming if source == message.source]
             return messages.pack(*message._replace(era=era, id=coming[0] if coming else message.id))
         receipt = self._receipts.get((self._turn % len(self._streams), message.source))
         number = receipt.left[0][1] if receipt is not None else 1
@@ -213,8 +223,8 @@ class NeighboursHear(Target):
         if rounds.begin(_OFFER, is_waiting=True, is_able=True, said=said) != _OFFER:
             self._offer_anew()
 
-    def _expect(self, stream: Stream, source: int) -> Receipt:
-        receipt = Receipt(stream)
+    def _expect(self, stream: Stream, source: int) -> StreamReceipt:
+        receipt = StreamReceipt(stream)
         place = ctypes.addressof(self._result) + _GUARD
         receipt.expect(source, [(place, 1000), (place + 1000, _PARCEL - 1000)], _PARCEL)
         return receipt
@@ -223,8 +233,8 @@ class NeighboursHear(Target):
         raw = self._result.raw
         assert not any(raw[:_GUARD])
         assert not any(raw[-_GUARD:])
-        ledger = self._nearby._ledger
-        assert max(len(ledger._early), len(ledger._unclaimed)) <= ledger.most_early
+        matcher = self._nearby._matcher
+        assert max(len(matcher._early), len(matcher._unclaimed)) <= matcher.most_early
         for theirs in self._theirs:  # what the rank says stays well formed
             while (said := self._said(theirs)) is not None:
                 message = messages.unpack(memoryview(said), len(said))

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.spec_messages import to_message
 from byteps_py.tensors import DType, Op, TensorSpec
 
@@ -70,7 +70,7 @@ class Orders(Target):
         self._machine = Machine(is_elastic=False)
         for rank in range(RANKS):
             specs = [protocol.spec_to_json(spec) for spec in _SPECS]
-            self._machine.say(rank, protocol.pack(Kind.DECLARE, request=1, specs=specs))
+            self._machine.say(rank, protocol.pack(RankMessageKind.DECLARE, request=1, specs=specs))
         if self._turn % 2:
             self._machine.go_on()  # else the ballots are answered by what comes
 
@@ -92,7 +92,7 @@ class Orders(Target):
             is_over = True
         for slot in list(machine.group.requests.memory.slots.values()):
             if slot.ready_bytes < 0 and (slot.id + self._turn) % 3 == 0:
-                ready = protocol.pack_record(Kind.READY, slot.id, slot.round + 1, slot.spec.nbytes)
+                ready = protocol.pack_record(RankMessageKind.READY, slot.id, slot.round + 1, slot.spec.nbytes)
                 machine.say(slot.local_rank, ready)
         with contextlib.suppress(ProtocolError):
             machine.go_on()
@@ -107,9 +107,9 @@ class Orders(Target):
     def _check(self, heard: bytes) -> None:
         if heard:
             kind = protocol.kind_of(heard)
-            if kind is Kind.DONE:
+            if kind is RankMessageKind.DONE:
                 assert all(round_ > 0 for _, round_, _ in protocol.records_of(heard))
-            elif kind is not Kind.STRIP:
+            elif kind is not RankMessageKind.STRIP:
                 protocol.fields_of(heard)
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
 
 from .base import Target
@@ -26,20 +26,20 @@ _SPECS = (
 _SLOTS = [spec for rank in range(RANKS) for spec in _SPECS if rank in spec.members(RANKS)]  # from number 1
 _GATHER = Layout(((0, 64),), ((0, 64), (64, 64)))
 _EXCHANGE = Layout(((0, 8), (8, 8)), ((0, 8), (16, 8)))
-_GIVEN = (Kind.MEET, Kind.STACK)  # with descriptors
+_GIVEN = (RankMessageKind.MEET, RankMessageKind.STACK)  # with descriptors
 _VAST = TensorSpec("vast", DType.FLOAT32, (1 << 46,))  # more than can be mapped
 _KNOCK = 2  # instead of a rank: a stranger
 _HELLO = protocol.hello(0, RANKS, 42, 0)
 
 
 def _declare(specs: tuple[TensorSpec, ...]) -> bytes:
-    return protocol.pack(Kind.DECLARE, request=1, specs=[protocol.spec_to_json(spec) for spec in specs])
+    return protocol.pack(RankMessageKind.DECLARE, request=1, specs=[protocol.spec_to_json(spec) for spec in specs])
 
 
 def _all_said() -> list[bytes]:
     """By either rank; the numbers of slots are those of Ranks._begin."""
     ready = [
-        protocol.pack_record(Kind.READY, number, 1, spec.nbytes // (1 + cut))
+        protocol.pack_record(RankMessageKind.READY, number, 1, spec.nbytes // (1 + cut))
         for number, spec in enumerate(_SLOTS, 1)
         for cut in (0, 0, 1)
     ]
@@ -48,21 +48,21 @@ def _all_said() -> list[bytes]:
         *ready,
         *layouts,
         *[_declare((spec,)) for spec in (*_SPECS, _VAST)] * 2,
-        protocol.pack_records(Kind.READY, [(1, 1, 48), (7, 1, 48)]),
-        *[protocol.pack(Kind.STRIPS, slot=slot) for slot in (2, 8)],
-        *[protocol.pack(Kind.BARRIER, sequence=sequence) for sequence in (1, 2, 3)],
-        *[protocol.pack(Kind.MEET, key=key_of("meeting"), members=[0, 1])] * 2,
-        protocol.pack(Kind.WAITS, id=1, name="near", round=3, age_s=2.5, group=[0, 1]),
-        protocol.pack(Kind.WAITS, id=2, name="near", round=3, age_s=2.5, group=[0, 1]),
-        protocol.pack(Kind.WAITED, id=1),
-        protocol.pack(Kind.NOTE, text="busy"),
-        protocol.pack(Kind.JOIN),
-        protocol.pack(Kind.PING),
-        protocol.pack(Kind.STACK),
-        protocol.pack(Kind.SETTLE),
-        protocol.pack(Kind.LEAVE),
-        protocol.pack(Kind.LEAVE, error="ValueError: no", traceback="line 1"),
-        protocol.pack(Kind.LEAVE, again="HostsUpdatedInterrupt", planned=True),
+        protocol.pack_records(RankMessageKind.READY, [(1, 1, 48), (7, 1, 48)]),
+        *[protocol.pack(RankMessageKind.STRIPS, slot=slot) for slot in (2, 8)],
+        *[protocol.pack(RankMessageKind.BARRIER, sequence=sequence) for sequence in (1, 2, 3)],
+        *[protocol.pack(RankMessageKind.MEET, key=key_of("meeting"), members=[0, 1])] * 2,
+        protocol.pack(RankMessageKind.WAITS, id=1, name="near", round=3, age_s=2.5, group=[0, 1]),
+        protocol.pack(RankMessageKind.WAITS, id=2, name="near", round=3, age_s=2.5, group=[0, 1]),
+        protocol.pack(RankMessageKind.WAITED, id=1),
+        protocol.pack(RankMessageKind.NOTE, text="busy"),
+        protocol.pack(RankMessageKind.JOIN),
+        protocol.pack(RankMessageKind.PING),
+        protocol.pack(RankMessageKind.STACK),
+        protocol.pack(RankMessageKind.SETTLE),
+        protocol.pack(RankMessageKind.LEAVE),
+        protocol.pack(RankMessageKind.LEAVE, error="ValueError: no", traceback="line 1"),
+        protocol.pack(RankMessageKind.LEAVE, again="HostsUpdatedInterrupt", planned=True),
     ]
 
 
@@ -78,7 +78,7 @@ def _twisted(said: bytes, number: int) -> bytes:
     """The same with something else in one field; of a declaration in one field of its first spec."""
     try:
         kind, fields = protocol.kind_of(said), protocol.fields_of(said)
-        inside: Any = fields["specs"][0] if kind is Kind.DECLARE and number % 4 else fields
+        inside: Any = fields["specs"][0] if kind is RankMessageKind.DECLARE and number % 4 else fields
         keys = sorted(fields) if inside is fields else range(len(inside))
         at = keys[number % len(keys)]
         inside[at] = _WILD[number // len(keys) % len(_WILD)]
@@ -90,7 +90,9 @@ def _twisted(said: bytes, number: int) -> bytes:
 def _is_malformed(said: bytes) -> bool:
     try:
         kind = protocol.kind_of(said)
-        return not (protocol.records_of(said) if kind is Kind.READY else protocol.fields_of(said) is not None)
+        return not (
+            protocol.records_of(said) if kind is RankMessageKind.READY else protocol.fields_of(said) is not None
+        )
     except ProtocolError:
         return True
 
@@ -125,7 +127,7 @@ class Ranks(Target):
         if len(data) < 3:
             return
         who, said = data[0] % 3, data[2:]
-        if said[0] not in (Kind.READY, Kind.DONE) and self._turn % 2:
+        if said[0] not in (RankMessageKind.READY, RankMessageKind.DONE) and self._turn % 2:
             self._twists += 1
             said = _twisted(said, self._twists)
         if self._turn % 8 and _is_malformed(said):  # every group would end by it; see LocalProtocol
@@ -136,7 +138,7 @@ class Ranks(Target):
             stranger = machine.knock(said, fds)
             if machine.group.executor.ranks.keys() == {0, 1} and not machine.deaths:
                 answers = machine.heard(stranger)
-                assert [answer[:1] for answer in answers] == [bytes((Kind.FATAL,)), b""]
+                assert [answer[:1] for answer in answers] == [bytes((RankMessageKind.FATAL,)), b""]
             stranger.close()
         else:
             machine.say(who, self._in_time(said), fds)
@@ -148,20 +150,20 @@ class Ranks(Target):
 
     def _in_time(self, said: bytes) -> bytes:
         """What is about right is, mostly, what is due, so that rounds come to their ends."""
-        if said[0] != Kind.READY or len(said) != 17:
+        if said[0] != RankMessageKind.READY or len(said) != 17:
             return said
         ((number, round_, nbytes),) = protocol.records_of(said)
         slot = self._machine.group.requests.memory.slots.get(number)
         if slot is None or round_ >= 16 or self._turn % 8 == 0:
             return said
         if slot.ready_bytes >= slot.spec.nbytes:  # it has been given, and others have not
-            return protocol.pack(Kind.PING)
+            return protocol.pack(RankMessageKind.PING)
         if slot.spec.op.is_direct:
             layout = _GATHER if slot.spec.op is Op.GATHER else _EXCHANGE
             self._machine.say(slot.local_rank, protocol.layout_to_message(number, layout))
         if nbytes != slot.spec.nbytes // 2:
             nbytes = slot.spec.nbytes
-        return protocol.pack_record(Kind.READY, number, slot.round + (slot.ready_bytes < 0), nbytes)
+        return protocol.pack_record(RankMessageKind.READY, number, slot.round + (slot.ready_bytes < 0), nbytes)
 
     def _again(self) -> None:
         machine = self._machine

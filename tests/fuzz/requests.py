@@ -14,14 +14,14 @@ from byteps_py.errors import ProtocolError
 from byteps_py.session.nearby import messages
 from byteps_py.tensors import DType, Layout, Op, TensorSpec, key_of
 from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind
-from byteps_py.worker.actions import Action, AskSum, Lend
+from byteps_py.worker.actions import Action, DirectAction, Lend
 from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.direct import Direct
 from byteps_py.worker.peers import events_of
-from byteps_py.worker.pieces import ALL, MAX_EARLY, DirectAction, Receipt, Refuse, Serve, Transfer
+from byteps_py.worker.piece_exchange import PieceExchange
+from byteps_py.worker.pieces import ALL, MAX_EARLY, Receipt, RefusePiece, Serve, Transfer
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.scatter import Scatter, pieces
-from byteps_py.worker.tensor import ScatterPart, SumRequest, Tensor
+from byteps_py.worker.tensor import AskSum, ScatterPart, SumRequest, Tensor
 
 from .base import Target
 
@@ -67,7 +67,7 @@ class Requests(Target):
 
     def _begin(self) -> None:
         queue = PushQueue[Transfer | AskSum](0)
-        self._direct = Direct(0, _MACHINE_OF, 8, 8, queue, 1 << 18)
+        self._direct = PieceExchange(0, _MACHINE_OF, 8, 8, queue, 1 << 18)
         self._scatter = Scatter(0, _MACHINE_OF, queue)
         size = len(_MACHINE_OF)
         self._slots = []
@@ -124,7 +124,7 @@ class Requests(Target):
                 assert 0 <= request.offset <= request.offset + request.length <= _SENT
                 assert request.total == _SENT
                 assert action.member.offers[request.round].block is action.block
-            elif isinstance(action, Refuse):
+            elif isinstance(action, RefusePiece):
                 str(action.error).encode()
 
     def _check_lent(self, actions: list[Action], request: SumRequest) -> None:
@@ -143,13 +143,13 @@ class Nearby(Target):
     """A message from another rank of the machine."""
 
     seeds = (
-        messages.pack(messages.Kind.INLINE, 1, 0, 0, 7, 1, 5, 5, 3, 0, -1) + b"bytes",
-        messages.pack(messages.Kind.LAID, 1, 0, 2, 7, 1, 4096, 64, 3, 128, 9),
-        messages.pack(messages.Kind.SEGMENT, 1, 0, 2, 0, 0, 1 << 20, 0, 0, 0, -1),
+        messages.pack(messages.PeerMessageKind.INLINE, 1, 0, 0, 7, 1, 5, 5, 3, 0, -1) + b"bytes",
+        messages.pack(messages.PeerMessageKind.LAID, 1, 0, 2, 7, 1, 4096, 64, 3, 128, 9),
+        messages.pack(messages.PeerMessageKind.SEGMENT, 1, 0, 2, 0, 0, 1 << 20, 0, 0, 0, -1),
     )
 
     def feed(self, data: bytes) -> None:
         with contextlib.suppress(ProtocolError):
             message = messages.unpack(memoryview(data), len(data))
             assert message.ready <= message.total
-            assert message.kind in set(messages.Kind)
+            assert message.kind in set(messages.PeerMessageKind)

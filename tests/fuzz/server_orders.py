@@ -11,7 +11,7 @@ from byteps_py.errors import BytePSError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival
-from byteps_py.server.service import Service
+from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
 from byteps_py.wire import Header
 
@@ -62,7 +62,7 @@ class ServerOrders(Target):
         self._begin()
 
     def _begin(self) -> None:
-        self._service = Service(_SETTINGS, pb.MACHINE_KIND_CPU, HandLink().connect, Runtime())
+        self._service = SummationService(_SETTINGS, pb.MACHINE_KIND_CPU, HandLink().connect, Runtime())
         self._epoch = 0
 
     def feed(self, data: bytes) -> None:

@@ -13,17 +13,17 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, PeerLostError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.spec_messages import to_message
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire import Header
-from byteps_py.worker.elastic_desk import ElasticDesk
+from byteps_py.worker.elastic_rank_server import ElasticRankServer
 from byteps_py.worker.group import Group
 from byteps_py.worker.network import Network
-from byteps_py.worker.service import Service
+from byteps_py.worker.service import CommunicationService
 
 from .base import Target
 from .machine import RANKS, Door, Kernels, Loop, Machine
@@ -172,7 +172,7 @@ class ServiceHears(Target):
         )
         kernels = self._kernels
 
-        class Alone(Service):
+        class Alone(CommunicationService):
             readiness_class = cast(Any, staticmethod(lambda *_: kernels))
             peers_class = probe_class = cast(Any, _Link)
             group_class = _Group
@@ -189,7 +189,7 @@ class ServiceHears(Target):
         self._ranks += [self._knock(protocol.hello(rank, RANKS, 1, 0)) for rank in range(RANKS)]
         for rank, channel in enumerate(self._ranks[-RANKS:]):
             specs = [protocol.spec_to_json(spec) for spec in _SPECS if rank in spec.members(2 * RANKS)]
-            channel.send(protocol.pack(Kind.DECLARE, request=1, specs=specs))
+            channel.send(protocol.pack(RankMessageKind.DECLARE, request=1, specs=specs))
         self._read()
 
     def _knock(self, hello: bytes) -> Channel:
@@ -204,10 +204,10 @@ class ServiceHears(Target):
     def _read(self) -> None:
         """What ranks have said, and what they are told."""
         service = self._service
-        desk, group = service._desk, service._group
+        rank_server, group = service._rank_server, service._group
         ranks = [*group.executor.ranks.values()] if group is not None else []
-        ranks += desk._may_return.values()
-        ranks += desk._former.values() if isinstance(desk, ElasticDesk) else ()
+        ranks += rank_server._may_return.values()
+        ranks += rank_server._former.values() if isinstance(rank_server, ElasticRankServer) else ()
         apart = {self._door.fileno(), *(rank.pidfd for rank in ranks)}
         for fd in [fd for fd in self._loop.readers if fd not in apart]:
             if reader := self._loop.readers.get(fd):
@@ -226,8 +226,8 @@ class ServiceHears(Target):
         if self._turn % 8 == 0 and not self._loop.is_stopped:
             self._go_on()
         service = self._service
-        if self._loop.is_stopped or service._desk.failure is not None or self._turn - self._begun > 60:
-            self._ends += self._loop.is_stopped or service._desk.failure is not None
+        if self._loop.is_stopped or service._rank_server.failure is not None or self._turn - self._begun > 60:
+            self._ends += self._loop.is_stopped or service._rank_server.failure is not None
             self._finish()
             self._begin()
 
@@ -254,7 +254,7 @@ class ServiceHears(Target):
             for slot in list(group.requests.memory.slots.values()) if group is not None else ():
                 rank = group.executor.ranks.get(slot.local_rank)
                 if slot.ready_bytes < 0 and rank is not None:
-                    ready = protocol.pack_record(Kind.READY, slot.id, slot.round + 1, slot.spec.nbytes)
+                    ready = protocol.pack_record(RankMessageKind.READY, slot.id, slot.round + 1, slot.spec.nbytes)
                     self._ranks[-RANKS + slot.local_rank].send(ready)
                     self._groups += slot.tensor is not None
             self._read()

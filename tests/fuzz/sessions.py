@@ -10,7 +10,7 @@ from typing import Any
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import ProtocolError
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session.base import Slot
 from byteps_py.session.remote import RemoteSession
 from byteps_py.shm import Segment
@@ -21,8 +21,8 @@ from .base import Target
 _SPECS = (TensorSpec("sum", DType.FLOAT32, (3, 4)), TensorSpec("other", DType.FLOAT64, (9,)))
 _SEGMENT_BYTES = 1 << 16
 _WELCOME = protocol.pack(
-    Kind.WELCOME, rank=1, size=4, local_rank=1, local_size=2, is_continued=False, since_epoch=1, machine_index=0,
-    num_machines=2, is_homogeneous=True,
+    RankMessageKind.WELCOME, rank=1, size=4, local_rank=1, local_size=2, is_continued=False, since_epoch=1,
+    machine_index=0, num_machines=2, is_homogeneous=True,
 )  # fmt: skip
 _NOTHING, _MEMORY, _SMALL, _DOOR, _TWO = range(5)
 #: Of any field: what JSON can say, and nobody means.
@@ -34,7 +34,7 @@ def _place(number: int, offset: int, nbytes: int = 48, at: int = 0) -> dict[str,
 
 
 def _declared(*places: dict[str, object]) -> bytes:
-    return protocol.pack(Kind.DECLARED, request=1, slots=places)
+    return protocol.pack(RankMessageKind.DECLARED, request=1, slots=places)
 
 
 _SAID = (
@@ -43,21 +43,23 @@ _SAID = (
     _declared(_place(3, -8), _place(4, 0)),
     _declared(_place(3, 0, at=7), _place(4, 0)),
     _declared(_place(5, 0)),
-    protocol.pack_record(Kind.DONE, 1, 3, 0),
-    protocol.pack_records(Kind.DONE, [(1, 3, 0), (2, 3, 7)]),
-    protocol.pack_records(Kind.STRIP, [(1, 3, 0), (1, 3, 1)]),
+    protocol.pack_record(RankMessageKind.DONE, 1, 3, 0),
+    protocol.pack_records(RankMessageKind.DONE, [(1, 3, 0), (2, 3, 7)]),
+    protocol.pack_records(RankMessageKind.STRIP, [(1, 3, 0), (1, 3, 1)]),
     _WELCOME,
-    protocol.pack(Kind.RELEASED, sequence=1),
-    protocol.pack(Kind.JOINED, last=1),
-    protocol.pack(Kind.HOSTS, added=True, removed=False),
-    protocol.pack(Kind.FAILED, slots=[1], error="MismatchError", message="they differ"),
-    protocol.pack(Kind.FATAL, error="PeerLostError", message="a rank died"),
-    protocol.pack(Kind.PONG),
-    protocol.pack(Kind.SETTLED),
-    protocol.pack(Kind.MET, key=77),
-    protocol.pack(Kind.PING),
+    protocol.pack(RankMessageKind.RELEASED, sequence=1),
+    protocol.pack(RankMessageKind.JOINED, last=1),
+    protocol.pack(RankMessageKind.HOSTS, added=True, removed=False),
+    protocol.pack(RankMessageKind.FAILED, slots=[1], error="MismatchError", message="they differ"),
+    protocol.pack(RankMessageKind.FATAL, error="PeerLostError", message="a rank died"),
+    protocol.pack(RankMessageKind.PONG),
+    protocol.pack(RankMessageKind.SETTLED),
+    protocol.pack(RankMessageKind.MET, key=77),
+    protocol.pack(RankMessageKind.PING),
 )
-_SEGMENTS = [protocol.pack(Kind.SEGMENT, id=1, nbytes=nbytes) for nbytes in (4096, _SEGMENT_BYTES, 1 << 61, -1)]
+_SEGMENTS = [
+    protocol.pack(RankMessageKind.SEGMENT, id=1, nbytes=nbytes) for nbytes in (4096, _SEGMENT_BYTES, 1 << 61, -1)
+]
 
 
 class Sessions(Target):
@@ -68,7 +70,7 @@ class Sessions(Target):
     seeds = (
         *[bytes((_NOTHING,)) + said for said in _SAID * 2],
         *[bytes((gift,)) + said for gift in range(5) for said in _SEGMENTS],
-        *[bytes((gift,)) + protocol.pack(Kind.NEIGHBOUR, local_rank=0) for gift in range(5)],
+        *[bytes((gift,)) + protocol.pack(RankMessageKind.NEIGHBOUR, local_rank=0) for gift in range(5)],
         bytes((_MEMORY,)) + _SAID[0],
     )
 
@@ -92,7 +94,7 @@ class Sessions(Target):
         self._service.send(_WELCOME)
         self._session = RemoteSession(Channel(mine), 1, 2, 5.0, 5.0)
         assert self._session.nearby is not None
-        self._service.send(protocol.pack(Kind.SEGMENT, id=0, nbytes=_SEGMENT_BYTES), (self._memory.fd,))
+        self._service.send(protocol.pack(RankMessageKind.SEGMENT, id=0, nbytes=_SEGMENT_BYTES), (self._memory.fd,))
         self._asked = self._turn
         self._read()
 
@@ -136,7 +138,7 @@ class Sessions(Target):
         """The same with something else in one field, or in one of the first slot."""
         try:
             kind, fields = protocol.kind_of(said), protocol.fields_of(said)
-            inside: Any = fields["slots"][0] if kind is Kind.DECLARED and self._twists % 4 else fields
+            inside: Any = fields["slots"][0] if kind is RankMessageKind.DECLARED and self._twists % 4 else fields
             keys = sorted(inside)
             inside[keys[self._twists % len(keys)]] = _WILD[self._twists // len(keys) % len(_WILD)]
             return protocol.pack(kind, **fields)

@@ -217,21 +217,21 @@ class LocalProtocol(Target):
     _spec = TensorSpec("layer.weight", DType.FLOAT32, (3, 4), Op.SUM, average=True, group=(0, 1))
     seeds = (
         protocol.hello(local_rank=0, local_size=2, pid=42, synced_in=7),
-        protocol.pack(protocol.Kind.DECLARE, request=1, specs=[protocol.spec_to_json(_spec)]),
-        protocol.pack_records(protocol.Kind.READY, [(1, 2, 3), (4, 5, 6)]),
+        protocol.pack(protocol.RankMessageKind.DECLARE, request=1, specs=[protocol.spec_to_json(_spec)]),
+        protocol.pack_records(protocol.RankMessageKind.READY, [(1, 2, 3), (4, 5, 6)]),
         protocol.layout_to_message(3, Layout(((0, 8),), ((0, 8), (8, 8)))),
-        protocol.pack(protocol.Kind.STRIPS, slot=3),
-        protocol.pack(protocol.Kind.BARRIER, sequence=3),
+        protocol.pack(protocol.RankMessageKind.STRIPS, slot=3),
+        protocol.pack(protocol.RankMessageKind.BARRIER, sequence=3),
     )
 
     def feed(self, data: bytes) -> None:
         try:
             kind = protocol.kind_of(data)
-            if kind in (protocol.Kind.READY, protocol.Kind.DONE, protocol.Kind.STRIP):
+            if kind in (protocol.RankMessageKind.READY, protocol.RankMessageKind.DONE, protocol.RankMessageKind.STRIP):
                 list(protocol.records_of(data))
                 return
             fields = protocol.fields_of(data)
-            if kind is protocol.Kind.LAYOUT:
+            if kind is protocol.RankMessageKind.LAYOUT:
                 protocol.layout_of(fields)
             specs = fields.get("specs")
             for spec in specs if isinstance(specs, list) else ():

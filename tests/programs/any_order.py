@@ -177,7 +177,7 @@ def count_sums() -> None:
 
         setattr(kind, name, counted)
 
-    count(0, by_name._Name, "_add_all")
+    count(0, by_name._NamedRounds, "_add_all")
     count(1, by_name._Circle, "add_shares")
 
 

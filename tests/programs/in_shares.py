@@ -27,7 +27,7 @@ from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.torch import context as contexts
 from byteps_py.torch.dtypes import WIRE
 from byteps_py.torch.shares import by_name, ring_sum, suiting
-from byteps_py.torch.shares.table import Entry
+from byteps_py.torch.shares.table import TableEntry
 
 IS_LARGE = os.environ.get("TEST_SIZE") == "large"
 #: Several chunks of a slot for every rank, and a multiple of nothing; or what goes in a message.
@@ -39,7 +39,7 @@ shared: list[None] = []
 
 
 def count_shared() -> None:
-    how = by_name._Circle.add_shares if IS_LARGE else by_name._Name._add_all
+    how = by_name._Circle.add_shares if IS_LARGE else by_name._NamedRounds._add_all
 
     def counted(*arguments: Any) -> None:
         how(*arguments)
@@ -48,7 +48,7 @@ def count_shared() -> None:
     if IS_LARGE:
         by_name._Circle.add_shares = counted  # type: ignore[method-assign]
     else:
-        by_name._Name._add_all = counted  # type: ignore[method-assign]
+        by_name._NamedRounds._add_all = counted  # type: ignore[method-assign]
 
 
 def expect_shared(count: int) -> None:
@@ -293,7 +293,7 @@ def recorded() -> None:
 def without_instructions(sums: ring_sum.RingSums, *what: Any) -> Any:
     """To add with: it is done in Python."""
     table = tables(sums, *what)
-    table[Entry.ADD] = table[Entry.ADD_PAST] = 0
+    table[TableEntry.ADD] = table[TableEntry.ADD_PAST] = 0
     return table
 
 

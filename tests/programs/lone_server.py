@@ -14,13 +14,13 @@ from support.summation import SETTINGS
 from byteps_py.log import configure
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.server.service import Service
+from byteps_py.server.service import SummationService
 
 
 def main() -> None:
     configure("DEBUG", "server")
     link = HandLink()
-    service = Service(SETTINGS, pb.MACHINE_KIND_GPU, link.connect, Runtime())
+    service = SummationService(SETTINGS, pb.MACHINE_KIND_GPU, link.connect, Runtime())
 
     def serve() -> None:
         workers = [pb.Member(machine_index=i) for i in range(2)]

@@ -21,7 +21,7 @@ from byteps_py.log import configure
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import connect
-from byteps_py.server.service import Service
+from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
 from byteps_py.wire import VERSION, Kind
 
@@ -32,7 +32,7 @@ _AFTER = 30  # in the middle of its key
 def main() -> None:
     settings = Settings.from_env()
     configure(settings.log_level, "server")
-    service = Service(settings, pb.MACHINE_KIND_CPU, connect, Runtime())
+    service = SummationService(settings, pb.MACHINE_KIND_CPU, connect, Runtime())
     target = urlsplit(service.address)
     proxy = Proxy((str(target.hostname), int(target.port or 0)))
     service._network.address = proxy.address  # what it registers

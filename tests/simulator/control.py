@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, from_name
+from byteps_py.errors import PeerLostError, RendezvousError, from_name
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler.client import complete
 from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.scheduler.member import Presence
 from byteps_py.scheduler.restoring import replay
 from byteps_py.scheduler.resuming import MemberSession
@@ -223,11 +224,7 @@ class ControlLink:
         settings: Settings,
         register: pb.Register,
         loop: Loop,
-        on_message: Callable[[pb.SchedulerMessage], None],
-        on_lost: Callable[[BytePSError], None],
-        heartbeat: Callable[[], pb.Heartbeat],
-        on_away: Callable[[BytePSError], None],
-        on_back: Callable[[], None],
+        events: ControlEvents,
     ) -> None:
         self._place = place
         self._world = place.world
@@ -236,11 +233,11 @@ class ControlLink:
         self.process: Process | None = loop.process
         self.name, self.host = loop.process.name, loop.process.host
         self._loop = loop
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._on_away = on_away
-        self._on_back = on_back
-        self._heartbeat = heartbeat
+        self._on_message = events.on_message
+        self._on_lost = events.on_lost
+        self._on_away = events.on_away
+        self._on_back = events.on_back
+        self._heartbeat = events.heartbeat
         self._is_closed = False
         self.is_over = False
         self._is_dismissed = False

@@ -32,7 +32,7 @@ class ElasticWorker(Worker):
         super().start(*given)
         service: Any = self._service
         self._begin, service._begin = service._begin, self._note_begin
-        self._welcome, service._desk._welcome = service._desk._welcome, self._note_welcome
+        self._welcome, service._rank_server._welcome = service._rank_server._welcome, self._note_welcome
 
     def _note_begin(self, membership: pb.Membership) -> None:
         if self._service._member_id in [worker.member_id for worker in membership.workers]:
@@ -53,7 +53,7 @@ class ElasticWorker(Worker):
 
     def _check_end(self) -> None:
         group = self._service._group
-        is_whole = group is not None and len(self._service._desk.left) == group.topology.local_size
+        is_whole = group is not None and len(self._service._rank_server.left) == group.topology.local_size
         if is_whole and not self.cluster.hit.intersection((self, *self.cluster.ranks_of(self.machine))):
             super()._check_end()
 

@@ -12,7 +12,7 @@ from byteps_py.scheduler.reforming import Reforming
 from byteps_py.scheduler.roster import Roster
 from byteps_py.scheduler.sessions import Sessions
 from byteps_py.server.rounds import Rounds
-from byteps_py.worker.elastic_desk import ElasticDesk, _Waiter
+from byteps_py.worker.elastic_rank_server import ElasticRankServer, _Waiter
 from byteps_py.worker.group import Group
 from byteps_py.worker.rejoining import Rejoining
 from byteps_py.worker.topology import Topology
@@ -55,7 +55,7 @@ class TakeWhoeverComesForEqual(Mutation):
 class SeatByNumberAlone(Mutation):
     """A rank that starts late on the first machine is rank 0, and has no state."""
 
-    class elastic_desk(ElasticDesk):
+    class elastic_rank_server(ElasticRankServer):
         class waiter_class(_Waiter):
             @property
             def order(self) -> Any:
@@ -167,7 +167,7 @@ class BreakUpAtAPlan(Mutation):
 class HearNobodyWhoCameBack(Mutation):
     """A rank's last words on the connection before are not read before it comes again."""
 
-    class elastic_desk(ElasticDesk):
+    class elastic_rank_server(ElasticRankServer):
         def _is_taken(self, seat: int) -> bool:
             return seat in self._waiters or self._in_group(seat) is not None
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from byteps_py.server.reducer import Plan
+from byteps_py.server.reducer import KernelCall
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Op
 
@@ -227,7 +227,7 @@ def _use_of(work: Callable[[], None]) -> tuple[DType, Sequence[int], Sequence[in
         names = work.__code__.co_freevars  # type: ignore[attr-defined]
         known = dict(zip(names, (cell.cell_contents for cell in closure), strict=True))
         plan = known.get("plan")
-        return (known["dtype"], plan.inputs, plan.outputs, known["count"]) if isinstance(plan, Plan) else None
+        return (known["dtype"], plan.inputs, plan.outputs, known["count"]) if isinstance(plan, KernelCall) else None
     if not isinstance(work, functools.partial) or len(work.args) < 5:
         return None
     _, dtype, inputs, outputs, count = work.args[:5]

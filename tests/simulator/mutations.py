@@ -14,21 +14,21 @@ from byteps_py.scheduler.job import Job
 from byteps_py.scheduler.roster import Roster
 from byteps_py.scheduler.sessions import Sessions
 from byteps_py.server.actions import Reduce
-from byteps_py.server.partition import Round, State
+from byteps_py.server.partition import Round, RoundState
 from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import TensorSpec
 from byteps_py.wire import Header, name_of
 from byteps_py.worker.actions import Release
 from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.desk import Desk
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.joining import Joining
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import Placing
+from byteps_py.worker.rank_server import RankServer
 from byteps_py.worker.requests import Requests
 from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.service import Service
+from byteps_py.worker.service import CommunicationService
 from byteps_py.worker.tensor import Part, RankSlot, Tensor
 from byteps_py.worker.topology import Topology
 
@@ -146,13 +146,13 @@ class VoteInRoundsOnTheirWay(Mutation):
 class DeadWithoutLastWords(Mutation):
     """The end of a process is seen before what it said last."""
 
-    class desk(Desk):
+    class rank_server(RankServer):
         def _ended(self, rank: Any) -> None:
             self._died(rank)
 
 
 class SilentAboutTheDead(Mutation):
-    class desk(Desk):
+    class rank_server(RankServer):
         def fail(self, error: Any) -> None:
             self.failure = error
 
@@ -284,7 +284,7 @@ class ForgetWorkersThatLeft(Mutation):
 class LeaveWithoutFarewell(Mutation):
     """A machine ends as soon as its ranks have, though others may lack the last results."""
 
-    class service(Service):
+    class service(CommunicationService):
         def _go(self) -> None:
             self._loop.stop()
 
@@ -315,7 +315,7 @@ class KeepRoundsThatWereAnsweredElsewhere(Mutation):
 class WelcomeToAFailedJob(Mutation):
     """Ranks that wait while the cluster comes together are welcomed, though one of them was found dead."""
 
-    class desk(Desk):
+    class rank_server(RankServer):
         def open(self, requests: Requests) -> None:
             self._open = requests
             waiting, self._waiting = self._waiting, []
@@ -343,7 +343,7 @@ class GiveUpBeforeAServerIsReached(Mutation):
 class BeLateWithADeadline(Mutation):
     """Whoever waits in vain is told, but later than promised."""
 
-    class service(Service):
+    class service(CommunicationService):
         def _waiting(self, age_s: float) -> Any:
             return super()._waiting(age_s + 5 * (age_s > 30))
 
@@ -374,7 +374,7 @@ class WaitForSumsThatAnotherWasFasterWith(Mutation):
     class rounds(Rounds[Any]):
         def _out_of_step(self, partition: Any, new: Any) -> str:
             before = partition.rounds.get(new.header.round - 1)
-            is_slow = before is not None and before.state is State.REDUCING and not before.is_resent
+            is_slow = before is not None and before.state is RoundState.REDUCING and not before.is_resent
             return "the round before is not delivered yet" if is_slow else super()._out_of_step(partition, new)
 
 

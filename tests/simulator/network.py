@@ -23,7 +23,7 @@ from byteps_py.settings import SLOW_FACTOR, Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.links import ServerLink
+from byteps_py.worker.links import LinkEvents, LinkTarget, ServerLink
 
 from .local import Loop
 from .memory import Frame, Memory
@@ -95,32 +95,27 @@ class TcpLink(ServerLink):
         self,
         context: object,
         runtime: Any,
-        address: str,
+        target: LinkTarget,
         sender: int,
         settings: Settings,
         contributions: object,
-        on_answer: Callable[[Header, Any], None],
-        on_again: Callable[[], None],
-        on_lost: Callable[[str], None],
-        what: str = "",
-        group: int = 0,
-        is_late: bool = False,
+        events: LinkEvents,
     ) -> None:
         loop = runtime.loop
         self.network: Network = runtime.network
         self.process = loop.process
-        self.server = self.network.servers[address]
-        self.on_answer = on_answer
+        self.server = self.network.servers[target.address]
+        self.on_answer = events.on_answer
         self.is_closed = False
         self.connection: Connection
         self._world = self.network.world
         self._loop = loop
-        self._address = address
+        self._address = target.address
         self._machine = sender
-        self._group = group
+        self._group = target.group
         self._patience_s = settings.heartbeat_timeout_s
-        self._on_again = on_again
-        self._on_lost = on_lost
+        self._on_again = events.on_again
+        self._on_lost = events.on_lost
         self._is_up = False
         self._peer: TcpPeer
         self._epoch = 0
@@ -128,7 +123,7 @@ class TcpLink(ServerLink):
         loop.process.on_end.append(self.close)
         self.server.process.on_end.append(self.break_)
         self._open()
-        first, first_s = self.connection, SLOW_FACTOR * self._patience_s if is_late else settings.start_timeout_s
+        first, first_s = self.connection, SLOW_FACTOR * self._patience_s if target.is_late else settings.start_timeout_s
         self._loop.call_later(first_s, lambda: self._give_up(first))
 
     @property

@@ -8,10 +8,10 @@ from byteps_py.failure_detector import FailureDetector
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.sessions import Sessions
 from byteps_py.scheduler.silence import Silence
-from byteps_py.worker.accusations import Accusations
-from byteps_py.worker.direct import Direct
-from byteps_py.worker.elastic_desk import ElasticDesk
+from byteps_py.worker.elastic_rank_server import ElasticRankServer
 from byteps_py.worker.executor import Executor
+from byteps_py.worker.failure_suspicions import FailureSuspicions
+from byteps_py.worker.piece_exchange import PieceExchange
 from byteps_py.worker.scatter import ScatterPart
 from byteps_py.worker.tensor import Part, Stage
 from byteps_py.worker.waits import Waits
@@ -39,7 +39,7 @@ class BlameWhoeverHasLeft(Mutation):
         def needs(channel: Any, member: Any) -> set[int]:
             return set(channel.ranks)
 
-    class direct(Direct):
+    class direct(PieceExchange):
         def keeps_for(self, gone: set[int]) -> bool:
             return False
 
@@ -47,7 +47,7 @@ class BlameWhoeverHasLeft(Mutation):
 class BelieveEveryAccusation(Mutation):
     """A machine that reaches nobody takes the others' servers away."""
 
-    class accusations(Accusations):
+    class suspicions(FailureSuspicions):
         def is_sure(self, member_id: int, now: float) -> bool:
             return True
 
@@ -55,7 +55,7 @@ class BelieveEveryAccusation(Mutation):
 class TakeWhoShutsDownLateForDone(Mutation):
     """All ranks shut down, to initialize again, and one hears only afterwards that another has gone back."""
 
-    class elastic_desk(ElasticDesk):
+    class elastic_rank_server(ElasticRankServer):
         def _former_shut_down(self, *given: Any) -> Any:
             return self._forget_former(*given)
 

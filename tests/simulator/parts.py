@@ -13,25 +13,25 @@ from byteps_py.placement.table import PlacementTable
 from byteps_py.scheduler.sessions import Sessions
 from byteps_py.server.arrival import Arrival
 from byteps_py.server.rounds import Rounds
-from byteps_py.server.service import Service as ServerService
-from byteps_py.worker.accusations import Accusations
+from byteps_py.server.service import SummationService
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.batching import BatchingLink
-from byteps_py.worker.courier import Courier
-from byteps_py.worker.desk import Desk
-from byteps_py.worker.direct import Direct
-from byteps_py.worker.elastic_desk import ElasticDesk
+from byteps_py.worker.elastic_rank_server import ElasticRankServer
 from byteps_py.worker.executor import Executor
+from byteps_py.worker.failure_suspicions import FailureSuspicions
 from byteps_py.worker.group import Group
 from byteps_py.worker.joining import Joining
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.peers import PeerMachines
+from byteps_py.worker.piece_exchange import PieceExchange
+from byteps_py.worker.piece_executor import PieceExecutor
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.placing import Placing
+from byteps_py.worker.rank_server import RankServer
 from byteps_py.worker.rejoining import Rejoining
 from byteps_py.worker.requests import Requests
 from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.service import Service
+from byteps_py.worker.service import CommunicationService
 from byteps_py.worker.topology import Topology
 from byteps_py.worker.waits import Waits
 
@@ -45,12 +45,12 @@ class Parts:
     sessions: type[Sessions] = Sessions
     rounds: type[Rounds[Arrival]] = Rounds
 
-    service: type[Service] = Service
-    desk: type[Desk] = Desk
-    elastic_desk: type[ElasticDesk] = ElasticDesk
+    service: type[CommunicationService] = CommunicationService
+    rank_server: type[RankServer] = RankServer
+    elastic_rank_server: type[ElasticRankServer] = ElasticRankServer
     peers: type[PeerMachines] = PeerMachines
     rejoining: type[Rejoining] = Rejoining
-    accusations: type[Accusations] = Accusations
+    suspicions: type[FailureSuspicions] = FailureSuspicions
     link: Any = BatchingLink
 
     group: type[Group] = Group
@@ -61,9 +61,9 @@ class Parts:
     pipeline: type[Pipeline] = Pipeline
     agreement: type[Agreement] = Agreement
     placing: type[Placing] = Placing
-    direct: type[Direct] = Direct
+    direct: type[PieceExchange] = PieceExchange
     executor: type[Executor] = Executor
-    courier: type[Courier] = Courier
+    piece_executor: type[PieceExecutor] = PieceExecutor
     network: type[LedgerNetwork] = LedgerNetwork
     joining: type[Joining] = Joining
     requests: type[Requests] = Requests
@@ -71,7 +71,7 @@ class Parts:
 
 
 @functools.cache
-def communication_service(parts: type[Parts], table: type[PlacementTable]) -> type[Service]:
+def communication_service(parts: type[Parts], table: type[PlacementTable]) -> type[CommunicationService]:
     of_group = {
         f"{name}_class": getattr(parts, name)
         for name in (
@@ -80,15 +80,15 @@ def communication_service(parts: type[Parts], table: type[PlacementTable]) -> ty
         )
     }  # fmt: skip
     of_group["placing_class"] = type("Placing", (parts.placing,), {"table_class": table})
-    of_group["executor_class"] = type("Executor", (parts.executor,), {"courier_class": parts.courier})
+    of_group["executor_class"] = type("Executor", (parts.executor,), {"piece_executor_class": parts.piece_executor})
     of_service = {
         f"{name}_class": getattr(parts, name)
-        for name in ("desk", "elastic_desk", "peers", "rejoining", "accusations", "link")
+        for name in ("rank_server", "elastic_rank_server", "peers", "rejoining", "suspicions", "link")
     }
     group = type("Group", (parts.group,), of_group)
     return type("Service", (parts.service,), {**of_service, "group_class": group, "probe_class": Probe})
 
 
 @functools.cache
-def summation_service(parts: type[Parts]) -> type[ServerService]:
-    return type("Service", (ServerService,), {"rounds_class": parts.rounds})
+def summation_service(parts: type[Parts]) -> type[SummationService]:
+    return type("Service", (SummationService,), {"rounds_class": parts.rounds})

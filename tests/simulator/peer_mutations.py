@@ -8,9 +8,9 @@ from typing import Any
 from byteps_py.strips import Arriving
 from byteps_py.wire import Kind
 from byteps_py.worker import peers as product
-from byteps_py.worker.courier import Courier
-from byteps_py.worker.direct import Direct
 from byteps_py.worker.peers import PeerMachines
+from byteps_py.worker.piece_exchange import PieceExchange
+from byteps_py.worker.piece_executor import PieceExecutor
 from byteps_py.worker.pieces import Receipt, Serve
 from byteps_py.worker.receipts import Receipts
 from byteps_py.worker.requests import Requests
@@ -24,10 +24,10 @@ from .parts import Parts
 class ServeALaterRound(Mutation):
     """A piece is read where its rank's latest contribution lies."""
 
-    class direct(Direct):
+    class direct(PieceExchange):
         @staticmethod
         def serve(channel: Any, request: Any) -> Any:
-            actions = Direct.serve(channel, request)
+            actions = PieceExchange.serve(channel, request)
             for action in actions:
                 if isinstance(action, Serve):
                     action.block = action.member.slot.input
@@ -48,7 +48,7 @@ class LetGoOfWhatIsBeingSent(Mutation):
 class LetGoOfWhatHasLeft(Mutation):
     """A piece counts as taken when it is sent, though it may be lost on the way."""
 
-    class courier(Courier):
+    class piece_executor(PieceExecutor):
         def _serve(self, peers: Any, action: Serve) -> None:
             super()._serve(peers, action)
             it = action.request
@@ -111,7 +111,7 @@ class AskOnce(Mutation):
 class LeaveWithWhatOthersNeed(Mutation):
     """A machine ends though pieces lie there that nobody has asked for yet."""
 
-    class direct(Direct):
+    class direct(PieceExchange):
         def owes(self, gone: set[int], local_rank: int | None = None) -> bool:
             return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from byteps_py.runtime import Runtime, Thresholds
@@ -71,6 +72,7 @@ class Runtimes:
             network=network,
             ledger=self._ledger,
             loop=local.new_loop(process),
+            zmq_context=lambda: SimpleNamespace(term=lambda: None),
             dialer=functools.partial(PeerDialer, network),
             data_listener=listen,
             local_listener=functools.partial(Listener, world, local, process),

@@ -10,13 +10,13 @@ from typing import Any
 from byteps_py.errors import RendezvousError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.server.actions import Action as ServerAction
-from byteps_py.server.partition import Round, State
-from byteps_py.server.service import Service as ServerService
+from byteps_py.server.partition import Round, RoundState
+from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
-from byteps_py.worker.actions import Action, AskSum, Done
+from byteps_py.worker.actions import Action, RoundDone
 from byteps_py.worker.pieces import Transfer
-from byteps_py.worker.service import Service
-from byteps_py.worker.tensor import Part, Stage, Tensor
+from byteps_py.worker.service import CommunicationService
+from byteps_py.worker.tensor import AskSum, Part, Stage, Tensor
 
 from .ledger import Ledger, Queue
 from .memory import Memory
@@ -34,10 +34,12 @@ class Worker(Process):
         self.host = f"machine {index}"
         self._memory = memory
         self._ledger = ledger
-        self._service: Service
+        self._service: CommunicationService
         self._given: dict[Tensor, tuple[int, bytes]] = {}  # where a completed round's contribution lies, and what
 
-    def start(self, kind: type[Service], settings: Settings, connect: Any, runtime: SimulatedRuntime) -> None:
+    def start(
+        self, kind: type[CommunicationService], settings: Settings, connect: Any, runtime: SimulatedRuntime
+    ) -> None:
         self._service = kind(settings, settings.elastic, connect, runtime)
         self._service.begin()
 
@@ -91,7 +93,7 @@ class Worker(Process):
         return self._answered(part, round_, source, now)
 
     def _check_action(self, action: Action) -> None:
-        if isinstance(action, Done) and action.tensor.parts and action.tensor.parts[0].server >= 0:
+        if isinstance(action, RoundDone) and action.tensor.parts and action.tensor.parts[0].server >= 0:
             self._check_contribution(action.tensor)
         self._carry_out(action)
 
@@ -158,10 +160,10 @@ class Server(Process):
         self.host = f"machine {machine}" if machine >= 0 else name
         self.is_leaving = False
         self._memory = memory
-        self._service: ServerService
+        self._service: SummationService
         self._under_way: list[Round[Any]] = []
 
-    def start(self, kind: type[ServerService], settings: Settings, connect: Any, runtime: SimulatedRuntime) -> None:
+    def start(self, kind: type[SummationService], settings: Settings, connect: Any, runtime: SimulatedRuntime) -> None:
         """As ``Service.run`` begins."""
 
         def new_network(host: str, settings: Settings, traffic: object, *callbacks: Any) -> ServerNetwork:
@@ -172,9 +174,7 @@ class Server(Process):
         it = self._service = kind(settings, machine_kind, connect, runtime)
         self._reduce, it._reduce = it._reduce, self._check_reduce  # type: ignore[method-assign]
         self._reduced, it._rounds.reduced = it._rounds.reduced, self._note_reduced  # type: ignore[method-assign]
-        it._link = connect(
-            settings, it._registration(), it._loop, it._on_message, it._on_lost, it._heartbeat, it._on_away, it._on_back
-        )
+        it._link = connect(settings, it._registration(), it._loop, it.control_events())
         it._loop.call_later(settings.stall_warn_s, it._warn_of_stalls)
 
     @property
@@ -228,5 +228,5 @@ class Server(Process):
         held += sum(c.nbytes for round_ in void for c in round_.contributions.values())
         if rounds.counters.bytes_in_flight != held and not self.world.faults:
             raise InvariantError(f"{rounds.counters.bytes_in_flight} bytes count as held, {held} are")
-        if any(not r.contributions or r.state is State.DROPPED for r in rounds_):
+        if any(not r.contributions or r.state is RoundState.DROPPED for r in rounds_):
             raise InvariantError("a round that is over, or void, is kept")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
@@ -18,7 +17,8 @@ from byteps_py.errors import BytePSError
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.server.service import Service
+from byteps_py.scheduler.control_events import ControlEvents
+from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
 from byteps_py.tensors import DType, Op
@@ -199,15 +199,11 @@ class HandLink:
         settings: Settings,
         register: pb.Register,
         loop: EventLoop,
-        on_message: Callable[[pb.SchedulerMessage], None],
-        on_lost: Callable[[BytePSError], None],
-        heartbeat: Callable[[], pb.Heartbeat],
-        on_away: Callable[[BytePSError], None],
-        on_back: Callable[[], None],
+        events: ControlEvents,
     ) -> HandLink:
         self.register, self._loop = register, loop
-        self._on_message, self._on_lost, self._heartbeat = on_message, on_lost, heartbeat
-        self._on_away, self._on_back = on_away, on_back
+        self._on_message, self._on_lost, self._heartbeat = events.on_message, events.on_lost, events.heartbeat
+        self._on_away, self._on_back = events.on_away, events.on_back
         return self
 
     def send(self, message: pb.MemberMessage) -> None:
@@ -269,7 +265,7 @@ class Server:
         settings: Settings,
         num_machines: int = 2,
         kind: pb.MachineKind = pb.MACHINE_KIND_GPU,
-        service_class: type[Service] = Service,
+        service_class: type[SummationService] = SummationService,
         tells_awaited: bool = True,
     ) -> None:
         self.settings = settings

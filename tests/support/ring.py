@@ -13,14 +13,14 @@ from typing import Any, cast
 import torch
 
 from byteps_py.errors import StallError
-from byteps_py.looks import LOOK_S
 from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.ledger import Ledger
 from byteps_py.session.nearby.memory import Outgoing
-from byteps_py.session.nearby.messages import Kind, Message
+from byteps_py.session.nearby.message_matcher import MessageMatcher
+from byteps_py.session.nearby.messages import PeerMessage, PeerMessageKind
 from byteps_py.session.nearby.ring import Ring
 from byteps_py.session.nearby.waiting import Wait
 from byteps_py.shm import Segment
+from byteps_py.spin_policy import LOOK_S
 from byteps_py.torch.shares.ring_sum import RingSum, RingSums
 
 SLOT_BYTES = 1024
@@ -62,8 +62,8 @@ class Threads(Turns):
 class Outbox:
     announced = 1
 
-    def __init__(self, deliver: Callable[[Message], None] | None) -> None:
-        self.messages: deque[Message] = deque()
+    def __init__(self, deliver: Callable[[PeerMessage], None] | None) -> None:
+        self.messages: deque[PeerMessage] = deque()
         self._deliver = deliver or self.messages.append
 
     def send(self, data: bytes, fd: int = -1) -> None:
@@ -77,13 +77,13 @@ class Rank:
     def __init__(self, me: int, size: int, world: list[Rank], in_threads: bool = False) -> None:
         self.me, self._world = me, world
         self.others = [other for other in range(size) if other != me]
-        self.ledger, self.outgoing = Ledger(me), Outgoing()
+        self.matcher, self.outgoing = MessageMatcher(me), Outgoing()
         self.came = threading.Condition()
         self.patience = Threads(self.came) if in_threads else Turns()
         self.outboxes = {other: Outbox(self._to(other) if in_threads else None) for other in self.others}
         incoming = type("", (), {"find": self.find})()
         self.ring = Ring(
-            me, 0, self.ledger.stream("ring", self.others), SLOT_BYTES, threading.Lock(), self.ledger, self.outgoing,
+            me, 0, self.matcher.stream("ring", self.others), SLOT_BYTES, threading.Lock(), self.matcher, self.outgoing,
             cast(Any, incoming), cast(Any, self.outboxes), cast(Any, self.patience), lambda outbox: None,
         )  # fmt: skip
         self.sums = RingSums(self.ring, me, {rank: rank for rank in range(size)})
@@ -92,8 +92,8 @@ class Rank:
     def find(self, source: int, number: int, end: int) -> Segment:
         return self._world[source].outgoing.segments[number]
 
-    def _to(self, other: int) -> Callable[[Message], None]:
-        def deliver(message: Message) -> None:
+    def _to(self, other: int) -> Callable[[PeerMessage], None]:
+        def deliver(message: PeerMessage) -> None:
             target = self._world[other]
             with target.came:
                 target.take(message)
@@ -101,9 +101,9 @@ class Rank:
 
         return deliver
 
-    def take(self, message: Message) -> None:
-        if message.kind != Kind.LOOK:
-            assert self.ledger.came(message, None) is None
+    def take(self, message: PeerMessage) -> None:
+        if message.kind != PeerMessageKind.LOOK:
+            assert self.matcher.came(message, None) is None
 
     def add_up(
         self, tensor: torch.Tensor, target: torch.Tensor | None = None, name: str = "x", scatters: bool = False

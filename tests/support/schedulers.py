@@ -15,6 +15,7 @@ from byteps_py.launch.cluster import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import client
+from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.settings import Settings
 from support import warm
 
@@ -28,12 +29,13 @@ import sys
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import client
+from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.settings import Settings
 loop = EventLoop()
 register = pb.Register(role=1, kind=1, machine_index=1, local_size=1)
 def told(message):
     print(message.WhichOneof("body"), flush=True)
-client.connect(Settings.from_env(), register, loop, told, print, pb.Heartbeat)
+client.connect(Settings.from_env(), register, loop, ControlEvents(told, print, pb.Heartbeat))
 loop.run()
 """
 
@@ -126,9 +128,8 @@ class Member:
         self.loop = EventLoop()
         self.thread = threading.Thread(target=self.loop.run, name="member-loop")
         self.thread.start()
-        self.link = client.connect(
-            settings, register, self.loop, self._message, self._lost, self._heartbeat, self.away.put, self._back
-        )
+        events = ControlEvents(self._message, self._lost, self._heartbeat, self.away.put, self._back)
+        self.link = client.connect(settings, register, self.loop, events)
 
     def _message(self, message: pb.SchedulerMessage) -> None:
         self.callback_threads.add(threading.current_thread())

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from byteps_py.launch.policy import ENDING_SIGNALS
-from byteps_py.launch.spec import Kind, ProcessSpec
+from byteps_py.launch.spec import ProcessKind, ProcessSpec
 from byteps_py.launch.supervisor import Supervision, Supervisor
 
 
@@ -27,7 +27,7 @@ def main() -> int:
     how.setdefault("tag_output", False)
     specs = [
         # -S -E: these children need the standard library only, and start fast.
-        ProcessSpec(name, Kind(kind), label, (sys.executable, "-S", "-E", "-u", "-c", code), {}, label == "0")
+        ProcessSpec(name, ProcessKind(kind), label, (sys.executable, "-S", "-E", "-u", "-c", code), {}, label == "0")
         for name, kind, label, code in given["specs"]
     ]
     return Supervisor(specs, os.environ, Supervision(**how), os.urandom(8).hex()).run().code

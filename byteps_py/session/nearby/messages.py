@@ -12,7 +12,7 @@ from typing import NamedTuple
 from byteps_py.errors import ProtocolError
 
 
-class Kind(enum.IntEnum):
+class PeerMessageKind(enum.IntEnum):
     """First byte of a message."""
 
     INLINE = 1  # a parcel, whole
@@ -24,7 +24,7 @@ class Kind(enum.IntEnum):
     LOOK = 7  # the sender has laid something for which the one this is said to sleeps (ring.py)
 
 
-class Message(NamedTuple):
+class PeerMessage(NamedTuple):
     """``source``: the local rank that says it. ``era``: how often all ranks have joined. ``stream``: the key of one.
     ``number``: of a parcel among those that the stream brings from there to here. ``total``: its bytes. ``id``: what
     the sender calls it; 0 if the sender need not know when it is taken. ``due``: bytes that the sender of a parcel
@@ -48,15 +48,15 @@ _RECORD = struct.Struct("<HHIQQQQQQQq")
 RECORD_BYTES = _RECORD.size
 REFUSED = -2
 pack = _RECORD.pack  # its arguments are the fields, in order: this is the hot path
-_KINDS = frozenset(map(int, Kind))
+_KINDS = frozenset(map(int, PeerMessageKind))
 
 
-def unpack(data: memoryview, nbytes: int) -> Message:
+def unpack(data: memoryview, nbytes: int) -> PeerMessage:
     """The record at the beginning of ``data``, a message of ``nbytes``. Raises ProtocolError."""
     if nbytes < RECORD_BYTES:
         raise ProtocolError(f"a message of {nbytes} bytes from a rank of this machine; records have {RECORD_BYTES}")
-    message = Message._make(_RECORD.unpack_from(data))
-    is_inline = message.kind == Kind.INLINE
+    message = PeerMessage._make(_RECORD.unpack_from(data))
+    is_inline = message.kind == PeerMessageKind.INLINE
     extra = message.total if is_inline else 0
     is_wrong = message.ready > message.total or (is_inline and message.ready < message.total)
     if message.kind not in _KINDS or nbytes != RECORD_BYTES + extra or is_wrong:

@@ -20,12 +20,12 @@ from typing import cast
 from byteps_py import streaming
 from byteps_py.errors import CommunicationError, JoinedError, MismatchError, ProtocolError
 from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.ledger import Ledger, Parcel, Stream
-from byteps_py.session.nearby.meetings import Meetings
 from byteps_py.session.nearby.memory import Incoming, Outgoing
-from byteps_py.session.nearby.messages import RECORD_BYTES, Kind
-from byteps_py.session.nearby.post import Inbox, Outbox
-from byteps_py.session.nearby.receipts import Receipt, Span, joined
+from byteps_py.session.nearby.message_matcher import MessageMatcher, Parcel, Stream
+from byteps_py.session.nearby.messages import RECORD_BYTES, PeerMessageKind
+from byteps_py.session.nearby.peer_directory import PeerDirectory
+from byteps_py.session.nearby.post import Inbox, PeerOutbox
+from byteps_py.session.nearby.receipts import Span, StreamReceipt, joined
 from byteps_py.session.nearby.ring import Ring
 from byteps_py.session.nearby.talk import Talk
 from byteps_py.session.nearby.waiting import Host, Patience, Wait
@@ -39,7 +39,7 @@ CHUNK_BYTES = 1 << 20
 #: Parcels of a stream that somebody has not acknowledged; a further one has to wait.
 WINDOW = 4
 
-_INLINE, _LAID, _MORE, _TAKEN, _SEGMENT, _JOINED, _LOOK = map(int, Kind)
+_INLINE, _LAID, _MORE, _TAKEN, _SEGMENT, _JOINED, _LOOK = map(int, PeerMessageKind)
 
 
 class Neighbours:
@@ -52,19 +52,19 @@ class Neighbours:
         self._local_size = local_size
         self._patience = Patience(host, local_rank, local_size, first_rank, self.take_message)
         self._books = threading.Lock()  # guards the ledger and the outgoing memory
-        self._ledger = Ledger(local_rank)
+        self._matcher = MessageMatcher(local_rank)
         self._outgoing = Outgoing()
         self._incoming = Incoming()
         self._inbox = Inbox()
-        self._outboxes: dict[int, Outbox] = {}
+        self._outboxes: dict[int, PeerOutbox] = {}
         self._retired: list[tuple[Ring, Stream]] = []
         #: With which ranks this one can deal.
-        self.meetings = Meetings(host, self._patience, local_rank, local_size, self._inbox.door)
+        self.meetings = PeerDirectory(host, self._patience, local_rank, local_size, self._inbox.door)
 
     def introduce(self, local_rank: int, door: int) -> None:
         """The service gives the way to a neighbour, perhaps a new one in an earlier one's place."""
         before = self._outboxes.get(local_rank)
-        self._outboxes[local_rank] = Outbox(door)
+        self._outboxes[local_rank] = PeerOutbox(door)
         if before is not None:
             before.close()
 
@@ -72,7 +72,7 @@ class Neighbours:
 
     def stream(self, name: str, others: Iterable[int]) -> Stream:
         with self._books:
-            return self._ledger.stream(name, others)
+            return self._matcher.stream(name, others)
 
     def has_room(self, stream: Stream) -> bool:
         """True if the next parcel may be sent."""
@@ -84,10 +84,10 @@ class Neighbours:
         """Of one who waits for it: returns, within so many seconds, when the next parcel may be sent. Raises
         StallError, after which it may be called again, JoinedError (one that has not taken the others has no more data)
         and what ends the session."""
-        wait = Wait(stream.name, 0, lambda: self._ledger.takers(stream))
+        wait = Wait(stream.name, 0, lambda: self._matcher.takers(stream))
 
         def gone() -> set[int]:
-            return self.gone(self._ledger.takers(stream))
+            return self.gone(self._matcher.takers(stream))
 
         def within(timeout_s: float) -> None:
             if stream.unacknowledged >= WINDOW:
@@ -115,7 +115,7 @@ class Neighbours:
 
     def refuse(self, stream: Stream, targets: Iterable[int], gone: int) -> None:
         """These do not get the stream's next parcel, since the local rank ``gone`` has joined: they raise that."""
-        era, me, key = self._ledger.era, self._me, stream.key
+        era, me, key = self._matcher.era, self._me, stream.key
         for target in targets:
             number = stream.send(target)
             record = messages.pack(_INLINE, me, era, 0, key, number, 0, 0, 0, gone, messages.REFUSED)
@@ -133,9 +133,9 @@ class Neighbours:
         parcel_id = 0
         if is_led:
             with self._books:
-                parcel_id = self._ledger.send(stream, targets, None)
+                parcel_id = self._matcher.send(stream, targets, None)
         data = b"".join([ctypes.string_at(address, length) for address, length in spans])
-        era, me, key = self._ledger.era, self._me, stream.key
+        era, me, key = self._matcher.era, self._me, stream.key
         for at, target in enumerate(targets):
             number, due = stream.send(target), dues[at] if dues else -1
             record = messages.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, parcel_id, 0, due)
@@ -146,8 +146,8 @@ class Neighbours:
     ) -> None:
         with self._books:
             block, segment = self._outgoing.allocate(nbytes)
-            parcel_id = self._ledger.send(stream, targets, block)
-        era, me, key = self._ledger.era, self._me, stream.key
+            parcel_id = self._matcher.send(stream, targets, block)
+        era, me, key = self._matcher.era, self._me, stream.key
         done = ready = 0
         for address, length in spans:
             for first in range(0, length, CHUNK_BYTES):
@@ -168,11 +168,11 @@ class Neighbours:
                     outbox.send(messages.pack(_LAID, me, era, where, key, number, nbytes, done, parcel_id, offset, due))
                 ready = done
 
-    def _announce(self, outbox: Outbox) -> None:
+    def _announce(self, outbox: PeerOutbox) -> None:
         with self._books:
             segments = self._outgoing.segments[outbox.announced :]
             for number, segment in enumerate(segments, outbox.announced):
-                record = messages.pack(_SEGMENT, self._me, self._ledger.era, number, 0, 0, segment.nbytes, 0, 0, 0, -1)
+                record = messages.pack(_SEGMENT, self._me, self._matcher.era, number, 0, 0, segment.nbytes, 0, 0, 0, -1)
                 outbox.send(record, segment.fd)
             outbox.announced += len(segments)
 
@@ -180,13 +180,13 @@ class Neighbours:
         """For operations in which all of a group give to all, step by step. Its slots are there with the first one."""
         self._sweep()
         return Ring(
-            self._me, self._first_rank, stream, slot_bytes, self._books, self._ledger, self._outgoing, self._incoming,
+            self._me, self._first_rank, stream, slot_bytes, self._books, self._matcher, self._outgoing, self._incoming,
             self._outboxes, self._patience, self._announce,
         )  # fmt: skip
 
     def talk(self, name: str, others: Iterable[int]) -> Talk:
         """With these local ranks, whom this one has met. Nothing else uses the stream of this name."""
-        return Talk(self._me, self.stream(name, others), self._ledger, self._outboxes, self._patience)
+        return Talk(self._me, self.stream(name, others), self._matcher, self._outboxes, self._patience)
 
     def retire(self, ring: Ring, stream: Stream) -> None:
         """The ring's group has ended here, with nothing under way. Others may still read its slots, until all have said
@@ -211,7 +211,7 @@ class Neighbours:
 
     # ---- receiving -------------------------------------------------------------------------------------
 
-    def collect(self, receipt: Receipt, timeout_s: float) -> None:
+    def collect(self, receipt: StreamReceipt, timeout_s: float) -> None:
         """Copy what comes to where it belongs; return when all of it is there. What has come stays, if called again.
 
         Raises StallError, MismatchError (once all is there; what is not as long as it should be is let go), JoinedError
@@ -225,7 +225,7 @@ class Neighbours:
         if receipt.error is not None:
             raise receipt.error
 
-    def _collect(self, receipt: Receipt, deadline: float) -> None:
+    def _collect(self, receipt: StreamReceipt, deadline: float) -> None:
         left = receipt.left
         while left:
             source, number, spans, nbytes, sent = left[-1]
@@ -252,7 +252,7 @@ class Neighbours:
         if not has_come():
             self._host.wait_until(has_come, timeout_s, lambda: "nothing came from anybody")
 
-    def look(self, receipt: Receipt) -> bool:
+    def look(self, receipt: StreamReceipt) -> bool:
         """True if ``collect`` would not block. Takes what messages there are."""
         if not receipt.is_there:
             self.take_messages()
@@ -267,15 +267,15 @@ class Neighbours:
 
     def gone(self, local_ranks: Iterable[int]) -> set[int]:
         """Which of them have no more data."""
-        return self._ledger.joined.intersection(local_ranks)
+        return self._matcher.joined.intersection(local_ranks)
 
     def joined(self, stream: Stream, gone: Iterable[int]) -> JoinedError:
         """These have no more data, and the stream's next operation needs them."""
         return joined(stream.name, self._first_rank + min(gone))
 
-    def _await_parcel(self, receipt: Receipt, wait: Wait, source: int, number: int, timeout_s: float) -> None:
+    def _await_parcel(self, receipt: StreamReceipt, wait: Wait, source: int, number: int, timeout_s: float) -> None:
         flows = receipt.stream.flows
-        parcels, gone = flows[source].parcels, self._ledger.joined
+        parcels, gone = flows[source].parcels, self._matcher.joined
 
         def absent() -> list[int]:
             """Who has joined instead. If the operation is mutual, whoever knows so has not begun it either."""
@@ -325,7 +325,7 @@ class Neighbours:
                 return False
         if parcel.id:
             self._outboxes[source].send(
-                messages.pack(_TAKEN, self._me, self._ledger.era, 0, 0, 0, 0, 0, parcel.id, 0, -1)
+                messages.pack(_TAKEN, self._me, self._matcher.era, 0, 0, 0, 0, 0, parcel.id, 0, -1)
             )
         return True
 
@@ -359,7 +359,7 @@ class Neighbours:
                 os.close(fd)
         payload = bytes(buffer[RECORD_BYTES:nbytes]) if message.kind == _INLINE else None
         with self._books:
-            freed = self._ledger.came(message, payload)
+            freed = self._matcher.came(message, payload)
             if freed is not None:
                 self._outgoing.free(cast(Block, freed))
         return True
@@ -370,7 +370,7 @@ class Neighbours:
         """No more data: ``tell`` the service, then neighbours, who may join on hearing it, and be heard first there."""
         if self.meetings.includes_all:
             self.meetings.wait_for_all()
-        record = messages.pack(_JOINED, self._me, self._ledger.era, 0, 0, 0, 0, 0, 0, 0, -1)
+        record = messages.pack(_JOINED, self._me, self._matcher.era, 0, 0, 0, 0, 0, 0, 0, -1)
         tell()
         for outbox in self._outboxes.values():
             outbox.send(record)
@@ -378,7 +378,7 @@ class Neighbours:
     def start_anew(self) -> None:
         """All ranks have joined."""
         with self._books:
-            for block in self._ledger.start_anew():
+            for block in self._matcher.start_anew():
                 self._outgoing.free(cast(Block, block))
             while self._retired:
                 self._free(self._retired.pop()[0])

@@ -65,7 +65,7 @@ class Inbox:
         self._door.close()
 
 
-class Outbox:
+class PeerOutbox:
     """The way to one neighbour, whose inbox's ``door`` it owns. Any thread."""
 
     def __init__(self, door: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from byteps_py.errors import CommunicationError, JoinedError
-from byteps_py.session.nearby.ledger import Stream
+from byteps_py.session.nearby.message_matcher import Stream
 from byteps_py.session.nearby.waiting import Wait
 
 #: (address, bytes): a piece of memory of this process.
@@ -14,7 +14,7 @@ Span = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Receipt:
+class StreamReceipt:
     """What one operation is to get of a stream: (source, number, where to, bytes, bytes sent there
     in turn or -1), the last one first. ``error``: what has come is not what was expected. ``is_mutual``: all others
     expect the same of all, and nobody begins without one that has joined."""

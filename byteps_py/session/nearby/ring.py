@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
 from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.ledger import Ledger, Stream
 from byteps_py.session.nearby.memory import Incoming, Outgoing
-from byteps_py.session.nearby.messages import Kind
-from byteps_py.session.nearby.post import Outbox
+from byteps_py.session.nearby.message_matcher import MessageMatcher, Stream
+from byteps_py.session.nearby.messages import PeerMessageKind
+from byteps_py.session.nearby.post import PeerOutbox
 from byteps_py.session.nearby.receipts import joined
 from byteps_py.session.nearby.waiting import Patience, Wait
 from byteps_py.shm import PAGE, Block, Segment
@@ -39,7 +39,7 @@ WORD, ASLEEP, RECORDS = 0, 64, 128
 #: An era's words begin here; within one, nobody is ahead of others by more than that.
 _ERA, AHEAD = 40, 1 << 39
 _RECORD = struct.Struct("=QQ")  # key, bytes of the tensor
-_LAID, _LOOK = int(Kind.LAID), int(Kind.LOOK)
+_LAID, _LOOK = int(PeerMessageKind.LAID), int(PeerMessageKind.LOOK)
 
 
 class Ring:
@@ -54,15 +54,15 @@ class Ring:
         stream: Stream,
         slot_bytes: int,
         books: threading.Lock,
-        ledger: Ledger,
+        matcher: MessageMatcher,
         outgoing: Outgoing,
         incoming: Incoming,
-        outboxes: Mapping[int, Outbox],
+        outboxes: Mapping[int, PeerOutbox],
         patience: Patience,
-        announce: Callable[[Outbox], None],
+        announce: Callable[[PeerOutbox], None],
     ) -> None:
         self._me, self._first_rank, self._stream, self.slot_bytes = me, first_rank, stream, slot_bytes
-        self._books, self._ledger, self._outgoing, self._incoming = books, ledger, outgoing, incoming
+        self._books, self._matcher, self._outgoing, self._incoming = books, matcher, outgoing, incoming
         self._outboxes, self._patience, self._announce = outboxes, patience, announce
         self.block: Block | None = None  # where its lines and slots are
         self._segments: dict[int, Segment] = {}  # by local rank: those with members' lines and slots
@@ -98,7 +98,7 @@ class Ring:
     @property
     def knows_all(self) -> bool:
         """All members know where the others' slots are."""
-        return self._era == self._ledger.era and len(self.controls) > len(self._stream.flows)
+        return self._era == self._matcher.era and len(self.controls) > len(self._stream.flows)
 
     def slots(self, local_rank: int) -> int:
         """The address of a member's slots, which lie side by side. Of this rank, once ``prepare`` has been called; of
@@ -107,14 +107,14 @@ class Ring:
 
     def prepare(self) -> None:
         """The first step of the next operation may be written from now on, whether or not it comes to it."""
-        if self._era == self._ledger.era:
+        if self._era == self._matcher.era:
             return
         if self.block is None:
             with self._books:
                 self.block, segment = self._outgoing.allocate(PAGE + SLOTS * self.slot_bytes)
             self._segments[self._me] = segment
             ctypes.memset(self.block.address, 0, PAGE)
-        self._era, self._first, self._operations = self._ledger.era, 0, 0
+        self._era, self._first, self._operations = self._matcher.era, 0, 0
         self.controls = {self._me: self.block.address}
         for target in self._stream.flows:
             outbox = self._outboxes[target]
@@ -127,7 +127,7 @@ class Ring:
     def begin(self, name: str, nbytes: int, steps: int) -> None:
         """The next operation, of a tensor of ``nbytes``: every member lays ``steps`` steps. ``name``: what all call it.
         Raises JoinedError if one has no more data."""
-        if missing := [source for source in self.others if source in self._ledger.joined]:
+        if missing := [source for source in self.others if source in self._matcher.joined]:
             raise joined(name, self._first_rank + missing[0])
         self.prepare()
         self.key, self._name, self._nbytes, self._steps = key_of(name), name, nbytes, steps
@@ -145,12 +145,12 @@ class Ring:
             return [source for source in flows if source not in self.controls and not flows[source].parcels]
 
         def has_come() -> bool:
-            return not (missing := unknown()) or not self._ledger.joined.isdisjoint(missing)
+            return not (missing := unknown()) or not self._matcher.joined.isdisjoint(missing)
 
         if not has_come():
             self._patience.until(has_come, self._wait, timeout_s)
         if missing := unknown():
-            raise self._joined(min(self._ledger.joined.intersection(missing)))
+            raise self._joined(min(self._matcher.joined.intersection(missing)))
         for source, flow in flows.items():
             for number, parcel in list(flow.parcels.items()):
                 segment = self._incoming.find(source, parcel.segment, parcel.offset + parcel.total)
@@ -235,7 +235,7 @@ class Ring:
 
     def _absent(self) -> list[int]:
         """Members that have joined, and have not begun this operation."""
-        gone = self._ledger.joined
+        gone = self._matcher.joined
         return [source for source in self.others if source in gone and not self._has_laid(source, self.base + 1)]
 
     def _joined(self, source: int) -> JoinedError:

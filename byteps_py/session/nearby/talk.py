@@ -11,36 +11,36 @@ from collections.abc import Callable, Collection, Mapping
 
 from byteps_py.errors import ProtocolError
 from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.ledger import Ledger, Stream
-from byteps_py.session.nearby.messages import Kind
-from byteps_py.session.nearby.post import Outbox
+from byteps_py.session.nearby.message_matcher import MessageMatcher, Stream
+from byteps_py.session.nearby.messages import PeerMessageKind
+from byteps_py.session.nearby.post import PeerOutbox
 from byteps_py.session.nearby.waiting import Patience, Wait
 
-_INLINE = int(Kind.INLINE)
+_INLINE = int(PeerMessageKind.INLINE)
 
 
 class Talk:
     """Of the ranks of ``stream``, which has no other use. One thread at a time."""
 
     def __init__(
-        self, me: int, stream: Stream, ledger: Ledger, outboxes: Mapping[int, Outbox], patience: Patience
+        self, me: int, stream: Stream, matcher: MessageMatcher, outboxes: Mapping[int, PeerOutbox], patience: Patience
     ) -> None:
         self._me = me
         self._stream = stream
-        self._ledger = ledger
+        self._matcher = matcher
         self._outboxes = outboxes
         self._patience = patience
 
     @property
     def joined(self) -> Collection[int]:
         """Ranks that say nothing any more. All that they have said has been heard, if one listens after this."""
-        return frozenset(self._ledger.joined)
+        return frozenset(self._matcher.joined)
 
     def say(self, number: int, word: int, address: int = 0, nbytes: int = 0) -> None:
         """To all others, of this round; with ``nbytes`` that lie at ``address``."""
         data = ctypes.string_at(address, nbytes) if nbytes else b""
         record = messages.pack(
-            _INLINE, self._me, self._ledger.era, 0, self._stream.key, number, nbytes, nbytes, 0, 0, word
+            _INLINE, self._me, self._matcher.era, 0, self._stream.key, number, nbytes, nbytes, 0, 0, word
         )
         for target in self._stream.flows:
             self._outboxes[target].send(record + data)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, StallError
-from byteps_py.looks import LOOK_S, Looks
+from byteps_py.spin_policy import LOOK_S, SpinPolicy
 
 #: After so long the communication service is told, which knows who is alive, and says who keeps others waiting.
 _TELL_AFTER_S = 0.3
@@ -62,15 +62,15 @@ class Patience:
         self._me = local_rank
         self._first_rank = first_rank
         self._take_message = take_message
-        self._looks = Looks()
+        self._spin_policy = SpinPolicy()
         self._waits = 0
 
     def look_s(self) -> float:
         """How long to look before the next wait, for who does so by itself and then says what came of it."""
-        return LOOK_S if self._looks.is_due() else 0.0
+        return LOOK_S if self._spin_policy.is_due() else 0.0
 
     def looked(self, in_vain: bool) -> None:
-        self._looks.ended(paid=not in_vain)
+        self._spin_policy.ended(paid=not in_vain)
 
     def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool = False) -> None:
         """Return when ``condition`` holds. ``has_looked``: the caller has done so by itself. Raises StallError and what
@@ -119,10 +119,10 @@ class Patience:
             while not host.is_being_read:
                 if self._take_message():
                     if condition():
-                        self._looks.ended(paid=True)
+                        self._spin_policy.ended(paid=True)
                         return True
                 elif time.perf_counter() > limit:
-                    self._looks.ended(paid=False)
+                    self._spin_policy.ended(paid=False)
                     break
                 else:
                     os.sched_yield()  # to a rank that shares this core, or to the service
@@ -134,7 +134,9 @@ class Patience:
         group = sorted(self._first_rank + rank for rank in {self._me, *wait.missing()})
         age_s = time.monotonic() - wait.since
         self._host.tell(
-            protocol.pack(protocol.Kind.WAITS, id=wait.id, name=wait.name, round=wait.number, age_s=age_s, group=group)
+            protocol.pack(
+                protocol.RankMessageKind.WAITS, id=wait.id, name=wait.name, round=wait.number, age_s=age_s, group=group
+            )
         )
 
     def ended(self, wait: Wait) -> None:
@@ -143,4 +145,4 @@ class Patience:
         if wait.id:
             told, wait.id = wait.id, 0
             with contextlib.suppress(BytePSError):  # what has ended the session is the caller's to find out
-                self._host.tell(protocol.pack(protocol.Kind.WAITED, id=told))
+                self._host.tell(protocol.pack(protocol.RankMessageKind.WAITED, id=told))

@@ -21,24 +21,24 @@ from byteps_py.torch.distributed.arguments import Landing, nbytes_of, octets
 from byteps_py.torch.distributed.direct import spec_of
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.members import Members
-from byteps_py.torch.distributed.operation import Operation
+from byteps_py.torch.distributed.operation import LaneOperation
 from byteps_py.torch.distributed.threads import POOL
-from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.distributed.work import Call, GroupContext, Pending
 
 #: Of a channel, used in turn. The service keeps two rounds of each for a receiver that is late.
 LANES = 2
 
 
-class Message(Pending):
+class PendingMessage(Pending):
     """A send or a receive. It begins in its turn: ``begun`` is set, by whichever thread began it, or could not."""
 
     def __init__(
-        self, around: Surroundings, what: str, tensor: torch.Tensor, timeout_s: float, source: int | None = None
+        self, around: GroupContext, what: str, tensor: torch.Tensor, timeout_s: float, source: int | None = None
     ) -> None:
         super().__init__(around, what, [tensor], timeout_s)
         self.tensor = tensor
         self.begun = threading.Event()
-        self.operation: Operation | None = None
+        self.operation: LaneOperation | None = None
         self.lane: Lane | None = None
         self.failure: Exception | None = None
         self.source = source
@@ -49,7 +49,7 @@ class Message(Pending):
         """Of a receive: how its size is compared."""
         return Sizes.PLAIN if self.tensor.numel() else Sizes.CHECKED
 
-    def given(self, operation: Operation) -> Pending:
+    def given(self, operation: LaneOperation) -> Pending:
         """``operation`` carries it out. Returns what keeps the lane until it is over."""
         return operation
 
@@ -62,7 +62,7 @@ class Message(Pending):
         elif self.lane is not None:
             self._slices(deadline, self.lane.departed)
 
-    def _receive(self, operation: Operation, deadline: float) -> None:
+    def _receive(self, operation: LaneOperation, deadline: float) -> None:
         self._slices(deadline, operation.settle)
         operation.wait()
 
@@ -75,7 +75,7 @@ class Message(Pending):
             return self.failure is not None
         return self.source is None or self.operation is None or self._is_received(self.operation)
 
-    def _is_received(self, operation: Operation) -> bool:
+    def _is_received(self, operation: LaneOperation) -> bool:
         return operation.is_completed()
 
     def source_rank(self) -> int:
@@ -85,21 +85,21 @@ class Message(Pending):
 
 
 @dataclass(eq=False)
-class Channel:
+class MessageQueue:
     """Messages of one tag between this process and ``peer``, one way."""
 
     members: Members
-    around: Surroundings
+    around: GroupContext
     peer: int
     tag: int
     is_sender: bool
     lock: threading.RLock = field(default_factory=threading.RLock)  # a message may be given again while it is held
     lanes: list[Lane] = field(default_factory=list)
     calls: int = 0
-    waiting: deque[Message] = field(default_factory=deque)
+    waiting: deque[PendingMessage] = field(default_factory=deque)
     is_served: bool = False
 
-    def post(self, message: Message) -> Message:
+    def post(self, message: PendingMessage) -> PendingMessage:
         """Begin ``message`` now, if nothing is before it, else in its turn. Never blocks for others."""
         with self.lock:
             self.around.check()
@@ -148,7 +148,7 @@ class Channel:
             message.failure = error
             message.begun.set()
 
-    def _begin(self, message: Message) -> None:
+    def _begin(self, message: PendingMessage) -> None:
         """Its lane is free; called with the lock held."""
         try:
             message.turn = self.calls % LANES
@@ -158,12 +158,12 @@ class Channel:
         self.calls += 1
         message.begun.set()
 
-    def again(self, message: Message) -> Operation:
+    def again(self, message: PendingMessage) -> LaneOperation:
         """Give a message again, in the lane that it keeps."""
         with self.lock:
             return self._hand_over(message, self.lanes[message.turn])
 
-    def _hand_over(self, message: Message, lane: Lane) -> Operation:
+    def _hand_over(self, message: PendingMessage, lane: Lane) -> LaneOperation:
         members, tensor = self.members, message.tensor
         own, other = members.position, self.peer
         nbytes = nbytes_of(tensor)
@@ -190,8 +190,8 @@ class Channel:
                 lane.fetch(tensor.device, [(0, landing.memory)])
                 landing.land()
 
-        operation = Operation(
-            self.around, None, message.what, lane, tensor.device, [tensor], deliver, self.around.timeout_s
+        operation = LaneOperation(
+            self.around, None, Call(message.what, [tensor], self.around.timeout_s, deliver), lane, tensor.device
         )
         lane.begin(tensor.device, places, layout)
         lane.occupant = message.given(operation)

@@ -18,8 +18,8 @@ from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane, Place
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near_collectives import NearCollectives
-from byteps_py.torch.distributed.operation import Operation
-from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.distributed.operation import LaneOperation
+from byteps_py.torch.distributed.work import Call, GroupContext, Pending
 from byteps_py.torch.dtypes import is_plain
 
 #: Operations of a group that may be under way at once; a further one waits for the first of them to end.
@@ -49,11 +49,11 @@ class Moved:
     room: tuple[int, int]
 
 
-class Direct:
+class GroupGathers:
     """Any thread; operations go in the order of the calls."""
 
     def __init__(
-        self, members: Members, around: Surroundings, completer: Completer, near: NearCollectives | None = None
+        self, members: Members, around: GroupContext, completer: Completer, near: NearCollectives | None = None
     ) -> None:
         self._near = near
         self._members = members
@@ -74,19 +74,19 @@ class Direct:
         after: After | None = None,
     ) -> Pending:
         """Everybody's ``tensors`` to everybody."""
-        return self._start(Op.GATHER, "gather", what, [tensors], outputs, timeout_s, after, Sizes.TOGETHER)
+        return self._start(Op.GATHER, "gather", Call(what, [], timeout_s), [tensors], outputs, after, Sizes.TOGETHER)
 
     def exchange(
         self, what: str, sends: Pieces, receives: Pieces, timeout_s: float, after: After | None = None
     ) -> Pending:
         """To each member what is for it, from each what is for this one."""
-        return self._start(Op.EXCHANGE, "exchange", what, sends, receives, timeout_s, after, Sizes.TOGETHER)
+        return self._start(Op.EXCHANGE, "exchange", Call(what, [], timeout_s), sends, receives, after, Sizes.TOGETHER)
 
     def finish(self) -> None:
         """Complete what is under way. Raises StallError."""
         with self._lock:
             for lane in itertools.chain.from_iterable(self._lanes.values()):
-                self._around.vacate(lane)
+                self._around.finish(lane.occupant)
 
     def even(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Pending:
         """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; contiguous.
@@ -113,7 +113,7 @@ class Direct:
             [(whole[first:after], mine if is_gather else mine[first:after])],
             (mine.numel(), whole.numel()),
         )
-        return self._begin(op, what, moved, device_of([source, target]), [target], _nothing, timeout_s)
+        return self._begin(op, Call(what, [target], timeout_s), moved, device_of([source, target]))
 
     def gather_to(self, root: int, tensor: torch.Tensor, outputs: list[torch.Tensor], timeout_s: float) -> Pending:
         """Everybody's ``tensor`` to the root, which alone gives outputs."""
@@ -123,7 +123,7 @@ class Direct:
         sends: Pieces = [[tensor] if member == root else [] for member in range(count)]
         receives: Pieces = [[output] for output in outputs] or [[] for _ in range(count)]
         sizes = _one_sided(outputs)
-        return self._start(Op.EXCHANGE, f"gather.{root}", "gather", sends, receives, timeout_s, None, sizes)
+        return self._start(Op.EXCHANGE, f"gather.{root}", Call("gather", [], timeout_s), sends, receives, None, sizes)
 
     def scatter_from(self, root: int, inputs: list[torch.Tensor], output: torch.Tensor, timeout_s: float) -> Pending:
         """From the root, which alone gives inputs, a tensor to each member."""
@@ -133,19 +133,19 @@ class Direct:
         sends: Pieces = [[tensor] for tensor in inputs] or [[] for _ in range(count)]
         receives: Pieces = [[output] if member == root else [] for member in range(count)]
         sizes = _one_sided([output])
-        return self._start(Op.EXCHANGE, f"scatter.{root}", "scatter", sends, receives, timeout_s, None, sizes)
+        return self._start(Op.EXCHANGE, f"scatter.{root}", Call("scatter", [], timeout_s), sends, receives, None, sizes)
 
     def _start(
         self,
         op: Op,
         stream: str,
-        what: str,
+        call: Call,
         sends: Pieces,
         receives: Pieces,
-        timeout_s: float,
         after: After | None,
         sizes: Sizes,
     ) -> Pending:
+        """``call``: but for its outputs, and for what is to be done in the end, which follow from the rest."""
         outgoing = [[octets(tensor) for tensor in piece] for piece in sends]
         landings = [[Landing(tensor) for tensor in piece] for piece in receives]
         incoming = [[landing.memory for landing in piece] for piece in landings]
@@ -159,42 +159,35 @@ class Direct:
             if after is not None:
                 after.finish()
 
+        call = call._replace(outputs=outputs, finish=finish)
         if self._near is not None and device.type == "cpu":
             if sizes is Sizes.TOGETHER:
-                return self._near.move(stream, what, outgoing, incoming, outputs, timeout_s, finish, True)
+                return self._near.move(stream, call, outgoing, incoming, True)
             sent, due = ([piece or None for piece in pieces] for pieces in (outgoing, incoming))
-            return self._near.move(stream, what, sent, due, outputs, timeout_s, finish, False)
+            return self._near.move(stream, call, sent, due, False)
         kept = self._keep_own(op, outgoing, incoming)
         layout = Layout(_ranges(outgoing), _ranges(incoming), sizes)
         room = (_total(outgoing), _total(incoming))
         moved = Moved(_places(outgoing), _places(incoming), layout, kept, room)
-        return self._begin(op, what, moved, device, outputs, finish, timeout_s)
+        return self._begin(op, call, moved, device)
 
-    def _begin(
-        self,
-        op: Op,
-        what: str,
-        moved: Moved,
-        device: torch.device,
-        outputs: list[torch.Tensor],
-        finish: Callable[[], None],
-        timeout_s: float,
-    ) -> Operation:
+    def _begin(self, op: Op, call: Call, moved: Moved, device: torch.device) -> LaneOperation:
         with self._lock:
             self._around.check()
             number = next(self._calls[op]) % LANES
             lane = self._lanes[op][number]
-            self._around.vacate(lane)
+            self._around.finish(lane.occupant)
             if not lane.has_room(*moved.room):
                 lane.declare(self._spec(op, number, lane, *moved.room))
 
             def deliver() -> None:
                 lane.fetch(device, moved.incoming)
-                finish()
+                if call.finish is not None:
+                    call.finish()
 
-            work = Operation(self._around, self._completer, what, lane, device, outputs, deliver, timeout_s)
+            work = LaneOperation(self._around, self._completer, call._replace(finish=deliver), lane, device)
             # The service compares sizes, not what they are for: to the journal, that is part of the name.
-            work.number = self._around.journal.record((what,), f"{lane.name} {what}")
+            work.number = self._around.journal.record((call.what,), f"{lane.name} {call.what}")
             lane.begin(device, moved.outgoing, moved.layout, moved.incoming)
             lane.occupant = work
             with torch.no_grad():  # while the others' are on their way; before another call may deliver this one
@@ -261,7 +254,3 @@ def _places(pieces: Sequence[Sequence[torch.Tensor]]) -> list[tuple[int, torch.T
 def _one_sided(outputs: Sequence[torch.Tensor]) -> Sizes:
     """How a member that gets ``outputs`` looks at sizes, where others get nothing: who only sends waits for nobody."""
     return Sizes.PLAIN if all(output.numel() for output in outputs) else Sizes.CHECKED
-
-
-def _nothing() -> None:
-    """The result lies where it belongs."""

@@ -12,7 +12,6 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,11 +20,9 @@ from byteps_py.errors import StallError, UsageError
 from byteps_py.session import Session, Slot
 from byteps_py.strips import STRIP_BYTES, strip_at
 from byteps_py.tensors import Layout, TensorSpec
+from byteps_py.torch.distributed.work import Pending
 from byteps_py.torch.dtypes import WIRE
 from byteps_py.torch.exchange import Mover
-
-if TYPE_CHECKING:
-    from byteps_py.torch.distributed.work import Pending
 
 TORCH = {wire: dtype for dtype, wire in WIRE.items()}
 MoverOf = Callable[[torch.device], Mover]

@@ -11,22 +11,15 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
-
-import torch
 
 from byteps_py.errors import CommunicationError, JoinedError, MismatchError
-from byteps_py.session.nearby import Neighbours, Receipt, Span, Stream
+from byteps_py.session.nearby import Neighbours, Span, Stream, StreamReceipt
 from byteps_py.tensors import differing
 from byteps_py.torch.distributed.completion import Completer
+from byteps_py.torch.distributed.fallbacks import FallbackQueue
 from byteps_py.torch.distributed.members import Members
-from byteps_py.torch.distributed.places import Kind
-from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.distributed.work import Call, GroupContext, Pending
 from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSums
-
-if TYPE_CHECKING:
-    from byteps_py.torch.distributed.detours import Detour
-    from byteps_py.torch.distributed.near_rings import NearSum
 
 #: Operations of a stream that may be under way at once; a further one waits for the first of them to end.
 LANES = 2
@@ -43,21 +36,18 @@ class Passage(Pending):
 
     def __init__(
         self,
-        around: Surroundings,
+        around: GroupContext,
         completer: Completer | None,
-        what: str,
+        call: Call,
         neighbours: Neighbours,
-        receipt: Receipt,
-        outputs: list[torch.Tensor],
-        finish: Callable[[], None] | None,
-        timeout_s: float,
+        receipt: StreamReceipt,
     ) -> None:
-        super().__init__(around, what, outputs, timeout_s)
+        super().__init__(around, call.what, call.outputs, call.timeout_s)
         self.line: list[Passage] | None = None
         self._completer = completer
         self._neighbours = neighbours
         self._receipt = receipt
-        self._finish = finish
+        self._finish = call.finish
 
     def _complete(self, deadline: float) -> None:
         receipt = self._receipt
@@ -95,7 +85,7 @@ class _Line:
 class Near:
     """Any thread; operations go in the order of the calls. ``others``: the local ranks of members, by position."""
 
-    def __init__(self, members: Members, neighbours: Neighbours, around: Surroundings, completer: Completer) -> None:
+    def __init__(self, members: Members, neighbours: Neighbours, around: GroupContext, completer: Completer) -> None:
         self.neighbours = neighbours
         self.others = {p: members.local_rank(p) for p in range(members.count) if p != members.position}
         self._all = tuple(self.others.values())
@@ -104,13 +94,12 @@ class Near:
         self.completer = completer
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
-        self.detours: deque[Detour] = deque()  # under way, in the order of the calls
-        self.turning = threading.RLock()
+        self.fallbacks = FallbackQueue(around, completer)
         #: For large sums, and those under way, in the order of the calls. It goes on after members have joined.
         ring = neighbours.ring(neighbours.stream(f"{members.prefix}.ring", self._all), SLOT_BYTES)
         ranks = {members.position: members.session.local_rank, **self.others}
         self.ring_sums = RingSums(ring, members.position, ranks)
-        self.sums: deque[NearSum] = deque()
+        self.sums: deque[Pending] = deque()
         self._has_met = False
         neighbours.meetings.ask(self._meeting, self._all)
 
@@ -121,89 +110,72 @@ class Near:
     def begin(
         self,
         name: str,
-        what: str,
+        call: Call,
         sends: Parts,
         receives: Parts,
-        outputs: list[torch.Tensor],
-        timeout_s: float,
-        finish: Callable[[], None] | None = None,
         own: Own | None = None,
         is_led: bool = False,
         together: bool = False,
-        kind: Kind | None = None,
     ) -> Passage:
         """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send. ``own``: what
         this member has for itself, and where it goes. ``together``: all send to all, and who sends is told, too, if
         sizes differ; it does not begin without members that have joined. Else it is not sent if one of those it is for
-        has joined. ``kind``: what else must agree, for the journal."""
+        has joined."""
         with self._lock:
             line = self._begin(name)
             if error := self._joined(line) if together else self._refused(line, [self.others[p] for p in sends]):
                 due = {} if together else receives
-                return self._follow(line, what, due, outputs, timeout_s, None, None, {}, kind, error)
+                return self._follow(line, call._replace(finish=None), due, None, {}, error)
             for position, spans in sends.items():
                 dues = (total(receives[position]),) if together else ()
                 self.neighbours.send(line.stream, (self.others[position],), spans, is_led, dues)
             sent = {position: total(spans) for position, spans in sends.items()} if together else {}
-            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent, kind, None, together)
+            return self._follow(line, call, receives, own, sent, None, together)
 
     def to_all(
         self,
         name: str,
-        what: str,
+        call: Call,
         sends: Sequence[Span] | None,
         receives: Parts,
-        outputs: list[torch.Tensor],
-        timeout_s: float,
-        finish: Callable[[], None] | None = None,
         own: Own | None = None,
         is_led: bool = False,
         together: bool = False,
-        kind: Kind | None = None,
     ) -> Passage:
         """The same, where a member sends all others the same, or (None) nothing."""
         with self._lock:
             line = self._begin(name)
             if error := self._joined(line) if together else self._refused(line, () if sends is None else self._all):
                 due = {} if together else receives
-                return self._follow(line, what, due, outputs, timeout_s, None, None, {}, kind, error)
+                return self._follow(line, call._replace(finish=None), due, None, {}, error)
             sent: Mapping[int, int] = {}
             if sends is not None:
                 dues = [total(receives[position]) for position in self.others] if together else ()
                 self.neighbours.send(line.stream, self._all, sends, is_led, dues)
                 if together:
                     sent = dict.fromkeys(self.others, total(sends))
-            return self._follow(line, what, receives, outputs, timeout_s, finish, own, sent, kind, None, together)
+            return self._follow(line, call, receives, own, sent, None, together)
 
-    def swap(
-        self,
-        name: str,
-        what: str,
-        mine: Span,
-        receives: Parts,
-        outputs: list[torch.Tensor],
-        timeout_s: float,
-        finish: Callable[[], None],
-        kind: Kind,
-    ) -> Passage | None:
+    def swap(self, name: str, call: Call, mine: Span, receives: Parts) -> Passage | None:
         """``to_all``, together, for a caller who waits for it: None if it is over, which it nearly always is. On the
         wire it is the same."""
         with self._lock:
             line = self._begin(name)
             if error := self._joined(line):
-                return self._follow(line, what, {}, outputs, timeout_s, None, None, {}, kind, error)
+                return self._follow(line, call._replace(finish=None), {}, None, {}, error)
             nbytes = mine[1]
             self.neighbours.send(line.stream, self._all, (mine,), False, [nbytes] * len(self._all))
-            receipt = Receipt(line.stream, is_mutual=True)
+            receipt = StreamReceipt(line.stream, is_mutual=True)
             for position, spans in receives.items():
                 receipt.expect(self.others[position], spans, nbytes, nbytes)
-            number = self.around.journal.record((what, kind), line.stream.name)
+            number = self.around.journal.record((call.what, call.kind), line.stream.name)
         try:
-            self.neighbours.collect(receipt, min(_AT_ONCE_S, timeout_s))
+            self.neighbours.collect(receipt, min(_AT_ONCE_S, call.timeout_s))
         except CommunicationError:  # it comes again
             with self._lock:
-                return self._under_way(line, what, receipt, number, outputs, timeout_s, finish)
-        finish()
+                return self._under_way(line, call, receipt, number)
+        if call.finish is not None:
+            call.finish()
         return None
 
     def finish(self) -> None:
@@ -265,18 +237,14 @@ class Near:
     def _follow(
         self,
         line: _Line,
-        what: str,
+        call: Call,
         receives: Parts,
-        outputs: list[torch.Tensor],
-        timeout_s: float,
-        finish: Callable[[], None] | None,
         own: Own | None,
         sent: Mapping[int, int],
-        kind: Kind | None,
         error: JoinedError | None = None,
         is_mutual: bool = False,
     ) -> Passage:
-        receipt = Receipt(line.stream, error=error, is_mutual=is_mutual)
+        receipt = StreamReceipt(line.stream, error=error, is_mutual=is_mutual)
         if own is not None:  # while the others' are on their way; before another call may deliver this one
             mine, due = total(own[0]), total(own[1])
             if mine == due:
@@ -286,20 +254,11 @@ class Near:
                 receipt.error = MismatchError(differing(line.stream.name, rank, mine, rank, due))
         for position, spans in receives.items():
             receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
-        number = self.around.journal.record((what,) if kind is None else (what, kind), line.stream.name)
-        return self._under_way(line, what, receipt, number, outputs, timeout_s, finish)
+        stated = (call.what,) if call.kind is None else (call.what, call.kind)
+        return self._under_way(line, call, receipt, self.around.journal.record(stated, line.stream.name))
 
-    def _under_way(
-        self,
-        line: _Line,
-        what: str,
-        receipt: Receipt,
-        number: int,
-        outputs: list[torch.Tensor],
-        timeout_s: float,
-        finish: Callable[[], None] | None,
-    ) -> Passage:
-        work = Passage(self.around, self.completer, what, self.neighbours, receipt, outputs, finish, timeout_s)
+    def _under_way(self, line: _Line, call: Call, receipt: StreamReceipt, number: int) -> Passage:
+        work = Passage(self.around, self.completer, call, self.neighbours, receipt)
         work.number = number
         if receipt.left:
             work.line = line.under_way

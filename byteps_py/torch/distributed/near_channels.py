@@ -16,20 +16,20 @@ from collections.abc import Callable
 import torch
 
 from byteps_py.errors import StallError
-from byteps_py.session.nearby import WINDOW, Receipt, Stream
+from byteps_py.session.nearby import WINDOW, Stream, StreamReceipt
 from byteps_py.torch.distributed.arguments import Landing, octets
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
 from byteps_py.torch.distributed.near_collectives import span
 from byteps_py.torch.distributed.threads import POOL
-from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.distributed.work import Call, GroupContext, Pending
 from byteps_py.torch.dtypes import is_plain
 
 
 class NearSend(Pending):
     """``begun`` is set once it has been sent, or could not be; None: it was at once."""
 
-    def __init__(self, around: Surroundings, what: str, tensor: torch.Tensor, timeout_s: float) -> None:
+    def __init__(self, around: GroupContext, what: str, tensor: torch.Tensor, timeout_s: float) -> None:
         super().__init__(around, what, [tensor], timeout_s)
         self.tensor = tensor
         self.begun: threading.Event | None = None
@@ -54,18 +54,15 @@ class NearReceive(Pending):
 
     def __init__(
         self,
-        around: Surroundings,
-        what: str,
-        tensor: torch.Tensor,
-        timeout_s: float,
+        call: Call,
         source: int,
         near: Near,
-        receipt: Receipt,
+        receipt: StreamReceipt,
         landing: Landing | None,
         channel: deque[NearReceive],
     ) -> None:
-        super().__init__(around, what, [tensor], timeout_s)
-        self.tensor = tensor
+        super().__init__(near.around, call.what, call.outputs, call.timeout_s)
+        (self.tensor,) = call.outputs
         self._source = source
         self._near = near
         self._receipt = receipt
@@ -109,7 +106,7 @@ class NearReceive(Pending):
 class NearSender:
     """Messages of one tag to ``peer``."""
 
-    def __init__(self, members: Members, around: Surroundings, near: Near, peer: int, tag: int) -> None:
+    def __init__(self, members: Members, around: GroupContext, near: Near, peer: int, tag: int) -> None:
         self._around = around
         self._near = near
         self._target = (near.others[peer],)
@@ -172,7 +169,7 @@ class NearSender:
 class NearReceiver:
     """Messages of one tag from ``peer``."""
 
-    def __init__(self, members: Members, around: Surroundings, near: Near, peer: int, tag: int) -> None:
+    def __init__(self, members: Members, around: GroupContext, near: Near, peer: int, tag: int) -> None:
         self._around = around
         self._near = near
         self._peer = peer
@@ -186,15 +183,12 @@ class NearReceiver:
         """The next message is for ``tensor``."""
         landing = None if is_plain(tensor) else Landing(tensor)
         target = span(tensor if landing is None else landing.memory)
-        receipt = Receipt(self._stream)
+        receipt = StreamReceipt(self._stream)
         with self._lock:
             self._around.check()
             receipt.expect(self._source, (target,), target[1])
             message = NearReceive(
-                self._around,
-                what,
-                tensor,
-                self._around.timeout_s,
+                Call(what, [tensor], self._around.timeout_s),
                 self._peer,
                 self._near,
                 receipt,

@@ -12,10 +12,10 @@ import torch
 from byteps_py.session.nearby import Span
 from byteps_py.tensors import Op
 from byteps_py.torch.distributed.arguments import Landing, octets
-from byteps_py.torch.distributed.detours import Detour
+from byteps_py.torch.distributed.fallbacks import Fallback
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near, Own, Passage
-from byteps_py.torch.distributed.work import Pending
+from byteps_py.torch.distributed.work import Call, Pending
 from byteps_py.torch.dtypes import is_plain
 
 _NOTHING: Sequence[Span] = ((0, 0),)
@@ -46,57 +46,55 @@ class NearCollectives:
         if op is Op.GATHER:
             mine = (span(source),)
             kept = (mine, (pieces[own],))
-            return near.to_all("gather", what, mine, receives, [target], timeout_s, None, kept, together=True)
+            return near.to_all("gather", Call(what, [target], timeout_s), mine, receives, kept, together=True)
         sent = self._shares(source)
         sends = {position: (sent[position],) for position in near.others}
         kept = ((sent[own],), (pieces[own],))
-        return near.begin("exchange", what, sends, receives, [target], timeout_s, None, kept, together=True)
+        return near.begin("exchange", Call(what, [target], timeout_s), sends, receives, kept, together=True)
 
     def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor], root: int, timeout_s: float) -> Passage:
         """Everybody's tensor to the root, which alone has ``outputs``."""
         near, mine, stream = self._near, (span(tensor),), f"gather.{root}"
         if root != self._own:
-            return near.begin(stream, "gather", {root: mine}, {}, [], timeout_s, is_led=True)
+            return near.begin(stream, Call("gather", [], timeout_s), {root: mine}, {}, is_led=True)
         kept = (mine, (span(outputs[root]),))
         receives = {position: (span(outputs[position]),) for position in near.others}
-        return near.begin(stream, "gather", {}, receives, outputs, timeout_s, None, kept)
+        return near.begin(stream, Call("gather", outputs, timeout_s), {}, receives, kept)
 
     def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], root: int, timeout_s: float) -> Passage:
         """From the root, which alone has ``inputs``, a tensor to each."""
         near, target, stream = self._near, (span(output),), f"scatter.{root}"
         if root != self._own:
-            return near.begin(stream, "scatter", {}, {root: target}, [output], timeout_s)
+            return near.begin(stream, Call("scatter", [output], timeout_s), {}, {root: target})
         kept = ((span(inputs[root]),), target)
         sends = {position: (span(inputs[position]),) for position in near.others}
-        return near.begin(stream, "scatter", sends, {}, [output], timeout_s, None, kept, is_led=True)
+        return near.begin(stream, Call("scatter", [output], timeout_s), sends, {}, kept, is_led=True)
 
     def broadcast(self, place: int, tensor: torch.Tensor, root: int, timeout_s: float) -> Passage:
         """The root's tensor to all. ``place``: of its kind, on which all members have agreed."""
         near, stream, finish = self._near, f"broadcast.{place}", None
         if root == self._own:
             data = tensor if is_plain(tensor) else octets(tensor)
-            return near.to_all(stream, "broadcast", (span(data),), {}, [tensor], timeout_s, is_led=True)
+            return near.to_all(stream, Call("broadcast", [tensor], timeout_s), (span(data),), {}, is_led=True)
         target = tensor
         if not is_plain(tensor):
             landing = Landing(tensor)
             target, finish = landing.memory, landing.land
-        return near.to_all(stream, "broadcast", None, {root: (span(target),)}, [tensor], timeout_s, finish)
+        return near.to_all(stream, Call("broadcast", [tensor], timeout_s, finish), None, {root: (span(target),)})
 
-    def barrier(self, otherwise: Callable[[], Pending], timeout_s: float) -> Detour:
+    def barrier(self, otherwise: Callable[[], Pending], timeout_s: float) -> Fallback:
         """Done when every member has called it, or joined."""
         receives = dict.fromkeys(self._near.others, _NOTHING)
-        passage = self._near.to_all("barrier", "barrier", _NOTHING, receives, [], timeout_s, together=True)
-        return Detour(self._near, "barrier", passage, [], otherwise, timeout_s)
+        call = Call("barrier", [], timeout_s)
+        passage = self._near.to_all("barrier", call, _NOTHING, receives, together=True)
+        return Fallback(self._near.fallbacks, call, passage, otherwise)
 
     def move(
         self,
         stream: str,
-        what: str,
+        call: Call,
         sends: Sequence[Sequence[torch.Tensor] | None],
         receives: Sequence[Sequence[torch.Tensor] | None],
-        outputs: list[torch.Tensor],
-        timeout_s: float,
-        finish: Callable[[], None],
         together: bool,
     ) -> Passage:
         """Flat tensors, end to end, to each member and from each; None: nothing at all. One entry in ``sends``: that
@@ -110,10 +108,10 @@ class NearCollectives:
         due = {p: spans(piece) for p, piece in enumerate(receives) if p != own and piece is not None}
         if is_gather:
             whole = spans(sends[0] or ())
-            return near.to_all(stream, what, whole, due, outputs, timeout_s, finish, kept, together=together)
+            return near.to_all(stream, call, whole, due, kept, together=together)
         sent = {p: spans(piece) for p, piece in enumerate(sends) if p != own and piece is not None}
         is_led = len(sent) != len(due)
-        return near.begin(stream, what, sent, due, outputs, timeout_s, finish, kept, is_led, together)
+        return near.begin(stream, call, sent, due, kept, is_led, together)
 
     def _shares(self, tensor: torch.Tensor) -> list[Span]:
         """Equal pieces of it, one for each member."""

@@ -13,18 +13,19 @@ Any thread; operations go in the order of the calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from byteps_py.tensors import Op
 from byteps_py.torch.distributed.arguments import check_writable
-from byteps_py.torch.distributed.detours import Detour
+from byteps_py.torch.distributed.fallbacks import Fallback
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
 from byteps_py.torch.distributed.near_collectives import span, spans
 from byteps_py.torch.distributed.near_rings import NearRings, NearSum
-from byteps_py.torch.distributed.places import Kind
-from byteps_py.torch.distributed.work import Done, Pending
+from byteps_py.torch.distributed.operation_kind import OperationKind
+from byteps_py.torch.distributed.work import Call, CompletedWork, Pending
 from byteps_py.torch.dtypes import is_plain
 from byteps_py.torch.shares.adding import add_up
 from byteps_py.torch.shares.ring_sum import is_able
@@ -35,6 +36,15 @@ from byteps_py.torch.shares.suiting import has_cores, may_share
 MOST_BYTES = 32 << 10
 
 Tensors = Sequence[torch.Tensor]
+
+
+class Way(NamedTuple):
+    """``otherwise`` begins the same through the service. ``is_awaited``: the caller is about to wait for it.
+    ``agreement``: what has to come before, if it goes in shares."""
+
+    otherwise: Callable[[], Pending]
+    is_awaited: bool
+    agreement: Pending | None
 
 
 class NearReductions:
@@ -48,7 +58,7 @@ class NearReductions:
         """Complete what is under way. Raises StallError."""
         self._rings.finish()
 
-    def suits(self, kind: Kind, tensors: Tensors) -> bool:
+    def suits(self, kind: OperationKind, tensors: Tensors) -> bool:
         """All members answer alike, but for memory that is laid out unusually: theirs must be laid out alike."""
         coming = self._coming(kind, tensors)
         is_exact = tensors[0].is_floating_point() or not kind.average
@@ -58,11 +68,11 @@ class NearReductions:
             return has_cores(self._count)
         return may_share(self._count, sum(tensor.nbytes for tensor in tensors)) and is_able()
 
-    def goes_in_shares(self, kind: Kind, tensors: Tensors) -> bool:
+    def goes_in_shares(self, kind: OperationKind, tensors: Tensors) -> bool:
         """Of what suits: everybody adds a share."""
         return self._coming(kind, tensors) > MOST_BYTES
 
-    def _coming(self, kind: Kind, tensors: Tensors) -> int:
+    def _coming(self, kind: OperationKind, tensors: Tensors) -> int:
         """Bytes that come from all others, if everybody is to get all it needs for adding by itself."""
         share = self._count if kind.scatters else 1
         return sum(tensor.nbytes for tensor in tensors) * (self._count - 1) // share
@@ -70,25 +80,20 @@ class NearReductions:
     def reduce(
         self,
         place: int,
-        kind: Kind,
-        what: str,
+        kind: OperationKind,
+        call: Call,
         contributions: Tensors,
         targets: Tensors,
-        outputs: list[torch.Tensor],
-        otherwise: Callable[[], Pending],
-        timeout_s: float,
-        is_awaited: bool,
-        agreement: Pending | None,
-    ) -> Detour | Done:
-        """``contributions`` of all, summed to ``targets``, which are as many or none. ``is_awaited``: the caller is
-        about to wait for it. ``agreement``: what has to come before, if it goes in shares."""
+        way: Way,
+    ) -> Fallback | CompletedWork:
+        """``contributions`` of all, summed to ``targets``, which are as many or none."""
         for target in targets:
             check_writable(target)
         mine = _plain(contributions)
         if self.goes_in_shares(kind, contributions):
             whole = _end_to_end(mine)
-            work = self._in_shares(place, kind, what, whole, whole, targets, outputs, timeout_s, agreement)
-            return self._detour(what, work, outputs, otherwise, timeout_s, is_awaited)
+            work = self._in_shares(place, kind, call, whole, whole, targets, way.agreement)
+            return self._behind_a_fallback(call, work, way)
         rooms = self._rooms(sum(tensor.numel() for tensor in mine), mine[0].dtype)
 
         # The result may lie where the own tensor does: the first two are read before anything is written.
@@ -105,24 +110,23 @@ class NearReductions:
 
         near, stream = self._near, f"sum.{place}"
         receives = {position: (span(room),) for position, room in rooms.items()}
-        if is_awaited and len(mine) == 1:
-            rest = near.swap(stream, what, span(mine[0]), receives, outputs, timeout_s, finish, kind)
+        call = call._replace(finish=finish, kind=kind)
+        if way.is_awaited and len(mine) == 1:
+            rest = near.swap(stream, call, span(mine[0]), receives)
             if rest is None:
-                return Done(near.around, what, outputs)
-            return Detour(near, what, rest, outputs, otherwise, timeout_s)
-        passage = near.to_all(stream, what, spans(mine), receives, outputs, timeout_s, finish, together=True, kind=kind)
-        return Detour(near, what, passage, outputs, otherwise, timeout_s)
+                return CompletedWork(near.around, call.what, call.outputs)
+            return Fallback(near.fallbacks, call, rest, way.otherwise)
+        passage = near.to_all(stream, call, spans(mine), receives, together=True)
+        return Fallback(near.fallbacks, call, passage, way.otherwise)
 
     def _in_shares(
         self,
         place: int,
-        kind: Kind,
-        what: str,
+        kind: OperationKind,
+        call: Call,
         source: torch.Tensor,
         own: torch.Tensor,
         targets: Tensors,
-        outputs: list[torch.Tensor],
-        timeout_s: float,
         agreement: Pending | None,
     ) -> NearSum:
         """``own``: that part of ``source`` whose sum this member is to have."""
@@ -136,43 +140,31 @@ class NearReductions:
             def finish() -> None:
                 _lay_out(whole, targets)
 
-        return self._rings.add_up(place, kind, what, source, target, outputs, timeout_s, finish, agreement)
+        return self._rings.add_up(place, kind, call._replace(finish=finish), source, target, agreement)
 
-    def _detour(
-        self,
-        what: str,
-        work: NearSum,
-        outputs: list[torch.Tensor],
-        otherwise: Callable[[], Pending],
-        timeout_s: float,
-        is_awaited: bool,
-    ) -> Detour:
-        detour = Detour(self._near, what, work, outputs, otherwise, timeout_s)
-        if not is_awaited:
-            detour.go_on_by_itself()
-        return detour
+    def _behind_a_fallback(self, call: Call, work: NearSum, way: Way) -> Fallback:
+        fallback = Fallback(self._near.fallbacks, call, work, way.otherwise)
+        if not way.is_awaited:
+            fallback.go_on_by_itself()
+        return fallback
 
     def reduce_scatter(
         self,
         place: int,
-        kind: Kind,
-        what: str,
+        kind: OperationKind,
+        call: Call,
         contributions: Tensors,
         target: torch.Tensor,
-        outputs: list[torch.Tensor],
-        otherwise: Callable[[], Pending],
-        timeout_s: float,
-        is_awaited: bool,
-        agreement: Pending | None,
-    ) -> Detour:
-        """Of ``contributions``, end to end, each member gets an even share of the sum. The rest as with ``reduce``."""
+        way: Way,
+    ) -> Fallback:
+        """Of ``contributions``, end to end, each member gets an even share of the sum."""
         check_writable(target)
         whole = _end_to_end(_plain(contributions))
         shares = whole.chunk(self._count)
         if self.goes_in_shares(kind, contributions):
             own = shares[self._own]
-            work = self._in_shares(place, kind, what, whole, own, [target], outputs, timeout_s, agreement)
-            return self._detour(what, work, outputs, otherwise, timeout_s, is_awaited)
+            work = self._in_shares(place, kind, call, whole, own, [target], way.agreement)
+            return self._behind_a_fallback(call, work, way)
         rooms = self._rooms(target.numel(), whole.dtype)
 
         def finish() -> None:
@@ -183,8 +175,8 @@ class NearReductions:
         near, stream = self._near, f"scattered.{place}"
         receives = {position: (span(room),) for position, room in rooms.items()}
         sends = {position: (span(shares[position]),) for position in near.others}
-        passage = near.begin(stream, what, sends, receives, outputs, timeout_s, finish, together=True, kind=kind)
-        return Detour(near, what, passage, outputs, otherwise, timeout_s)
+        passage = near.begin(stream, call._replace(finish=finish, kind=kind), sends, receives, together=True)
+        return Fallback(near.fallbacks, call, passage, way.otherwise)
 
     def _rooms(self, count: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """For what comes, by position of the member."""

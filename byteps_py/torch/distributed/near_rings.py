@@ -16,8 +16,8 @@ import torch
 from byteps_py.errors import JoinedError, StallError
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
-from byteps_py.torch.distributed.places import Kind
-from byteps_py.torch.distributed.work import Pending
+from byteps_py.torch.distributed.operation_kind import OperationKind
+from byteps_py.torch.distributed.work import Call, Pending
 from byteps_py.torch.shares.ring_sum import RingSum
 
 
@@ -33,22 +33,19 @@ class NearRings:
     def add_up(
         self,
         place: int,
-        kind: Kind,
-        what: str,
+        kind: OperationKind,
+        call: Call,
         source: torch.Tensor,
         target: torch.Tensor | None,
-        outputs: list[torch.Tensor],
-        timeout_s: float,
-        finish: Callable[[], None] | None,
         agreement: Pending | None,
     ) -> NearSum:
-        """Of everybody's ``source``, flat and plain, into ``target``, as ``kind`` and RingSum say. ``finish`` is called
-        when it is there. ``agreement``: nothing is laid before it is over, and well."""
+        """Of everybody's ``source``, flat and plain, into ``target``, as ``kind`` and RingSum say. Nothing is laid
+        before the ``agreement`` is over, and well."""
         near, name = self.near, f"{self._prefix}.ring.{place}"
         with self._lock:
             near.around.check()
-            work = NearSum(self, name, source, target, kind, what, outputs, timeout_s, finish, agreement)
-            work.number = near.around.journal.record((what, kind), name)
+            work = NearSum(self, name, call, kind, source, target, agreement)
+            work.number = near.around.journal.record((call.what, kind), name)
             near.sums.append(work)
             return work
 
@@ -65,20 +62,17 @@ class NearSum(Pending):
         self,
         rings: NearRings,
         name: str,
+        call: Call,
+        kind: OperationKind,
         source: torch.Tensor,
         target: torch.Tensor | None,
-        kind: Kind,
-        what: str,
-        outputs: list[torch.Tensor],
-        timeout_s: float,
-        finish: Callable[[], None] | None,
         agreement: Pending | None,
     ) -> None:
-        super().__init__(rings.near.around, what, outputs, timeout_s)
+        super().__init__(rings.near.around, call.what, call.outputs, call.timeout_s)
         self._rings = rings
         near = rings.near
         self._sum: RingSum | None = RingSum(near.ring_sums, source, target, kind.average, name, kind.scatters)
-        self._finish = finish
+        self._finish = call.finish
         self._agreement = agreement
         self._meet: Callable[[float], None] | None = None
 

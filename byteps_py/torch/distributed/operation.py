@@ -8,38 +8,36 @@ import torch
 
 from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane
-from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.distributed.work import Call, GroupContext, Pending
 
 
-class Operation(Pending):
-    """A round in a lane. ``deliver`` copies its result to the outputs."""
+class LaneOperation(Pending):
+    """A round in a lane. ``call.finish`` copies its result to the outputs. ``failed`` is called if it fails before."""
 
     def __init__(
         self,
-        around: Surroundings,
+        around: GroupContext,
         completer: Completer | None,
-        what: str,
+        call: Call,
         lane: Lane,
         device: torch.device,
-        outputs: list[torch.Tensor],
-        deliver: Callable[[], None],
-        timeout_s: float,
         failed: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(around, what, outputs, timeout_s)
+        super().__init__(around, call.what, call.outputs, call.timeout_s)
         self._completer = completer
         self._lane: Lane | None = lane
         self._device = device
-        self._deliver: Callable[[], None] | None = deliver
+        self._deliver = call.finish
         self._failed = failed
 
     def _complete(self, deadline: float) -> None:
         lane, deliver = self._lane, self._deliver
-        if lane is None or deliver is None:
+        if lane is None:
             return
         self._slices(deadline, lane.wait)
         self._failed = None  # whatever happens here now, the members have agreed on this kind and go on using it
-        deliver()
+        if deliver is not None:
+            deliver()
         if self._device.type == "cuda":
             self._event = torch.cuda.current_stream(self._device).record_event()
 
@@ -67,7 +65,7 @@ class Together(Pending):
     """Several works as one."""
 
     def __init__(
-        self, around: Surroundings, what: str, works: Sequence[Pending], outputs: list[torch.Tensor], timeout_s: float
+        self, around: GroupContext, what: str, works: Sequence[Pending], outputs: list[torch.Tensor], timeout_s: float
     ) -> None:
         super().__init__(around, what, outputs, timeout_s)
         self._works = list(works)

@@ -14,11 +14,11 @@ from torch._C._distributed_c10d import Backend, Store
 
 from byteps_py.errors import UsageError
 from byteps_py.torch.distributed.arguments import seconds
+from byteps_py.torch.distributed.call_log import CallLog
 from byteps_py.torch.distributed.completion import Completer
-from byteps_py.torch.distributed.direct import Direct
+from byteps_py.torch.distributed.direct import GroupGathers
 from byteps_py.torch.distributed.finite import InputCheck
 from byteps_py.torch.distributed.identity import Identity
-from byteps_py.torch.distributed.journal import Journal
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
 from byteps_py.torch.distributed.near_collectives import NearCollectives
@@ -26,7 +26,7 @@ from byteps_py.torch.distributed.near_reductions import NearReductions
 from byteps_py.torch.distributed.operation import Together
 from byteps_py.torch.distributed.point_to_point import PointToPoint
 from byteps_py.torch.distributed.reductions import Reductions
-from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.distributed.work import GroupContext, Pending
 
 #: In units of the time after which a silent service counts as lost.
 _LOOKS = 1.2
@@ -52,7 +52,7 @@ class Parts(Identity):
         self._store = store
         self._leave = leave
         look_s = _LOOKS * members.context.settings.patience_s
-        self._around = Surroundings(members.session, timeout_s, Journal(members, store), look_s)
+        self._around = GroupContext(members.session, timeout_s, CallLog(members, store), look_s)
         self._completer = Completer()
         self._input_check = InputCheck(members)
         neighbours = members.neighbours
@@ -67,7 +67,7 @@ class Parts(Identity):
         self._joins = -1
         self._parts = self._built()
 
-    def _built(self) -> tuple[Reductions, Direct, PointToPoint]:
+    def _built(self) -> tuple[Reductions, GroupGathers, PointToPoint]:
         """The parts, new ones after each ``byteps_py.join()``: what they have declared is void, and members have not
         called equally often."""
         members = self._members
@@ -77,12 +77,12 @@ class Parts(Identity):
                 if joins != self._joins:
                     if joins:
                         members = dataclasses.replace(members, prefix=f"{members.prefix}.{joins}")
-                    self._around.journal = Journal(members, self._store)
+                    self._around.journal = CallLog(members, self._store)
                     near = self._near
                     collectives = NearCollectives(members, near) if near is not None else None
                     sums = NearReductions(members, near) if near is not None else None
                     reductions = Reductions(members, self._around, self._completer, collectives, sums)
-                    direct = Direct(members, self._around, self._completer, collectives)
+                    direct = GroupGathers(members, self._around, self._completer, collectives)
                     channels = PointToPoint(members, self._around, near)
                     members.context.until_join.update((reductions, direct))
                     self._parts, self._joins = (reductions, direct, channels), joins
@@ -93,7 +93,7 @@ class Parts(Identity):
         return self._built()[0]
 
     @property
-    def _direct(self) -> Direct:
+    def _direct(self) -> GroupGathers:
         return self._built()[1]
 
     @property

@@ -14,31 +14,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from byteps_py.tensors import DType, Op
 from byteps_py.torch.distributed.lanes import Lane
+from byteps_py.torch.distributed.operation_kind import OperationKind
 
 #: Kinds of operations that a group remembers.
 PLACES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What members must agree on. ``root``: a global rank, or -1. ``shape``: of the contribution."""
-
-    op: Op
-    dtype: DType
-    shape: tuple[int, ...]
-    average: bool = False
-    root: int = -1
-    scatters: bool = False
-    terms: str = ""
-
-    def __str__(self) -> str:
-        op = "average" if self.average else self.op.name.lower()
-        op = f"scattered {op}" if self.scatters else op
-        root = f" from rank {self.root}" if self.root >= 0 else ""
-        terms = f" ({self.terms})" if self.terms else ""
-        return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}{terms}"
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +27,7 @@ class Place:
 
     number: int
     lanes: list[Lane] = field(default_factory=list)
-    declared: dict[int, Kind] = field(default_factory=dict)  # by number of the lane
+    declared: dict[int, OperationKind] = field(default_factory=dict)  # by number of the lane
     calls: int = 0
 
     def next_lane(self, width: int) -> int:
@@ -66,14 +46,14 @@ class Places:
 
     def __init__(self, limit: int = PLACES) -> None:
         self._limit = limit
-        self._by_kind: OrderedDict[Kind, Place] = OrderedDict()
+        self._by_kind: OrderedDict[OperationKind, Place] = OrderedDict()
         self._vacant: list[Place] = []
 
     def all(self) -> list[Place]:
         """Those that kinds have, or had before members disagreed about them."""
         return [*self._by_kind.values(), *self._vacant]
 
-    def find(self, kind: Kind) -> Place:
+    def find(self, kind: OperationKind) -> Place:
         """The place of ``kind``; a new one, or another kind's, if it has none."""
         place = self._by_kind.get(kind)
         if place is not None:
@@ -89,7 +69,7 @@ class Places:
         self._by_kind[kind] = place
         return place
 
-    def forget(self, kind: Kind, place: Place) -> None:
+    def forget(self, kind: OperationKind, place: Place) -> None:
         """Members have disagreed about ``kind``: its place, another kind's to the others, is the next to be used."""
         if self._by_kind.get(kind) is place:
             del self._by_kind[kind]

@@ -10,12 +10,12 @@ import torch
 
 from byteps_py.errors import MismatchError, StallError, UsageError
 from byteps_py.torch.distributed.arguments import nbytes_of
-from byteps_py.torch.distributed.channels import Channel, Message
+from byteps_py.torch.distributed.channels import MessageQueue, PendingMessage
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near import Near
 from byteps_py.torch.distributed.near_channels import NearReceive, NearReceiver, NearSender
 from byteps_py.torch.distributed.posted import Posted
-from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.distributed.work import GroupContext, Pending
 
 #: How long a receive from anybody looks at one sender before it looks at the next.
 _LOOK_S = 0.002
@@ -24,14 +24,14 @@ _LOOK_S = 0.002
 class PointToPoint:
     """The channels of one group."""
 
-    def __init__(self, members: Members, around: Surroundings, near: Near | None = None) -> None:
+    def __init__(self, members: Members, around: GroupContext, near: Near | None = None) -> None:
         self._members = members
         self._around = around
         self._near = near
         self._senders: dict[tuple[int, int], NearSender] = {}
         self._receivers: dict[tuple[int, int], NearReceiver] = {}
         self._lock = threading.Lock()
-        self._channels: dict[tuple[int, int, bool], Channel] = {}
+        self._channels: dict[tuple[int, int, bool], MessageQueue] = {}
         self._kept: dict[tuple[int, int], deque[Posted]] = {}  # for anybody's, not yet taken
         self._anybody = threading.Lock()
 
@@ -40,7 +40,9 @@ class PointToPoint:
         what = f"send to rank {self._members.ranks[peer]}, tag {tag}"
         if self._near is not None and tensor.is_cpu:
             return self._sender(self._near, peer, tag).post(what, tensor.detach())
-        return self._channel(peer, tag, True).post(Message(self._around, what, tensor.detach(), self._around.timeout_s))
+        return self._channel(peer, tag, True).post(
+            PendingMessage(self._around, what, tensor.detach(), self._around.timeout_s)
+        )
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         self._check(peer)
@@ -53,10 +55,10 @@ class PointToPoint:
             return Taken(self._around, what, early, tensor, self._around.timeout_s)
         return self._post(what, tensor.detach(), peer, tag)
 
-    def _post(self, what: str, tensor: torch.Tensor, peer: int, tag: int) -> Message | NearReceive:
+    def _post(self, what: str, tensor: torch.Tensor, peer: int, tag: int) -> PendingMessage | NearReceive:
         if self._near is not None and tensor.is_cpu:
             return self._receiver(self._near, peer, tag).post(what, tensor)
-        message = Message(self._around, what, tensor, self._around.timeout_s, peer)
+        message = PendingMessage(self._around, what, tensor, self._around.timeout_s, peer)
         return self._channel(peer, tag, False).post(message)
 
     def receive_from_anybody(self, tensor: torch.Tensor, tag: int) -> Pending:
@@ -85,12 +87,12 @@ class PointToPoint:
                 receiver = self._receivers[peer, tag] = NearReceiver(self._members, self._around, near, peer, tag)
             return receiver
 
-    def _channel(self, peer: int, tag: int, is_sender: bool) -> Channel:
+    def _channel(self, peer: int, tag: int, is_sender: bool) -> MessageQueue:
         with self._lock:
             key = (peer, tag, is_sender)
             channel = self._channels.get(key)
             if channel is None:
-                channel = self._channels[key] = Channel(self._members, self._around, peer, tag, is_sender)
+                channel = self._channels[key] = MessageQueue(self._members, self._around, peer, tag, is_sender)
             return channel
 
     # ---- from anybody ----------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ def _look(message: Pending) -> None:
 class Taken(Pending):
     """A receive for which a receive from anybody has been posted already."""
 
-    def __init__(self, around: Surroundings, what: str, early: Posted, tensor: torch.Tensor, timeout_s: float) -> None:
+    def __init__(self, around: GroupContext, what: str, early: Posted, tensor: torch.Tensor, timeout_s: float) -> None:
         super().__init__(around, what, [tensor], timeout_s)
         self._early = early
 
@@ -178,7 +180,7 @@ class Taken(Pending):
 class FromAnybody(Pending):
     """A receive whose sender is not known before its message is there."""
 
-    def __init__(self, around: Surroundings, owner: PointToPoint, tensor: torch.Tensor, tag: int) -> None:
+    def __init__(self, around: GroupContext, owner: PointToPoint, tensor: torch.Tensor, tag: int) -> None:
         super().__init__(around, f"receive from anybody, tag {tag}", [tensor], around.timeout_s)
         self._owner = owner
         self._tag = tag

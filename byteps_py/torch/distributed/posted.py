@@ -13,15 +13,15 @@ import torch
 from byteps_py.errors import MismatchError, StallError
 from byteps_py.tensors import Sizes
 from byteps_py.torch.distributed.arguments import nbytes_of
-from byteps_py.torch.distributed.channels import Channel, Message
-from byteps_py.torch.distributed.operation import Operation
+from byteps_py.torch.distributed.channels import MessageQueue, PendingMessage
+from byteps_py.torch.distributed.operation import LaneOperation
 from byteps_py.torch.distributed.work import Pending
 
 
-class Posted(Message):
-    """See Message. ``wanted``: receives as many bytes as this has. ``received``: the message, when it is over."""
+class Posted(PendingMessage):
+    """``wanted``: receives as many bytes as this has. ``received``: the message, when it is over."""
 
-    def __init__(self, channel: Channel, what: str, like: torch.Tensor) -> None:
+    def __init__(self, channel: MessageQueue, what: str, like: torch.Tensor) -> None:
         super().__init__(channel.around, what, torch.empty_like(like), channel.around.timeout_s, channel.peer)
         self._channel = channel
         self._is_final = False
@@ -33,7 +33,7 @@ class Posted(Message):
     def sizes(self) -> Sizes:
         return Sizes.CHECKED if self._is_final else Sizes.TENTATIVE
 
-    def given(self, operation: Operation) -> Pending:
+    def given(self, operation: LaneOperation) -> Pending:
         """It keeps its lane until it is over, however often it is given."""
         self._was_final, self.received = self._is_final, self.tensor
         self._asked.clear()
@@ -52,10 +52,10 @@ class Posted(Message):
         operation = self.operation
         return operation is not None and self._is_to_be_given_again(operation) and not self._asked.is_set()
 
-    def _is_to_be_given_again(self, operation: Operation) -> bool:
+    def _is_to_be_given_again(self, operation: LaneOperation) -> bool:
         return not self._was_final and isinstance(operation.exception(), MismatchError)
 
-    def _receive(self, operation: Operation, deadline: float) -> None:
+    def _receive(self, operation: LaneOperation, deadline: float) -> None:
         self._slices(deadline, operation.settle)
         while self._is_to_be_given_again(operation):
             self._slices(deadline, self._asked_within)
@@ -67,7 +67,7 @@ class Posted(Message):
         if not self._asked.wait(timeout_s):
             raise StallError(f"{self.what}: a message of another size is there")
 
-    def _is_received(self, operation: Operation) -> bool:
+    def _is_received(self, operation: LaneOperation) -> bool:
         if self._is_to_be_given_again(operation) and self._asked.is_set():
             operation = self._channel.again(self)
         return operation.is_completed() and not self._is_to_be_given_again(operation)

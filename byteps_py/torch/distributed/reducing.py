@@ -25,7 +25,7 @@ from byteps_py.torch.distributed.arguments import (
 from byteps_py.torch.distributed.direct import After
 from byteps_py.torch.distributed.operation import Together
 from byteps_py.torch.distributed.parts import Parts, assign
-from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.distributed.work import GroupContext, Pending
 from byteps_py.torch.integer_averages import is_summed_wider, mean, summands
 
 SUM = dist.ReduceOp.SUM
@@ -212,7 +212,7 @@ class _Then(Together):
 
     def __init__(
         self,
-        around: Surroundings,
+        around: GroupContext,
         what: str,
         works: Sequence[Pending],
         outputs: list[torch.Tensor],

@@ -20,10 +20,11 @@ from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near_collectives import NearCollectives
-from byteps_py.torch.distributed.near_reductions import NearReductions
-from byteps_py.torch.distributed.operation import Operation
-from byteps_py.torch.distributed.places import Kind, Place, Places, lanes_for
-from byteps_py.torch.distributed.work import Pending, Surroundings
+from byteps_py.torch.distributed.near_reductions import NearReductions, Way
+from byteps_py.torch.distributed.operation import LaneOperation
+from byteps_py.torch.distributed.operation_kind import OperationKind
+from byteps_py.torch.distributed.places import Place, Places, lanes_for
+from byteps_py.torch.distributed.work import Call, GroupContext, Pending
 from byteps_py.torch.dtypes import bits_of, wire_dtype
 
 #: The other lanes of kinds up to this size are declared all at once: it is agreeing on them that takes time.
@@ -38,7 +39,7 @@ class Reductions:
     def __init__(
         self,
         members: Members,
-        around: Surroundings,
+        around: GroupContext,
         completer: Completer,
         near: NearCollectives | None = None,
         near_sums: NearReductions | None = None,
@@ -50,8 +51,8 @@ class Reductions:
         self._completer = completer
         self._lock = threading.Lock()
         self._places = Places()
-        self._kinds: dict[object, tuple[Kind, bool]] = {}
-        self._failed: deque[tuple[Kind, Place]] = deque()  # to be forgotten; works fail without the lock
+        self._kinds: dict[object, tuple[OperationKind, bool]] = {}
+        self._failed: deque[tuple[OperationKind, Place]] = deque()  # to be forgotten; works fail without the lock
 
     def reduce(
         self,
@@ -68,7 +69,7 @@ class Reductions:
         targets = [how.seen(output) for output in outputs]
         kind, is_near = self._kind(how, contributions)
 
-        def through_the_service() -> Operation:
+        def through_the_service() -> LaneOperation:
             return self._start(what, kind, contributions, targets, list(outputs), timeout_s)
 
         near = self._near_sums
@@ -78,10 +79,8 @@ class Reductions:
         if found is None:
             return through_the_service()
         place, agreement = found
-        return near.reduce(
-            place, kind, what, contributions, targets, list(outputs), through_the_service, timeout_s, is_awaited,
-            agreement,
-        )  # fmt: skip
+        way = Way(through_the_service, is_awaited, agreement)
+        return near.reduce(place, kind, Call(what, list(outputs), timeout_s), contributions, targets, way)
 
     def reduce_scatter(
         self,
@@ -97,7 +96,7 @@ class Reductions:
         target = how.seen(output)
         count = sum(tensor.numel() for tensor in contributions)
         members = self._members.count
-        kind = Kind(
+        kind = OperationKind(
             how.op,
             wire_dtype(target.dtype, None),
             (members, count // members),
@@ -106,7 +105,7 @@ class Reductions:
             terms=how.terms,
         )
 
-        def through_the_service() -> Operation:
+        def through_the_service() -> LaneOperation:
             return self._start(what, kind, contributions, [target], [output], timeout_s)
 
         near = self._near_sums
@@ -116,9 +115,8 @@ class Reductions:
         if found is None:
             return through_the_service()
         place, agreement = found
-        return near.reduce_scatter(
-            place, kind, what, contributions, target, [output], through_the_service, timeout_s, is_awaited, agreement
-        )
+        way = Way(through_the_service, is_awaited, agreement)
+        return near.reduce_scatter(place, kind, Call(what, [output], timeout_s), contributions, target, way)
 
     def broadcast(self, what: str, tensor: torch.Tensor, root: int, timeout_s: float) -> Pending:
         """Copy the tensor of the member at ``root`` to all. Any dtype.
@@ -127,7 +125,7 @@ class Reductions:
         small sums.
         """
         view = bits_of(tensor)
-        kind = Kind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
+        kind = OperationKind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
         if self._near is not None and tensor.is_cpu:
             place = self._known(kind)
             if place is not None:
@@ -141,14 +139,14 @@ class Reductions:
 
         def through_the_service() -> Pending:
             token = torch.zeros(1, dtype=torch.uint8)
-            return self._start("barrier", Kind(Op.SUM, DType.UINT8, (1,)), [token], [], [], timeout_s)
+            return self._start("barrier", OperationKind(Op.SUM, DType.UINT8, (1,)), [token], [], [], timeout_s)
 
         if self._near is not None and self._has_met_at_barrier:
             return self._near.barrier(through_the_service, timeout_s)
         self._has_met_at_barrier = True  # as with a broadcast
         return through_the_service()
 
-    def _kind(self, how: Reduction, contributions: Sequence[torch.Tensor]) -> tuple[Kind, bool]:
+    def _kind(self, how: Reduction, contributions: Sequence[torch.Tensor]) -> tuple[OperationKind, bool]:
         """That of a sum of these, and whether members on one machine add it up among themselves."""
         first = contributions[0]
         if len(contributions) > 1:
@@ -160,13 +158,13 @@ class Reductions:
         if found is None:
             if len(self._kinds) >= _MOST_KINDS:
                 self._kinds.clear()
-            kind = Kind(how.op, wire_dtype(first.dtype, None), (count,), how.average, terms=how.terms)
+            kind = OperationKind(how.op, wire_dtype(first.dtype, None), (count,), how.average, terms=how.terms)
             is_near = self._near_sums is not None and self._near_sums.suits(kind, contributions)
             found = self._kinds[key] = kind, is_near
         return found
 
     def _place(
-        self, what: str, kind: Kind, goes_in_shares: bool, timeout_s: float
+        self, what: str, kind: OperationKind, goes_in_shares: bool, timeout_s: float
     ) -> tuple[int, Pending | None] | None:
         """That of a kind, for a sum among neighbours, and what has to come before. None: a round through the service
         has to, in which members find out whether they agree."""
@@ -175,14 +173,14 @@ class Reductions:
             return place, None
         return self._agree(what, kind, timeout_s) if goes_in_shares else None
 
-    def _known(self, kind: Kind) -> int | None:
+    def _known(self, kind: OperationKind) -> int | None:
         """The place of a kind that is not used for the first time."""
         with self._lock:
             self._forget_failed()
             place = self._places.find(kind)
             return place.number if place.calls else None
 
-    def _agree(self, what: str, kind: Kind, timeout_s: float) -> tuple[int, Pending]:
+    def _agree(self, what: str, kind: OperationKind, timeout_s: float) -> tuple[int, Pending]:
         """All members call this kind for the first time: the place that it gets, and a round of one element, in which
         they find out if they differ. A round of the kind itself would need memory of its size."""
         with self._lock:
@@ -190,15 +188,19 @@ class Reductions:
             self._forget_failed()
             place = self._places.find(kind)
             lane = self._lane_at(place, place.next_lane(1))
-            self._around.vacate(lane)
+            self._around.finish(lane.occupant)
             spec = self._spec(kind, place, 0)
             lane.declare(replace(spec, shape=(1,), scatters=False, terms=f"to agree on {kind}"))
             place.declared.pop(0, None)
             here = torch.device("cpu")
-            work = Operation(
-                self._around, self._completer, what, lane, here, [], lambda: None, timeout_s,
+            work = LaneOperation(
+                self._around,
+                self._completer,
+                Call(what, [], timeout_s),
+                lane,
+                here,
                 lambda: self._failed.append((kind, place)),
-            )  # fmt: skip
+            )
             lane.begin(here, [(0, torch.zeros(1, dtype=lane.result.dtype))])
             lane.occupant = work
             return place.number, work
@@ -212,20 +214,20 @@ class Reductions:
         with self._lock:
             for place in self._places.all():
                 for lane in place.lanes:
-                    self._around.vacate(lane)
+                    self._around.finish(lane.occupant)
         if self._near_sums is not None:
             self._near_sums.finish()
 
     def _start(
         self,
         what: str,
-        kind: Kind,
+        kind: OperationKind,
         sends: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         outputs: list[torch.Tensor],
         timeout_s: float,
         device: torch.device | None = None,
-    ) -> Operation:
+    ) -> LaneOperation:
         where = device_of(sends) if device is None else device
         for target in targets:
             check_writable(target)
@@ -235,15 +237,12 @@ class Reductions:
             self._forget_failed()
             place = self._places.find(kind)
             lane = self._lane(kind, place)
-            work = Operation(
+            work = LaneOperation(
                 self._around,
                 self._completer,
-                what,
+                Call(what, outputs, timeout_s, lambda: lane.fetch(where, due)),
                 lane,
                 where,
-                outputs,
-                lambda: lane.fetch(where, due),
-                timeout_s,
                 lambda: self._failed.append((kind, place)),
             )
             work.number = self._around.journal.record((what, kind), lane.name)
@@ -251,11 +250,11 @@ class Reductions:
             lane.occupant = work
             return work
 
-    def _lane(self, kind: Kind, place: Place) -> Lane:
+    def _lane(self, kind: OperationKind, place: Place) -> Lane:
         width = lanes_for(math.prod(kind.shape) * kind.dtype.itemsize)
         calls, number = place.calls, place.next_lane(width)
         lane = self._lane_at(place, number)
-        self._around.vacate(lane)
+        self._around.finish(lane.occupant)
         if calls == 1 and self._is_small(kind):
             self._declare_others(kind, place, width)
         if place.declared.get(number) != kind or not lane.usable:
@@ -268,21 +267,21 @@ class Reductions:
             place.lanes.append(Lane(self._members.session, self._members.mover))
         return place.lanes[number]
 
-    def _is_small(self, kind: Kind) -> bool:
+    def _is_small(self, kind: OperationKind) -> bool:
         return math.prod(kind.shape) * kind.dtype.itemsize <= _SMALL
 
-    def _declare_others(self, kind: Kind, place: Place, width: int) -> None:
+    def _declare_others(self, kind: OperationKind, place: Place, width: int) -> None:
         """All lanes but the first one, in which members have met: had they disagreed there, votes in other lanes would
         stay, for those who call something else in this place."""
         lanes = [self._lane_at(place, number) for number in range(1, width)]
         for lane in lanes:
-            self._around.vacate(lane)
+            self._around.finish(lane.occupant)
         slots = self._members.session.declare([self._spec(kind, place, number) for number in range(1, width)])
         for number, (lane, slot) in enumerate(zip(lanes, slots, strict=True), 1):
             lane.adopt(slot)
             place.declared[number] = kind
 
-    def _spec(self, kind: Kind, place: Place, number: int) -> TensorSpec:
+    def _spec(self, kind: OperationKind, place: Place, number: int) -> TensorSpec:
         return TensorSpec(
             f"{self._members.prefix}.{place.number}.{number}",
             kind.dtype,

@@ -10,7 +10,7 @@ import torch
 
 from byteps_py.errors import MismatchError
 from byteps_py.torch.coo import check_count, check_indices
-from byteps_py.torch.distributed.direct import After, Direct
+from byteps_py.torch.distributed.direct import After, GroupGathers
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.work import Pending
 from byteps_py.torch.dtypes import WIRE
@@ -21,7 +21,7 @@ DTYPES = frozenset(_DTYPES)
 
 
 def sum_up(
-    direct: Direct, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
+    direct: GroupGathers, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
 ) -> Pending:
     """Replace ``tensor``, sparse, by the sum (or the average) of all members': coalesced, the same bits on each.
 

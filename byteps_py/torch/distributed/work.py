@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from byteps_py.errors import MismatchError, StallError
 from byteps_py.session import Session
 from byteps_py.torch.distributed.arguments import limit_of
+from byteps_py.torch.distributed.call_log import CallLog
 from byteps_py.torch.distributed.compilation import not_traced
-from byteps_py.torch.distributed.journal import Journal
-from byteps_py.torch.distributed.lanes import Lane
+from byteps_py.torch.distributed.operation_kind import OperationKind
 from byteps_py.torch.distributed.threads import POOL
 
 #: After waits of this length: are the others at the same operation? Twice, for those that come to ask first.
@@ -29,7 +29,18 @@ _DOUBT_S = (3.0, 1.0)
 Future = torch.futures.Future[Any]
 
 
-class Surroundings:
+class Call(NamedTuple):
+    """What an operation is to do, whichever way it goes. ``outputs``: the tensors that it fills. ``finish`` is called
+    once what comes has come. ``kind``: what all members must agree on, for the log of calls."""
+
+    what: str
+    outputs: list[torch.Tensor]
+    timeout_s: float
+    finish: Callable[[], None] | None = None
+    kind: OperationKind | None = None
+
+
+class GroupContext:
     """What operations of one group share: ``aborted``, or whatever ends the session, ends their waits, and no new ones
     begin.
 
@@ -37,7 +48,7 @@ class Surroundings:
     is alive, and to be sure that there is no answer.
     """
 
-    def __init__(self, session: Session, timeout_s: float, journal: Journal, look_s: float) -> None:
+    def __init__(self, session: Session, timeout_s: float, journal: CallLog, look_s: float) -> None:
         self._session = session
         self.timeout_s = timeout_s
         self.look_s = look_s
@@ -65,15 +76,12 @@ class Surroundings:
                     raise
             self.compare(self.journal.count)
 
-    def vacate(self, lane: Lane) -> None:
-        """Return when ``lane`` may be used again; the failure of the operation in it stays with that one. Raises
-        StallError; then the group is at its end, as the other members don't know that this one has left a call out."""
-        occupant = lane.occupant
-        if occupant is not None:
-            self.finish(occupant)
-
-    def finish(self, work: Pending) -> None:
-        """Return when it is over, well or not. Raises StallError, as ``vacate``."""
+    def finish(self, work: Pending | None) -> None:
+        """Return when ``work``, which occupies what the caller needs, is over, well or not. Its failure stays with it.
+        Raises StallError; then the group is at its end, as the other members don't know that this one has left a call
+        out."""
+        if work is None:
+            return
         try:
             work.settle()
         except StallError as error:
@@ -94,7 +102,7 @@ class Surroundings:
 class Pending(dist.Work):
     """The life of a piece of work, however it is carried out: subclasses say ``_complete`` and ``_is_ready``."""
 
-    def __init__(self, around: Surroundings, what: str, outputs: list[torch.Tensor], timeout_s: float) -> None:
+    def __init__(self, around: GroupContext, what: str, outputs: list[torch.Tensor], timeout_s: float) -> None:
         super().__init__()
         self.what = what
         self.number = 0  # of its group, in the order of the calls; 0 for what not all members call
@@ -263,10 +271,10 @@ class Pending(dist.Work):
         self.fire()
 
 
-class Done(Pending):
+class CompletedWork(Pending):
     """It was over before its call was."""
 
-    def __init__(self, around: Surroundings, what: str, outputs: list[torch.Tensor]) -> None:
+    def __init__(self, around: GroupContext, what: str, outputs: list[torch.Tensor]) -> None:
         super().__init__(around, what, outputs, around.timeout_s)
         self._over = True
 

@@ -23,7 +23,7 @@ from byteps_py.tensors import Op, TensorSpec, key_of
 from byteps_py.torch.context import Context
 from byteps_py.torch.dtypes import is_plain
 from byteps_py.torch.shares.adding import add_up
-from byteps_py.torch.shares.offers import IS_ABSENT, Rounds
+from byteps_py.torch.shares.offers import IS_ABSENT, SharedRounds
 from byteps_py.torch.shares.ring_sum import SLOT_BYTES, RingSum, RingSums, is_able
 from byteps_py.torch.shares.suiting import may_share
 
@@ -68,7 +68,7 @@ class SharedSums:
         limit_s = context.settings.stall_limit_s
         self._timeout_s = limit_s + _PATIENCE_S if limit_s else _FOREVER_S
         self._circles: dict[Sequence[int], _Circle] = {}
-        self._names: dict[tuple[str, Sequence[int]], _Name] = {}
+        self._names: dict[tuple[str, Sequence[int]], _NamedRounds] = {}
 
     @classmethod
     def of(cls, context: Context) -> Self:
@@ -94,7 +94,7 @@ class SharedSums:
             circle = self._circles[group] = _Circle(self._session, self._neighbours, ranks, self._timeout_s)
         entry = self._names.get((name, group))
         if entry is None:
-            entry = self._names[name, group] = _Name(circle, name)
+            entry = self._names[name, group] = _NamedRounds(circle, name)
         if spec is None or not (is_plain(sources[0]) and is_plain(targets[0])):
             entry.begin_elsewhere()
             return through_the_service()
@@ -164,14 +164,14 @@ class _Circle:
         self.neighbours.retire(self._sums.ring, self.neighbours.stream(f"{self._name}, over", self._all))
 
 
-class _Name:
+class _NamedRounds:
     """The rounds of one name: one at a time."""
 
     def __init__(self, circle: _Circle, name: str) -> None:
         self._circle = circle
         self._name = name
         others = tuple(circle.others.values())
-        self._rounds = Rounds(others)
+        self._rounds = SharedRounds(others)
         stream = f"{name} among ranks {circle.text}#{circle.session.incarnation}"
         self._talk = circle.neighbours.talk(stream, others)
         self._spec: TensorSpec | None = None  # of the latest round that was waited for

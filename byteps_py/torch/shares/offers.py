@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping
 IS_ABSENT, WAITS = -1, -2
 
 
-class Rounds:
+class SharedRounds:
     """Of one name, as one rank sees them. ``others``: the other ranks."""
 
     def __init__(self, others: Collection[int]) -> None:

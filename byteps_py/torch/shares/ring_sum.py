@@ -18,12 +18,12 @@ import torch
 
 from byteps_py import streaming
 from byteps_py.instructions import Compiled, address_of
-from byteps_py.looks import Looks
 from byteps_py.session.nearby import Ring
+from byteps_py.spin_policy import SpinPolicy
 from byteps_py.torch.dtypes import WIRE
 from byteps_py.torch.shares.adding import add_to_both, kernels
 from byteps_py.torch.shares.chunks import Chunks
-from byteps_py.torch.shares.table import Entry, Status, new_table, rows_at, slots_at
+from byteps_py.torch.shares.table import Status, TableEntry, new_table, rows_at, slots_at
 
 #: What a member lays in a step. Half as much takes 1.07 to 1.15 times as long; twice as much 0.93 times, on another
 #: processor 1.1 times.
@@ -61,7 +61,7 @@ class RingSums:
 
     def __init__(self, ring: Ring, own: int, ranks: Mapping[int, int]) -> None:
         self.ring, self.own, self.ranks = ring, own, ranks
-        self.looks = Looks()  # for steps after the first
+        self.spin_policy = SpinPolicy()  # for steps after the first
         self._tables: dict[tuple[torch.dtype, bool], array[int]] = {}
         self._era = -1  # of these
 
@@ -75,14 +75,14 @@ class RingSums:
             members = len(self.ranks)
             table = new_table(members)
             for position, local_rank in self.ranks.items():
-                table[Entry.CONTROLS + position] = self.ring.controls[local_rank]
+                table[TableEntry.CONTROLS + position] = self.ring.controls[local_rank]
                 table[slots_at(members) + position] = self.ring.slots(local_rank)
-            table[Entry.OWN], table[Entry.SLOT_BYTES] = self.own, self.ring.slot_bytes
-            table[Entry.STREAM] = streaming.address()
+            table[TableEntry.OWN], table[TableEntry.SLOT_BYTES] = self.own, self.ring.slot_bytes
+            table[TableEntry.STREAM] = streaming.address()
             compiled = kernels(WIRE[dtype], members, average)
             compiled.prepare()
             if compiled.ready is not None:
-                table[Entry.ADD], table[Entry.ADD_PAST] = map(address_of, compiled.ready)
+                table[TableEntry.ADD], table[TableEntry.ADD_PAST] = map(address_of, compiled.ready)
                 self._tables[dtype, average] = table
         return table[:]
 
@@ -116,9 +116,9 @@ class RingSum:
         self._ring.prepare()
         if self._ring.knows_all:
             table = self._table = self._filled()
-            table[Entry.IS_OFFER] = True
+            table[TableEntry.IS_OFFER] = True
             self._go_through(table)
-            table[Entry.STEP] = table[Entry.IS_TOLD] = True
+            table[TableEntry.STEP] = table[TableEntry.IS_TOLD] = True
 
     def run(self, deadline: float) -> None:
         """To its end. All members can be reached. Raises what the waits of the ring raise."""
@@ -138,10 +138,10 @@ class RingSum:
             self._table = None  # of another era
             ring.meet(deadline - time.monotonic())
         table = self._table = self._table or self._filled()
-        table[Entry.KEY] = ring.key
+        table[TableEntry.KEY] = ring.key
         while (status := self._take_steps(table)) is not Status.DONE:
             if status is Status.WAITS:
-                ring.sleep(table[Entry.STEP], deadline - time.monotonic())
+                ring.sleep(table[TableEntry.STEP], deadline - time.monotonic())
             elif status is Status.WAKE:
                 ring.wake()
             elif status is Status.ADD:
@@ -152,27 +152,27 @@ class RingSum:
     def _filled(self) -> array[int]:
         ring, source, target, chunks = self._ring, self._source, self._target, self._chunks
         table, itemsize = self._sums.table(source.dtype, self._average), source.itemsize
-        table[Entry.BASE], table[Entry.RECORD] = ring.base, ring.record
-        table[Entry.CHUNKS] = chunks.count
-        table[Entry.SHARE], table[Entry.ROOM] = chunks.share * itemsize, chunks.room * itemsize
-        table[Entry.SOURCE], table[Entry.TOTAL] = source.data_ptr(), source.nbytes
+        table[TableEntry.BASE], table[TableEntry.RECORD] = ring.base, ring.record
+        table[TableEntry.CHUNKS] = chunks.count
+        table[TableEntry.SHARE], table[TableEntry.ROOM] = chunks.share * itemsize, chunks.room * itemsize
+        table[TableEntry.SOURCE], table[TableEntry.TOTAL] = source.data_ptr(), source.nbytes
         if target is not None:
-            before = self._sums.own * table[Entry.SHARE] if self._scatters else 0
-            table[Entry.TARGET] = (target.data_ptr() - before) % (1 << 64)
-        table[Entry.SCATTERS] = self._scatters
+            before = self._sums.own * table[TableEntry.SHARE] if self._scatters else 0
+            table[TableEntry.TARGET] = (target.data_ptr() - before) % (1 << 64)
+        table[TableEntry.SCATTERS] = self._scatters
         return table
 
     def _take_steps(self, table: array[int]) -> Status:
-        looks, is_first = self._sums.looks, table[Entry.STEP] <= 1
+        spin_policy, is_first = self._sums.spin_policy, table[TableEntry.STEP] <= 1
         first_s = self._ring.patience_s() if is_first else 0.0
         if (is_due := self._looks_for_steps) is None:
-            is_due = self._looks_for_steps = looks.is_due()
-        table[Entry.FIRST_PATIENCE_NS], table[Entry.PATIENCE_NS] = (
+            is_due = self._looks_for_steps = spin_policy.is_due()
+        table[TableEntry.FIRST_PATIENCE_NS], table[TableEntry.PATIENCE_NS] = (
             int(first_s * 1e9),
             int(self._sums.step_look_s * 1e9) * is_due,
         )
         self._go_through(table)
-        status, is_still_first = Status(table[Entry.STATUS]), table[Entry.STEP] <= 1
+        status, is_still_first = Status(table[TableEntry.STATUS]), table[TableEntry.STEP] <= 1
         waits = status is Status.WAITS
         if first_s:
             self._ring.looked(in_vain=waits and is_still_first)
@@ -180,25 +180,25 @@ class RingSum:
             self._looks_for_steps = None
             if is_due:
                 self._has_looked_in_vain = True
-                looks.ended(paid=False)
+                spin_policy.ended(paid=False)
         elif is_due and status is Status.DONE and not self._has_looked_in_vain:
-            looks.ended(paid=True)
+            spin_policy.ended(paid=True)
         return status
 
     def _go_through(self, table: array[int]) -> None:
         steps = _steps.ready
         if steps is None:
             raise RuntimeError("there are no instructions for steps; is_able() tells whether there are")
-        way = streaming.choice(table[Entry.ROOM])
-        table[Entry.IS_PAST], table[Entry.IS_TRY] = way.streams, way.is_try_due()
+        way = streaming.choice(table[TableEntry.ROOM])
+        table[TableEntry.IS_PAST], table[TableEntry.IS_TRY] = way.streams, way.is_try_due()
         steps(table.buffer_info()[0])
-        for streamed, place in ((False, Entry.TOOK_NS), (True, Entry.TOOK_PAST_NS)):
+        for streamed, place in ((False, TableEntry.TOOK_NS), (True, TableEntry.TOOK_PAST_NS)):
             if table[place + 1]:
                 way.took(streamed, table[place + 1], table[place] / 1e9)
                 table[place] = table[place + 1] = 0
 
     def _add(self, table: array[int]) -> None:
         """The chunk of the own share that the step before this one has brought."""
-        _, count = self._chunks.of(self._sums.own, table[Entry.STEP] - 1)
+        _, count = self._chunks.of(self._sums.own, table[TableEntry.STEP] - 1)
         *rows, result, copy = table[rows_at(len(self._sums.ranks)) :]
         add_to_both(self._source.dtype, count, rows, None if result == copy else result, copy, self._average)

@@ -18,7 +18,7 @@ from llvmlite import ir
 from byteps_py import llvm
 from byteps_py.session.nearby.ring import AHEAD, ASLEEP, SLOTS, WORD
 from byteps_py.streaming import AT_ONCE_BYTES
-from byteps_py.torch.shares.table import Entry, Status
+from byteps_py.torch.shares.table import Status, TableEntry
 
 _I32, _I64, _VOID = ir.IntType(32), ir.IntType(64), ir.VoidType()
 #: Looks at what another member has laid before the processor is yielded.
@@ -41,27 +41,27 @@ class Steps:
         self._function = function
         self._table = function.args[0]
         self._b = b = ir.IRBuilder(function.append_basic_block())
-        self._index, self._looks = b.alloca(_I64), b.alloca(_I64)
+        self._index, self._spin_policy = b.alloca(_I64), b.alloca(_I64)
         self._time = b.alloca(_I64, 2)
-        self._members = self._get(Entry.MEMBERS)
-        self._own = self._get(Entry.OWN)
-        self._base = self._get(Entry.BASE)
+        self._members = self._get(TableEntry.MEMBERS)
+        self._own = self._get(TableEntry.OWN)
+        self._base = self._get(TableEntry.BASE)
         self._control = self._control_of(self._own)
         self._end = function.append_basic_block()
 
     def build(self) -> None:
-        b, chunks = self._b, self._get(Entry.CHUNKS)
+        b, chunks = self._b, self._get(TableEntry.CHUNKS)
         begin, added = self._function.append_basic_block(), self._function.append_basic_block()
         self._store(self._at(self._control, ASLEEP), _I64(0))
-        b.cbranch(self._is(self._get(Entry.IS_ADDED)), added, begin)
+        b.cbranch(self._is(self._get(TableEntry.IS_ADDED)), added, begin)
 
         b.position_at_end(begin)
-        step = self._get(Entry.STEP)
-        with b.if_then(self._is(self._get(Entry.IS_OFFER))):
-            self._put(Entry.IS_OFFER, _I64(0))
+        step = self._get(TableEntry.STEP)
+        with b.if_then(self._is(self._get(TableEntry.IS_OFFER))):
+            self._put(TableEntry.IS_OFFER, _I64(0))
             self._give(step)
             self._leave(Status.DONE)
-        with self._when(step, ">", self._get(Entry.IS_TOLD)):
+        with self._when(step, ">", self._get(TableEntry.IS_TOLD)):
             self._await(step)
         with self._when(step, "<", chunks):
             self._give(step)
@@ -70,13 +70,13 @@ class Steps:
         b.branch(added)
 
         b.position_at_end(added)
-        step = self._get(Entry.STEP)
-        self._put(Entry.IS_ADDED, _I64(0))
-        takes = b.and_(self._is(self._get(Entry.TARGET)), b.not_(self._is(self._get(Entry.SCATTERS))))
+        step = self._get(TableEntry.STEP)
+        self._put(TableEntry.IS_ADDED, _I64(0))
+        takes = b.and_(self._is(self._get(TableEntry.TARGET)), b.not_(self._is(self._get(TableEntry.SCATTERS))))
         with self._when(step, ">", _I64(1)), b.if_then(takes):
             self._take(b.sub(step, _I64(2)))
         laid = b.add(step, _I64(1))
-        self._put(Entry.STEP, laid)
+        self._put(TableEntry.STEP, laid)
         with self._when(step, ">", chunks):
             self._leave(Status.DONE)
         self._lay(b.add(self._base, laid))
@@ -94,8 +94,8 @@ class Steps:
             theirs = self._control_of(other)
             with self._unless_laid(theirs, word):
                 self._look(theirs, word, step)
-            record = self._b.add(theirs, self._get(Entry.RECORD))
-            for place, entry in enumerate((Entry.KEY, Entry.TOTAL)):
+            record = self._b.add(theirs, self._get(TableEntry.RECORD))
+            for place, entry in enumerate((TableEntry.KEY, TableEntry.TOTAL)):
                 with self._when(self._load(self._at(record, 8 * place)), "!=", self._get(entry)):
                     self._leave(Status.DIFFERS)
 
@@ -104,15 +104,15 @@ class Steps:
         b = self._b
         look, over = self._function.append_basic_block(), self._function.append_basic_block()
         has_begun = b.icmp_unsigned(">", step, _I64(1))
-        patience = b.select(has_begun, self._get(Entry.PATIENCE_NS), self._get(Entry.FIRST_PATIENCE_NS))
+        patience = b.select(has_begun, self._get(TableEntry.PATIENCE_NS), self._get(TableEntry.FIRST_PATIENCE_NS))
         since = self._now()
-        b.store(_I64(1), self._looks)
+        b.store(_I64(1), self._spin_policy)
         b.branch(look)
         b.position_at_end(look)
         llvm.pause(b)
-        looks = b.load(self._looks, typ=_I64)
-        b.store(b.add(looks, _I64(1)), self._looks)
-        with self._when(b.and_(looks, _I64(_LOOKS - 1)), "==", _I64(0)):
+        spin_policy = b.load(self._spin_policy, typ=_I64)
+        b.store(b.add(spin_policy, _I64(1)), self._spin_policy)
+        with self._when(b.and_(spin_policy, _I64(_LOOKS - 1)), "==", _I64(0)):
             self._call(self._library(_libc.sched_yield), _I32)
             with (
                 self._unless_laid(theirs, word),
@@ -141,37 +141,42 @@ class Steps:
 
     def _give(self, chunk: ir.Value) -> None:
         """Write what others are to add."""
-        b, mine, room, source = self._b, self._slot(self._own, chunk), self._get(Entry.ROOM), self._get(Entry.SOURCE)
+        b, mine, room, source = (
+            self._b,
+            self._slot(self._own, chunk),
+            self._get(TableEntry.ROOM),
+            self._get(TableEntry.SOURCE),
+        )
         with self._each_other() as other:
             first, nbytes = self._piece(other, chunk)
             self._copy(b.add(mine, b.mul(other, room)), b.add(source, first), nbytes)
 
     def _add(self, chunk: ir.Value) -> None:
         """Write the sum of the own share, or have the caller do it."""
-        b, own, target = self._b, self._own, self._get(Entry.TARGET)
+        b, own, target = self._b, self._own, self._get(TableEntry.TARGET)
         first, nbytes = self._piece(own, chunk)
         with self._when(nbytes, "!=", _I64(0)):
-            offset = b.mul(own, self._get(Entry.ROOM))
-            rows = b.add(self._table, b.mul(b.add(b.mul(self._members, _I64(2)), _I64(Entry.CONTROLS)), _I64(8)))
+            offset = b.mul(own, self._get(TableEntry.ROOM))
+            rows = b.add(self._table, b.mul(b.add(b.mul(self._members, _I64(2)), _I64(TableEntry.CONTROLS)), _I64(8)))
             with self._each_other() as other:
                 self._store(b.add(rows, b.mul(other, _I64(8))), b.add(self._slot(other, chunk), offset))
-            self._store(b.add(rows, b.mul(own, _I64(8))), b.add(self._get(Entry.SOURCE), first))
+            self._store(b.add(rows, b.mul(own, _I64(8))), b.add(self._get(TableEntry.SOURCE), first))
             result = b.add(rows, b.mul(self._members, _I64(8)))
             copy = b.add(self._slot(own, b.add(chunk, _I64(1))), offset)
             place = b.select(self._is(target), b.add(target, first), copy)
             self._store(result, place)
-            for_others = b.select(self._is(self._get(Entry.SCATTERS)), place, copy)
+            for_others = b.select(self._is(self._get(TableEntry.SCATTERS)), place, copy)
             self._store(self._at(result, 8), for_others)
-            is_past = b.and_(b.icmp_unsigned("!=", for_others, place), self._is(self._get(Entry.IS_PAST)))
-            adding = b.select(is_past, self._get(Entry.ADD_PAST), self._get(Entry.ADD))
+            is_past = b.and_(b.icmp_unsigned("!=", for_others, place), self._is(self._get(TableEntry.IS_PAST)))
+            adding = b.select(is_past, self._get(TableEntry.ADD_PAST), self._get(TableEntry.ADD))
             with self._when(adding, "==", _I64(0)):
-                self._put(Entry.IS_ADDED, _I64(1))
+                self._put(TableEntry.IS_ADDED, _I64(1))
                 self._leave(Status.ADD)
             self._call(adding, _VOID, rows, nbytes)
 
     def _take(self, chunk: ir.Value) -> None:
         """Copy the others' sums to where they belong."""
-        b, room, target = self._b, self._get(Entry.ROOM), self._get(Entry.TARGET)
+        b, room, target = self._b, self._get(TableEntry.ROOM), self._get(TableEntry.TARGET)
         with self._each_other() as other:
             first, nbytes = self._piece(other, chunk)
             theirs = b.add(self._slot(other, b.add(chunk, _I64(1))), b.mul(other, room))
@@ -180,16 +185,16 @@ class Steps:
     def _copy(self, target: ir.Value, source: ir.Value, nbytes: ir.Value) -> None:
         """The way that was chosen, or, once, the other one. What it takes is noted."""
         b = self._b
-        past = b.xor(self._get(Entry.IS_PAST), self._get(Entry.IS_TRY))
-        self._put(Entry.IS_TRY, _I64(0))
+        past = b.xor(self._get(TableEntry.IS_PAST), self._get(TableEntry.IS_TRY))
+        self._put(TableEntry.IS_TRY, _I64(0))
         since = self._now()
         streamed = b.select(self._is(past), b.and_(nbytes, _I64(-AT_ONCE_BYTES)), _I64(0))
         with self._when(streamed, "!=", _I64(0)):
-            self._call(self._get(Entry.STREAM), _VOID, target, source, streamed)
+            self._call(self._get(TableEntry.STREAM), _VOID, target, source, streamed)
         self._move(b.add(target, streamed), b.add(source, streamed), b.sub(nbytes, streamed))
         took = b.sub(self._now(), since)
-        places = b.add(self._table, b.mul(past, _I64(8 * (Entry.TOOK_PAST_NS - Entry.TOOK_NS))))
-        for entry, value in ((Entry.TOOK_NS, took), (Entry.TOOK_BYTES, nbytes)):
+        places = b.add(self._table, b.mul(past, _I64(8 * (TableEntry.TOOK_PAST_NS - TableEntry.TOOK_NS))))
+        for entry, value in ((TableEntry.TOOK_NS, took), (TableEntry.TOOK_BYTES, nbytes)):
             place = self._at(places, 8 * entry)
             self._store(place, b.add(self._load(place), value))
 
@@ -197,7 +202,12 @@ class Steps:
 
     def _piece(self, position: ir.Value, chunk: ir.Value) -> tuple[ir.Value, ir.Value]:
         """(first byte, how many) of a chunk of a member's share, as Chunks.of says."""
-        b, share, room, total = self._b, self._get(Entry.SHARE), self._get(Entry.ROOM), self._get(Entry.TOTAL)
+        b, share, room, total = (
+            self._b,
+            self._get(TableEntry.SHARE),
+            self._get(TableEntry.ROOM),
+            self._get(TableEntry.TOTAL),
+        )
         begin = b.mul(position, share)
         start = b.add(begin, b.mul(chunk, room))
         first = self._least(start, total)
@@ -207,18 +217,20 @@ class Steps:
     def _slot(self, position: ir.Value, step: ir.Value) -> ir.Value:
         b = self._b
         slots = self._load(
-            b.add(self._table, b.mul(b.add(b.add(self._members, position), _I64(Entry.CONTROLS)), _I64(8)))
+            b.add(self._table, b.mul(b.add(b.add(self._members, position), _I64(TableEntry.CONTROLS)), _I64(8)))
         )
         number = b.and_(b.add(self._base, step), _I64(SLOTS - 1))
-        return b.add(slots, b.mul(number, self._get(Entry.SLOT_BYTES)))
+        return b.add(slots, b.mul(number, self._get(TableEntry.SLOT_BYTES)))
 
     def _control_of(self, position: ir.Value) -> ir.Value:
-        return self._load(self._b.add(self._table, self._b.mul(self._b.add(position, _I64(Entry.CONTROLS)), _I64(8))))
+        return self._load(
+            self._b.add(self._table, self._b.mul(self._b.add(position, _I64(TableEntry.CONTROLS)), _I64(8)))
+        )
 
     # ---- what parts are made of ------------------------------------------------------------------------
 
     def _leave(self, status: Status) -> None:
-        self._put(Entry.STATUS, _I64(status))
+        self._put(TableEntry.STATUS, _I64(status))
         self._b.branch(self._end)
 
     @contextlib.contextmanager
@@ -279,10 +291,10 @@ class Steps:
         kind = ir.FunctionType(result, [argument.type for argument in arguments])
         self._b.call(self._b.inttoptr(address, kind.as_pointer()), arguments)
 
-    def _get(self, entry: Entry) -> ir.Value:
+    def _get(self, entry: TableEntry) -> ir.Value:
         return self._load(self._at(self._table, 8 * entry))
 
-    def _put(self, entry: Entry, value: ir.Value) -> None:
+    def _put(self, entry: TableEntry, value: ir.Value) -> None:
         self._store(self._at(self._table, 8 * entry), value)
 
     def _load(self, address: ir.Value) -> ir.Value:

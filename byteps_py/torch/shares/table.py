@@ -19,7 +19,7 @@ class Status(enum.IntEnum):
     DIFFERS = 4  # somebody is in another operation: to say so
 
 
-class Entry(enum.IntEnum):
+class TableEntry(enum.IntEnum):
     """Places in the table. Those before BASE change."""
 
     STATUS = 0
@@ -56,16 +56,16 @@ class Entry(enum.IntEnum):
 
 def slots_at(members: int) -> int:
     """the place of the first one's slots;"""
-    return Entry.CONTROLS + members
+    return TableEntry.CONTROLS + members
 
 
 def rows_at(members: int) -> int:
     """and that of the addresses of what is added: each member's, in order, the result, and its copy."""
-    return Entry.CONTROLS + 2 * members
+    return TableEntry.CONTROLS + 2 * members
 
 
 def new_table(members: int) -> array[int]:
     """All zeros but MEMBERS."""
     table = array("Q", bytes(8 * (rows_at(members) + members + 2)))
-    table[Entry.MEMBERS] = members
+    table[TableEntry.MEMBERS] = members
     return table

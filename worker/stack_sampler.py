@@ -20,7 +20,7 @@ _WRITING_S = 0.3
 _MAX_BYTES = 8_000
 
 
-class Sights:
+class StackSampler:
     """``ranks``: by local rank, those that are here; ``describe(local rank, pid)``: ``rank 3 (process 47 on a)``;
     ``name_of(slot id)``: of its tensor; ``tell(local rank, text)``: what there is to say."""
 

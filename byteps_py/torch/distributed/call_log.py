@@ -21,7 +21,7 @@ from byteps_py.torch.distributed.members import Members
 _REMEMBERED = 256
 
 
-class Journal:
+class CallLog:
     """``record`` every call; ``compare`` when one of them takes long."""
 
     def __init__(self, members: Members, store: Store) -> None:

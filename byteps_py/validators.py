@@ -1,7 +1,7 @@
-"""What form a setting must have where its type alone says too little: hosts' names, sockets' names, paths, sizes.
+"""What values a setting can have where its type alone says too little: hosts' names, sockets' names, paths, sizes.
 
-Owns the table from a setting to its form, and how a value is shown in an error. Must not ask the system: that a host
-is known, or a file can be written, is for whoever uses it to find out. Pure; any thread.
+Owns the table from a setting to its validator, and how a value is shown in an error. Must not ask the system: that a
+host is known, or a file can be written, is for whoever uses it to find out. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ADDRESS_V6 = re.compile(r"(\[)?([0-9A-Fa-f:.]+)(?:%(?:[A-Za-z0-9_-]|\.(?=[A-Za-
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Validator:
     """``takes``: as words; ``allows``: a value that is set."""
 
     takes: str
@@ -84,21 +84,21 @@ def _size(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
-_HOST = Form("the name of a host (letters, digits, '-', '_' and '.', at most 253) or its IP address", is_host)
-_IDENTIFIER = Form(f"printable characters, at most {_MAX_IDENTIFIER}", _is_identifier)
-_PATH = Form(f"a path of at most {_MAX_PATH_BYTES} bytes, {_MAX_PART_BYTES} in each of its parts", _is_path)
-_COUNT = Form("a whole number from 0 to 2^62 - 1", lambda number: number < _MAX_COUNT)
+_HOST = Validator("the name of a host (letters, digits, '-', '_' and '.', at most 253) or its IP address", is_host)
+_IDENTIFIER = Validator(f"printable characters, at most {_MAX_IDENTIFIER}", _is_identifier)
+_PATH = Validator(f"a path of at most {_MAX_PATH_BYTES} bytes, {_MAX_PART_BYTES} in each of its parts", _is_path)
+_COUNT = Validator("a whole number from 0 to 2^62 - 1", lambda number: number < _MAX_COUNT)
 
 #: By field of Settings. Secrets may be anything; what is not here has its range or its choices in VARIABLES.
-FORMS: dict[str, Form] = {
-    "scheduler_host": Form(f"{_HOST.takes}, as MASTER_ADDR and --scheduler do in its place", is_host),
+VALIDATORS: dict[str, Validator] = {
+    "scheduler_host": Validator(f"{_HOST.takes}, as MASTER_ADDR and --scheduler do in its place", is_host),
     "node_host": _HOST,
-    "interface": Form(
+    "interface": Validator(
         f"the name of a network interface: at most {_MAX_INTERFACE_BYTES} bytes, no space, no '/'", _is_interface
     ),
     "machine_id": _IDENTIFIER,
-    "job_id": Form(f"{_IDENTIFIER.takes}, as a launcher's names for the job do in its place", _is_identifier),
-    "socket_name": Form(f"printable characters, at most {MAX_SOCKET_NAME_BYTES} bytes", _is_socket_name),
+    "job_id": Validator(f"{_IDENTIFIER.takes}, as a launcher's names for the job do in its place", _is_identifier),
+    "socket_name": Validator(f"printable characters, at most {MAX_SOCKET_NAME_BYTES} bytes", _is_socket_name),
     "secret_file": _PATH,
     "journal_dir": _PATH,
     "report": _PATH,
@@ -113,11 +113,11 @@ FORMS: dict[str, Form] = {
 
 def refusal(field: str, name: str, value: object) -> str:
     """Why ``value`` can't be that of ``field``, which the variable ``name`` sets; empty if it can."""
-    form = FORMS.get(field)
-    if form is None or value in ("", None) or form.allows(value):
+    validator = VALIDATORS.get(field)
+    if validator is None or value in ("", None) or validator.allows(value):
         return ""
     text = f"'{shown(value)}'" if isinstance(value, str) else shown(str(value))
-    return f"{name}={text} is not valid: it takes {form.takes}"
+    return f"{name}={text} is not valid: it takes {validator.takes}"
 
 
 def shown(text: str) -> str:

@@ -14,24 +14,24 @@ from byteps_py.errors import ProtocolError
 from byteps_py.shm import Block
 from byteps_py.strips import Arriving, strip_at
 from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
-from byteps_py.worker.actions import AskSum, Fail, Fetch, Show
+from byteps_py.worker.actions import DirectAction, Fail, Show
 from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.direct import Direct
+from byteps_py.worker.piece_exchange import PieceExchange
 from byteps_py.worker.pieces import (
     Copy,
     CopyHere,
     Delivered,
-    DirectAction,
+    FetchPiece,
     Outgrown,
+    PieceRequest,
     Receipt,
-    Refuse,
-    Request,
+    RefusePiece,
     Serve,
     Transfer,
     due,
 )
 from byteps_py.worker.receipts import Receipts, Way
-from byteps_py.worker.tensor import RankSlot
+from byteps_py.worker.tensor import AskSum, RankSlot
 
 STRIP = 3
 ROOM = 64
@@ -70,7 +70,7 @@ class Machine:
         self.world, self.index, self.all = world, index, all_
         queue = self.queue = PushQueue[Transfer | AskSum](world.rng.choice((0, 8, 40)))
         piece, local_piece, small = (world.rng.choice(sizes) for sizes in ((4, 7, 100), (5, 100), (0, 5, 100)))
-        self.direct = Direct(index, machine_of, piece, local_piece, queue, small)
+        self.direct = PieceExchange(index, machine_of, piece, local_piece, queue, small)
         self.on_delivered: dict[int, Callable[[int], None]] = {}  # by slot id
         self.on_failed: dict[int, Callable[[str], None]] = {}
         self.on_shown: dict[int, Callable[[list[int]], None]] = {}
@@ -87,7 +87,7 @@ class Machine:
                 self.run(self.direct.copied_here(action.pairs))
             elif isinstance(action, Copy):
                 world.due.append(lambda a=action: self._copy(a))  # type: ignore[misc]
-            elif isinstance(action, Fetch):
+            elif isinstance(action, FetchPiece):
                 world.due.append(lambda a=action: self._ask(a.item))  # type: ignore[misc]
                 if world.rng.random() < 0.2:
                     world.due.append(lambda a=action: self._ask(a.item))  # type: ignore[misc]
@@ -99,7 +99,7 @@ class Machine:
                 self.on_shown[action.slot.id](action.strips)
             elif isinstance(action, Fail):
                 self.on_failed[action.slots[0].id](str(action.error))
-            elif isinstance(action, Refuse):
+            elif isinstance(action, RefusePiece):
                 world.due.append(lambda a=action: self._refuse(a))  # type: ignore[misc]
             else:
                 assert isinstance(action, Outgrown)
@@ -113,7 +113,7 @@ class Machine:
 
     def _ask(self, transfer: Transfer) -> None:
         channel = transfer.channel
-        request = Request(
+        request = PieceRequest(
             (self, transfer), self.index, channel.key, transfer.round, channel.ranks[transfer.source], transfer.target,
             transfer.offset, transfer.length, transfer.total, transfer.is_tentative,
         )  # fmt: skip
@@ -138,7 +138,7 @@ class Machine:
         for way, round_ in self.receipts.take_due():
             self.say(way, round_)
 
-    def _refuse(self, refuse: Refuse) -> None:
+    def _refuse(self, refuse: RefusePiece) -> None:
         asker, transfer = refuse.request.origin  # type: ignore[misc]
         if transfer not in asker.arrived:
             asker.arrived.add(transfer)

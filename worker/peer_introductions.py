@@ -29,7 +29,7 @@ class Tell:
     key: int
 
 
-class Meetings:
+class PeerIntroductions:
     """All by local rank. A rank that leaves may come back, while others have yet to leave: who is here for the nth time
     meets those that are."""
 

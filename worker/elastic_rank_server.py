@@ -1,4 +1,4 @@
-"""The desk of an elastic job: ranks come, go back and come again, while one group follows another.
+"""The rank server of an elastic job: ranks come, go back and come again, while one group follows another.
 
 A process's local rank, as its launcher numbers it, is its *seat*; in a group the ranks that are there are numbered
 without gaps, those first that have the latest state: all of a group take rank 0's. Owned by the loop's thread.
@@ -18,10 +18,10 @@ from typing import Any
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, DismissedError, PeerLostError, ProtocolError
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
 from byteps_py.wording import ranks_text
-from byteps_py.worker.desk import Desk, text_of
+from byteps_py.worker.rank_server import RankServer, text_of
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests
 
@@ -41,7 +41,7 @@ class _Waiter:
         return -self.synced_in, self.seat
 
 
-class ElasticDesk(Desk):
+class ElasticRankServer(RankServer):
     """``on_return(reason, planned)``: ranks of the group want to be a group anew. ``patience_s``: after the first group
     has begun, this long it waits for all of its ranks."""
 
@@ -151,7 +151,7 @@ class ElasticDesk(Desk):
         if here is None:
             return
         self._absent.clear()
-        message = protocol.pack(Kind.FATAL, error=type(error).__name__, message=str(error))
+        message = protocol.pack(RankMessageKind.FATAL, error=type(error).__name__, message=str(error))
         for local_rank, rank in here.executor.ranks.items():
             self._expect(self._seats[local_rank], rank)
             with contextlib.suppress(PeerLostError):  # what it said last is still to be read
@@ -159,7 +159,7 @@ class ElasticDesk(Desk):
 
     def tell_hosts(self, added: bool, removed: bool) -> None:
         """Ranks wait to join, or are about to leave."""
-        message = protocol.pack(Kind.HOSTS, added=added, removed=removed)
+        message = protocol.pack(RankMessageKind.HOSTS, added=added, removed=removed)
         for rank in list(self._open.executor.ranks.values()) if self._open else ():
             self._guard(rank, functools.partial(rank.send, message))
 
@@ -270,9 +270,9 @@ class ElasticDesk(Desk):
         try:
             while self._former.get(seat) is rank and (message := rank.receive()) is not None:
                 kind = protocol.kind_of(message)
-                if kind is Kind.PING:
-                    rank.send(protocol.pack(Kind.PONG))
-                elif kind is Kind.LEAVE:
+                if kind is RankMessageKind.PING:
+                    rank.send(protocol.pack(RankMessageKind.PONG))
+                elif kind is RankMessageKind.LEAVE:
                     fields = protocol.fields_of(message)
                     if fields.get("again"):
                         rank.hang_up()  # it comes again, on another connection

@@ -8,19 +8,30 @@ from support.worker_core import slot as make_slot
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.worker import serving
-from byteps_py.worker.actions import AskSum, Fetch
 from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.direct import Direct
-from byteps_py.worker.pieces import ALL, Copy, CopyHere, Delivered, Outgrown, Receipt, Refuse, Request, Serve, Transfer
-from byteps_py.worker.tensor import RankSlot
+from byteps_py.worker.piece_exchange import PieceExchange
+from byteps_py.worker.pieces import (
+    ALL,
+    Copy,
+    CopyHere,
+    Delivered,
+    FetchPiece,
+    Outgrown,
+    PieceRequest,
+    Receipt,
+    RefusePiece,
+    Serve,
+    Transfer,
+)
+from byteps_py.worker.tensor import AskSum, RankSlot
 
 
 def make_spec(op: Op, group: tuple[int, ...] = ()) -> TensorSpec:
     return TensorSpec("x", DType.UINT8, (64, 512), op, group=group)
 
 
-def local(op: Op = Op.EXCHANGE) -> tuple[Direct, list[RankSlot]]:
-    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
+def local(op: Op = Op.EXCHANGE) -> tuple[PieceExchange, list[RankSlot]]:
+    direct = PieceExchange(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
     slots = [make_slot(i, make_spec(op), inputs=2) for i in range(2)]
     for rank, each in enumerate(slots):
         direct.declare(rank, each)
@@ -39,23 +50,23 @@ def test_a_round_out_of_turn_breaks_the_protocol() -> None:
 
 def test_other_machines_get_what_is_theirs_and_no_more() -> None:
     direct, (slot, _) = local()
-    request = Request(None, 1, 0, 1, 0, 2, 0, 4, 4)
+    request = PieceRequest(None, 1, 0, 1, 0, 2, 0, 4, 4)
     request.key = next(iter(direct.members()))[0].key
     assert direct.requested(request) == []  # it has not come to the round
     (serve,) = direct.ready(slot, 1, Layout(((0, 0), (0, 0), (8, 4)), ((0, 0),) * 3), 0.0)[:1]
     assert isinstance(serve, Serve)
     assert (serve.block, serve.offset) == (slot.inputs[0], 8)
     for wrong, error, text in (
-        (Request(None, 1, request.key, 1, 0, 2, 2, 4, 4), ProtocolError, "does not have"),
-        (Request(None, 1, request.key, 1, 0, 9, 0, 4, 4), ProtocolError, "has no part"),
-        (Request(None, 1, request.key, 1, 2, 2, 0, 4, 4), ProtocolError, "is not a rank of this machine"),
-        (Request(None, 1, request.key, 1, 0, ALL, 0, 4, 4), ProtocolError, "a gather's piece is for a machine"),
-        (Request(None, 0, request.key, 1, 0, 2, 0, 4, 4), ProtocolError, "machine 0 asks for another's rank"),
+        (PieceRequest(None, 1, request.key, 1, 0, 2, 2, 4, 4), ProtocolError, "does not have"),
+        (PieceRequest(None, 1, request.key, 1, 0, 9, 0, 4, 4), ProtocolError, "has no part"),
+        (PieceRequest(None, 1, request.key, 1, 2, 2, 0, 4, 4), ProtocolError, "is not a rank of this machine"),
+        (PieceRequest(None, 1, request.key, 1, 0, ALL, 0, 4, 4), ProtocolError, "a gather's piece is for a machine"),
+        (PieceRequest(None, 0, request.key, 1, 0, 2, 0, 4, 4), ProtocolError, "machine 0 asks for another's rank"),
     ):
         with pytest.raises(error, match=text):
             direct.requested(wrong)
-    (refuse,) = direct.requested(Request(None, 1, request.key, 1, 0, 2, 0, 5, 5))
-    assert isinstance(refuse, Refuse)
+    (refuse,) = direct.requested(PieceRequest(None, 1, request.key, 1, 0, 2, 0, 5, 5))
+    assert isinstance(refuse, RefusePiece)
     assert "rank 0 sends 4 bytes to rank 2, which expects 5" in str(refuse.error)
 
 
@@ -65,7 +76,7 @@ def test_who_leaves_is_waited_for_until_it_says_what_it_has_taken() -> None:
     key = next(iter(direct.members()))[0].key
     assert direct.keeps_for({2})
     assert not direct.keeps_for({0, 1})
-    direct.requested(Request(None, 1, key, 1, 0, 2, 0, 4, 4))
+    direct.requested(PieceRequest(None, 1, key, 1, 0, 2, 0, 4, 4))
     assert direct.keeps_for({2})  # what was sent may be lost
     direct.received(Receipt(1, key, 1, 0, 2))
     assert not direct.keeps_for({2})
@@ -78,17 +89,17 @@ def test_a_gather_waits_for_all_ranks_of_this_machine_too_as_the_last_asks_for_a
     channel, member = next(iter(direct.members(0)))
     assert serving.needs(channel, member) == {1, 2}
     (fetch,) = direct.ready(other, 1, layout, 0.0)
-    assert isinstance(fetch, Fetch)
+    assert isinstance(fetch, FetchPiece)
     assert serving.needs(channel, member) == {2}
 
 
 def test_memory_to_which_a_piece_is_being_copied_is_kept_though_its_round_was_abandoned() -> None:
     queue: PushQueue[Transfer | AskSum] = PushQueue(0)
-    direct = Direct(0, [0, 1], 100, 100, queue, 1 << 18)
+    direct = PieceExchange(0, [0, 1], 100, 100, queue, 1 << 18)
     small, large = (make_slot(0, TensorSpec("x", DType.UINT8, (4, room), Op.GATHER), inputs=2) for room in (8, 16))
     direct.declare(0, small)
     (fetch,) = direct.ready(small, 1, Layout(((0, 0),), ((0, 0), (0, 4))), 0.0)
-    assert isinstance(fetch, Fetch)
+    assert isinstance(fetch, FetchPiece)
     assert isinstance(fetch.item, Transfer)
     (copy,) = direct.arrived(fetch.item, 77, 0.0)
     assert isinstance(copy, Copy)
@@ -101,10 +112,10 @@ def test_memory_to_which_a_piece_is_being_copied_is_kept_though_its_round_was_ab
 def test_a_wrong_request_that_came_too_early_is_refused_not_held_against_the_rank() -> None:
     direct, (slot, _) = local()
     key = next(iter(direct.members()))[0].key
-    wrong = Request(None, 1, key, 1, 0, 2, 2, 4, 4)
+    wrong = PieceRequest(None, 1, key, 1, 0, 2, 2, 4, 4)
     assert direct.requested(wrong) == []
     actions = direct.ready(slot, 1, Layout(((0, 0), (0, 0), (8, 4)), ((0, 0),) * 3), 0.0)
-    assert [action.request for action in actions if isinstance(action, Refuse)] == [wrong]
+    assert [action.request for action in actions if isinstance(action, RefusePiece)] == [wrong]
     assert not any(isinstance(action, Serve) for action in actions)
 
 
@@ -113,48 +124,48 @@ def test_requests_for_rounds_to_come_are_kept_up_to_a_limit() -> None:
     channel = next(iter(direct.members()))[0]
     channel.most_requests, key = 3, channel.key
     for _ in range(3):
-        assert direct.requested(Request(None, 1, key, 7, 0, 2, 0, 4, 4)) == []
+        assert direct.requested(PieceRequest(None, 1, key, 7, 0, 2, 0, 4, 4)) == []
     with pytest.raises(ProtocolError, match="machine 1 asks for too much too soon"):
-        direct.requested(Request(None, 1, key, 7, 0, 2, 0, 4, 4))
+        direct.requested(PieceRequest(None, 1, key, 7, 0, 2, 0, 4, 4))
 
 
 def test_a_round_from_before_all_joined_is_not_looked_at() -> None:
     """It may be asked for once more, when its name is other ranks'."""
-    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
+    direct = PieceExchange(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
     direct.start_anew(3)
     slot = make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2)
     direct.declare(0, slot)
-    request = Request(None, 1, next(iter(direct.members()))[0].key, 3, 1, 2, 0, 4, 4)
+    request = PieceRequest(None, 1, next(iter(direct.members()))[0].key, 3, 1, 2, 0, 4, 4)
     assert direct.requested(request) == []
     request.round = 4
     assert direct.requested(request) == []  # perhaps all have joined again, and the name is another group's by then
     actions = direct.ready(slot, 4, Layout(((0, 0),) * 2, ((0, 0),) * 2), 0.0)
-    (refuse,) = [action for action in actions if isinstance(action, Refuse)]
+    (refuse,) = [action for action in actions if isinstance(action, RefusePiece)]
     assert refuse.request is request
     assert "has no part" in str(refuse.error)
 
 
 def test_a_round_from_before_all_joined_is_not_kept_for_a_name_that_nobody_has_declared_again() -> None:
-    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
+    direct = PieceExchange(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
     direct.start_anew(3)
     slot = make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2)
     direct.declare(0, slot)
     key = next(iter(direct.members()))[0].key
     direct.start_anew(3)
-    assert direct.requested(Request(None, 1, key, 3, 1, 2, 0, 4, 4)) == []
+    assert direct.requested(PieceRequest(None, 1, key, 3, 1, 2, 0, 4, 4)) == []
     direct.declare(0, make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2))
     slot = next(iter(direct.members()))[1].slot
     assert not any(
-        isinstance(action, Refuse) for action in direct.ready(slot, 4, Layout(((0, 0),) * 2, ((0, 0),) * 2), 0.0)
+        isinstance(action, RefusePiece) for action in direct.ready(slot, 4, Layout(((0, 0),) * 2, ((0, 0),) * 2), 0.0)
     )
 
 
 def test_who_knows_first_that_all_have_joined_may_use_a_name_for_other_ranks() -> None:
     other = make_slot(1, make_spec(Op.GATHER, (1, 2)), inputs=2)
-    direct = Direct(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
+    direct = PieceExchange(0, [0, 0, 1], 100, 100, PushQueue(0), 1 << 18)
     direct.declare(0, make_slot(0, make_spec(Op.EXCHANGE, (0, 2)), inputs=2))
     key = next(iter(direct.members()))[0].key
-    request = Request(None, 1, key, 1, 1, ALL, 0, 4, 4)
+    request = PieceRequest(None, 1, key, 1, 1, ALL, 0, 4, 4)
     assert direct.requested(request) == []
     direct.start_anew(0)
     direct.declare(1, other)

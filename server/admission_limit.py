@@ -7,7 +7,7 @@ what it gave until all have. So a machine that makes up keys, or indices, would 
 from __future__ import annotations
 
 
-class Beginnings:
+class AdmissionLimit:
     """Counts them, by key."""
 
     #: Far more than the tensors of any model; 1.8 KB each, beside what was given to them.

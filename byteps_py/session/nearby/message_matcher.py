@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from byteps_py.errors import ProtocolError
-from byteps_py.session.nearby.messages import Kind, Message
+from byteps_py.session.nearby.messages import PeerMessage, PeerMessageKind
 from byteps_py.tensors import key_of
 
 
@@ -78,7 +78,7 @@ class _Sent:
     takers: set[int]
 
 
-class Ledger:
+class MessageMatcher:
     """``me``: this rank's number on its machine."""
 
     #: Messages of the next era that may come before this rank hears of it; flows of streams that it does not know yet;
@@ -95,7 +95,7 @@ class Ledger:
         self._coming: dict[tuple[int, int], Parcel] = {}  # by source and id: not complete yet
         self._sent: dict[int, _Sent] = {}
         self._last_id = 0
-        self._early: list[tuple[Message, bytes | None]] = []
+        self._early: list[tuple[PeerMessage, bytes | None]] = []
 
     def stream(self, name: str, others: Iterable[int]) -> Stream:
         """The stream of this name between this rank and ``others``."""
@@ -123,7 +123,7 @@ class Ledger:
         """Who has not taken all that it has been sent."""
         return set().union(*(sent.takers for sent in list(self._sent.values()) if sent.stream is stream))
 
-    def came(self, message: Message, payload: bytes | None) -> object:
+    def came(self, message: PeerMessage, payload: bytes | None) -> object:
         """A message came. Returns the block that nobody needs any more because of it, or None. Raises ProtocolError.
         SEGMENT is not for the ledger."""
         kind, source = message.kind, message.source
@@ -133,9 +133,9 @@ class Ledger:
             elif message.era > self.era:
                 raise ProtocolError(f"local rank {source} is in era {message.era}, this one in {self.era}")
             return None
-        if kind == Kind.TAKEN:
+        if kind == PeerMessageKind.TAKEN:
             return self._taken(message.id, source)
-        if kind == Kind.MORE:
+        if kind == PeerMessageKind.MORE:
             parcel = self._coming.get((source, message.id))
             if parcel is None:
                 raise ProtocolError(f"local rank {source} has more of a parcel that it never began")
@@ -147,7 +147,7 @@ class Ledger:
             parcel.ready = message.ready
             if parcel.ready == parcel.total:
                 del self._coming[source, message.id]
-        elif kind == Kind.JOINED:
+        elif kind == PeerMessageKind.JOINED:
             self.joined.add(source)
         else:
             parcel = Parcel(

@@ -12,15 +12,15 @@ import pytest
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import PeerLostError
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
-from byteps_py.worker.elastic_desk import ElasticDesk
+from byteps_py.worker.elastic_rank_server import ElasticRankServer
 
 
 def ignore(*given: object) -> None: ...
 
 
-class Welcoming(ElasticDesk):
+class Welcoming(ElasticRankServer):
     """``welcome``: seats and local ranks of those that it has let in."""
 
     def __init__(self, *given: Any) -> None:
@@ -45,7 +45,7 @@ class Desk:
             time=time.monotonic,
         )
         listener = SimpleNamespace(fileno=lambda: -1)
-        self.desk = Welcoming(
+        self.rank_server = Welcoming(
             Runtime(loop=cast(Any, loop)),
             cast(Any, listener),
             2,
@@ -61,13 +61,13 @@ class Desk:
     def come(self, seat: int, synced_in: int) -> None:
         """A rank, which waits."""
         channel = SimpleNamespace(fileno=lambda: -1, peer_pid=os.getpid(), close=ignore)
-        self.desk._came(cast(Any, channel), seat, synced_in)
+        self.rank_server._came(cast(Any, channel), seat, synced_in)
 
     def open(self) -> None:
         """A group of which these are ranks 4 and 5."""
         me = SimpleNamespace(host="node7")
         topology = SimpleNamespace(local_size=2, first_rank=4, me=me, is_continued=False, group=7)
-        self.desk.open(cast(Any, SimpleNamespace(topology=topology, executor=SimpleNamespace(ranks={}))))
+        self.rank_server.open(cast(Any, SimpleNamespace(topology=topology, executor=SimpleNamespace(ranks={}))))
 
 
 def test_ranks_that_never_come_are_given_up() -> None:
@@ -76,10 +76,10 @@ def test_ranks_that_never_come_are_given_up() -> None:
     one.open()
     ((patience_s, give_up),) = one.timers
     assert patience_s == 60.0
-    assert not one.desk.is_whole
+    assert not one.rank_server.is_whole
     give_up()
     assert one.deaths == ["ranks 4-5 of node7 did not come within 60 s (BYTEPS_START_TIMEOUT_S)"]
-    assert one.desk.is_whole
+    assert one.rank_server.is_whole
     give_up()
     assert len(one.deaths) == 1
 
@@ -87,7 +87,7 @@ def test_ranks_that_never_come_are_given_up() -> None:
 def test_nobody_waits_for_ranks_of_a_machine_that_was_told_to_leave() -> None:
     one = Desk()
     one.open()
-    one.desk.dismiss()
+    one.rank_server.dismiss()
     assert one.returns == [("a machine was told to leave before all of its ranks had come", False)]
     one.timers[0][1]()
     assert one.deaths == []
@@ -96,7 +96,7 @@ def test_nobody_waits_for_ranks_of_a_machine_that_was_told_to_leave() -> None:
 def test_what_a_rank_said_before_it_hung_up_counts_though_a_word_to_it_finds_that_out() -> None:
     one = Desk()
     one.open()
-    said = [protocol.pack(Kind.LEAVE, again="HostsUpdatedInterrupt", planned=True)]
+    said = [protocol.pack(RankMessageKind.LEAVE, again="HostsUpdatedInterrupt", planned=True)]
     ends: list[str] = []
 
     def send(message: bytes) -> None:
@@ -106,35 +106,35 @@ def test_what_a_rank_said_before_it_hung_up_counts_though_a_word_to_it_finds_tha
         local_rank=0, pid=7, fd=-1, pidfd=-1, send=send, hang_up=lambda: ends.append("hung up"),
         receive=lambda: said.pop() if said else None, forget=lambda: ends.append("forgotten"),
     )  # fmt: skip
-    here = cast(Any, one.desk._open)
+    here = cast(Any, one.rank_server._open)
     here.executor.ranks[0] = rank
     here.describe, here.forget = lambda local_rank, pid: f"rank {local_rank}", lambda local_rank: None
-    one.desk.tell_hosts(added=True, removed=False)
+    one.rank_server.tell_hosts(added=True, removed=False)
     assert one.deaths == []
     assert one.returns == [("rank 0 goes back to its last commit after HostsUpdatedInterrupt", True)]
     assert ends == ["hung up"]
-    assert one.desk.may_return == 1
+    assert one.rank_server.may_return == 1
 
 
 def test_who_has_the_latest_state_comes_first() -> None:
     """Local rank 0 came late, when the other one had formed a group: all take the state of rank 0."""
     one = Desk()
-    one.desk._had_group = True
+    one.rank_server._had_group = True
     one.come(0, synced_in=0)
-    assert one.desk.synced_in == 0
+    assert one.rank_server.synced_in == 0
     one.come(1, synced_in=7)
-    assert one.desk.synced_in == 7
+    assert one.rank_server.synced_in == 7
     one.open()
-    assert one.desk.welcome == [(1, 0), (0, 1)]
+    assert one.rank_server.welcome == [(1, 0), (0, 1)]
 
 
 def test_ranks_with_the_same_state_are_in_the_launchers_order() -> None:
     one = Desk()
-    one.desk._had_group = True
+    one.rank_server._had_group = True
     for seat in (1, 0):
         one.come(seat, synced_in=7)
     one.open()
-    assert one.desk.welcome == [(0, 0), (1, 1)]
+    assert one.rank_server.welcome == [(0, 0), (1, 1)]
 
 
 @pytest.mark.parametrize(("said", "shut_down"), [({}, 1), ({"error": "ValueError: x"}, 0)])
@@ -142,18 +142,18 @@ def test_who_shuts_down_as_the_group_ends_may_come_back(said: dict[str, str], sh
     """It has not heard that the group can't go on, and it may be that all ranks shut down, to initialize again."""
     one = Desk()
     one.open()
-    words = [protocol.pack(Kind.LEAVE, **said)]
+    words = [protocol.pack(RankMessageKind.LEAVE, **said)]
     ends: list[str] = []
     rank = SimpleNamespace(
         local_rank=0, pid=7, fd=-1, pidfd=-1, send=ignore, hang_up=lambda: ends.append("hung up"),
         receive=lambda: words.pop() if words else None, forget=ignore, close=lambda: ends.append("closed"),
     )  # fmt: skip
-    cast(Any, one.desk._open).executor.ranks[0] = rank
-    one.desk.dissolve(PeerLostError("rank 5 goes back"))
-    assert (one.desk.may_return, one.desk.shut_down) == (1, 0)
-    one.desk._hear_former(0, cast(Any, rank))
-    assert (one.desk.may_return, one.desk.shut_down) == (0, shut_down)
+    cast(Any, one.rank_server._open).executor.ranks[0] = rank
+    one.rank_server.dissolve(PeerLostError("rank 5 goes back"))
+    assert (one.rank_server.may_return, one.rank_server.shut_down) == (1, 0)
+    one.rank_server._hear_former(0, cast(Any, rank))
+    assert (one.rank_server.may_return, one.rank_server.shut_down) == (0, shut_down)
     assert ends == ["hung up" if shut_down else "closed"]
     if shut_down:
-        one.desk._is_gone(cast(Any, rank))
-        assert one.desk.shut_down == 0
+        one.rank_server._is_gone(cast(Any, rank))
+        assert one.rank_server.shut_down == 0

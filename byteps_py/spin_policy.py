@@ -13,7 +13,7 @@ LOOK_S = 100e-6
 _MOST_VAIN, _WAITS_PER_TRY = 2, 16
 
 
-class Looks:
+class SpinPolicy:
     """From how often it did pay. Any thread, races do no harm."""
 
     def __init__(self) -> None:

@@ -13,20 +13,20 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
 from byteps_py.log import logger
-from byteps_py.rank_protocol import Kind
+from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
 from byteps_py.unauthenticated import MOST, PATIENCE_S
 from byteps_py.wording import count_text
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests
 
-_READY = int(Kind.READY)  # a plain integer: by far the most frequent
+_READY = int(RankMessageKind.READY)  # a plain integer: by far the most frequent
 _MOST_EPOCHS = 1 << 32
 MAX_NOTE_CHARS = 9000
 _DRAIN = 256  # messages taken from a rank before others get their turn
 
 
-class Desk:
+class RankServer:
     """``on_death(sentence)``: a rank ended without leaving. ``on_change()``: a rank came, wants to leave, or left, or
     has left and its process has ended by now."""
 
@@ -74,7 +74,7 @@ class Desk:
             self._turn_away(channel, error)
         self._waiting.clear()
         if self._open:
-            message = protocol.pack(Kind.FATAL, error=type(error).__name__, message=str(error))
+            message = protocol.pack(RankMessageKind.FATAL, error=type(error).__name__, message=str(error))
             for rank in list(self._open.executor.ranks.values()):
                 self._guard(rank, functools.partial(rank.send, message))
 
@@ -109,7 +109,7 @@ class Desk:
             message = channel.receive(0)
             for descriptor in message[1] if message is not None else ():
                 self._runtime.close_fd(descriptor)
-            if message is None or protocol.kind_of(message[0]) is not Kind.HELLO:
+            if message is None or protocol.kind_of(message[0]) is not RankMessageKind.HELLO:
                 raise ProtocolError(f"process {channel.peer_pid} did not say who it is")
             local_rank, synced_in = self._check_hello(protocol.fields_of(message[0]))
         except BytePSError as error:
@@ -152,7 +152,7 @@ class Desk:
 
     def _turn_away(self, channel: Channel, error: BytePSError) -> None:
         try:
-            channel.send(protocol.pack(Kind.FATAL, error=type(error).__name__, message=str(error)))
+            channel.send(protocol.pack(RankMessageKind.FATAL, error=type(error).__name__, message=str(error)))
         except PeerLostError:
             pass
         finally:
@@ -178,7 +178,7 @@ class Desk:
         self._loop.add_reader(rank.fd, functools.partial(self._read, rank))
         self._loop.add_reader(rank.pidfd, functools.partial(self._ended, rank))
         message = protocol.pack(
-            Kind.WELCOME,
+            RankMessageKind.WELCOME,
             rank=here.topology.first_rank + local_rank,
             size=here.topology.size,
             local_rank=local_rank,
@@ -217,35 +217,35 @@ class Desk:
                     here.executor.run(here.ready(message))
                     continue
                 kind = protocol.kind_of(message)
-                if kind is Kind.DECLARE:
+                if kind is RankMessageKind.DECLARE:
                     here.executor.run(here.declare(rank, protocol.fields_of(message)))
-                elif kind is Kind.LAYOUT:
+                elif kind is RankMessageKind.LAYOUT:
                     here.lay_out(rank, protocol.fields_of(message))
-                elif kind is Kind.STRIPS:
+                elif kind is RankMessageKind.STRIPS:
                     here.take_in_strips(rank, protocol.fields_of(message))
-                elif kind is Kind.STACK:
+                elif kind is RankMessageKind.STACK:
                     continue  # its descriptor has been kept
-                elif kind is Kind.BARRIER:
+                elif kind is RankMessageKind.BARRIER:
                     rank.barriers = rank.barriers_before + int(protocol.fields_of(message)["sequence"])
                     here.poll_barrier()
-                elif kind is Kind.JOIN:
+                elif kind is RankMessageKind.JOIN:
                     here.joining.join(rank)
                     here.poll_barrier()
-                elif kind is Kind.MEET:
+                elif kind is RankMessageKind.MEET:
                     here.meet(rank, protocol.fields_of(message))
-                elif kind is Kind.WAITS:
+                elif kind is RankMessageKind.WAITS:
                     here.waits(rank, protocol.fields_of(message))
-                elif kind is Kind.WAITED:
+                elif kind is RankMessageKind.WAITED:
                     rank.direct_waits.pop(int(protocol.fields_of(message)["id"]), None)
-                elif kind is Kind.PING:
-                    rank.send(protocol.pack(Kind.PONG))
-                elif kind is Kind.SETTLE:
+                elif kind is RankMessageKind.PING:
+                    rank.send(protocol.pack(RankMessageKind.PONG))
+                elif kind is RankMessageKind.SETTLE:
                     rank.is_settling = True
                     self._on_change()
-                elif kind is Kind.LEAVE:
+                elif kind is RankMessageKind.LEAVE:
                     self._leave(rank, here, protocol.fields_of(message))
                     return False
-                elif kind is Kind.NOTE:
+                elif kind is RankMessageKind.NOTE:
                     rank.note = text_of(protocol.fields_of(message)["text"])[:MAX_NOTE_CHARS]
                 else:
                     raise ProtocolError(f"local rank {rank.local_rank} sent a {kind.name} message")
@@ -262,7 +262,7 @@ class Desk:
         """Nobody needs this rank any more."""
         if self._open is not None and (rank := self._open.executor.ranks.get(local_rank)) is not None:
             rank.is_settling = False
-            self._guard(rank, functools.partial(rank.send, protocol.pack(Kind.SETTLED)))
+            self._guard(rank, functools.partial(rank.send, protocol.pack(RankMessageKind.SETTLED)))
 
     def settle(self) -> list[int]:
         """Hear what the ranks have said so far. Returns the local ranks that are still here."""

@@ -1,5 +1,5 @@
 """How ranks of one machine come to know each other: each asks the communication service, which introduces them once all
-have asked (worker/meetings.py).
+have asked (worker/peer_introductions.py).
 
 Must not know what they have to do with each other. Any thread.
 """
@@ -16,7 +16,7 @@ _ALL = "the ranks of this machine"
 _ALL_WITHIN_S = 60.0
 
 
-class Meetings:
+class PeerDirectory:
     """``me``: this rank, in the machine's ``local_size``; ``door``: the end of its inbox that others write to."""
 
     def __init__(self, host: Host, patience: Patience, me: int, local_size: int, door: int) -> None:
@@ -35,7 +35,7 @@ class Meetings:
         fds = () if self._has_told else (self._door,)
         self._has_told = True
         members = sorted([self._me, *others])
-        self._host.tell(protocol.pack(protocol.Kind.MEET, key=key_of(name), members=members), fds)
+        self._host.tell(protocol.pack(protocol.RankMessageKind.MEET, key=key_of(name), members=members), fds)
 
     def ask_all(self) -> None:
         """To be introduced to all ranks of the machine, who ask the same. Returns at once."""

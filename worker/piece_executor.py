@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import zmq
 
@@ -17,12 +17,13 @@ from byteps_py.errors import BytePSError, MismatchError, ProtocolError
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.runtime import Runtime
 from byteps_py.tensors import DType, Op
-from byteps_py.worker.actions import Action, AskSum, Fetch, Lend
-from byteps_py.worker.direct import Direct
+from byteps_py.worker.actions import Action, DirectAction, Lend
 from byteps_py.worker.memory import Memory
-from byteps_py.worker.pieces import Copy, CopyHere, Delivered, DirectAction, Outgrown, Refuse, Serve, Transfer
+from byteps_py.worker.piece_exchange import PieceExchange
+from byteps_py.worker.pieces import Copy, CopyHere, Delivered, FetchPiece, Outgrown, RefusePiece, Serve, Transfer
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.scatter import Scatter
+from byteps_py.worker.tensor import AskSum
 
 _COPY = (Op.BROADCAST, DType.UINT8)
 
@@ -43,7 +44,15 @@ class Peers(Protocol):
         gone: it asks again."""
 
 
-class Courier:
+class Cores(NamedTuple):
+    """What decides, each purely, about reductions, about gathers and exchanges, and about scattered reductions."""
+
+    pipeline: Pipeline
+    direct: PieceExchange
+    scatter: Scatter
+
+
+class PieceExecutor:
     """``run`` carries out what follows; ``deliver(local rank, slot, round)`` tells a rank."""
 
     def __init__(
@@ -51,9 +60,7 @@ class Courier:
         runtime: Runtime,
         ready: Readiness,
         memory: Memory,
-        direct: Direct,
-        scatter: Scatter,
-        pipeline: Pipeline,
+        cores: Cores,
         run: Callable[[Sequence[Action | DirectAction]], None],
         deliver: Callable[[int, int, int], None],
     ) -> None:
@@ -64,9 +71,7 @@ class Courier:
         self._runtime = runtime
         self._ready = ready
         self._memory = memory
-        self._direct = direct
-        self._scatter = scatter
-        self._pipeline = pipeline
+        self._pipeline, self._direct, self._scatter = cores
         self._run = run
         self._deliver = deliver
 
@@ -89,12 +94,12 @@ class Courier:
             self._memory.free_slot(action.slot)
         elif self.peers is None:
             raise ProtocolError("a job of one machine has no other to fetch from")
-        elif isinstance(action, Fetch):
+        elif isinstance(action, FetchPiece):
             item = action.item
             self.peers.fetch(item, functools.partial(self._arrived, item), functools.partial(self._refused, item))
         elif isinstance(action, Lend):
             self._lend(self.peers, action)
-        elif isinstance(action, Refuse):
+        elif isinstance(action, RefusePiece):
             self.peers.refuse(action.request.origin, action.error)
         elif isinstance(action, Serve):
             self._serve(self.peers, action)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from byteps_py.errors import MismatchError, ProtocolError
 from byteps_py.tensors import Layout, Sizes, key_of
-from byteps_py.worker.actions import AskSum
+from byteps_py.worker.actions import DirectAction
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.endings import (
     agreeing,
@@ -33,24 +33,23 @@ from byteps_py.worker.endings import (
 )
 from byteps_py.worker.pieces import (
     MAX_EARLY,
-    Channel,
     Copy,
     CopyHere,
-    DirectAction,
+    ExchangedTensor,
     Member,
     Offer,
     Pair,
+    PieceRequest,
     Receipt,
-    Refuse,
-    Request,
+    RefusePiece,
     Transfer,
     due,
 )
 from byteps_py.worker.serving import parties, serve, takers
-from byteps_py.worker.tensor import RankSlot
+from byteps_py.worker.tensor import AskSum, RankSlot
 
 
-class Direct:
+class PieceExchange:
     """``machine``: the index of this one; ``machine_of``: of each rank; ``piece_bytes``: a transfer's limit;
     ``local_piece_bytes``: that of a copy on this machine; pieces up to ``joint_copy_bytes`` are copied together."""
 
@@ -71,10 +70,10 @@ class Direct:
         self._piece_bytes = piece_bytes
         self._local_piece_bytes = local_piece_bytes
         self._queue = queue
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, ExchangedTensor] = {}
         self._before = 0  # rounds up to this one were before all ranks joined
-        self._early: dict[int, list[Request]] = {}
-        self._by_slot: dict[int, tuple[Channel, Member]] = {}  # by its id
+        self._early: dict[int, list[PieceRequest]] = {}
+        self._by_slot: dict[int, tuple[ExchangedTensor, Member]] = {}  # by its id
 
     # ---- events ----------------------------------------------------------------------------------------
 
@@ -87,7 +86,7 @@ class Direct:
             ranks = spec.members(len(self._machine_of))
             machines = [self._machine_of[r] for r in ranks]
             here = [i for i, m in enumerate(machines) if m == self._machine]
-            channel = self._channels[key] = Channel(spec, ranks, machines, here, key)
+            channel = self._channels[key] = ExchangedTensor(spec, ranks, machines, here, key)
             channel.requests = self._early.pop(key, [])
         elif not channel.spec.agrees_with(spec):
             raise ProtocolError(
@@ -142,11 +141,11 @@ class Direct:
                 try:
                     actions += self.serve(channel, request)
                 except ProtocolError as error:  # the fault of the one who asked, not of the rank that has come
-                    actions.append(Refuse(request, error))
+                    actions.append(RefusePiece(request, error))
         drop_if_taken(member, round_)
         return actions + finish(member)
 
-    def requested(self, request: Request) -> list[DirectAction]:
+    def requested(self, request: PieceRequest) -> list[DirectAction]:
         """Another machine wants a piece. Raises ProtocolError for what no correct machine asks."""
         if request.round <= self._before:
             return []  # it was abandoned when all joined, and its name is perhaps other ranks' by now
@@ -251,7 +250,7 @@ class Direct:
 
     # ---- questions -------------------------------------------------------------------------------------
 
-    def members(self, local_rank: int | None = None) -> Iterable[tuple[Channel, Member]]:
+    def members(self, local_rank: int | None = None) -> Iterable[tuple[ExchangedTensor, Member]]:
         """All, or those of one local rank."""
         for channel in self._channels.values():
             for member in channel.members.values():
@@ -280,7 +279,7 @@ class Direct:
 
     # ---- pieces ----------------------------------------------------------------------------------------
 
-    def _match_here(self, channel: Channel, member: Member) -> list[DirectAction]:
+    def _match_here(self, channel: ExchangedTensor, member: Member) -> list[DirectAction]:
         """Copy between ``member`` and the local members that have come to its round, both ways."""
         actions: list[DirectAction] = []
         pairs: list[Pair] = []
@@ -306,7 +305,7 @@ class Direct:
 
     def _copy(
         self,
-        channel: Channel,
+        channel: ExchangedTensor,
         source: Member,
         offer: Offer,
         target: Member,
@@ -347,7 +346,7 @@ class Direct:
             if m.layout is not None
         )
 
-    def _ask(self, channel: Channel, member: Member, now: float) -> list[DirectAction]:
+    def _ask(self, channel: ExchangedTensor, member: Member, now: float) -> list[DirectAction]:
         """Fetch what other machines have for ``member``, the next machine's first: all machines begin with another."""
         targets: tuple[Member, ...] = (member,)
         if channel.is_gather:

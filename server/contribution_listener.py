@@ -14,7 +14,7 @@ from byteps_py.settings import Settings
 from byteps_py.wire import Header, Kind
 
 
-class Network(DataListener):
+class ContributionListener(DataListener):
     """``on_arrival``: a contribution came; ``on_gone``: a peer went away; ``on_withdraw``: one takes a
     contribution back."""
 

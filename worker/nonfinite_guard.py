@@ -12,11 +12,10 @@ from __future__ import annotations
 from byteps_py.blame import OVERFLOW, of_rank
 from byteps_py.runtime import Kernels
 from byteps_py.tensors import Checks
-from byteps_py.worker.actions import Compute
-from byteps_py.worker.tensor import Part
+from byteps_py.worker.tensor import Compute, Part
 
 
-class Guard:
+class NonFiniteGuard:
     """``size``: ranks in the job."""
 
     def __init__(self, first_rank: int, size: int) -> None:

@@ -9,7 +9,7 @@ from the others would take their servers away.
 from __future__ import annotations
 
 
-class Accusations:
+class FailureSuspicions:
     def __init__(self) -> None:
         self._until: dict[int, float] = {}  # by member id
 

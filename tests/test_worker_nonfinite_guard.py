@@ -9,9 +9,8 @@ from byteps_py import kernels
 from byteps_py.blame import OVERFLOW, of_rank
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
-from byteps_py.worker.actions import Compute
-from byteps_py.worker.guard import Guard
-from byteps_py.worker.tensor import Part, RankSlot, Tensor
+from byteps_py.worker.nonfinite_guard import NonFiniteGuard
+from byteps_py.worker.tensor import Compute, Part, RankSlot, Tensor
 
 FIRST, SIZE, COUNT = 4, 8, 1000  # this machine has ranks 4, 5 and 6
 SPEC = TensorSpec("w", DType.FLOAT32, (COUNT,), nonfinite=NonFinite.RAISE)
@@ -25,7 +24,7 @@ def tensor(machines: int, contributions: tuple[Block, ...]) -> Tensor:
     return made
 
 
-def give(guard: Guard, part: Part, *values: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def give(guard: NonFiniteGuard, part: Part, *values: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """Each local rank has its value somewhere, and ones elsewhere. The machine's sum."""
     arrays = [np.ones(COUNT, np.float32) for _ in values]
     for i, value in enumerate(values):
@@ -40,7 +39,7 @@ def give(guard: Guard, part: Part, *values: float) -> np.ndarray[tuple[int], np.
 
 
 def test_alone_the_round_knows_who_it_was() -> None:
-    guard, alone = Guard(FIRST, SIZE), tensor(1, ())
+    guard, alone = NonFiniteGuard(FIRST, SIZE), tensor(1, ())
     assert give(guard, alone.parts[0], 1.0, 2.0, 3.0).sum() == pytest.approx(3 * COUNT + 3)
     assert alone.blame == 0
     give(guard, alone.parts[0], np.nan, 2.0, np.inf)
@@ -51,7 +50,7 @@ def test_alone_the_round_knows_who_it_was() -> None:
 
 def test_a_contribution_keeps_its_blame_until_the_next_round_is_complete() -> None:
     """It may have to be given once more, while the next round's is under way."""
-    guard, shared = Guard(FIRST, SIZE), tensor(0, (BLOCK, BLOCK))
+    guard, shared = NonFiniteGuard(FIRST, SIZE), tensor(0, (BLOCK, BLOCK))
     part = shared.parts[0]
     give(guard, part, 1.0, np.nan, 1.0)
     shared.round = 2
@@ -66,4 +65,4 @@ def test_a_contribution_keeps_its_blame_until_the_next_round_is_complete() -> No
 
 def test_one_rank_here_can_only_be_itself() -> None:
     single = tensor(0, ())
-    assert Guard(FIRST, SIZE).of_push(single.parts[0], 1) == of_rank(4, SIZE)
+    assert NonFiniteGuard(FIRST, SIZE).of_push(single.parts[0], 1) == of_rank(4, SIZE)

@@ -1,9 +1,9 @@
 """When a machine whose ranks are done may end: not while another lacks a result that takes what this one gave, or its
 word that it has got what it was given.
 
-Owned by the loop's thread. The scheduler collects who lacks what (scheduler/farewell.py) and says when it is over.
-What others have not asked for yet, only this machine knows: pieces of gathers and exchanges that lie here for ranks
-that have not come to the round.
+Owned by the loop's thread. The scheduler collects who lacks what (scheduler/shutdown_tracker.py), and says when it is
+over. What others have not asked for yet, only this machine knows: pieces of gathers and exchanges that lie here for
+ranks that have not come to the round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIMIT_TIMEOUTS = 6
 _LEAVING_S = 0.5
 
 
-class Farewell:
+class ShutdownDrain:
     """``lacks``: something of rounds that these ranks took part in is not over here, a result or their receipt;
     ``owes``: other ranks than these have yet to ask for what they are given; ``stop`` ends the service. What
     nobody asks for is kept until the stall limit."""

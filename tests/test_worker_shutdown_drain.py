@@ -14,12 +14,12 @@ from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.direct import Direct
-from byteps_py.worker.farewell import Farewell
-from byteps_py.worker.group import Group, Surroundings
-from byteps_py.worker.overdue import Overdue
-from byteps_py.worker.pieces import Receipt, Request, Serve
-from byteps_py.worker.service import Service
+from byteps_py.worker.group import Group, GroupRuntime
+from byteps_py.worker.piece_exchange import PieceExchange
+from byteps_py.worker.pieces import PieceRequest, Receipt, Serve
+from byteps_py.worker.service import CommunicationService
+from byteps_py.worker.shutdown_drain import ShutdownDrain
+from byteps_py.worker.stall_deadline import StallDeadline
 from byteps_py.worker.tensor import RankSlot
 
 
@@ -37,10 +37,10 @@ class Machine:
         self.sent: list[pb.MemberMessage] = []
         self.stops = 0
         self.is_owing = self.is_lacking = False
-        self.farewell = Farewell(
+        self.shutdown_drain = ShutdownDrain(
             cast(Any, self.loop), self.sent.append, self._stop, Settings(stall_limit_s=owed_s, stall_warn_s=1.0)
         )
-        self.farewell.open(7, lambda ranks: self.is_lacking, lambda gone: self.is_owing)
+        self.shutdown_drain.open(7, lambda ranks: self.is_lacking, lambda gone: self.is_owing)
 
     def _stop(self) -> None:
         self.stops += 1
@@ -48,25 +48,25 @@ class Machine:
 
 def test_it_ends_when_it_is_dismissed() -> None:
     machine = Machine()
-    machine.farewell.go()
+    machine.shutdown_drain.go()
     assert not machine.stops
-    machine.farewell.dismissed()
+    machine.shutdown_drain.dismissed()
     assert machine.stops == 1
 
 
 def test_it_stays_for_pieces_that_nobody_has_asked_for_and_until_they_have_left() -> None:
     machine = Machine()
     machine.is_owing = True
-    machine.farewell.dismissed()
-    machine.farewell.go()
-    machine.farewell.settle()
+    machine.shutdown_drain.dismissed()
+    machine.shutdown_drain.go()
+    machine.shutdown_drain.settle()
     assert not machine.stops
     machine.is_owing = False
-    machine.farewell.settle()
+    machine.shutdown_drain.settle()
     assert not machine.stops
     delay_s, end = machine.loop.timers[-1]
     assert delay_s < 1
-    machine.farewell.settle()
+    machine.shutdown_drain.settle()
     assert not machine.stops
     end()
     assert machine.stops == 1
@@ -75,39 +75,39 @@ def test_it_stays_for_pieces_that_nobody_has_asked_for_and_until_they_have_left(
 @pytest.mark.parametrize(("owed_s", "limits"), [(60.0, [10.0, 60.0]), (3.0, [10.0, 10.0]), (0.0, [10.0])])
 def test_it_does_not_stay_for_ever(owed_s: float, limits: list[float]) -> None:
     machine = Machine(owed_s)
-    machine.farewell.go()
+    machine.shutdown_drain.go()
     assert [delay_s for delay_s, _ in machine.loop.timers] == limits
 
 
 def test_others_hear_when_it_lacks_nothing_of_theirs() -> None:
     machine = Machine()
     machine.is_lacking = True
-    machine.farewell.departed([2, 3])
+    machine.shutdown_drain.departed([2, 3])
     assert not machine.sent
-    assert machine.farewell.are_gone([2, 3])
-    assert not machine.farewell.are_gone([1, 2])
+    assert machine.shutdown_drain.are_gone([2, 3])
+    assert not machine.shutdown_drain.are_gone([1, 2])
     machine.is_lacking = False
-    machine.farewell.settle()
+    machine.shutdown_drain.settle()
     assert [list(message.settled.ranks) for message in machine.sent] == [[2, 3]]
 
 
 # ---- what it gives, and to whom --------------------------------------------------------------------------
 
 
-def one_of_two() -> tuple[Direct, RankSlot]:
+def one_of_two() -> tuple[PieceExchange, RankSlot]:
     """Rank 0, alone on its machine, gathers with rank 1, of which it expects nothing."""
-    direct = Direct(0, [0, 1], 100, 100, PushQueue(0), 1 << 18)
+    direct = PieceExchange(0, [0, 1], 100, 100, PushQueue(0), 1 << 18)
     slot = make_slot(0, TensorSpec("x", DType.UINT8, (8, 16), Op.GATHER), inputs=2)
     direct.declare(0, slot)
     return direct, slot
 
 
-def request_of(direct: Direct, round_: int = 1) -> Request:
+def request_of(direct: PieceExchange, round_: int = 1) -> PieceRequest:
     key = next(iter(direct.members()))[0].key
-    return Request(None, 1, key, round_, 0, 0xFFFFFFFF, 0, 8, 8)
+    return PieceRequest(None, 1, key, round_, 0, 0xFFFFFFFF, 0, 8, 8)
 
 
-def receipt_of(request: Request) -> Receipt:
+def receipt_of(request: PieceRequest) -> Receipt:
     return Receipt(request.machine, request.key, request.round, request.source, request.target)
 
 
@@ -157,10 +157,23 @@ def test_other_machines_may_ask_once_whoever_answers_knows_the_group() -> None:
     peers = SimpleNamespace(
         open=lambda topology, on_lost: opened.append(topology.machine_index), when_left=lambda then: then()
     )
-    desk = SimpleNamespace(open=lambda requests: opened.append(-1))
-    around = Surroundings(
+    rank_server = SimpleNamespace(open=lambda requests: opened.append(-1))
+    around = GroupRuntime(
         *cast(
-            Any, (Runtime(loop=cast(Any, Loop())), Settings(), False, None, desk, peers, None, None, None, None, None)
+            Any,
+            (
+                Runtime(loop=cast(Any, Loop())),
+                Settings(),
+                False,
+                None,
+                rank_server,
+                peers,
+                None,
+                None,
+                None,
+                None,
+                None,
+            ),
         )
     )
     membership = pb.Membership(epoch=1, workers=[pb.Member(local_size=1)], partition_bytes=4096)
@@ -173,10 +186,14 @@ def test_other_machines_may_ask_once_whoever_answers_knows_the_group() -> None:
 
 @pytest.mark.parametrize(("gone", "timers"), [([], 1), ([1], 1), ([1, 2], 0)])
 def test_a_machine_whose_ranks_were_done_is_not_missed(gone: list[int], timers: int) -> None:
-    service, machine = object.__new__(Service), Machine()
+    service, machine = object.__new__(CommunicationService), Machine()
     service._group = cast(Any, SimpleNamespace(topology=SimpleNamespace(ranks_of=lambda index: range(1, 3))))
-    service._farewell, service._loop, service._overdue = machine.farewell, cast(Any, machine.loop), Overdue(0.0)
-    machine.farewell.departed(gone)
+    service._shutdown_drain, service._loop, service._stall_deadline = (
+        machine.shutdown_drain,
+        cast(Any, machine.loop),
+        StallDeadline(0.0),
+    )
+    machine.shutdown_drain.departed(gone)
     service._machine_lost("it can't be reached", 1)
     assert len(machine.loop.timers) == timers
 
@@ -187,13 +204,13 @@ def test_a_machine_that_was_told_to_leave_stays_until_the_others_have_the_last_r
 ) -> None:
     """Its ranks have gone back to let the group go on without them, and are none that have shut down."""
     did: list[str] = []
-    service = object.__new__(Service)
+    service = object.__new__(CommunicationService)
     service._group = cast(Any, SimpleNamespace(network=object(), topology=SimpleNamespace(local_size=1)))
-    service._desk = cast(Any, SimpleNamespace(failure=None, left={}))
+    service._rank_server = cast(Any, SimpleNamespace(failure=None, left={}))
     service._rejoining = cast(Any, SimpleNamespace(is_leaving=is_leaving))
     service._loop = cast(Any, SimpleNamespace(stop=lambda: did.append("stop")))
-    service._farewell = cast(Any, SimpleNamespace(go=lambda: did.append("farewell")))
-    service._overdue = Overdue(0.0)
+    service._shutdown_drain = cast(Any, SimpleNamespace(go=lambda: did.append("farewell")))
+    service._stall_deadline = StallDeadline(0.0)
     service._go()
     assert did == [done]
 
@@ -203,9 +220,9 @@ def test_without_a_scheduler_a_machine_ends_when_connections_had_the_time_to_com
     """Over them it may yet be asked, also for the size of nothing, which nobody keeps."""
     did: list[str] = []
     timers: list[Callable[[], None]] = []
-    service = object.__new__(Service)
+    service = object.__new__(CommunicationService)
     service._group = cast(Any, SimpleNamespace(network=object(), topology=SimpleNamespace(local_size=0)))
-    service._desk = cast(Any, SimpleNamespace(failure=None, left={}))
+    service._rank_server = cast(Any, SimpleNamespace(failure=None, left={}))
     service._rejoining = None
     service._settings = Settings(heartbeat_timeout_s=1.5)
     delays_s: list[float] = []
@@ -215,14 +232,14 @@ def test_without_a_scheduler_a_machine_ends_when_connections_had_the_time_to_com
         timers.append(act)
 
     service._loop = cast(Any, SimpleNamespace(call_later=call_later))
-    service._farewell = cast(
+    service._shutdown_drain = cast(
         Any, SimpleNamespace(go=lambda: did.append("go"), dismissed=lambda: did.append("dismissed"))
     )
-    service._overdue = Overdue(0.0)
-    service._overdue.away_since_s = 7.0
+    service._stall_deadline = StallDeadline(0.0)
+    service._stall_deadline.away_since_s = 7.0
     service._go()
     assert (did, delays_s) == (["go"], [3.0])
     if is_back:
-        service._overdue.away_since_s = None  # it says who needs what
+        service._stall_deadline.away_since_s = None  # it says who needs what
     timers[0]()
     assert did == (["go"] if is_back else ["go", "dismissed"])

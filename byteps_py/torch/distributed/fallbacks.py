@@ -8,42 +8,50 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
+from collections import deque
 from collections.abc import Callable
 
-import torch
-
 from byteps_py.errors import JoinedError
-from byteps_py.torch.distributed.near import Near
-from byteps_py.torch.distributed.work import Pending
+from byteps_py.torch.distributed.completion import Completer
+from byteps_py.torch.distributed.work import Call, GroupContext, Pending
 
 
-class Detour(Pending):
+class FallbackQueue:
+    """Operations of one group that are under way, in the order of the calls. Any thread."""
+
+    def __init__(self, around: GroupContext, completer: Completer) -> None:
+        self.around = around
+        self.completer = completer
+        self.under_way: deque[Fallback] = deque()
+        self.turning = threading.RLock()
+
+
+class Fallback(Pending):
     """``direct``: the way from rank to rank, begun. ``otherwise`` begins the same through the service."""
 
     def __init__(
         self,
-        near: Near,
-        what: str,
+        queue: FallbackQueue,
+        call: Call,
         direct: Pending,
-        outputs: list[torch.Tensor],
         otherwise: Callable[[], Pending],
-        timeout_s: float,
     ) -> None:
-        super().__init__(near.around, what, outputs, timeout_s)
+        super().__init__(queue.around, call.what, call.outputs, call.timeout_s)
         self.number = direct.number
-        self._near = near
+        self._queue = queue
         self._work = direct
         self._otherwise: Callable[[], Pending] | None = otherwise
         self._goes_on = False
-        for earlier in list(near.detours):  # whoever never waits for one does not keep it
+        for earlier in list(queue.under_way):  # whoever never waits for one does not keep it
             if not earlier.is_completed():
                 break
-        near.detours.append(self)
+        queue.under_way.append(self)
 
     def go_on_by_itself(self) -> None:
         """The caller does not wait for it at once, and it does not come to its end without this rank."""
         self._goes_on = True
-        self._near.completer.add(self)
+        self._queue.completer.add(self)
 
     def _hand_to_pool(self) -> None:
         if not self._goes_on:  # else it has been
@@ -68,7 +76,7 @@ class Detour(Pending):
     def _release(self) -> None:
         self._otherwise = None
         with contextlib.suppress(ValueError):  # it has been removed
-            self._near.detours.remove(self)
+            self._queue.under_way.remove(self)
 
     def _settle(self, timeout_s: float) -> None:
         self._work.settle(timeout_s)
@@ -78,15 +86,15 @@ class Detour(Pending):
         return isinstance(self._work.exception(), JoinedError)
 
     @property
-    def _with_those_before(self) -> list[Detour]:
-        detours = list(self._near.detours)
-        return [*itertools.takewhile(lambda detour: detour is not self, detours), self]
+    def _with_those_before(self) -> list[Fallback]:
+        under_way = list(self._queue.under_way)
+        return [*itertools.takewhile(lambda other: other is not self, under_way), self]
 
     def _turn(self) -> None:
         """The direct way of this one, and of those before it, has come to its end: begin the other one, unless another
         thread has."""
-        with self._near.turning:
-            for detour in self._with_those_before:
-                otherwise = detour._otherwise
-                if otherwise is not None and detour._is_without_a_member:
-                    detour._work, detour._otherwise = otherwise(), None
+        with self._queue.turning:
+            for fallback in self._with_those_before:
+                otherwise = fallback._otherwise
+                if otherwise is not None and fallback._is_without_a_member:
+                    fallback._work, fallback._otherwise = otherwise(), None

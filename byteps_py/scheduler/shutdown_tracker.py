@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from byteps_py.scheduler.member import MemberRecord
 
 
-class Farewell:
+class ShutdownTracker:
     def __init__(self) -> None:
         self._gone: set[int] = set()  # ranks
         self._settled: dict[int, set[int]] = {}  # by member id: gone ranks of which it lacks nothing

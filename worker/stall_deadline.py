@@ -9,7 +9,7 @@ from byteps_py.worker.requests import describe_waiting
 _SAID_KEPT = 20
 
 
-class Overdue:
+class StallDeadline:
     """``limit_s``: 0 if nothing ever is."""
 
     def __init__(self, limit_s: float) -> None:
