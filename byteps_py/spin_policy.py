@@ -1,7 +1,7 @@
 """Whether to look again and again before one sleeps. Pure.
 
-To be woken takes some 50 µs, to look at a socket 2. Who looks yields the processor each time, so that whoever shares
-its core can go on.
+To be woken takes some 50 µs, to look at a socket 2. A process that looks yields the processor each time, so
+that whoever shares its core can go on.
 """
 
 from __future__ import annotations

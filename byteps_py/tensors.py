@@ -253,7 +253,7 @@ class Layout:
     ``sends``: in the input, for each member of the group, in order; a GATHER has one piece, which is for all.
     ``receives``: in the result, from each member. What one member sends and what the other expects must be equally
     long. A piece of 0 bytes is not sent; ``sizes`` says whether it is looked at. A member of a GATHER may leave out its
-    own: it has it. Who is TENTATIVE sends nothing.
+    own: it has it. A rank that is TENTATIVE sends nothing.
 
     >>> Layout(sends=((0, 8),), receives=((0, 8), (8, 8)))  # all gather 8 bytes of each of two
     Layout(sends=((0, 8),), receives=((0, 8), (8, 8)), sizes=<Sizes.PLAIN: 0>)

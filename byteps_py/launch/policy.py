@@ -263,7 +263,7 @@ class Policy:
         orderly = (Phase.RUNNING, Phase.LEAVING, Phase.LOSING)
         if self.code == 0 and self.phase in orderly and not self._is_headless:
             self._enter(Phase.DRAINING, now, self._draining_s)
-            # Who leaves while others go on waits in vain to hear that the job is over.
+            # A machine that leaves while others go on waits in vain to hear that the job is over.
             return self._send(tuple(self._alive) if self._is_leaving else self._dismissed(), signal.SIGTERM)
         return self._end_services(now)
 

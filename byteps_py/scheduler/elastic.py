@@ -44,7 +44,7 @@ class Elastic:
         return member.is_worker and (self.is_broken or not member.ranks)
 
     def is_stale(self, member: MemberRecord, message: pb.MemberMessage) -> bool:
-        """It was said of a group that is over. Who has shut down may end at any time, also in the next one."""
+        """It was said of a group that is over. A rank that has shut down may end at any time, also in the next one."""
         kind = message.WhichOneof("body")
         if kind in ("gone", "settled"):
             said = message.gone if kind == "gone" else message.settled

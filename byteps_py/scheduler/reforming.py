@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from byteps_py.wording import count_text
 
-#: Ranks that leave of one mind do so within moments. Who has not by then waits for one that has, in vain.
+#: Ranks that leave of one mind do so within moments. One that has not by then waits in vain for one that has.
 PLANNED_S = 10.0
-#: Ranks that shut down and initialize again do so within moments, too. Who does not is done.
+#: Ranks that shut down and initialize again do so within moments, too. One that does not is done.
 SHUT_DOWN_S = 10.0
 
 

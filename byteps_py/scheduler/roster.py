@@ -38,7 +38,7 @@ class Roster:
         self.workers_since = 0  # the epoch since which the workers are these
         self.partition_bytes = 0  # known once the cluster is complete
         self.everyone: list[MemberRecord] = []
-        # Those of all epochs. Who has left in order, its ranks done, has its number all the same.
+        # Those of all epochs. A machine that has left in order, its ranks done, keeps its number.
         self._workers: list[MemberRecord] = []
 
     def of_connection(self, connection: int) -> MemberRecord | None:

@@ -169,7 +169,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 pass
 
     def _begin_anew(self) -> None:
-        """The journal's job is no more. Who is connected has not been accepted, and tries again."""
+        """The journal's job is no more. A member that is connected has not been accepted, and tries again."""
         logger.warning("nobody of the journal's job has come back (%s): beginning anew", self._sessions.core.reason)
         self._held.clear()
         for link in self._links.values():

@@ -13,7 +13,7 @@ from byteps_py.scheduler.member import MemberRecord
 from byteps_py.scheduler.outgoing import Outgoing, to_each
 from byteps_py.scheduler.pace import PaceWatch, Slow, sentences
 
-#: Who is slow shows after seconds, and each of many machines tells of as many servers.
+#: A slow member shows after seconds, and each of many machines tells of as many servers.
 _COMPARE_S = 0.5
 
 

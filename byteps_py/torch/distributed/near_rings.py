@@ -1,7 +1,7 @@
 """Large sums of a group on one machine, in shares (byteps_py/torch/shares).
 
-Operations of a group go one after the other, in the order of the calls. Who waits carries one out, or, if the caller
-will not wait at once, a thread of the pool. Any thread.
+Operations of a group go one after the other, in the order of the calls. The thread that waits carries one
+out, or, if the caller will not wait at once, a thread of the pool. Any thread.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Pure; one thread at a time.
 Names may be called in any order, and need not be waited for, so no rank knows what the others do next. But most do what
 they did in the round before. So a rank tells the others that it waits for a round, in the next one it offers to add up
 if all have waited, and all that have waited say something about the next one, too. They are taken to have waited before
-the first. Who has not, and does not now, says nothing: what nobody waits for costs no message.
+the first. A rank that has not, and does not now, says nothing: what nobody waits for costs no message.
 
     of the round before                   in this round           says
     -----------------------------------   ---------------------   ---------------

@@ -111,7 +111,7 @@ class RingSum:
         self._has_looked_in_vain = False  # for one of these
 
     def give(self) -> None:
-        """The first chunk, if members know each other, before it is sure that ``run`` follows. Who then calls that says
+        """The first chunk, if members know each other, before it is sure that ``run`` follows. A caller of that says
         that all others have done the same, so nobody waits for it."""
         self._ring.prepare()
         if self._ring.knows_all:
