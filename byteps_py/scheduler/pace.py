@@ -15,8 +15,8 @@ from typing import NamedTuple
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.wording import count_text, ranks_text
 
-#: A member that is so much slower in a step, or with an answer, may be so because the operating system keeps it waiting.
-#: Where there are more processes than processors, that is nobody's fault and changes all the time.
+#: A member that is so much slower in a step, or with an answer, may be so because the operating system keeps it
+#: waiting. Where there are more processes than processors, that is nobody's fault and changes all the time.
 LEAST_STEP_S = 0.1
 LEAST_ANSWER_S = 0.05
 #: That is not so for one that takes as long each time, without a quicker one in between.
