@@ -13,7 +13,7 @@ import zmq
 from support.data_plane import WAIT_S, BareListener, header_for
 from support.summation import SETTINGS
 
-from byteps_py.dataplane.dialer import Dialer, Owner
+from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.dataplane.handshake import Challenge, Doorkeeper
 from byteps_py.dataplane.listener import DataListener
 from byteps_py.dataplane.peer import Peer
@@ -34,7 +34,7 @@ class Caller(Owner):
         self.loop, self.context = EventLoop(), zmq.Context()
         self.times_open = 0
         self.refused: list[str] = []
-        self.dialer = Dialer(self.context, self.loop, address, 0, SETTINGS, self, "the listener")
+        self.dialer = Dialer(self.context, self.loop, DialTarget(address, "the listener"), 0, SETTINGS, self)
 
     def on_open(self) -> None:
         self.times_open += 1

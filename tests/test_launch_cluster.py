@@ -69,12 +69,12 @@ def test_role_by_role(train: Path) -> None:
 def test_taken_port_asks_to_start_over() -> None:
     program = """
 import os, sys
-from byteps_py.launch.cluster import cluster_plan
+from byteps_py.launch.cluster import ClusterSize, cluster_plan
 from byteps_py.launch.supervisor import Supervision, Supervisor
 command = (sys.executable, '-S', '-c', 'import signal; signal.pause()')
 port = int(sys.argv[1])
 specs = cluster_plan(
-    os.environ, command, ranks=2, machines=1, servers=0, port=port, torch_port=1, cores=1, token='t'
+    os.environ, command, ClusterSize(ranks=2, machines=1, servers=0), port=port, torch_port=1, cores=1, token='t'
 )
 policy = Supervisor(specs, os.environ, Supervision(), 'test-taken-port').run()
 print(policy.retry, policy.code)

@@ -11,7 +11,7 @@ import pytest
 
 from byteps_py.errors import ConfigurationError
 from byteps_py.launch.__main__ import CommandError, resolve
-from byteps_py.launch.cluster import cluster_plan, free_port
+from byteps_py.launch.cluster import ClusterSize, cluster_plan, free_port
 from byteps_py.launch.gpus import visible_gpus
 from byteps_py.launch.options import parse
 from byteps_py.launch.output import MAX_LINE_BYTES, LineTagger
@@ -35,9 +35,7 @@ def plan_cluster(ranks: int, machines: int = 1, servers: int = 0, **environ: str
     return cluster_plan(
         environ,
         COMMAND,
-        ranks=ranks,
-        machines=machines,
-        servers=servers,
+        ClusterSize(ranks, machines, servers),
         port=9000,
         torch_port=9500,
         cores=8,

@@ -93,6 +93,33 @@ def test_no_class_name_is_used_twice() -> None:
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
+#: What users know by name, and what numba calls.
+MAY_HAVE_MORE = {"DistributedOptimizer", "allreduce", "grouped_allreduce", "SyncBatchNorm.__init__", "_reduction"}
+MOST_PARAMETERS = 7
+
+
+def test_functions_have_few_parameters() -> None:
+    """More go together in an options object."""
+    wrong = []
+    for folder in FOLDERS.values():
+        for path in folder.rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            inside = {
+                function: node.name
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ClassDef)
+                for function in node.body
+            }
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                    count = len([name for name in given if name not in ("self", "cls")])
+                    name = f"{inside[node]}.{node.name}" if node in inside else node.name
+                    if count > MOST_PARAMETERS and name not in MAY_HAVE_MORE:
+                        wrong.append(f"{path.name}:{node.lineno}: {name} has {count}")
+    assert not wrong, "\n".join(wrong)
+
+
 #: What LLVM compiles for a processor that this one is not, and where nothing can be kept.
 MAY_REPLACE = {"test_kernels_process.py", "test_deploy.py"}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zmq
 
-from byteps_py.dataplane.dialer import Dialer, Owner
+from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.errors import ProtocolError
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
@@ -65,6 +65,6 @@ def test_what_is_no_address_is_an_error_of_ours() -> None:
     loop = EventLoop()
     for address in ("", "nowhere", "tcp://host", "tcp://host:port"):
         with pytest.raises(ProtocolError, match="can't be reached at"):
-            Dialer(context, loop, address, 0, Settings(), Owner(), "the service")
+            Dialer(context, loop, DialTarget(address, "the service"), 0, Settings(), Owner())
     context.term()
     loop.close()

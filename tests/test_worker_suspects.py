@@ -20,8 +20,10 @@ from byteps_py.worker.links import _GOOD_AGAIN, LinkEvents, LinkTarget, TcpLink
 class Dialer:
     """Stands for the real one."""
 
-    def __init__(self, context: object, loop: object, address: str, sender: int, *more: Any) -> None:
-        self._owner: Owner = more[1]
+    def __init__(
+        self, context: object, loop: object, target: object, sender: int, settings: object, owner: Owner
+    ) -> None:
+        self._owner = owner
         self.is_open = False
         self.connections = 0
         self.sent: list[Header] = []  # on this connection

@@ -16,7 +16,7 @@ import zmq
 
 from byteps_py import auth
 from byteps_py.channel import Channel
-from byteps_py.dataplane.dialer import Owner
+from byteps_py.dataplane.dialer import DialTarget, Owner
 from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.log import logger
@@ -142,7 +142,8 @@ class TcpLink(ServerLink, Owner):
         self._refusal = ""  # what was said on the attempts since
         self._is_late = target.is_late
         self._is_closed = False
-        self._dialer = runtime.dialer(context, loop, target.address, sender, settings, self, self._who, target.group)
+        there = DialTarget(target.address, self._who, target.group)
+        self._dialer = runtime.dialer(context, loop, there, sender, settings, self)
         first_s = settings.patience_s if target.is_late else max(settings.start_timeout_s, self._silence_s())
         loop.call_later(first_s, lambda: self._give_up(0, first_s))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
-from byteps_py.dataplane.dialer import Owner
+from byteps_py.dataplane.dialer import DialTarget, Owner
 from byteps_py.errors import ProtocolError
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
@@ -44,7 +44,9 @@ class Probe(Owner):
         self._is_sending = True
         self._is_closed = False
         self._context = runtime.zmq_context()
-        self._dialer = runtime.dialer(self._context, loop, address, sender, settings, self, f"the service at {address}")
+        self._dialer = runtime.dialer(
+            self._context, loop, DialTarget(address, f"the service at {address}"), sender, settings, self
+        )
         loop.call_later(_LIMIT_S, self.close)
 
     def _send(self, count: int) -> None:

@@ -7,6 +7,7 @@ the next: what is to be said again, the owner says again once ``on_open`` is cal
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -58,29 +59,36 @@ class Owner:
         goes on trying."""
 
 
+@dataclass(frozen=True, slots=True)
+class DialTarget:
+    """The other end: its address, and ``who`` it is, for messages. ``group``: of ranks, to which both belong (see
+    listener.py; 0: there is none yet)."""
+
+    address: str
+    who: str
+    group: int = 0
+
+
 class Dialer:
-    """Connects at once to ``address``, as machine ``sender`` of ``group`` (see listener.py; 0: there is none yet).
-    ``who``: the other end, for messages."""
+    """Connects at once to ``target``, as machine ``sender``."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         loop: EventLoop,
-        address: str,
+        target: DialTarget,
         sender: int,
         settings: Settings,
         owner: Owner,
-        who: str,
-        group: int = 0,
     ) -> None:
         self._context = context
         self._loop = loop
-        self._address = address
+        self._address = target.address
         self._sender = sender
         self._settings = settings
         self._owner = owner
-        self._who = who
-        self._group = group
+        self._who = target.who
+        self._group = target.group
         self._caller: Caller
         self._opening: Seal | None = None
         self._sealing: Seal | None = None

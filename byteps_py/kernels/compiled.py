@@ -38,7 +38,7 @@ def _reduction(
     constants = (Op(op.literal_value), DType(dtype.literal_value), Checks(wanted.literal_value))
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        loops.Loops(builder, *constants, *args[3:]).emit()
+        loops.Loops(builder, *constants, args[3:]).emit()
         return context.get_dummy_value()
 
     return types.void(op, dtype, wanted, *[types.int64] * 5), emit

@@ -11,6 +11,8 @@ These functions run while a kernel is compiled and add instructions to it. No st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -37,8 +39,9 @@ def chunk_width(dtype: DType) -> int:
 
 
 class Loops:
-    """Emits one kernel. ``table``: the address of the inputs' and outputs' addresses, one after the other, and of
-    room for what ``checks`` find (see reduction.py). ``end``: the bytes of one input."""
+    """Emits one kernel. ``arguments``: table, inputs, outputs, end, divisor. ``table``: the address of the inputs' and
+    outputs' addresses, one after the other, and of room for what ``checks`` find (see reduction.py). ``end``: the bytes
+    of one input."""
 
     def __init__(
         self,
@@ -46,12 +49,9 @@ class Loops:
         op: Op,
         dtype: DType,
         wanted: Checks,
-        table: ir.Value,
-        inputs: ir.Value,
-        outputs: ir.Value,
-        end: ir.Value,
-        divisor: ir.Value,
+        arguments: Sequence[ir.Value],
     ) -> None:
+        table, inputs, outputs, end, divisor = arguments
         self._builder, self._op, self._dtype = builder, op, dtype
         self._table, self._inputs, self._end, self._divisor = table, inputs, end, divisor
         self._outputs_end = builder.add(inputs, outputs)

@@ -13,7 +13,7 @@ from typing import NoReturn
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.exit_status import handle_signals
 from byteps_py.launch import options
-from byteps_py.launch.cluster import cluster_plan, free_port
+from byteps_py.launch.cluster import ClusterSize, cluster_plan, free_port
 from byteps_py.launch.gpus import visible_gpus
 from byteps_py.launch.output import say
 from byteps_py.launch.plan import role_plan
@@ -106,9 +106,7 @@ def _plan(
     return cluster_plan(
         environ,
         command,
-        ranks=given.ranks,
-        machines=given.machines,
-        servers=given.servers,
+        ClusterSize(given.ranks, given.machines, given.servers),
         port=port,
         torch_port=free_port(taken=port),
         cores=cores,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from byteps_py.errors import RendezvousError
@@ -27,13 +28,20 @@ from byteps_py.settings import Settings
 _TRIES = 200
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterSize:
+    """``ranks``: of each GPU machine; ``servers``: CPU machines."""
+
+    ranks: int
+    machines: int
+    servers: int
+
+
 def cluster_plan(
     environ: Mapping[str, str],
     command: Sequence[str],
+    size: ClusterSize,
     *,
-    ranks: int,
-    machines: int,
-    servers: int,
     port: int,
     torch_port: int,
     cores: int,
@@ -41,9 +49,10 @@ def cluster_plan(
 ) -> list[ProcessSpec]:
     """The processes of the cluster in the order in which to start them; ranks are numbered machine by machine.
 
-    ``ranks``: of each machine. ``port``: for the scheduler; ``torch_port``: for torch.distributed, if it is used.
-    ``token`` is a random word, the job's id. Raises ConfigurationError.
+    ``port``: for the scheduler; ``torch_port``: for torch.distributed, if it is used. ``token`` is a random word, the
+    job's id. Raises ConfigurationError.
     """
+    ranks, machines, servers = size.ranks, size.machines, size.servers
     common = {
         "DMLC_NUM_WORKER": str(machines),
         "DMLC_NUM_SERVER": str(servers),

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import zmq
 
-from byteps_py.dataplane.dialer import Dialer, Owner
+from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.dataplane.handshake import Challenge, Doorkeeper
 from byteps_py.dataplane.seal import Seal
 from byteps_py.errors import ProtocolError
@@ -147,7 +147,7 @@ class DialerHears(Target, Owner):
         self._around = _Surroundings()
         around: Any = self._around
         self._is_open = False
-        self._dialer = Dialer(around, around, _ADDRESS, 0, self._settings, self, "the listener")
+        self._dialer = Dialer(around, around, DialTarget(_ADDRESS, "the listener"), 0, self._settings, self)
         self._far = _Listener(self._settings)
 
     # ---- the owner -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from byteps_py.dataplane.dialer import Owner
+from byteps_py.dataplane.dialer import DialTarget, Owner
 from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.dataplane.peer import Peer
 from byteps_py.wire import Header, Kind
@@ -36,22 +36,20 @@ class PeerDialer:
         network: Network,
         context: object,
         loop: Loop,
-        address: str,
+        target: DialTarget,
         sender: int,
         settings: object,
         owner: Owner,
-        who: str,
-        group: int = 0,
     ) -> None:
         self.network = network
         self.process = loop.process
-        self.server: PeerListener = self.network.listeners[address]
+        self.server: PeerListener = self.network.listeners[target.address]
         self.is_open = False
         self.connection: Connection | None = None
         self._world = self.network.world
         self._loop = loop
         self._machine = sender
-        self._group = group
+        self._group = target.group
         self._owner = owner
         self._numbers = 0
         self._is_closed = False

@@ -17,7 +17,7 @@ from byteps_py.session.nearby import messages
 from byteps_py.session.nearby.memory import Outgoing
 from byteps_py.session.nearby.message_matcher import MessageMatcher
 from byteps_py.session.nearby.messages import PeerMessage, PeerMessageKind
-from byteps_py.session.nearby.ring import Ring
+from byteps_py.session.nearby.ring import Ring, RingHost
 from byteps_py.session.nearby.waiting import Wait
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import LOOK_S
@@ -82,10 +82,11 @@ class Rank:
         self.patience = Threads(self.came) if in_threads else Turns()
         self.outboxes = {other: Outbox(self._to(other) if in_threads else None) for other in self.others}
         incoming = type("", (), {"find": self.find})()
-        self.ring = Ring(
-            me, 0, self.matcher.stream("ring", self.others), SLOT_BYTES, threading.Lock(), self.matcher, self.outgoing,
-            cast(Any, incoming), cast(Any, self.outboxes), cast(Any, self.patience), lambda outbox: None,
+        host = RingHost(
+            me, 0, threading.Lock(), self.matcher, self.outgoing, cast(Any, incoming), cast(Any, self.outboxes),
+            cast(Any, self.patience), lambda outbox: None,
         )  # fmt: skip
+        self.ring = Ring(host, self.matcher.stream("ring", self.others), SLOT_BYTES)
         self.sums = RingSums(self.ring, me, {rank: rank for rank in range(size)})
         self.sums.step_look_s = 0.0  # ranks take turns
 

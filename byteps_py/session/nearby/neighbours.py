@@ -26,7 +26,7 @@ from byteps_py.session.nearby.messages import RECORD_BYTES, PeerMessageKind
 from byteps_py.session.nearby.peer_directory import PeerDirectory
 from byteps_py.session.nearby.post import Inbox, PeerOutbox
 from byteps_py.session.nearby.receipts import Span, StreamReceipt, joined
-from byteps_py.session.nearby.ring import Ring
+from byteps_py.session.nearby.ring import Ring, RingHost
 from byteps_py.session.nearby.talk import Talk
 from byteps_py.session.nearby.waiting import Host, Patience, Wait
 from byteps_py.shm import Block
@@ -179,10 +179,11 @@ class Neighbours:
     def ring(self, stream: Stream, slot_bytes: int) -> Ring:
         """For operations in which all of a group give to all, step by step. Its slots are there with the first one."""
         self._sweep()
-        return Ring(
-            self._me, self._first_rank, stream, slot_bytes, self._books, self._matcher, self._outgoing, self._incoming,
-            self._outboxes, self._patience, self._announce,
+        host = RingHost(
+            self._me, self._first_rank, self._books, self._matcher, self._outgoing, self._incoming, self._outboxes,
+            self._patience, self._announce,
         )  # fmt: skip
+        return Ring(host, stream, slot_bytes)
 
     def talk(self, name: str, others: Iterable[int]) -> Talk:
         """With these local ranks, whom this one has met. Nothing else uses the stream of this name."""

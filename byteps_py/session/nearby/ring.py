@@ -19,6 +19,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
 from byteps_py.session.nearby import messages
@@ -43,28 +44,30 @@ _RECORD = struct.Struct("=QQ")  # key, bytes of the tensor
 _LAID, _LOOK = int(PeerMessageKind.LAID), int(PeerMessageKind.LOOK)
 
 
-class Ring:
-    """Of one group, whose other members' local ranks are those of ``stream``, which has no other use. ``first_rank``:
-    the global rank of local rank 0. ``announce`` tells a neighbour of memory. One operation at a time, all members' in
-    the same order; one thread at a time."""
+class RingHost(NamedTuple):
+    """What the rings of local rank ``me`` share. ``first_rank``: the global rank of local rank 0. ``books`` guards
+    ``matcher`` and ``outgoing``. ``announce`` tells a neighbour of memory."""
 
-    def __init__(
-        self,
-        me: int,
-        first_rank: int,
-        stream: Stream,
-        slot_bytes: int,
-        books: threading.Lock,
-        matcher: MessageMatcher,
-        outgoing: Outgoing,
-        incoming: Incoming,
-        outboxes: Mapping[int, PeerOutbox],
-        patience: Patience,
-        announce: Callable[[PeerOutbox], None],
-    ) -> None:
-        self._me, self._first_rank, self._stream, self.slot_bytes = me, first_rank, stream, slot_bytes
-        self._books, self._matcher, self._outgoing, self._incoming = books, matcher, outgoing, incoming
-        self._outboxes, self._patience, self._announce = outboxes, patience, announce
+    me: int
+    first_rank: int
+    books: threading.Lock
+    matcher: MessageMatcher
+    outgoing: Outgoing
+    incoming: Incoming
+    outboxes: Mapping[int, PeerOutbox]
+    patience: Patience
+    announce: Callable[[PeerOutbox], None]
+
+
+class Ring:
+    """Of one group, whose other members' local ranks are those of ``stream``, which has no other use. One operation
+    at a time, all members' in the same order; one thread at a time."""
+
+    def __init__(self, host: RingHost, stream: Stream, slot_bytes: int) -> None:
+        self._stream, self.slot_bytes = stream, slot_bytes
+        self._me, self._first_rank, self._books, self._matcher = host.me, host.first_rank, host.books, host.matcher
+        self._outgoing, self._incoming = host.outgoing, host.incoming
+        self._outboxes, self._patience, self._announce = host.outboxes, host.patience, host.announce
         self.block: Block | None = None  # where its lines and slots are
         self._segments: dict[int, Segment] = {}  # by local rank: those with members' lines and slots
         #: Where members have them, once all know each other: by local rank, addresses.

@@ -38,7 +38,7 @@ MOST_BYTES = 32 << 10
 Tensors = Sequence[torch.Tensor]
 
 
-class Way(NamedTuple):
+class NearSumOptions(NamedTuple):
     """``otherwise`` begins the same through the service. ``is_awaited``: the caller is about to wait for it.
     ``agreement``: what has to come before, if it goes in shares."""
 
@@ -84,7 +84,7 @@ class NearReductions:
         call: Call,
         contributions: Tensors,
         targets: Tensors,
-        way: Way,
+        options: NearSumOptions,
     ) -> Fallback | CompletedWork:
         """``contributions`` of all, summed to ``targets``, which are as many or none."""
         for target in targets:
@@ -92,8 +92,8 @@ class NearReductions:
         mine = _plain(contributions)
         if self.goes_in_shares(kind, contributions):
             whole = _end_to_end(mine)
-            work = self._in_shares(place, kind, call, whole, whole, targets, way.agreement)
-            return self._behind_a_fallback(call, work, way)
+            work = self._in_shares(place, kind, call, whole, whole, targets, options.agreement)
+            return self._behind_a_fallback(call, work, options)
         rooms = self._rooms(sum(tensor.numel() for tensor in mine), mine[0].dtype)
 
         # The result may lie where the own tensor does: the first two are read before anything is written.
@@ -111,13 +111,13 @@ class NearReductions:
         near, stream = self._near, f"sum.{place}"
         receives = {position: (span(room),) for position, room in rooms.items()}
         call = call._replace(finish=finish, kind=kind)
-        if way.is_awaited and len(mine) == 1:
+        if options.is_awaited and len(mine) == 1:
             rest = near.swap(stream, call, span(mine[0]), receives)
             if rest is None:
                 return CompletedWork(near.around, call.what, call.outputs)
-            return Fallback(near.fallbacks, call, rest, way.otherwise)
+            return Fallback(near.fallbacks, call, rest, options.otherwise)
         passage = near.to_all(stream, call, spans(mine), receives, together=True)
-        return Fallback(near.fallbacks, call, passage, way.otherwise)
+        return Fallback(near.fallbacks, call, passage, options.otherwise)
 
     def _in_shares(
         self,
@@ -142,9 +142,9 @@ class NearReductions:
 
         return self._rings.add_up(place, kind, call._replace(finish=finish), source, target, agreement)
 
-    def _behind_a_fallback(self, call: Call, work: NearSum, way: Way) -> Fallback:
-        fallback = Fallback(self._near.fallbacks, call, work, way.otherwise)
-        if not way.is_awaited:
+    def _behind_a_fallback(self, call: Call, work: NearSum, options: NearSumOptions) -> Fallback:
+        fallback = Fallback(self._near.fallbacks, call, work, options.otherwise)
+        if not options.is_awaited:
             fallback.go_on_by_itself()
         return fallback
 
@@ -155,7 +155,7 @@ class NearReductions:
         call: Call,
         contributions: Tensors,
         target: torch.Tensor,
-        way: Way,
+        options: NearSumOptions,
     ) -> Fallback:
         """Of ``contributions``, end to end, each member gets an even share of the sum."""
         check_writable(target)
@@ -163,8 +163,8 @@ class NearReductions:
         shares = whole.chunk(self._count)
         if self.goes_in_shares(kind, contributions):
             own = shares[self._own]
-            work = self._in_shares(place, kind, call, whole, own, [target], way.agreement)
-            return self._behind_a_fallback(call, work, way)
+            work = self._in_shares(place, kind, call, whole, own, [target], options.agreement)
+            return self._behind_a_fallback(call, work, options)
         rooms = self._rooms(target.numel(), whole.dtype)
 
         def finish() -> None:
@@ -176,7 +176,7 @@ class NearReductions:
         receives = {position: (span(room),) for position, room in rooms.items()}
         sends = {position: (span(shares[position]),) for position in near.others}
         passage = near.begin(stream, call._replace(finish=finish, kind=kind), sends, receives, together=True)
-        return Fallback(near.fallbacks, call, passage, way.otherwise)
+        return Fallback(near.fallbacks, call, passage, options.otherwise)
 
     def _rooms(self, count: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """For what comes, by position of the member."""

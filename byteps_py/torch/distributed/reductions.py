@@ -20,7 +20,7 @@ from byteps_py.torch.distributed.completion import Completer
 from byteps_py.torch.distributed.lanes import Lane
 from byteps_py.torch.distributed.members import Members
 from byteps_py.torch.distributed.near_collectives import NearCollectives
-from byteps_py.torch.distributed.near_reductions import NearReductions, Way
+from byteps_py.torch.distributed.near_reductions import NearReductions, NearSumOptions
 from byteps_py.torch.distributed.operation import LaneOperation
 from byteps_py.torch.distributed.operation_kind import OperationKind
 from byteps_py.torch.distributed.places import Place, Places, lanes_for
@@ -79,8 +79,8 @@ class Reductions:
         if found is None:
             return through_the_service()
         place, agreement = found
-        way = Way(through_the_service, is_awaited, agreement)
-        return near.reduce(place, kind, Call(what, list(outputs), timeout_s), contributions, targets, way)
+        options = NearSumOptions(through_the_service, is_awaited, agreement)
+        return near.reduce(place, kind, Call(what, list(outputs), timeout_s), contributions, targets, options)
 
     def reduce_scatter(
         self,
@@ -115,8 +115,8 @@ class Reductions:
         if found is None:
             return through_the_service()
         place, agreement = found
-        way = Way(through_the_service, is_awaited, agreement)
-        return near.reduce_scatter(place, kind, Call(what, [output], timeout_s), contributions, target, way)
+        options = NearSumOptions(through_the_service, is_awaited, agreement)
+        return near.reduce_scatter(place, kind, Call(what, [output], timeout_s), contributions, target, options)
 
     def broadcast(self, what: str, tensor: torch.Tensor, root: int, timeout_s: float) -> Pending:
         """Copy the tensor of the member at ``root`` to all. Any dtype.
