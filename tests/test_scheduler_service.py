@@ -198,6 +198,16 @@ def test_a_signal_ends_the_job_in_order(start: Factory, attend: Attend, number: 
     assert member.lost.empty()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_that_come_while_it_ends_leave_its_status_alone(start: Factory, number: signal.Signals) -> None:
+    scheduler = start(num_workers=1).wait_listening()
+    while scheduler.process.poll() is None:
+        scheduler.process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            scheduler.process.wait(0.002)
+    assert scheduler.ended()[0] == 0
+
+
 def test_a_flood_of_strangers_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     service = SchedulerService(Settings(num_workers=2))
     service._strangers = Traffic(_log_limiter=Limiter(5, clock=lambda: 0.0))

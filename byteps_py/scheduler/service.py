@@ -105,6 +105,9 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 "goes on where a scheduler before it stopped, by the journal %s (%d records): waiting for its members",
                 self._journal.path, restored.records,
             )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):  # before anybody can know that there is a scheduler
+            loop.add_signal_handler(number, self.stop, f"the scheduler got {signal.Signals(number).name}")
         server = grpc.aio.server(interceptors=[unfinished.Interceptor()], options=rpc.server_options())
         control_pb2_grpc.add_SchedulerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         try:
@@ -120,9 +123,6 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         retry_steadily(port)
         watching = asyncio.create_task(_watch(self._connections))
         logger.info("listening on %s:%d for job %s", host, port, self._settings.job)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop, f"the scheduler got {signal.Signals(number).name}")
         try:
             finish = await self._until_finished()
             if self._journal is not None:
@@ -130,8 +130,10 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             return finish
         finally:
             watching.cancel()
+            # One that comes while the process ends leaves its status alone.
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
             for link in self._links.values():
                 link.put(None)
             await server.stop(STOP_GRACE_S)
