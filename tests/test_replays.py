@@ -65,7 +65,7 @@ def test_replayed_pushes_over_a_connection_change_no_sum(replays: int) -> None:
         for _ in range(replays):
             zero.push(ONE)
         zero.push(b"", length=0)  # refused: what was sent before it has arrived
-        assert "0 bytes; a partition has" in zero.refusal()
+        assert "its length is 0 bytes, but a partition has" in zero.refusal()
         one.push(TWO)
         assert one.result() == THREE
         assert zero.result() == THREE
