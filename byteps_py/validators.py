@@ -1,4 +1,4 @@
-"""What values a setting can have where its type alone says too little: hosts' names, sockets' names, paths, sizes.
+"""The values that a setting can have, where its type alone says too little: hosts' names, sockets' names, paths, sizes.
 
 Owns the table from a setting to its validator, and how a value is shown in an error. Must not ask the system: that a
 host is known, or a file can be written, is for whoever uses it to find out. Pure; any thread.

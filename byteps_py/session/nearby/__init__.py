@@ -2,7 +2,7 @@
 
 The service only introduces ranks to each other (worker/peer_introductions.py). From there on a sender lays what it has
 in memory of its own that the receivers map, tells them over a socket, and each receiver copies it straight to where it
-belongs: two passes over memory and one wake-up. What is small travels in the message itself.
+belongs: two passes over memory and one wake-up. Small parcels travel in the message itself.
 
     Neighbours (the shell) ─┬─ Ledger, Receipt (pure: what came, what is still needed; where it goes)
                             ├─ Ring (a large tensor, step by step)

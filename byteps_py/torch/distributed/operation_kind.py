@@ -9,7 +9,7 @@ from byteps_py.tensors import DType, Op
 
 @dataclass(frozen=True, slots=True)
 class OperationKind:
-    """What members must agree on. ``root``: a global rank, or -1. ``shape``: of the contribution."""
+    """The facts on which members must agree. ``root``: a global rank, or -1. ``shape``: of the contribution."""
 
     op: Op
     dtype: DType
