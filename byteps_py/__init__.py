@@ -17,12 +17,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from byteps_py.torch import *  # noqa: F403
 
-aliases.find()
+aliases.install()
 
 
 def __getattr__(name: str) -> Any:
     # `from byteps_py import wire` asks here first, and must get the submodule without torch being imported.
-    is_ours = name not in aliases.NAMES and importlib.util.find_spec(f"{__name__}.{name}") is not None
+    if name == "parallel":
+        return importlib.import_module(f"{__name__}.parallel")
+    is_ours = name not in aliases.HOMES and importlib.util.find_spec(f"{__name__}.{name}") is not None
     if name.startswith("__") or is_ours:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.torch"), name)

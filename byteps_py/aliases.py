@@ -1,8 +1,9 @@
-"""Modules of ``horovod.torch`` and ``byteps.torch`` where scripts look for them: ``byteps_py.mpi_ops`` is
-``byteps_py.torch.mpi_ops``.
+"""Finds modules under the names that scripts for ``horovod.torch`` and ``byteps.torch`` import.
 
-Owns which they are, and how they are found; knows nothing of what is in them, and imports torch only with one of
-them. Whoever imports calls, in any thread.
+``byteps_py.mpi_ops`` and ``byteps_py.torch.mpi_ops`` are both ``byteps_py.torch.horovod.mpi_ops``.
+
+Owns the table of these names. It knows nothing of the modules' contents, and imports torch only when one of them is
+imported. Any thread that imports calls it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,41 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-#: What of ``horovod.torch``, and of ``byteps.torch``, is a module.
-NAMES = frozenset({"compression", "cross_barrier", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"})
+#: Modules of ``horovod.torch`` and ``byteps.torch``, found in ``byteps_py`` and in ``byteps_py.torch``.
+HOMES = {
+    "compression": "byteps_py.torch.compression",
+    "cross_barrier": "byteps_py.torch.gradients.cross_barrier",
+    "elastic": "byteps_py.torch.elastic",
+    "functions": "byteps_py.torch.horovod.functions",
+    "mpi_ops": "byteps_py.torch.horovod.mpi_ops",
+    "optimizer": "byteps_py.torch.gradients.optimizer",
+    "sync_batch_norm": "byteps_py.torch.horovod.sync_batch_norm",
+}
+#: Former places in ``byteps_py.torch`` alone.
+MOVED = {
+    "byteps_py.torch.distributed": "byteps_py.torch.process_group",
+    "byteps_py.torch.parallel": "byteps_py.parallel",
+}
+
+
+def home_of(name: str) -> str | None:
+    """The full name of the module behind an alias; None if ``name`` is not an alias.
+
+    >>> home_of("byteps_py.optimizer"), home_of("byteps_py.torch.parallel"), home_of("byteps_py.wire")
+    ('byteps_py.torch.gradients.optimizer', 'byteps_py.parallel', None)
+    """
+    for alias, home in MOVED.items():
+        if name == alias or name.startswith(f"{alias}."):
+            return home + name.removeprefix(alias)
+    head, _, rest = name.removeprefix("byteps_py.").removeprefix("torch.").partition(".")
+    if not name.startswith("byteps_py.") or head not in HOMES:
+        return None
+    found = f"{HOMES[head]}.{rest}" if rest else HOMES[head]
+    return None if found == name else found
 
 
 class _Loader(importlib.abc.Loader):
-    """Gives the module that there is already: a second one would have classes of its own."""
+    """Returns the module that exists already: a second copy would have classes of its own."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -38,12 +68,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        package, _, module = fullname.partition(".")
-        if package != __package__ or module.partition(".")[0] not in NAMES:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, _Loader(f"{package}.torch.{module}"))
+        home = home_of(fullname)
+        return None if home is None else importlib.machinery.ModuleSpec(fullname, _Loader(home))
 
 
-def find() -> None:
-    """From now on they are found."""
+def install() -> None:
+    """From now on imports find the aliases."""
     sys.meta_path.insert(0, _Finder())

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import DType, Op
-from byteps_py.torch.distributed.arguments import Landing, kind_of, octets, reduction_of, seconds
-from byteps_py.torch.distributed.direct import roomy
-from byteps_py.torch.distributed.operation_kind import OperationKind
-from byteps_py.torch.distributed.places import Place, Places, lanes_for
-from byteps_py.torch.distributed.threads import Pool
+from byteps_py.torch.engine.operation_kind import OperationKind
+from byteps_py.torch.engine.places import Place, Places, lanes_for
+from byteps_py.torch.engine.service_gathers import roomy
+from byteps_py.torch.engine.threads import Pool
+from byteps_py.torch.process_group.arguments import Landing, kind_of, octets, reduction_of, seconds
 
 WAIT_S = 30.0
 

@@ -15,7 +15,7 @@ from torch_training import Net, assert_same, loss_of, reference, sgd, state_of
 import byteps_py
 import byteps_py.torch as bps
 from byteps_py.settings import Settings
-from byteps_py.torch.context import Context, use
+from byteps_py.torch.engine.context import Context, use
 
 PROGRAM = Path(__file__).parent / "programs" / "byteps_user.py"
 MACHINES = (2, 2)
@@ -83,7 +83,7 @@ def test_modules_offer_what_byteps_do(module: str) -> None:
 
 def test_the_module_of_the_cross_barrier_is_one() -> None:
     assert importlib.import_module("byteps_py.cross_barrier") is importlib.import_module(
-        "byteps_py.torch.cross_barrier"
+        "byteps_py.torch.gradients.cross_barrier"
     )
 
 

@@ -10,8 +10,8 @@ from torch_training import Net, wrap
 from torch_values import values
 
 import byteps_py.torch as bps
-from byteps_py.torch.adasum import adasum
-from byteps_py.torch.context import current
+from byteps_py.torch.engine.context import current
+from byteps_py.torch.horovod.adasum import adasum
 
 pytestmark = [
     pytest.mark.cuda,

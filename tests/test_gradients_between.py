@@ -13,7 +13,7 @@ from torch import nn
 from torch_training import Net, assert_same, loss_of, reference, sgd, state_of, wrap, wrap_and_cross
 
 import byteps_py.torch as bps
-from byteps_py.torch import checksums
+from byteps_py.torch.gradients import checksums
 
 MACHINES = (2, 2)
 STEPS = 4

@@ -24,6 +24,7 @@ ALLOWED = {
     "server": {"dataplane", "kernels", "runtime", "scheduler.client", "scheduler.control_events"},
     "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client", "scheduler.control_events"},
     "torch": {"kernels", "session"},
+    "parallel": {"torch"},
 }
 #: ``import byteps_py`` has the names of byteps_py.torch, once they are asked for; torch asks for the backend by name.
 FRONT_DOORS = {("byteps_py", "torch"), ("byteps_py.torch_backend", "torch")}

@@ -12,9 +12,9 @@ import byteps_py.torch as bps
 from byteps_py.errors import ConfigurationError
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
-from byteps_py.torch import context as contexts
 from byteps_py.torch import timeline as timelines
-from byteps_py.torch.context import Context
+from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine.context import Context
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from torch import nn
 from torch_values import same
 
 import byteps_py.torch as bps
-from byteps_py.torch.dtypes import WIRE
-from byteps_py.torch.stream import CHUNK_BYTES, cut
+from byteps_py.torch.engine.dtypes import WIRE
+from byteps_py.torch.horovod.broadcast_stream import CHUNK_BYTES, cut
 
 MACHINES = (2, 1)
 SIZE = sum(MACHINES)

@@ -15,7 +15,7 @@ from torch_training import Net, assert_same, gradients, loss_of, reference, stat
 
 import byteps_py.torch as bps
 from byteps_py.errors import UsageError
-from byteps_py.torch.parallel import DistributedDataParallel
+from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
 
 MACHINES = (2, 2)
 STEPS = 4

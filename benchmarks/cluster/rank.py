@@ -17,7 +17,7 @@ def ours(counts: list[int]) -> tuple[int, object, object, object]:
     from byteps_py.session import open_session
     from byteps_py.settings import Settings
     from byteps_py.tensors import TOGETHER, DType, TensorSpec
-    from byteps_py.torch.layout import plan_buckets
+    from byteps_py.torch.gradients.bucket_layout import plan_buckets
 
     session = open_session()
     # As DistributedOptimizer does: small gradients travel together, back layers come first, as a backward pass produces

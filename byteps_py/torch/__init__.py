@@ -1,13 +1,15 @@
 """byteps_py for PyTorch: the interface of BytePS's ``byteps.torch``, with Horovod's additions.
 
-Start with api.py (what a script calls) and optimizer.py (what most scripts use); then
+Start with horovod/api.py (what a script calls) and gradients/optimizer.py (what most scripts use).
 
-    api, allreduce, broadcasts, scatter ─ ops ─ handles ┐
-    gathers ─ collectives ─ ops;  functions ─ ops       │
-    optimizer ─ hooks ──────┐                           ├─ context ─ exchange ─ Session (byteps_py.session)
-    parallel ───────────────┴ buckets ─ bucket, layout ─┘            └ cuda
-    cross_barrier ─ pending ─ hooks;  adasum_optimizer ─ adasum;  elastic;  distributed (the torch.distributed backend)
+    gradients ──┐
+    horovod ────┼─ engine ─ Session (byteps_py.session)
+    process_group
+    elastic
 """
+
+import importlib as _importlib
+from typing import Any as _Any
 
 try:
     import torch as _torch  # noqa: F401  before what needs it, to say what is missing
@@ -18,6 +20,7 @@ except ModuleNotFoundError as error:
         "byteps_py needs PyTorch to train, and it is not installed here: pip install 'byteps-py[torch]'", name="torch"
     ) from None
 
+from byteps_py import aliases as _aliases
 from byteps_py.errors import (
     BytePSError,
     CommunicationError,
@@ -37,8 +40,14 @@ from byteps_py.errors import (
     UnsupportedError,
     UsageError,
 )
-from byteps_py.torch import elastic, mpi_ops, parallel
-from byteps_py.torch.allreduce import (
+from byteps_py.torch import elastic
+from byteps_py.torch.compression import Compression
+from byteps_py.torch.gradients.comm_hook import CommHookOptions, ddp_comm_hook
+from byteps_py.torch.gradients.cross_barrier import CrossBarrier
+from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
+from byteps_py.torch.gradients.optimizer import DistributedOptimizer
+from byteps_py.torch.horovod import mpi_ops
+from byteps_py.torch.horovod.allreduce import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -49,7 +58,7 @@ from byteps_py.torch.allreduce import (
     grouped_allreduce_async_,
     sparse_allreduce_async,
 )
-from byteps_py.torch.api import (
+from byteps_py.torch.horovod.api import (
     barrier,
     byteps_push_pull,
     cross_rank,
@@ -73,8 +82,8 @@ from byteps_py.torch.api import (
     suspend,
     synchronize,
 )
-from byteps_py.torch.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
-from byteps_py.torch.builds import (
+from byteps_py.torch.horovod.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
+from byteps_py.torch.horovod.builds import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -86,11 +95,8 @@ from byteps_py.torch.builds import (
     nccl_built,
     rocm_built,
 )
-from byteps_py.torch.comm_hook import CommHookOptions, ddp_comm_hook
-from byteps_py.torch.compression import Compression
-from byteps_py.torch.cross_barrier import CrossBarrier
-from byteps_py.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from byteps_py.torch.gathers import (
+from byteps_py.torch.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from byteps_py.torch.horovod.gathers import (
     allgather,
     allgather_async,
     allgather_object,
@@ -99,17 +105,15 @@ from byteps_py.torch.gathers import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from byteps_py.torch.ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from byteps_py.torch.optimizer import DistributedOptimizer
-from byteps_py.torch.parallel import DistributedDataParallel
-from byteps_py.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from byteps_py.torch.scatter import (
+from byteps_py.torch.horovod.ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from byteps_py.torch.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from byteps_py.torch.horovod.scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from byteps_py.torch.sync_batch_norm import SyncBatchNorm
+from byteps_py.torch.horovod.sync_batch_norm import SyncBatchNorm
 from byteps_py.torch.timeline import get_pushpull_speed, start_timeline, stop_timeline
 from byteps_py.torch_backend import register as _register_backend
 
@@ -215,5 +219,13 @@ __all__ = [
     "suspend",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    home = _aliases.home_of(f"{__name__}.{name}")
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _importlib.import_module(home)
+
 
 _register_backend()

@@ -21,8 +21,8 @@ from byteps_py.errors import UsageError
 from byteps_py.session import Observer, Slot
 from byteps_py.settings import Settings
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.torch import context as contexts
-from byteps_py.torch.context import Context
+from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine.context import Context
 
 #: Events that are kept before they are written, unless nothing is on its way: a crash loses so many.
 _BUFFERED = 512

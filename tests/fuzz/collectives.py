@@ -13,19 +13,19 @@ from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.session import Session, Slot
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, TensorSpec
-from byteps_py.torch.bucket import Scheme
-from byteps_py.torch.collectives import headers
-from byteps_py.torch.collectives.alltoall import Alltoall
-from byteps_py.torch.collectives.gather import Gather
-from byteps_py.torch.context import Context, TensorRequest
-from byteps_py.torch.distributed.call_log import CallLog
-from byteps_py.torch.distributed.completion import Completer
-from byteps_py.torch.distributed.direct import GroupGathers
-from byteps_py.torch.distributed.members import Members
-from byteps_py.torch.distributed.sparse import sum_up
-from byteps_py.torch.distributed.work import GroupContext
-from byteps_py.torch.gradient_checksums import Scratch
-from byteps_py.torch.sparse import SparseBucket
+from byteps_py.torch.engine.call_log import CallLog
+from byteps_py.torch.engine.completion import Completer
+from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.members import Members
+from byteps_py.torch.engine.service_gathers import GroupGathers
+from byteps_py.torch.engine.work import GroupContext
+from byteps_py.torch.gradients.bucket import Scheme
+from byteps_py.torch.gradients.gradient_checksums import Scratch
+from byteps_py.torch.gradients.sparse_gradient import SparseBucket
+from byteps_py.torch.horovod import size_headers
+from byteps_py.torch.horovod.allgather import Gather
+from byteps_py.torch.horovod.alltoall import Alltoall
+from byteps_py.torch.process_group.sparse_sum import sum_up
 
 from .base import Target
 
@@ -90,7 +90,7 @@ def _words(*numbers: int) -> bytes:
 
 
 def _row_header(kind: str, rows: int, number: int = 1) -> bytes:
-    return _words(*headers.header(kind, torch.zeros(1, 3), None, rows, number))
+    return _words(*size_headers.header(kind, torch.zeros(1, 3), None, rows, number))
 
 
 def _elements(*indices: int) -> bytes:
@@ -171,7 +171,7 @@ class Collectives(Target):
 
     def _gather(self) -> None:
         tensors = [torch.ones(2, 3)] * (1 + self._turn % 2)
-        words = [headers.header("allgather", tensor, None, number_of_tensors=len(tensors)) for tensor in tensors]
+        words = [size_headers.header("allgather", tensor, None, number_of_tensors=len(tensors)) for tensor in tensors]
         gather = Gather(self._context, "gather", tensors, words, ())
         outputs = gather.complete()
         assert [tuple(output.shape[1:]) for output in outputs] == [(3,)] * len(tensors)

@@ -18,7 +18,7 @@ from byteps_py.session.nearby.neighbours import Neighbours
 from byteps_py.session.nearby.receipts import StreamReceipt
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
-from byteps_py.torch.shares.offers import SharedRounds
+from byteps_py.torch.engine.offers import SharedRounds
 
 from .base import Target
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import byteps_py.torch as bps
-from byteps_py.torch.shares import by_name, suiting
+from byteps_py.torch.engine import named_sums, suiting
 
 #: Some in a message, some in one chunk, some in several.
 COUNTS = (1, 7, 1000, 5000, 20_000, 40_001, 300_001, 1_300_003)
@@ -177,8 +177,8 @@ def count_sums() -> None:
 
         setattr(kind, name, counted)
 
-    count(0, by_name._NamedRounds, "_add_all")
-    count(1, by_name._Circle, "add_shares")
+    count(0, named_sums._NamedRounds, "_add_all")
+    count(1, named_sums._Circle, "add_shares")
 
 
 def main(seed: int, count: int) -> None:

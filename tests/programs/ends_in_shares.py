@@ -19,8 +19,8 @@ from torch_values import same, values
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError
 from byteps_py.session.nearby import Talk
-from byteps_py.torch.shares import ring_sum
-from byteps_py.torch.shares.table import Status
+from byteps_py.torch.engine.ring import ring_sum
+from byteps_py.torch.engine.ring.step_table import Status
 
 
 def in_the_middle(act: Callable[[], None]) -> None:

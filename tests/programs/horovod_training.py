@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import byteps_py as bps
-from byteps_py.torch.adasum import adasum, start
-from byteps_py.torch.context import current
+from byteps_py.torch.engine.context import current
+from byteps_py.torch.horovod.adasum import adasum, start
 
 
 def check(what: str, good: bool) -> None:

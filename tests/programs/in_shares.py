@@ -24,10 +24,11 @@ from torch_values import same, values
 
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError, MismatchError
-from byteps_py.torch import context as contexts
-from byteps_py.torch.dtypes import WIRE
-from byteps_py.torch.shares import by_name, ring_sum, suiting
-from byteps_py.torch.shares.table import TableEntry
+from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine import named_sums, suiting
+from byteps_py.torch.engine.dtypes import WIRE
+from byteps_py.torch.engine.ring import ring_sum
+from byteps_py.torch.engine.ring.step_table import TableEntry
 
 IS_LARGE = os.environ.get("TEST_SIZE") == "large"
 #: Several chunks of a slot for every rank, and a multiple of nothing; or what goes in a message.
@@ -39,16 +40,16 @@ shared: list[None] = []
 
 
 def count_shared() -> None:
-    how = by_name._Circle.add_shares if IS_LARGE else by_name._NamedRounds._add_all
+    how = named_sums._Circle.add_shares if IS_LARGE else named_sums._NamedRounds._add_all
 
     def counted(*arguments: Any) -> None:
         how(*arguments)
         shared.append(None)
 
     if IS_LARGE:
-        by_name._Circle.add_shares = counted  # type: ignore[method-assign]
+        named_sums._Circle.add_shares = counted  # type: ignore[method-assign]
     else:
-        by_name._NamedRounds._add_all = counted  # type: ignore[method-assign]
+        named_sums._NamedRounds._add_all = counted  # type: ignore[method-assign]
 
 
 def expect_shared(count: int) -> None:
@@ -92,7 +93,7 @@ def added_in_python() -> None:
 
 
 def sizes() -> None:
-    most = by_name.MOST_BYTES // 4 // (bps.size() - 1)
+    most = named_sums.MOST_BYTES // 4 // (bps.size() - 1)
     small, large = (1, 17, most), (most + 1, ring_sum.SLOT_BYTES // 4 * bps.size() + 17, 1_000_003)
     for count in (*small, *large, *small):
         parts = [values(rank, torch.float32, (count,)) for rank in range(bps.size())]
@@ -264,7 +265,7 @@ def who_joins() -> None:
     for turn in range(6):
         assert same(bps.push_pull(mine(), average=False, name="x"), total())
         expect_shared(1)
-        block = contexts.current().belongings[by_name.SharedSums]._circles[()]._sums.ring.block
+        block = contexts.current().belongings[named_sums.SharedSums]._circles[()]._sums.ring.block
         places.add(block.address if block else 0)
         if bps.rank():
             expected = total(ranks=range(1, bps.size()))

@@ -7,7 +7,7 @@ import os
 import torch
 
 import byteps_py as bps
-from byteps_py.torch import context as contexts
+from byteps_py.torch.engine import context as contexts
 
 #: Batches of each rank, by epoch.
 EPOCHS = ((1, 3), (4, 2))

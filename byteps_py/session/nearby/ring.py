@@ -9,8 +9,8 @@ Nobody says that a slot has been read: who lays a step has read all of the other
 
 How far a rank is stands in memory, so to lay a step is to write a word, and to wait is to look at one. A rank
 that has looked for long enough writes down that it sleeps, and whoever lays a step sends it a message. The steps
-themselves are taken by compiled instructions (byteps_py/torch/shares/steps.py); here is what comes before, between and
-after them.
+themselves are taken by compiled instructions (byteps_py/torch/engine/ring/steps.py); here is what comes before,
+between and after them.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 
 from byteps_py.errors import BytePSError, DismissedError, HostsUpdatedInterrupt, RendezvousError
-from byteps_py.torch import context as contexts
-from byteps_py.torch.api import init, shutdown
+from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.horovod.api import init, shutdown
 
 
 def rejoin(why: Exception) -> bool:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from byteps_py.errors import HorovodInternalError, HostsUpdatedInterrupt
-from byteps_py.torch import context as contexts
 from byteps_py.torch.elastic.joining import rejoin
 from byteps_py.torch.elastic.object_state import State
+from byteps_py.torch.engine import context as contexts
 
 S = TypeVar("S", bound=State)
 P = ParamSpec("P")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from byteps_py.torch.api import rank, size
+from byteps_py.torch.horovod.api import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import byteps_py.torch as bps
 from backend.common import FEATURES
-from byteps_py.torch.shares import suiting
+from byteps_py.torch.engine import suiting
 
 MODULES = ("reductions", "collectives", "joins", "mistakes", "as_gloo", "training", "parallel", "pipelines")
 STUCK_S = 50  # before the group's timeout ends the job

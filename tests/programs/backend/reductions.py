@@ -15,8 +15,7 @@ import byteps_py.torch as bps
 from backend.common import feature, machines, raises, rank, same, size, values
 from backend.groups import DTYPES, OTHER_DTYPES, given, groups
 from byteps_py.strips import STRIP_BYTES
-from byteps_py.torch import context
-from byteps_py.torch.distributed import near
+from byteps_py.torch.engine import context, peer_streams
 
 
 @feature
@@ -99,7 +98,7 @@ def small_sums_are_the_same_in_any_way() -> None:
 @feature
 def small_sums_of_which_some_are_waited_for() -> None:
     """On one machine, who waits for a small sum carries it out in the call, if the others come soon."""
-    at_once_s = near._AT_ONCE_S
+    at_once_s = peer_streams._AT_ONCE_S
     for turn, count in enumerate((1, 1000, 9000) * 4):
         expected = torch.stack([values(100 * turn + who, count) for who in range(size())]).sum(0)
         tensor = values(100 * turn + rank(), count)
@@ -107,9 +106,9 @@ def small_sums_of_which_some_are_waited_for() -> None:
             case 0:
                 dist.all_reduce(tensor)
             case 1:
-                near._AT_ONCE_S = 0.0  # the others come late
+                peer_streams._AT_ONCE_S = 0.0  # the others come late
                 dist.all_reduce(tensor)
-                near._AT_ONCE_S = at_once_s
+                peer_streams._AT_ONCE_S = at_once_s
             case 2:
                 work = dist.all_reduce(tensor, async_op=True)
                 scratch = torch.ones(3 + turn)

@@ -1,0 +1,5 @@
+"""Parallel training of a module, as in ``byteps.torch.parallel``: ``bps.parallel.DistributedDataParallel``."""
+
+from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]

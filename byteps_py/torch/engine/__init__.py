@@ -1,0 +1,1 @@
+"""How a rank carries operations out. The front ends (horovod, gradients, process_group) say what they want."""

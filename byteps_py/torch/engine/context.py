@@ -1,0 +1,289 @@
+"""What ``init`` makes and ``shutdown`` ends: the session, and everything that lives only as long as it does.
+
+One context serves the whole process. ``use`` puts another in its place for the current thread, which is how
+several ranks live in one process. Objects that run on other threads (autograd's) keep their context.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from byteps_py.errors import NotInitializedError, UsageError
+from byteps_py.session import Session, open_session, words
+from byteps_py.settings import Settings
+from byteps_py.tensors import TensorSpec
+from byteps_py.torch.engine import suiting
+from byteps_py.torch.engine.exchange import Exchange, HostMover, Mover
+from byteps_py.torch.engine.handles import Handles
+from byteps_py.torch.engine.names import NameSource
+from byteps_py.torch.engine.ring import ring_sum
+
+Opener = Callable[[Settings], Session]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRequest:
+    """A tensor to declare: its spec, and how torch sees it (wire dtype, pieces, device).
+
+    ``result_shapes``: the pieces of the result, where they are others.
+    """
+
+    spec: TensorSpec
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    device: torch.device
+    result_shapes: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank this process is, among how many."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    machine_index: int
+    num_machines: int
+    is_homogeneous: bool
+
+    @classmethod
+    def of(cls, session: Session) -> RankPlace:
+        return cls(**{each.name: getattr(session, each.name) for each in dataclasses.fields(cls)})
+
+
+class Closable(Protocol):
+    """Something that lives as long as the session."""
+
+    def close(self) -> None:
+        """The session is closed; end with it."""
+
+
+class Unfinished(Protocol):
+    """Something that still needs the session."""
+
+    def finish(self) -> None:
+        """Complete it: the session is about to be closed."""
+
+
+class Context:
+    """One rank's state. Any thread."""
+
+    def __init__(self, opener: Opener = open_session) -> None:
+        self._opener = opener
+        self.lock = threading.RLock()
+        self._session: Session | None = None
+        self._settings: Settings | None = None
+        self._suspended: RankPlace | None = (
+            None  # what it was in the job that it has left, until it joins or shuts down
+        )
+        self._exchanges: dict[str, Exchange] = {}
+        self._movers: dict[torch.device, Mover] = {}
+        self._claimed: dict[str, int] = {}
+        self._holders: set[str] = set()
+        self.incarnation = 0  # how often a job was left in the middle of its work; see Session
+        self.names = NameSource()
+        self.handles = Handles()
+        self.process_sets: dict[int, tuple[int, ...]] = {}  # id → ranks; see process_sets.py
+        self.process_sets_added = 0
+        self.belongings: dict[type, Closable] = {}  # of modules that this one must not know, by their type
+        self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
+        self.until_join: weakref.WeakSet[Unfinished] = weakref.WeakSet()  # what ``join`` ends, and ``close`` does not
+        self.joins = 0  # so far: what was declared before the last of them is void
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    def open(self, settings: Settings | None = None, holder: str = "init") -> None:
+        """Join the job; a no-op if already joined. ``settings``: default from the environment. ``holder``: who needs
+        the session until its ``release``."""
+        with self.lock:
+            if self._session is None:
+                self._settings = settings or Settings.from_env()
+                session = self._opener(self._settings)
+                session.incarnation = self.incarnation
+                self._session = session
+                self._suspended = None
+                if suiting.may_share(session.local_size) and session.nearby is not None:
+                    session.nearby.meetings.ask_all()
+                    ring_sum.prepare()
+            self._holders.add(holder)
+
+    def release(self, holder: str) -> None:
+        """Leave the job unless somebody else needs the session."""
+        with self.lock:
+            self._holders.discard(holder)
+            is_last = not self._holders
+        if is_last:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the job; a no-op if not joined. Raises what its unfinished work raises, having left all the same."""
+        self._suspended = None
+        try:
+            if self._session is not None and words.uncaught() is None:
+                for work in list(self.unfinished):
+                    work.finish()
+        finally:
+            self._leave()
+
+    def suspend(self) -> None:
+        """``close``, and remember this process's place until it is part of a job again: see ``place``."""
+        place = RankPlace.of(self.session) if self.is_open else self._suspended
+        try:
+            self.close()
+        finally:
+            self._suspended = place
+
+    def _leave(self) -> None:
+        with self.lock:
+            session, self._session = self._session, None
+            movers, self._movers = self._movers, {}
+            belongings = list(self.belongings.values())
+            self.belongings.clear()
+            self._holders.clear()
+            self._exchanges.clear()
+            self.handles.clear()
+            self.names = NameSource()
+            self.process_sets.clear()
+            self.process_sets_added = 0
+        for mover in movers.values():
+            mover.close()
+        if session is not None:
+            session.close()
+            if session.observer is not None:
+                session.observer.closed()
+        for belonging in belongings:
+            belonging.close()
+
+    def join(self) -> int:
+        """See Session.join. All that is under way is completed first; what follows declares its tensors anew."""
+        for work in [*self.unfinished, *self.until_join]:
+            work.finish()
+        self.handles.settle()
+        last = self.session.join()
+        with self.lock:
+            self.joins += 1
+            self._exchanges.clear()
+            self.names.restart(self.names.epoch)  # ranks that joined early have counted less
+            belongings = list(self.belongings.values())
+            self.belongings.clear()
+        for belonging in belongings:
+            belonging.close()
+        return last
+
+    def reopen(self, num_workers: int, num_servers: int, global_rank: int) -> None:
+        """Join again after ``close``, as part of a job of another size."""
+        with self.lock:
+            if self._session is not None:
+                raise UsageError("resume() needs suspend() first")
+            old = self._settings or Settings.from_env()
+            worker_id = old.worker_id if global_rank < 0 else global_rank // old.local_size
+            self.open(dataclasses.replace(old, num_workers=num_workers, num_servers=num_servers, worker_id=worker_id))
+
+    @property
+    def is_open(self) -> bool:
+        return self._session is not None
+
+    @property
+    def session(self) -> Session:
+        """Raises NotInitializedError before ``open`` and after ``close``."""
+        session = self._session
+        if session is None:
+            raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
+        return session
+
+    @property
+    def place(self) -> Session | RankPlace:
+        """Of this process in its job; after ``suspend``, in the job that it has left. Raises NotInitializedError."""
+        return self._session or self._suspended or self.session
+
+    @property
+    def settings(self) -> Settings:
+        """Raises NotInitializedError before the first ``open``."""
+        if self._settings is None:
+            raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
+        return self._settings
+
+    # ---- tensors ---------------------------------------------------------------------------------------
+
+    def exchanges(self, requests: Sequence[TensorRequest]) -> list[Exchange]:
+        """The exchange of each request; what is not declared yet is declared, all in one call."""
+        session = self.session
+        with self.lock:
+            missing = [request for request in requests if not self._fits(request)]
+            slots = session.declare([request.spec for request in missing]) if missing else []
+            for request, slot in zip(missing, slots, strict=True):
+                mover = self.mover(request.device)
+                exchange = Exchange(session, slot, request.dtype, request.shapes, mover, request.result_shapes)
+                self._exchanges[request.spec.name] = exchange
+            return [self._exchanges[request.spec.name] for request in requests]
+
+    def holds(self, exchange: Exchange) -> bool:
+        """False once its tensor must be declared again: after a failure, in another job, after ``join``."""
+        return exchange.usable and self._exchanges.get(exchange.slot.spec.name) is exchange
+
+    def _fits(self, request: TensorRequest) -> bool:
+        exchange = self._exchanges.get(request.spec.name)
+        return (
+            exchange is not None
+            and exchange.usable
+            and exchange.session is self._session
+            and exchange.slot.spec.agrees_with(request.spec)
+            and exchange.mover is self.mover(request.device)
+        )
+
+    def mover(self, device: torch.device) -> Mover:
+        """Who carries tensors of this device to and from slots."""
+        mover = self._movers.get(device)
+        if mover is None:
+            if device.type == "cuda":
+                from byteps_py.torch.engine.cuda import CudaCopier
+
+                mover = CudaCopier(device)
+            else:
+                mover = HostMover()
+            self._movers[device] = mover
+        return mover
+
+    def claim(self, name: str) -> str:
+        """``name`` for one owner's gradients; the second owner of a name gets ``name@2``, and so on.
+
+        Two models may well have the same parameter names. All ranks build their optimizers in the same order,
+        so they number them alike. Never given back: when an owner dies is not the same moment on all ranks.
+        """
+        with self.lock:
+            owners = self._claimed[name] = self._claimed.get(name, 0) + 1
+            return name if owners == 1 else f"{name}@{owners}"
+
+    def is_claimed(self, name: str) -> bool:
+        return name in self._claimed
+
+
+_process = Context()
+_override: ContextVar[Context | None] = ContextVar("byteps_py.context", default=None)
+atexit.register(_process.close)
+
+
+def current() -> Context:
+    """This thread's context: the process's, unless ``use`` says otherwise."""
+    return _override.get() or _process
+
+
+@contextlib.contextmanager
+def use(context: Context) -> Iterator[Context]:
+    """Make ``context`` the current one of this thread."""
+    token = _override.set(context)
+    try:
+        yield context
+    finally:
+        _override.reset(token)

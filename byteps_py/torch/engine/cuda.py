@@ -1,0 +1,110 @@
+"""Moves CUDA tensors to and from slots without blocking the stream that computes.
+
+A slot's memory is page-locked once. Copies run on a side stream, ordered by events against the caller's
+stream; one thread per device waits for the outgoing copies and hands the slots over, since the service may
+only see bytes that have arrived. Nothing here is imported by a program without CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from byteps_py.errors import NotInitializedError
+from byteps_py.session import Session, Slot
+from byteps_py.shm import PAGE
+from byteps_py.tensors import Layout
+from byteps_py.torch.engine.exchange import Tensors
+
+_JOIN_LIMIT_S = 10.0
+_log = logging.getLogger("byteps_py")
+
+
+_Departure = tuple[torch.cuda.Event, Session, Slot, Layout | None, Future[None]]
+
+
+class CudaCopier:
+    """The mover of one CUDA device. ``close`` ends its thread and unlocks the pages."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+        self._locked: dict[int, memoryview] = {}
+        self._outgoing: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._deliver, name=f"byteps-copy-{device}", daemon=True)
+        self._thread.start()
+
+    def adopt(self, memory: memoryview) -> None:
+        """Page-lock ``memory`` if it owns its pages; smaller pieces are copied through CUDA's own buffer."""
+        if memory.nbytes < PAGE:
+            return
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        if address % PAGE or address in self._locked:
+            return
+        with torch.cuda.device(self._device):
+            error = int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0))
+        if error:
+            _log.warning("cudaHostRegister of %d bytes failed (CUDA error %d): copies are slower", memory.nbytes, error)
+        else:
+            self._locked[address] = memory
+
+    def send(
+        self,
+        session: Session,
+        slot: Slot,
+        views: Sequence[torch.Tensor],
+        tensors: Tensors,
+        layout: Layout | None = None,
+    ) -> Future[None]:
+        """See Mover. The tensors must stay unchanged until the exchange has been waited for."""
+        if any(tensor is None for tensor in tensors):
+            self._side.synchronize()  # the host writes below; an earlier fetch may still read the same memory
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            for view, tensor in zip(views, tensors, strict=True):
+                if tensor is None:
+                    view.zero_()
+                else:
+                    view.copy_(tensor.to(view.dtype), non_blocking=True)  # converted on the device
+                    tensor.record_stream(self._side)
+            copied = self._side.record_event(torch.cuda.Event(blocking=True))  # its waiter sleeps, not spins
+        departure: Future[None] = Future()
+        self._outgoing.put((copied, session, slot, layout, departure))
+        return departure
+
+    def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        # The outputs may still be in use by work queued on the caller's stream.
+        caller = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(caller)
+        with torch.cuda.stream(self._side):
+            for view, output in zip(views, outputs, strict=True):
+                output.copy_(view.to(self._device, non_blocking=True))  # converted on the device
+        caller.wait_stream(self._side)
+
+    def close(self) -> None:
+        """End the thread; outgoing copies that it has not handed over fail with NotInitializedError."""
+        self._outgoing.put(None)
+        self._thread.join(_JOIN_LIMIT_S)
+        self._side.synchronize()
+        for address in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._locked.clear()
+
+    def _deliver(self) -> None:
+        while (item := self._outgoing.get()) is not None:
+            copied, session, slot, layout, departure = item
+            try:
+                copied.synchronize()  # frees the GIL
+                session.hand_over(slot, layout=layout)
+            except Exception as error:
+                departure.set_exception(error)
+            else:
+                departure.set_result(None)
+        while not self._outgoing.empty():
+            if (item := self._outgoing.get()) is not None:
+                item[4].set_exception(NotInitializedError("shut down before the tensor was copied from its device"))

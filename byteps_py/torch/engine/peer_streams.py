@@ -1,0 +1,286 @@
+"""Gathers, exchanges, broadcasts and barriers of a group whose members are all on this machine.
+
+The calling thread lays down what this member sends, and tells the others; whoever waits copies what has come to where
+it belongs (byteps_py/session/nearby). The communication service has no part in it. Host memory only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from byteps_py.errors import CommunicationError, JoinedError, MismatchError
+from byteps_py.session.nearby import Neighbours, Span, Stream, StreamReceipt
+from byteps_py.tensors import differing
+from byteps_py.torch.engine.completion import Completer
+from byteps_py.torch.engine.fallbacks import FallbackQueue
+from byteps_py.torch.engine.members import Members
+from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSums
+from byteps_py.torch.engine.work import Call, GroupContext, Pending
+
+#: Operations of a stream that may be under way at once; a further one waits for the first of them to end.
+LANES = 2
+#: How long a call that is waited for waits by itself. What takes longer is waited for as everything else.
+_AT_ONCE_S = 0.2
+
+#: What goes to, or comes from, members of a group, by position; those that have no part in it are left out.
+Parts = Mapping[int, Sequence[Span]]
+Own = tuple[Sequence[Span], Sequence[Span]]
+
+
+class Passage(Pending):
+    """An operation that brings this member something, or nothing: then it is over when it has been sent."""
+
+    def __init__(
+        self,
+        around: GroupContext,
+        completer: Completer | None,
+        call: Call,
+        neighbours: Neighbours,
+        receipt: StreamReceipt,
+    ) -> None:
+        super().__init__(around, call.what, call.outputs, call.timeout_s)
+        self.line: list[Passage] | None = None
+        self._completer = completer
+        self._neighbours = neighbours
+        self._receipt = receipt
+        self._finish = call.finish
+
+    def _complete(self, deadline: float) -> None:
+        receipt = self._receipt
+        if receipt.left or receipt.error is not None:
+            self._slices(deadline, lambda timeout_s: self._neighbours.collect(receipt, timeout_s))
+        if self._finish is not None:
+            self._finish()
+
+    def _is_ready(self) -> bool:
+        return self._around.aborted is not None or self._neighbours.look(self._receipt)
+
+    def _release(self) -> None:
+        self._finish = None
+        if self.line is not None:
+            with contextlib.suppress(ValueError):  # it has been removed
+                self.line.remove(self)
+
+    def _hand_to_pool(self) -> None:
+        if self._completer is not None:
+            self._completer.add(self)
+        else:
+            super()._hand_to_pool()
+
+
+class _Line:
+    """A stream, and the operations of it that are under way."""
+
+    __slots__ = ("stream", "under_way")
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.under_way: list[Passage] = []
+
+
+class Near:
+    """Any thread; operations go in the order of the calls. ``others``: the local ranks of members, by position."""
+
+    def __init__(self, members: Members, neighbours: Neighbours, around: GroupContext, completer: Completer) -> None:
+        self.neighbours = neighbours
+        self.others = {p: members.local_rank(p) for p in range(members.count) if p != members.position}
+        self._all = tuple(self.others.values())
+        self._members = members
+        self.around = around
+        self.completer = completer
+        self._lock = threading.Lock()
+        self._lines: dict[str, _Line] = {}
+        self.fallbacks = FallbackQueue(around, completer)
+        #: For large sums, and those under way, in the order of the calls. It goes on after members have joined.
+        ring = neighbours.ring(neighbours.stream(f"{members.prefix}.ring", self._all), SLOT_BYTES)
+        ranks = {members.position: members.session.local_rank, **self.others}
+        self.ring_sums = RingSums(ring, members.position, ranks)
+        self.sums: deque[Pending] = deque()
+        self._has_met = False
+        neighbours.meetings.ask(self._meeting, self._all)
+
+    @property
+    def _meeting(self) -> str:
+        return f"{self._members.prefix}#{self._members.session.incarnation}"
+
+    def begin(
+        self,
+        name: str,
+        call: Call,
+        sends: Parts,
+        receives: Parts,
+        own: Own | None = None,
+        is_led: bool = False,
+        together: bool = False,
+    ) -> Passage:
+        """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send. ``own``: what
+        this member has for itself, and where it goes. ``together``: all send to all, and who sends is told, too, if
+        sizes differ; it does not begin without members that have joined. Else it is not sent if one of those it is for
+        has joined."""
+        with self._lock:
+            line = self._begin(name)
+            if error := self._joined(line) if together else self._refused(line, [self.others[p] for p in sends]):
+                due = {} if together else receives
+                return self._follow(line, call._replace(finish=None), due, None, {}, error)
+            for position, spans in sends.items():
+                dues = (total(receives[position]),) if together else ()
+                self.neighbours.send(line.stream, (self.others[position],), spans, is_led, dues)
+            sent = {position: total(spans) for position, spans in sends.items()} if together else {}
+            return self._follow(line, call, receives, own, sent, None, together)
+
+    def to_all(
+        self,
+        name: str,
+        call: Call,
+        sends: Sequence[Span] | None,
+        receives: Parts,
+        own: Own | None = None,
+        is_led: bool = False,
+        together: bool = False,
+    ) -> Passage:
+        """The same, where a member sends all others the same, or (None) nothing."""
+        with self._lock:
+            line = self._begin(name)
+            if error := self._joined(line) if together else self._refused(line, () if sends is None else self._all):
+                due = {} if together else receives
+                return self._follow(line, call._replace(finish=None), due, None, {}, error)
+            sent: Mapping[int, int] = {}
+            if sends is not None:
+                dues = [total(receives[position]) for position in self.others] if together else ()
+                self.neighbours.send(line.stream, self._all, sends, is_led, dues)
+                if together:
+                    sent = dict.fromkeys(self.others, total(sends))
+            return self._follow(line, call, receives, own, sent, None, together)
+
+    def swap(self, name: str, call: Call, mine: Span, receives: Parts) -> Passage | None:
+        """``to_all``, together, for a caller who waits for it: None if it is over, which it nearly always is. On the
+        wire it is the same."""
+        with self._lock:
+            line = self._begin(name)
+            if error := self._joined(line):
+                return self._follow(line, call._replace(finish=None), {}, None, {}, error)
+            nbytes = mine[1]
+            self.neighbours.send(line.stream, self._all, (mine,), False, [nbytes] * len(self._all))
+            receipt = StreamReceipt(line.stream, is_mutual=True)
+            for position, spans in receives.items():
+                receipt.expect(self.others[position], spans, nbytes, nbytes)
+            number = self.around.journal.record((call.what, call.kind), line.stream.name)
+        try:
+            self.neighbours.collect(receipt, min(_AT_ONCE_S, call.timeout_s))
+        except CommunicationError:  # it comes again
+            with self._lock:
+                return self._under_way(line, call, receipt, number)
+        if call.finish is not None:
+            call.finish()
+        return None
+
+    def finish(self) -> None:
+        """Complete what is under way. Raises StallError."""
+        with self._lock:
+            for line in self._lines.values():
+                for work in list(line.under_way):
+                    self.around.finish(work)
+
+    def close(self) -> None:
+        """The group has ended here."""
+        if not self.sums:
+            self.neighbours.retire(
+                self.ring_sums.ring, self.neighbours.stream(f"{self._members.prefix}.ring.over", self._all)
+            )
+
+    def meeting(self) -> Callable[[float], None]:
+        """Of one who waits for it: returns, within so many seconds, when all members can be reached. Raises StallError,
+        after which it may be called again, and what ends the session."""
+        return self.neighbours.meetings.meeting(self._meeting, self._all)
+
+    @property
+    def has_met(self) -> bool:
+        """All members can be reached."""
+        self._has_met = self._has_met or self.neighbours.meetings.has_met(self._meeting)
+        return self._has_met
+
+    # ---- with the lock held ----------------------------------------------------------------------------
+
+    def _begin(self, name: str) -> _Line:
+        around = self.around
+        around.check()
+        line = self._lines.get(name)
+        if line is None:
+            stream = self.neighbours.stream(f"{self._members.prefix}.{name}", self._all)
+            line = self._lines[name] = _Line(stream)
+        if not self.has_met:
+            around.patiently(self.meeting())
+        for work in list(line.under_way)[: len(line.under_way) + 1 - LANES]:
+            around.patiently(work.settle)
+        if not self.neighbours.has_room(line.stream):
+            with contextlib.suppress(JoinedError):  # who has something to send finds that out
+                around.patiently(self.neighbours.room(line.stream))
+        return line
+
+    def _joined(self, line: _Line) -> JoinedError | None:
+        """A member has no more data."""
+        gone = self.neighbours.gone(self._all)
+        return self.neighbours.joined(line.stream, gone) if gone else None
+
+    def _refused(self, line: _Line, targets: Sequence[int]) -> JoinedError | None:
+        """One of ``targets``, to whom something was to be sent, has no more data: the rest of them are told instead."""
+        gone = self.neighbours.gone(targets)
+        if not gone:
+            return None
+        self.neighbours.refuse(line.stream, [target for target in targets if target not in gone], min(gone))
+        return self.neighbours.joined(line.stream, gone)
+
+    def _follow(
+        self,
+        line: _Line,
+        call: Call,
+        receives: Parts,
+        own: Own | None,
+        sent: Mapping[int, int],
+        error: JoinedError | None = None,
+        is_mutual: bool = False,
+    ) -> Passage:
+        receipt = StreamReceipt(line.stream, error=error, is_mutual=is_mutual)
+        if own is not None:  # while the others' are on their way; before another call may deliver this one
+            mine, due = total(own[0]), total(own[1])
+            if mine == due:
+                keep(*own)
+            else:
+                rank = self._members.ranks[self._members.position]
+                receipt.error = MismatchError(differing(line.stream.name, rank, mine, rank, due))
+        for position, spans in receives.items():
+            receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
+        stated = (call.what,) if call.kind is None else (call.what, call.kind)
+        return self._under_way(line, call, receipt, self.around.journal.record(stated, line.stream.name))
+
+    def _under_way(self, line: _Line, call: Call, receipt: StreamReceipt, number: int) -> Passage:
+        work = Passage(self.around, self.completer, call, self.neighbours, receipt)
+        work.number = number
+        if receipt.left:
+            work.line = line.under_way
+            line.under_way.append(work)
+        return work
+
+
+def keep(sources: Sequence[Span], targets: Sequence[Span]) -> None:
+    """Copy what lies end to end in ``sources`` to ``targets``, as many bytes."""
+    if len(sources) == len(targets):
+        pairs = list(zip(sources, targets, strict=True))
+        if all(source[1] == target[1] for source, target in pairs):
+            for (source, nbytes), (target, _) in pairs:
+                if source != target:
+                    ctypes.memmove(target, source, nbytes)
+            return
+    whole = b"".join(ctypes.string_at(*source) for source in sources)
+    for target, nbytes in targets:
+        ctypes.memmove(target, whole[:nbytes], nbytes)
+        whole = whole[nbytes:]
+
+
+def total(spans: Sequence[Span]) -> int:
+    """Bytes of all."""
+    return spans[0][1] if len(spans) == 1 else sum([nbytes for _, nbytes in spans])

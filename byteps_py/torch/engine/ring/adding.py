@@ -1,0 +1,83 @@
+"""Adding up what members of a group have: first to last, half precision in float32 and rounded once, before the
+division of an average. These are the service's additions, so the bits are the same.
+
+``add_to_both`` is for what others wait for: the sum goes to its place and to where others read it in one pass, by the
+instructions of the service's kernels (kernels.py). Any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+
+from byteps_py import streaming
+from byteps_py.instructions import Compiled
+from byteps_py.tensors import DType
+from byteps_py.torch.engine.dtypes import WIRE
+
+#: (address of a table of addresses: of rows, the result, its copy; bytes of each)
+Kernel = Callable[[int, int], None]
+
+_HALF = (torch.float16, torch.bfloat16)
+_LINE = 64
+
+
+def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool) -> None:
+    """Flat ``rows`` into ``total``, another one or one of the first two."""
+    if len(rows) > 2 and total.dtype in _HALF:
+        wide = rows[0].float()
+        for row in rows[1:]:
+            wide += row
+        total.copy_(wide)
+    else:
+        torch.add(rows[0], rows[1], out=total)
+        for row in rows[2:]:
+            total += row
+    if average:
+        total.div_(len(rows))
+
+
+def add_to_both(
+    dtype: torch.dtype, count: int, rows: Sequence[int], total: int | None, copy: int, average: bool
+) -> None:
+    """``count`` elements at each address of ``rows`` to ``total`` and to ``copy``. ``total`` may be one of them; if it
+    is None, ``copy`` may."""
+    nbytes = count * dtype.itemsize
+    compiled = kernels(WIRE[dtype], len(rows), average)
+    if compiled.ready is not None:
+        past_caches = total is not None and copy % _LINE == 0 and streaming.goes_past_caches(nbytes)
+        table = array("Q", (*rows, copy if total is None else total, copy))
+        compiled.ready[past_caches](table.buffer_info()[0], nbytes)
+        return
+    if nbytes >= streaming.LEAST_BYTES:
+        compiled.prepare()
+    tensors = [_tensor(dtype, count, address) for address in rows]
+    # What is not one of the first two rows must stay until it has been added.
+    is_direct = total is not None and total not in rows[2:]
+    result = _tensor(dtype, count, total) if total is not None and is_direct else torch.empty_like(tensors[0])
+    add_up(tensors, result, average)
+    streaming.copy(copy, result.data_ptr(), nbytes)
+    if total is not None and not is_direct:
+        ctypes.memmove(total, result.data_ptr(), nbytes)
+
+
+def _tensor(dtype: torch.dtype, count: int, address: int) -> torch.Tensor:
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count)
+
+
+@functools.cache
+def kernels(dtype: DType, rows: int, average: bool) -> Compiled[tuple[Kernel, Kernel]]:
+    """With the copy through the caches, and past them."""
+    name = f"sum of {rows} in {dtype.name.lower()}"
+
+    def build() -> tuple[Kernel, Kernel]:
+        from byteps_py.torch.engine.ring.add_kernels import compile_sum
+
+        return compile_sum(dtype, rows, average, past_caches=False), compile_sum(dtype, rows, average, past_caches=True)
+
+    return Compiled(name, build, "added and copied one after the other")

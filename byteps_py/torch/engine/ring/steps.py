@@ -1,0 +1,310 @@
+"""The steps of one sum in shares (chunks.py, byteps_py/session/nearby/ring.py), as LLVM instructions: no Python, and no
+system call but to yield the processor and to read the clock, while all members keep up.
+
+In Python a step costs each member some 30 µs, and as much to be woken for it: chunks had to be large, and left the
+caches in between. Here a step costs less than one. Any thread. Import loads LLVM: import late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llvmlite import ir
+
+from byteps_py import llvm
+from byteps_py.session.nearby.ring import AHEAD, ASLEEP, SLOTS, WORD
+from byteps_py.streaming import AT_ONCE_BYTES
+from byteps_py.torch.engine.ring.step_table import Status, TableEntry
+
+_I32, _I64, _VOID = ir.IntType(32), ir.IntType(64), ir.VoidType()
+#: Looks at what another member has laid before the processor is yielded.
+_LOOKS = 16
+_NS = 1_000_000_000
+_libc = ctypes.CDLL(None)
+
+
+def compile_steps(kind: type[Steps] | None = None) -> Callable[[int], None]:
+    """A function of a table's address (table.py): takes steps until it is over, or the caller has something to do."""
+    function = ir.Function(llvm.new_module("byteps_steps"), ir.FunctionType(_VOID, [_I64]), "steps")
+    (kind or Steps)(function).build()
+    return llvm.compile_function(function)
+
+
+class Steps:
+    """Its methods add instructions that do what they say."""
+
+    def __init__(self, function: ir.Function) -> None:
+        self._function = function
+        self._table = function.args[0]
+        self._b = b = ir.IRBuilder(function.append_basic_block())
+        self._index, self._spin_policy = b.alloca(_I64), b.alloca(_I64)
+        self._time = b.alloca(_I64, 2)
+        self._members = self._get(TableEntry.MEMBERS)
+        self._own = self._get(TableEntry.OWN)
+        self._base = self._get(TableEntry.BASE)
+        self._control = self._control_of(self._own)
+        self._end = function.append_basic_block()
+
+    def build(self) -> None:
+        b, chunks = self._b, self._get(TableEntry.CHUNKS)
+        begin, added = self._function.append_basic_block(), self._function.append_basic_block()
+        self._store(self._at(self._control, ASLEEP), _I64(0))
+        b.cbranch(self._is(self._get(TableEntry.IS_ADDED)), added, begin)
+
+        b.position_at_end(begin)
+        step = self._get(TableEntry.STEP)
+        with b.if_then(self._is(self._get(TableEntry.IS_OFFER))):
+            self._put(TableEntry.IS_OFFER, _I64(0))
+            self._give(step)
+            self._leave(Status.DONE)
+        with self._when(step, ">", self._get(TableEntry.IS_TOLD)):
+            self._await(step)
+        with self._when(step, "<", chunks):
+            self._give(step)
+        with self._when(step, ">", _I64(0)), self._when(step, "<=", chunks):
+            self._add(b.sub(step, _I64(1)))
+        b.branch(added)
+
+        b.position_at_end(added)
+        step = self._get(TableEntry.STEP)
+        self._put(TableEntry.IS_ADDED, _I64(0))
+        takes = b.and_(self._is(self._get(TableEntry.TARGET)), b.not_(self._is(self._get(TableEntry.SCATTERS))))
+        with self._when(step, ">", _I64(1)), b.if_then(takes):
+            self._take(b.sub(step, _I64(2)))
+        laid = b.add(step, _I64(1))
+        self._put(TableEntry.STEP, laid)
+        with self._when(step, ">", chunks):
+            self._leave(Status.DONE)
+        self._lay(b.add(self._base, laid))
+        b.branch(begin)
+
+        b.position_at_end(self._end)
+        b.ret_void()
+
+    # ---- parts of a step -------------------------------------------------------------------------------
+
+    def _await(self, step: ir.Value) -> None:
+        """All others have laid as much, of the same operation."""
+        word = self._b.add(self._base, step)
+        with self._each_other() as other:
+            theirs = self._control_of(other)
+            with self._unless_laid(theirs, word):
+                self._look(theirs, word, step)
+            record = self._b.add(theirs, self._get(TableEntry.RECORD))
+            for place, entry in enumerate((TableEntry.KEY, TableEntry.TOTAL)):
+                with self._when(self._load(self._at(record, 8 * place)), "!=", self._get(entry)):
+                    self._leave(Status.DIFFERS)
+
+    def _look(self, theirs: ir.Value, word: ir.Value, step: ir.Value) -> None:
+        """Again and again, and after a while have the caller sleep."""
+        b = self._b
+        look, over = self._function.append_basic_block(), self._function.append_basic_block()
+        has_begun = b.icmp_unsigned(">", step, _I64(1))
+        patience = b.select(has_begun, self._get(TableEntry.PATIENCE_NS), self._get(TableEntry.FIRST_PATIENCE_NS))
+        since = self._now()
+        b.store(_I64(1), self._spin_policy)
+        b.branch(look)
+        b.position_at_end(look)
+        llvm.pause(b)
+        spin_policy = b.load(self._spin_policy, typ=_I64)
+        b.store(b.add(spin_policy, _I64(1)), self._spin_policy)
+        with self._when(b.and_(spin_policy, _I64(_LOOKS - 1)), "==", _I64(0)):
+            self._call(self._library(_libc.sched_yield), _I32)
+            with (
+                self._unless_laid(theirs, word),
+                self._when(b.sub(self._now(), since), ">", patience),
+            ):
+                self._fall_asleep(theirs, word)
+        b.cbranch(self._is_laid(theirs, word), over, look)
+        b.position_at_end(over)
+
+    def _fall_asleep(self, theirs: ir.Value, word: ir.Value) -> None:
+        """Whoever lays a step from now on sees that somebody has to be woken; what was laid before is seen here."""
+        asleep = self._at(self._control, ASLEEP)
+        self._b.atomic_rmw("xchg", self._pointer(asleep), _I64(1), "seq_cst")
+        self._b.fence("seq_cst")
+        with self._unless_laid(theirs, word):
+            self._leave(Status.WAITS)
+        self._store(asleep, _I64(0))
+
+    def _lay(self, word: ir.Value) -> None:
+        self._b.store_atomic(word, self._pointer(self._at(self._control, WORD)), "release", 8)
+        self._b.fence("seq_cst")
+        with self._each_other() as other:
+            asleep = self._load(self._at(self._control_of(other), ASLEEP))
+            with self._when(asleep, "!=", _I64(0)):
+                self._leave(Status.WAKE)
+
+    def _give(self, chunk: ir.Value) -> None:
+        """Write what others are to add."""
+        b, mine, room, source = (
+            self._b,
+            self._slot(self._own, chunk),
+            self._get(TableEntry.ROOM),
+            self._get(TableEntry.SOURCE),
+        )
+        with self._each_other() as other:
+            first, nbytes = self._piece(other, chunk)
+            self._copy(b.add(mine, b.mul(other, room)), b.add(source, first), nbytes)
+
+    def _add(self, chunk: ir.Value) -> None:
+        """Write the sum of the own share, or have the caller do it."""
+        b, own, target = self._b, self._own, self._get(TableEntry.TARGET)
+        first, nbytes = self._piece(own, chunk)
+        with self._when(nbytes, "!=", _I64(0)):
+            offset = b.mul(own, self._get(TableEntry.ROOM))
+            rows = b.add(self._table, b.mul(b.add(b.mul(self._members, _I64(2)), _I64(TableEntry.CONTROLS)), _I64(8)))
+            with self._each_other() as other:
+                self._store(b.add(rows, b.mul(other, _I64(8))), b.add(self._slot(other, chunk), offset))
+            self._store(b.add(rows, b.mul(own, _I64(8))), b.add(self._get(TableEntry.SOURCE), first))
+            result = b.add(rows, b.mul(self._members, _I64(8)))
+            copy = b.add(self._slot(own, b.add(chunk, _I64(1))), offset)
+            place = b.select(self._is(target), b.add(target, first), copy)
+            self._store(result, place)
+            for_others = b.select(self._is(self._get(TableEntry.SCATTERS)), place, copy)
+            self._store(self._at(result, 8), for_others)
+            is_past = b.and_(b.icmp_unsigned("!=", for_others, place), self._is(self._get(TableEntry.IS_PAST)))
+            adding = b.select(is_past, self._get(TableEntry.ADD_PAST), self._get(TableEntry.ADD))
+            with self._when(adding, "==", _I64(0)):
+                self._put(TableEntry.IS_ADDED, _I64(1))
+                self._leave(Status.ADD)
+            self._call(adding, _VOID, rows, nbytes)
+
+    def _take(self, chunk: ir.Value) -> None:
+        """Copy the others' sums to where they belong."""
+        b, room, target = self._b, self._get(TableEntry.ROOM), self._get(TableEntry.TARGET)
+        with self._each_other() as other:
+            first, nbytes = self._piece(other, chunk)
+            theirs = b.add(self._slot(other, b.add(chunk, _I64(1))), b.mul(other, room))
+            self._move(b.add(target, first), theirs, nbytes)
+
+    def _copy(self, target: ir.Value, source: ir.Value, nbytes: ir.Value) -> None:
+        """The way that was chosen, or, once, the other one. What it takes is noted."""
+        b = self._b
+        past = b.xor(self._get(TableEntry.IS_PAST), self._get(TableEntry.IS_TRY))
+        self._put(TableEntry.IS_TRY, _I64(0))
+        since = self._now()
+        streamed = b.select(self._is(past), b.and_(nbytes, _I64(-AT_ONCE_BYTES)), _I64(0))
+        with self._when(streamed, "!=", _I64(0)):
+            self._call(self._get(TableEntry.STREAM), _VOID, target, source, streamed)
+        self._move(b.add(target, streamed), b.add(source, streamed), b.sub(nbytes, streamed))
+        took = b.sub(self._now(), since)
+        places = b.add(self._table, b.mul(past, _I64(8 * (TableEntry.TOOK_PAST_NS - TableEntry.TOOK_NS))))
+        for entry, value in ((TableEntry.TOOK_NS, took), (TableEntry.TOOK_BYTES, nbytes)):
+            place = self._at(places, 8 * entry)
+            self._store(place, b.add(self._load(place), value))
+
+    # ---- where things are ------------------------------------------------------------------------------
+
+    def _piece(self, position: ir.Value, chunk: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """(first byte, how many) of a chunk of a member's share, as Chunks.of says."""
+        b, share, room, total = (
+            self._b,
+            self._get(TableEntry.SHARE),
+            self._get(TableEntry.ROOM),
+            self._get(TableEntry.TOTAL),
+        )
+        begin = b.mul(position, share)
+        start = b.add(begin, b.mul(chunk, room))
+        first = self._least(start, total)
+        end = self._least(self._least(b.add(begin, share), b.add(start, room)), total)
+        return first, b.select(b.icmp_unsigned(">", end, first), b.sub(end, first), _I64(0))
+
+    def _slot(self, position: ir.Value, step: ir.Value) -> ir.Value:
+        b = self._b
+        slots = self._load(
+            b.add(self._table, b.mul(b.add(b.add(self._members, position), _I64(TableEntry.CONTROLS)), _I64(8)))
+        )
+        number = b.and_(b.add(self._base, step), _I64(SLOTS - 1))
+        return b.add(slots, b.mul(number, self._get(TableEntry.SLOT_BYTES)))
+
+    def _control_of(self, position: ir.Value) -> ir.Value:
+        return self._load(
+            self._b.add(self._table, self._b.mul(self._b.add(position, _I64(TableEntry.CONTROLS)), _I64(8)))
+        )
+
+    # ---- what parts are made of ------------------------------------------------------------------------
+
+    def _leave(self, status: Status) -> None:
+        self._put(TableEntry.STATUS, _I64(status))
+        self._b.branch(self._end)
+
+    @contextlib.contextmanager
+    def _when(self, a: ir.Value, relation: str, b: ir.Value) -> Iterator[None]:
+        with self._b.if_then(self._b.icmp_unsigned(relation, a, b)):
+            yield
+
+    @contextlib.contextmanager
+    def _unless_laid(self, theirs: ir.Value, word: ir.Value) -> Iterator[None]:
+        with self._b.if_then(self._b.not_(self._is_laid(theirs, word))):
+            yield
+
+    def _is_laid(self, theirs: ir.Value, word: ir.Value) -> ir.Value:
+        """A member has laid so much; more than AHEAD is less, or of another era."""
+        b = self._b
+        laid = b.load_atomic(self._pointer(self._at(theirs, WORD)), "acquire", 8, typ=_I64)
+        return b.icmp_unsigned("<", b.sub(laid, word), _I64(AHEAD))
+
+    @contextlib.contextmanager
+    def _each_other(self) -> Iterator[ir.Value]:
+        """The other members' positions."""
+        b = self._b
+        loop, body, following, over = (self._function.append_basic_block() for _ in range(4))
+        b.store(_I64(0), self._index)
+        b.branch(loop)
+        b.position_at_end(loop)
+        position = b.load(self._index, typ=_I64)
+        b.cbranch(b.icmp_unsigned("<", position, self._members), body, over)
+        b.position_at_end(body)
+        with self._when(position, "!=", self._own):
+            yield position
+        b.branch(following)
+        b.position_at_end(following)
+        b.store(b.add(position, _I64(1)), self._index)
+        b.branch(loop)
+        b.position_at_end(over)
+
+    def _is(self, value: ir.Value) -> ir.Value:
+        return self._b.icmp_unsigned("!=", value, _I64(0))
+
+    def _least(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self._b.select(self._b.icmp_unsigned("<", a, b), a, b)
+
+    def _now(self) -> ir.Value:
+        """Nanoseconds."""
+        b = self._b
+        place = b.ptrtoint(self._time, _I64)
+        self._call(self._library(_libc.clock_gettime), _I32, _I32(time.CLOCK_MONOTONIC), place)
+        return b.add(b.mul(self._load(place), _I64(_NS)), self._load(self._at(place, 8)))
+
+    def _move(self, target: ir.Value, source: ir.Value, nbytes: ir.Value) -> None:
+        self._call(self._library(_libc.memmove), _VOID, target, source, nbytes)
+
+    def _library(self, function: Any) -> ir.Value:
+        return _I64(ctypes.cast(function, ctypes.c_void_p).value)
+
+    def _call(self, address: ir.Value, result: ir.Type, *arguments: ir.Value) -> None:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        self._b.call(self._b.inttoptr(address, kind.as_pointer()), arguments)
+
+    def _get(self, entry: TableEntry) -> ir.Value:
+        return self._load(self._at(self._table, 8 * entry))
+
+    def _put(self, entry: TableEntry, value: ir.Value) -> None:
+        self._store(self._at(self._table, 8 * entry), value)
+
+    def _load(self, address: ir.Value) -> ir.Value:
+        return self._b.load(self._pointer(address), typ=_I64)
+
+    def _store(self, address: ir.Value, value: ir.Value) -> None:
+        self._b.store(value, self._pointer(address))
+
+    def _at(self, address: ir.Value, offset: int) -> ir.Value:
+        return self._b.add(address, _I64(offset))
+
+    def _pointer(self, address: ir.Value) -> ir.Value:
+        return self._b.inttoptr(address, _I64.as_pointer())

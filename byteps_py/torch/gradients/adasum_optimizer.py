@@ -1,0 +1,185 @@
+"""DistributedOptimizer(op=Adasum): each rank steps by itself, then what the steps changed is combined.
+
+    start = weights;  the wrapped optimizer steps;  delta = weights - start;  weights = start + adasum(deltas)
+
+So momentum and the like are applied before ranks are combined, as Horovod does. Owns the deltas; what Adasum is says
+adasum.py. The training thread calls; hooks (passes.py) only count passes.
+
+With BYTEPS_NONFINITE, ranks first tell each other whether their gradients are finite: once an optimizer has stepped
+with NaN, its state has it, too. A guarded sum of one number for each parameter, NaN where its gradient is not finite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from byteps_py import blame as blames
+from byteps_py.errors import GradientOrderError, NonFiniteError
+from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
+from byteps_py.torch.compression import Compressor
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.gradients import nonfinite
+from byteps_py.torch.gradients.hooks import Distributed
+from byteps_py.torch.horovod.adasum import start
+
+
+class Deltas:
+    """Combines changes of parameters over the ranks of ``group`` (empty: all)."""
+
+    def __init__(self, context: Context, name: str, group: tuple[int, ...], compression: type[Compressor]) -> None:
+        self._context = context
+        self._name = name
+        self._group = group
+        self._compression = compression
+
+    @property
+    def alone(self) -> bool:
+        """There is nobody to combine with: this rank steps by itself. Raises as the session does."""
+        session = self._context.session
+        session.check_open()
+        return (len(self._group) or session.size) == 1 or session.rank not in (self._group or (session.rank,))
+
+    @property
+    def nonfinite(self) -> NonFinite:
+        """What BYTEPS_NONFINITE says."""
+        return nonfinite.wanted(self._context)
+
+    def poison(
+        self, names: Mapping[torch.nn.Parameter, str], params: Sequence[torch.nn.Parameter]
+    ) -> NonFiniteError | None:
+        """A NonFiniteError if gradients of ``params`` are NaN or infinite on any rank, else None: on all ranks alike.
+
+        Nobody looks if BYTEPS_NONFINITE is allow.
+        """
+        mode, session = self.nonfinite, self._context.session
+        if not mode or not params:
+            return None
+        found = np.array([0.0 if p.grad is None or nonfinite.is_finite(p.grad) else math.nan for p in params], "f4")
+        blame, step = 0, 0
+        if self.alone:
+            blame = blames.of_rank(session.rank, session.size) if np.isnan(found).any() else 0
+        else:
+            spec = TensorSpec(f"{self._name}.nonfinite", DType.FLOAT32, found.shape, nonfinite=mode, group=self._group)
+            (slot,) = session.declare([spec])
+            np.frombuffer(slot.input, np.float32)[:] = found
+            session.hand_over(slot)
+            session.wait(slot)
+            found, blame, step = np.frombuffer(slot.result, np.float32), slot.blame, slot.round
+        bad = [repr(names[param]) for param, value in zip(params, found, strict=True) if math.isnan(value)]
+        return nonfinite.explain(blame, session.size, step, bad) if bad else None
+
+    def anyone(self, says_so: bool) -> bool:
+        """Whether any rank says so: on all ranks the same."""
+        if self.alone:
+            return says_so
+        spec = TensorSpec(f"{self._name}.anyone", DType.UINT8, (1,), Op.MAX, group=self._group)
+        (slot,) = self._context.session.declare([spec])
+        slot.input[0] = says_so
+        self._context.session.hand_over(slot)
+        self._context.session.wait(slot)
+        return bool(slot.result[0])
+
+    def tell(self, poison: NonFiniteError) -> None:
+        """The step is left out."""
+        nonfinite.tell(poison, self._context.session)
+
+    def combine(self, deltas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The Adasum of each, in its own dtype; those that travel as one dtype travel together."""
+        kinds: dict[torch.dtype, list[int]] = {}
+        for index, delta in enumerate(deltas):
+            kinds.setdefault(self._compression.wire_dtype(delta.dtype), []).append(index)
+        running = [
+            (
+                indices,
+                start(
+                    self._context,
+                    [deltas[index].to(dtype) for index in indices],
+                    f"{self._name}.{str(dtype).removeprefix('torch.')}",
+                    self._group,
+                ),
+            )
+            for dtype, indices in kinds.items()
+        ]
+        combined = list(deltas)
+        for indices, operation in running:
+            for index, result in zip(indices, operation.wait(), strict=True):
+                combined[index] = result.to(deltas[index].dtype)
+        return combined
+
+
+class AdasumDistributed(Distributed):
+    """What DistributedOptimizer puts before the wrapped optimizer's class for op=Adasum."""
+
+    _deltas: Deltas
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: gradients stay this rank's own, and may be clipped before step()."""
+
+    def _begin_anew(self) -> None:
+        pass
+
+    def _prepare_unscaling(self) -> None:
+        """A GradScaler is about to look for NaN and infinity in this rank's gradients, and leaves the step out if there
+        are any. Then all ranks leave it out: the gradients of each get a NaN."""
+        params = [p for group in self._wrapped.param_groups for p in group["params"] if p.requires_grad]
+        given = [param for param in params if param.grad is not None]
+        if not params or not self._deltas.anyone(not all(nonfinite.is_finite(p.grad) for p in given)):
+            return
+        param = (given or params)[0]
+        param.grad = torch.full_like(param, math.nan)
+        self._passes.drop()  # zero_grad() comes next
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raises GradientOrderError (an AssertionError), except in a job of one rank."""
+        if not self._deltas.alone:
+            raise GradientOrderError(
+                "Skipping synchronization is not supported when using Adasum optimizer: it combines what step() changes"
+            )
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let the wrapped optimizer step, and combine what it changed. Parameters without a gradient count as having
+        zeros. If combining fails, the weights are those before the step. Raises NonFiniteError."""
+        loss = None if closure is None else closure()
+        self._tell_schedulers()
+        self._take_in()
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self._passes.hook(params)  # unfrozen meanwhile
+        self._passes.drop()
+        poison = self._deltas.poison(self._parameter_names, params)
+        if poison is not None and self._deltas.nonfinite is NonFinite.RAISE:
+            raise poison
+        if poison is not None:
+            self._deltas.tell(poison)
+            return loss
+        if self._deltas.alone:
+            super(Distributed, self).step()  # type: ignore[misc]
+            return loss
+        for param in params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        before = [param.detach().clone() for param in params]
+        try:
+            super(Distributed, self).step()  # type: ignore[misc]
+            changes = [param.detach() - old for param, old in zip(params, before, strict=True)]
+            changes = self._deltas.combine(changes)
+        except BaseException:
+            _assign(params, before)
+            raise
+        _assign(params, [old + change for old, change in zip(before, changes, strict=True)])
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def _assign(params: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)

@@ -1,0 +1,125 @@
+"""What may be asked of a DistributedOptimizer: checks of its arguments, worded as Horovod's users know them. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.torch.horovod.ops import Average, ReduceOp
+from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of
+
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+Groups = int | list[list[torch.nn.Parameter]] | None
+
+
+def check_passes(passes: int) -> None:
+    """Raises UsageError for a number of passes below 1."""
+    if passes < 1:
+        raise UsageError(f"backward_passes_per_step must be > 0, got {passes}: it must be at least 1")
+
+
+def check_predivide(factor: float, op: ReduceOp) -> None:
+    """Raises UsageError for a gradient_predivide_factor that ``op`` has no use for."""
+    if not isinstance(op, ReduceOp):
+        raise UsageError(f"op must be one of {', '.join(op.name.title() for op in ReduceOp)}, got {op!r}")
+    if factor != 1.0 and op is not Average:
+        raise UsageError(
+            f"gradient_predivide_factor not supported with op != Average: it splits an average, and op is "
+            f"{op.name.title()}"
+        )
+    if not (factor > 0 and math.isfinite(factor)):
+        raise UsageError(f"gradient_predivide_factor must be a positive number, got {factor}")
+
+
+def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
+    """The ranks of a set that this rank may be in or not, () for all. Raises UsageError for one that is not added."""
+    if isinstance(process_set, ProcessSet) and process_set.ranks and process_set.size() and not process_set.included():
+        return tuple(process_set.ranks)
+    return group_of(process_set)
+
+
+def prefix_of(process_set: ProcessSet, kind: str) -> str:
+    """How names of ``kind`` begin: ranks outside a set do not count what is made for it."""
+    return kind if process_set is global_process_set else f"set{process_set.process_set_id}.{kind}"
+
+
+def which_groups(
+    num_groups: int, groups: Groups, params: Sequence[torch.nn.Parameter]
+) -> list[list[torch.nn.Parameter]]:
+    """The groups that the two arguments mean, of the optimizer's ``params``. Raises UsageError.
+
+    A number n cuts the parameters that require gradients into n groups of neighbours, as even as can be.
+    """
+    if num_groups and groups is not None:
+        raise UsageError(
+            f"num_groups={num_groups} and groups were both given; give one of them (groups also takes a number)"
+        )
+    chosen: Groups = num_groups if groups is None else groups
+    if isinstance(chosen, int) and not isinstance(chosen, bool) and chosen >= 0:
+        return _cut([param for param in params if param.requires_grad], chosen) if chosen else []
+    if not isinstance(chosen, list) or not all(isinstance(group, list | tuple) for group in chosen):
+        raise UsageError(
+            "groups should be a non-negative integer or a list of list of torch.nn.Parameter, got "
+            f"{type(chosen).__name__} {chosen!r}"[:300]
+        )
+    mine = set(params)
+    seen: set[torch.nn.Parameter] = set()
+    for number, group in enumerate(chosen):
+        for param in group:
+            if not isinstance(param, torch.nn.Parameter):
+                raise UsageError(
+                    f"groups must consist of torch.nn.parameter.Parameter, group {number} has a {type(param).__name__}"
+                )
+            what = f"a parameter of shape {list(param.shape)}, in group {number} of groups,"
+            if param in seen:
+                raise UsageError(f"A parameter can only appear once in groups: {what} was named before")
+            if param not in mine:
+                raise UsageError(f"{what} is not one of the optimizer's")
+            seen.add(param)
+    return [list(group) for group in chosen if group]
+
+
+def _cut(params: list[torch.nn.Parameter], parts: int) -> list[list[torch.nn.Parameter]]:
+    size, longer = divmod(len(params), parts)
+    ends = [(part + 1) * size + min(part + 1, longer) for part in range(parts)]
+    return [params[start:end] for start, end in zip([0, *ends], ends, strict=False) if end > start]
+
+
+def check_names(
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
+) -> dict[torch.nn.Parameter, str]:
+    """Parameter → name, in the given order. Raises UsageError."""
+    named = list(named_parameters) if named_parameters is not None else []
+    if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) for pair in named):
+        raise UsageError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    seen: set[str] = set()
+    duplicates = {name for name, _ in named if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
+    if duplicates:
+        raise UsageError(
+            "Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(sorted(duplicates))
+        )
+    if not named:
+        return {
+            param: f"push_pull.parameter.{g}.{i}"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, param in enumerate(group["params"])
+        }
+    names = {param: name for name, param in reversed(named)}
+    unnamed = [
+        f"{tuple(param.shape)} at position {i} of group {g}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+        if param not in names
+    ]
+    if unnamed:
+        raise UsageError(
+            "named_parameters was specified, but one or more model parameters were not named. Parameters of shape: "
+            + ", ".join(unnamed)
+        )
+    return dict(reversed(names.items()))

@@ -1,0 +1,111 @@
+"""A communication hook for torch's DistributedDataParallel, for those who keep gloo or NCCL for everything else.
+
+Called by DistributedDataParallel's reducer on autograd's threads; the results are waited for by a thread of the pool.
+"""
+
+# No annotations from the future: DistributedDataParallel compares those of a hook with its own types.
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.utils.weak import WeakIdKeyDictionary
+
+from byteps_py.errors import UnsupportedError
+from byteps_py.tensors import TOGETHER, NonFinite, TensorSpec
+from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine.completion import Completer
+from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.dtypes import wire_dtype
+from byteps_py.torch.engine.exchange import Exchange
+from byteps_py.torch.gradients import nonfinite
+
+
+@dataclass(frozen=True, slots=True)
+class CommHookOptions:
+    """The state of ``ddp_comm_hook``. ``compression``: Compression.none, fp16 or bf16, for the way over the network."""
+
+    compression: type[Compressor] = Compression.none
+
+
+def ddp_comm_hook(state: CommHookOptions | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients over all ranks of byteps_py: ``model.register_comm_hook(None, ddp_comm_hook)``.
+
+    ``init()`` comes first, and the model's process group must have all of its ranks. The result is the bucket's own
+    tensor. Raises NotInitializedError; what fails later comes out of ``backward()`` as a RuntimeError that names our
+    error.
+    """
+    context = contexts.current()
+    average = _Average(bucket.buffer())
+    if context.session.size > 1 or context.settings.force_distributed:
+        average.begin(context, _name_of(context, bucket), (state or CommHookOptions()).compression)
+        _completer.add(average)
+    else:
+        average.fire()
+    return average.future
+
+
+_completer = Completer()
+_lock = threading.Lock()
+_names = WeakIdKeyDictionary()  # by first parameter: of a bucket's model nothing else is known here
+
+
+def _name_of(context: Context, bucket: GradBucket) -> str:
+    """All ranks meet new buckets in the same order, so they number them alike."""
+    first = bucket.parameters()[0]
+    with _lock:
+        name = _names.get(first)
+        if name is None:
+            name = _names[first] = context.claim("ddp_comm_hook")
+        return str(name)
+
+
+class _Average:
+    """One bucket's round."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._exchange: Exchange | None = None
+        self._error: Exception | None = None
+        self._promise: torch.futures.Future[Any] = torch.futures.Future()
+        # See work.py: an error set on a future of Python's is invisible to C++, one that a callback raises is not.
+        self.future: torch.futures.Future[torch.Tensor] = self._promise.then(self._result)
+
+    def begin(self, context: Context, name: str, compression: type[Compressor]) -> None:
+        dtype = compression.wire_dtype(self._buffer.dtype)
+        shape = tuple(self._buffer.shape)
+        mode = nonfinite.wanted(context)
+        if mode is NonFinite.SKIP:
+            raise UnsupportedError(
+                "ddp_comm_hook can't leave out a step, which is your optimizer's: use BYTEPS_NONFINITE=raise or allow, "
+                "or a DistributedOptimizer"
+            )
+        spec = TensorSpec(name, wire_dtype(dtype, name), shape, average=True, priority=TOGETHER, nonfinite=mode)
+        (self._exchange,) = context.exchanges([TensorRequest(spec, dtype, (shape,), self._buffer.device)])
+        self._exchange.send([self._buffer])
+
+    def settle_whatever_comes(self) -> None:
+        try:
+            if self._exchange is not None:
+                self._exchange.wait()
+                if blame := self._exchange.slot.blame:
+                    step = self._exchange.slot.round
+                    place = nonfinite.where(
+                        self._exchange.slot.spec.name, self._exchange.results[0], self._buffer.dtype
+                    )
+                    raise nonfinite.explain(blame, self._exchange.session.size, step, [place] if place else [])
+                self._exchange.fetch([self._buffer])
+                if self._buffer.is_cuda:
+                    torch.cuda.current_stream(self._buffer.device).synchronize()
+        except Exception as error:
+            self._error = error
+
+    def fire(self) -> None:
+        self._promise.set_result(None)
+
+    def _result(self, _: torch.futures.Future[Any]) -> torch.Tensor:
+        if self._error is not None:
+            raise self._error
+        return self._buffer

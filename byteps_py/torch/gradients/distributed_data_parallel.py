@@ -1,0 +1,198 @@
+"""DistributedDataParallel: a module whose gradients are averaged by the time backward() returns.
+
+For any optimizer, unwrapped. Shares the GradientReducer with DistributedOptimizer: this file only knows when
+a backward pass begins and ends. Hooks run on autograd's threads, the rest on the training thread.
+
+    forward → hook on the outputs ─ backward begins → hooks of parameters → reducer.ready
+                                    └ queues: backward ends → reducer.finish
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.tensors import Op, TensorSpec
+from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.dtypes import bits_of, wire_dtype
+from byteps_py.torch.gradients.bucket import GradientPlace, Scheme
+from byteps_py.torch.gradients.buckets import GradientReducer
+from byteps_py.torch.horovod.functions import broadcast_parameters
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """``module`` with equal parameters on all ranks and gradients averaged over them.
+
+    Parameters and buffers are copied from rank 0 at construction, buffers again before each training forward
+    pass if ``broadcast_buffers``. A parameter that a backward pass does not reach counts as zeros, so ranks
+    may use different parts of the module. ``device_ids`` is accepted for BytePS's scripts; the module must be
+    on its device already.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> model = bps.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> model.module.bias.grad
+    tensor([1.])
+    >>> bps.shutdown()
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: list[int] | None = None,
+        broadcast_buffers: bool = True,
+        compression: type[Compressor] = Compression.none,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.device_ids = device_ids
+        self.broadcast_buffers = broadcast_buffers
+        #: False inside no_sync(). A forward pass decides for its backward pass.
+        self.require_backward_grad_sync = True
+        context = contexts.current()
+        name = context.claim("DDP")
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        broadcast_parameters(tensors, 0, prefix=f"{name}.Parameter.")
+        named = list(module.named_parameters())
+        self._backward = _Backward(GradientReducer(context, named, Scheme(compression, prefix=f"{name}.Gradient.")))
+        self._buffers_of_root = _Buffers(context, module, f"{name}.Buffer.")
+        self._buffers_are_stale = False  # a training pass has changed them since they were last equal
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.broadcast_buffers and self._buffers_are_stale:
+            self._buffers_of_root.broadcast()
+        training = torch.is_grad_enabled()
+        synchronizing = self._buffers_are_stale = training and self.require_backward_grad_sync
+        if training:
+            self._backward.prepare(self.module.parameters(), synchronizing)
+        outputs = self.module(*inputs, **kwargs)
+        if synchronizing:
+            self._backward.watch(outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward and backward passes inside only add to the gradients; the next pass outside averages the sum."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises UsageError: it belongs to this process and its job."""
+        raise UsageError(
+            "a DistributedDataParallel can't be copied or pickled: it is a part of this process and its job. Copy "
+            "model.module, or save and send model.module.state_dict(), and wrap the module that takes it"
+        )
+
+    def synchronize(self) -> None:
+        """Wait for gradients on their way. backward() does it by itself; kept for BytePS's scripts."""
+        self._backward.end()
+
+
+class _Backward:
+    """Follows one backward pass after the other."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
+        self._hooked: set[torch.Tensor] = set()
+        self._expected = False
+        self._queued = False
+
+    def prepare(self, params: Iterable[torch.nn.Parameter], expected: bool) -> None:
+        """Before a forward pass: will its backward pass be followed? Watch parameters that are not watched yet."""
+        self._expected = expected
+        self._queued = False  # a backward pass that raised did not come to its end
+        me = weakref.ref(self)  # the module may outlive its wrapper, and be wrapped again
+
+        def computed(place: GradientPlace, param: torch.Tensor) -> None:
+            backward = me()
+            if backward is not None and backward._expected:
+                backward._begin()
+                backward._reducer.ready(place, param)
+
+        for param in params:
+            if param.requires_grad and param not in self._hooked:
+                self._hooked.add(param)
+                place = self._reducer.place(param)
+                param.register_post_accumulate_grad_hook(functools.partial(computed, place))
+
+    def watch(self, outputs: Any) -> None:
+        """See the backward pass of ``outputs`` begin.
+
+        The end is queued from here rather than from a parameter's hook because that may run in an inner
+        backward pass (re-entrant checkpointing), which ends before the outer one does.
+        """
+        for tensor in _tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._begin())
+
+    def _begin(self) -> None:
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    def end(self) -> None:
+        """If the pass has reached any parameter (torch.autograd.grad does not), average all gradients."""
+        self._queued = False
+        if self._reducer.begun:
+            self._reducer.finish()
+            self._reducer.leave_out()
+
+
+class _Buffers:
+    """The module's buffers, broadcast from rank 0: those of one dtype together."""
+
+    def __init__(self, context: Context, module: torch.nn.Module, prefix: str) -> None:
+        self._context = context
+        self._module = module
+        self._prefix = prefix
+
+    def broadcast(self) -> None:
+        groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in self._module.buffers():
+            bits = bits_of(buffer)
+            groups.setdefault((bits.dtype, bits.device), []).append(bits)
+        exchanges = self._context.exchanges([self._request(*kind, group) for kind, group in groups.items()])
+        is_root = self._context.session.rank == 0
+        for exchange, group in zip(exchanges, groups.values(), strict=True):
+            if is_root:
+                exchange.send(group)
+            else:
+                exchange.send_nothing()
+        for exchange, group in zip(exchanges, groups.values(), strict=True):
+            exchange.wait()
+            if not is_root:
+                exchange.fetch(group)
+
+    def _request(self, dtype: torch.dtype, device: torch.device, group: list[torch.Tensor]) -> TensorRequest:
+        wire = wire_dtype(dtype, self._prefix)
+        shapes = tuple(tuple(buffer.shape) for buffer in group)
+        count = sum(buffer.numel() for buffer in group)
+        name = f"{self._prefix}{wire.name.lower()}"
+        spec = TensorSpec(name, wire, (count,), Op.BROADCAST, root=0, priority=1)
+        return TensorRequest(spec, dtype, shapes, device)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors(list(vars(value).values()))

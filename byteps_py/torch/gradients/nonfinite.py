@@ -1,0 +1,112 @@
+"""Gradients that are NaN or infinite after they were combined: whose they are, and which parameters'.
+
+The service says which ranks are to blame (blame.py); where the values are is seen in the result, which is the same on
+all ranks, so that all say the same. Looks at nothing unless the service has something to say. The thread that
+waits for the gradients calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from byteps_py import blame as blames
+from byteps_py.errors import NonFiniteError
+from byteps_py.log import logger
+from byteps_py.session import Session
+from byteps_py.tensors import NonFinite
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.gradients.bucket import Bucket, Scheme
+
+_MAX_NAMES = 3
+
+
+def wanted(context: Context) -> NonFinite:
+    """What BYTEPS_NONFINITE says."""
+    return NonFinite[context.settings.nonfinite.upper()]
+
+
+def found(session: Session, buckets: Sequence[Bucket], scheme: Scheme) -> NonFiniteError | None:
+    """What there is to say of gradients that have arrived; None if they are finite, or nobody wants to know."""
+    if not scheme.nonfinite:
+        return None
+    alone = scheme.members(session.size) == 1
+    bad = [(bucket, _blame(bucket, session) if alone else bucket.blame) for bucket in buckets]
+    bad = [(bucket, blame) for bucket, blame in bad if blame]
+    if not bad:
+        return None
+    blame, step, places = 0, 0, []
+    for bucket, its_blame in bad:
+        blame |= its_blame
+        step = max(step, bucket.round)
+        places += list(_places(bucket))
+    return explain(blame, session.size, step, places)
+
+
+def explain(blame: int, size: int, step: int, places: Sequence[str]) -> NonFiniteError:
+    """``places``: phrases on where. Step 0: not known."""
+    more = f" and {len(places) - _MAX_NAMES} more" if len(places) > _MAX_NAMES else ""
+    when = f", step {step}" if step else ""
+    return NonFiniteError(
+        f"NaN or infinity from {blames.text(blame, size)}{when}: in the gradients of "
+        f"{', '.join(places[:_MAX_NAMES])}{more}; look at the batch and the loss there. BYTEPS_NONFINITE=skip leaves "
+        "such steps out, allow lets the values pass, which a GradScaler needs"
+    )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """No value of a tensor is NaN or infinite. One fast pass over its memory where that is so."""
+    values, _ = _stored(tensor)
+    # A sum is far faster than looking at each value, and finite only if all of them are.
+    total = values.sum(dtype=torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())
+
+
+def where(name: str, tensor: torch.Tensor, full: torch.dtype | None = None) -> str | None:
+    """How many values of the gradient of ``name`` are NaN or infinite, the first at which index; None if none is.
+    ``full``: its dtype, if ``tensor`` is compressed."""
+    values, indices = _stored(tensor)
+    bad = ~torch.isfinite(values)
+    count = int(bad.sum())
+    if not count:
+        return None
+    first = [int(i) for i in bad.nonzero()[0]]
+    if indices is not None:
+        first = indices[:, first[0]].tolist() + first[1:]
+    narrow = f" as {str(tensor.dtype).removeprefix('torch.')}" if full not in (None, tensor.dtype) else ""
+    return f"{name!r} ({count} of {bad.numel()} values{narrow}, the first at {first})"
+
+
+def _stored(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The values that a tensor of any layout stores, and where they are; None: all of them, in order."""
+    values = tensor.detach()
+    if values.layout is torch.strided:
+        return values, None
+    rows = (values if values.layout is torch.sparse_coo else values.to_sparse()).coalesce()
+    return rows.values(), rows.indices()
+
+
+def tell(poison: NonFiniteError, session: Session) -> None:
+    """Log a step that is left out: once for each machine."""
+    if session.local_rank == 0:
+        logger.warning("a step is left out on every rank. %s", poison)
+
+
+def _blame(bucket: Bucket, session: Session) -> int:
+    """Of a rank that is alone: its gradients may not travel at all."""
+    if bucket.exchange is not None:
+        return bucket.blame
+    return blames.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
+
+
+def _places(bucket: Bucket) -> Iterator[str]:
+    for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
+        if bucket.exchange is not None:
+            found = where(name, bucket.exchange.results[position], param.dtype)
+        elif param.grad is not None and bucket.takes_part[position]:
+            found = where(name, param.grad)
+        else:
+            found = None
+        if found is not None:
+            yield found

@@ -1,0 +1,149 @@
+"""Whether ranks have planned alike in the first step, and whether they go through a step alike.
+
+Buckets meet by name: ranks that put other gradients together would wait for each other until the stall limit. So plans
+are compared first, by two numbers, and entry by entry where those differ. Owns nothing of what is compared. The lock of
+the GradientReducer is held; ``begin`` never waits for others.
+
+    first gradient is complete ─ begin ─┐      gradients leave meanwhile
+    step → finish ──────────────────────┴► settle: alike, or MismatchError on every rank
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from byteps_py.errors import MismatchError
+from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.exchange import Exchange
+
+#: Of all buckets: (name of its tensor, what a rank gives) for each gradient, in the order in which they were named.
+Plan = Sequence[tuple[str, str]]
+
+_TEXT_BYTES = 512  # of an entry that differs
+_ENDED = 1 << 40  # more than anybody evaluates a closure
+
+
+class PlanComparison:
+    """Of the ranks of ``group`` (empty: all)."""
+
+    def __init__(self, context: Context, name: str, group: tuple[int, ...]) -> None:
+        self._context, self._name, self._group = context, name, group
+        self._under_way: Exchange | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Between ``begin`` and ``settle``."""
+        return self._under_way is not None
+
+    @property
+    def request(self) -> TensorRequest:
+        """What ``begin`` needs to be declared."""
+        return self._request("plan", DType.INT64, (2,))
+
+    def begin(self, plan: Plan) -> None:
+        """Tell the others what this rank's plan is, in short; once until ``settle``."""
+        if self._under_way is None:
+            number = _number("\n".join(map(_entry, plan)))
+            self._under_way = self._start("plan", torch.tensor([number, -number]))
+
+    def settle(self, plan: Plan) -> None:
+        """Return when all who have begun are known to have the same plan. Raises MismatchError with the first entry
+        that differs."""
+        exchange, self._under_way = self._under_way, None
+        if exchange is None:
+            return
+        exchange.wait()
+        largest, smallest = exchange.results[0].tolist()
+        if largest != -smallest:
+            raise MismatchError(self._difference(plan))
+
+    def forget(self) -> None:
+        """What has begun was in another job."""
+        self._under_way = None
+
+    def meet(self, evaluations: int | None) -> None:
+        """All ranks are in a step with a closure, about to combine the gradients of this evaluation; None: at its end.
+
+        Raises MismatchError if some are elsewhere.
+        """
+        found = self._all("closure", _ENDED if evaluations is None else evaluations)
+        if len(set(found.values())) > 1:
+            where = "; ".join(
+                f"rank {rank} {'has ended its step' if at == _ENDED else f'evaluates it for time {at}'}"
+                for rank, at in list(found.items())[:8]
+            )
+            raise MismatchError(
+                f"ranks evaluate the closure of optimizer.step() a different number of times: {where}. An optimizer "
+                "that goes by the loss must get the same one on all ranks: return push_pull(loss.detach()) from the "
+                "closure"
+            )
+
+    # ---- exchanges -------------------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return self._group or range(self._context.session.size)
+
+    def _difference(self, plan: Plan) -> str:
+        (length,) = self._max("length", torch.tensor([len(plan)])).tolist()
+        numbers = torch.tensor([_number(_entry(each)) for each in plan] + [0] * (length - len(plan)))
+        largest = self._max(f"entries of {length}", torch.cat([numbers, -numbers]))
+        at = int((largest[:length] != -largest[length:]).nonzero()[0])
+        texts = torch.zeros(len(self._ranks), _TEXT_BYTES, dtype=torch.uint8)
+        mine = (_entry(plan[at]) if at < len(plan) else "nothing").encode()[:_TEXT_BYTES]
+        texts[self._ranks.index(self._context.session.rank), : len(mine)] = torch.frombuffer(
+            bytearray(mine), dtype=torch.uint8
+        )
+        said: dict[str, list[int]] = {}
+        for rank, row in zip(self._ranks, self._max("entry", texts), strict=True):
+            text = row.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+            if text:
+                said.setdefault(text, []).append(rank)
+        each = "; ".join(f"{_named(ranks)} gave {text}" for text, ranks in said.items())
+        here = f" ({plan[at][0]!r} here)" if at < len(plan) and plan[at][0] else ""
+        return (
+            f"ranks disagree about the gradients to combine, first at number {at}{here}: {each}. Give "
+            "DistributedOptimizer the same parameters under the same names and in the same order on all ranks, with "
+            "the same options, groups, num_groups and BYTEPS_FUSION_BYTES"
+        )
+
+    def _all(self, what: str, mine: int) -> dict[int, int]:
+        """What each rank says, which is above 0; of ranks that have joined nothing."""
+        values = torch.zeros(len(self._ranks), dtype=torch.int64)
+        values[self._ranks.index(self._context.session.rank)] = mine
+        found = self._max(what, values).tolist()
+        return {rank: value for rank, value in zip(self._ranks, found, strict=True) if value}
+
+    def _max(self, what: str, values: torch.Tensor) -> torch.Tensor:
+        exchange = self._start(what, values)
+        exchange.wait()
+        return exchange.results[0].clone()
+
+    def _start(self, what: str, values: torch.Tensor) -> Exchange:
+        wire = DType.INT64 if values.dtype is torch.int64 else DType.UINT8
+        (exchange,) = self._context.exchanges([self._request(what, wire, tuple(values.shape))])
+        exchange.send([values])
+        return exchange
+
+    def _request(self, what: str, wire: DType, shape: tuple[int, ...]) -> TensorRequest:
+        spec = TensorSpec(f"{self._name}.{what}", wire, shape, Op.MAX, group=self._group)
+        dtype = torch.int64 if wire is DType.INT64 else torch.uint8
+        return TensorRequest(spec, dtype, (shape,), torch.device("cpu"))
+
+
+def _entry(entry: tuple[str, str]) -> str:
+    tensor, text = entry
+    return f"{text} in {tensor!r}" if tensor else text
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2 | 1
+
+
+def _named(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + ("…" if len(ranks) > 8 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -1,0 +1,245 @@
+"""A sparse gradient on its way: the rows that each rank has are gathered, and rows that several have are added up.
+
+Owns one parameter's gradient in a round. Must not know how it was found to be sparse: buckets.py does. Whoever calls
+holds the lock of the GradientReducer.
+
+    hand_over ─ GATHER (rows, dimensions) ─► travel ─ GATHER indices and values ─► receive ─► p.grad
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from byteps_py import blame as blames
+from byteps_py.errors import MismatchError, UsageError
+from byteps_py.session import Slot
+from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.sparse_checks import check_count, check_dimensions, check_indices
+from byteps_py.torch.gradients import checksums
+from byteps_py.torch.gradients.bucket import Bucket, Scheme
+from byteps_py.torch.gradients.checksums import Pieces
+from byteps_py.torch.gradients.gradient_checksums import Scratch
+from byteps_py.torch.gradients.nonfinite import is_finite
+from byteps_py.torch.horovod.ops import Average, Sum
+
+_HEADER_BYTES = 16  # rows and sparse dimensions, int64 each
+_INDEX_BYTES = 8
+_ROOM_BYTES = 4096  # memory for at least so much, and always a power of two: it grows seldom
+
+
+class SparseBucket(Bucket):
+    """The gradient of one parameter, of which each rank has some rows.
+
+    A rank without a gradient gives none, one with a dense gradient all that are not zero. The result is coalesced,
+    of the parameter's dtype: the sum in order of the ranks, or the average.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        request: TensorRequest,
+        name: str,
+        param: torch.nn.Parameter,
+        scheme: Scheme,
+        first: int,
+        scratch: Scratch,
+    ) -> None:
+        super().__init__(request, [name], [param], scheme, first, scratch)
+        if scheme.op not in (Sum, Average):
+            raise UsageError(
+                f"the gradient of {name!r} is sparse, which op={scheme.op.name.title()} can't combine; use Sum or "
+                "Average, or sparse_as_dense=True"
+            )
+        self._context = context
+        self._pieces: list[tuple[int, int]] = []  # (offset, rows) of each rank
+        self._dimensions = 1
+
+    def reset(self) -> None:
+        """Before the first gradient of a round."""
+        super().reset()
+        self._rows: torch.Tensor | None = None
+        self._stored: tuple[torch.Tensor, Pieces] | None = None  # what the gradient stores, and its checksum
+        self._headers: Slot | None = None
+        self._payload: Slot | None = None
+        self._blame = 0
+
+    @property
+    def round(self) -> int:
+        return self._headers.round if self._headers is not None else 0
+
+    @property
+    def blame(self) -> int:
+        return self._blame
+
+    def start(self) -> None:
+        """Tell the others how many rows there are."""
+        (gradient,) = self.collect(sparse=True)
+        header = np.zeros(2, np.int64)
+        if gradient is not None:
+            stored = _stored(gradient)
+            if stored.is_cpu and stored.is_contiguous():
+                checksums.kernel().prepare()
+                self._stored = stored, Pieces([stored.nbytes])
+                self._stored[1].note(stored.data_ptr())
+            dimensions = gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 1
+            rows = gradient.detach()
+            rows = rows.coalesce() if rows.layout is torch.sparse_coo else rows.to_sparse(dimensions)
+            self._rows = rows
+            header[:] = rows.indices().shape[1], dimensions
+        members = self._members
+        self._headers = self._declare("rows", _HEADER_BYTES, members * _HEADER_BYTES)
+        np.frombuffer(self._headers.input, np.int64)[:2] = header
+        receives = tuple((i * _HEADER_BYTES, _HEADER_BYTES) for i in range(members))
+        self._context.session.hand_over(self._headers, layout=Layout(((0, _HEADER_BYTES),), receives))
+
+    @property
+    def changed(self) -> str | None:
+        touched = super().changed
+        if touched is None and self._stored is not None:
+            before, checksum = self._stored
+            grad = self.params[0].grad
+            now = None if grad is None else _stored(grad)
+            if now is None or now.data_ptr() != before.data_ptr() or checksum.changed(now.data_ptr()) is not None:
+                return self.names[0]
+        return touched
+
+    def travel(self) -> None:
+        """Wait for what the others have, and give them what we have."""
+        if self._headers is None:
+            return
+        session = self._context.session
+        session.wait(self._headers)
+        members = self._members
+        found = np.frombuffer(self._headers.result, np.int64)[: 2 * members].reshape(members, 2).tolist()
+        dimensions = {dims for _, dims in found if dims}
+        if len(dimensions) > 1:
+            each = ", ".join(str(dims) for _, dims in found)
+            raise MismatchError(
+                f"{self._what} has {each} sparse dimensions on its ranks, in order; they must be equal (0: no gradient)"
+            )
+        self._dimensions = dimensions.pop() if dimensions else 1
+        shape = self.params[0].shape
+        for rank, (rows, said) in zip(self._ranks, found, strict=True):
+            check_dimensions(self._what, rank, said, shape)
+            check_count(self._what, rank, rows, self._dimensions, shape)
+        lengths = [self._nbytes(rows) for rows, _ in found]
+        offsets = np.cumsum([0, *lengths]).tolist()
+        self._pieces = [(offset, rows) for offset, (rows, _) in zip(offsets, found, strict=False)]
+        mine = self._nbytes(0 if self._rows is None else self._rows.indices().shape[1])
+        payload = self._declare("values", _room(mine), _room(offsets[-1]))
+        if self._rows is not None:
+            self._pack(payload.input, self._rows)
+        session.hand_over(payload, layout=Layout(((0, mine),), tuple(zip(offsets, lengths, strict=False))))
+        self._payload = payload
+
+    def receive(self) -> None:
+        """Wait for all rows and put them into ``param.grad``."""
+        if self._payload is None:
+            return  # there was an error before
+        touched = self.changed
+        self._context.session.wait(self._payload)
+        self._check_untouched(touched)
+        param = self.params[0]
+        parts = [self._unpack(self._payload.result, offset, rows) for offset, rows in self._pieces]
+        for rank, (indices, _) in zip(self._ranks, parts, strict=True):
+            check_indices(self._what, rank, indices, param.shape)
+        values = torch.cat([part[1] for part in parts])
+        exact = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
+        gathered = torch.sparse_coo_tensor(
+            torch.cat([part[0] for part in parts], 1), values.to(exact), param.shape, check_invariants=False
+        ).coalesce()
+        values = gathered.values()
+        if self.scheme.op is Average:
+            values = (
+                values / self._members
+                if self.scheme.divides
+                else values * self.scheme.after(self._context.session.size)
+            )
+        values = values.to(param.dtype)
+        if self.scheme.nonfinite and not is_finite(values):
+            self._blame = self._blame_of([part[1] for part in parts])
+        param.grad = torch.sparse_coo_tensor(
+            gathered.indices(), values, param.shape, is_coalesced=True, check_invariants=False
+        ).to(param.device)
+
+    def _blame_of(self, given: list[torch.Tensor]) -> int:
+        """Who it was, of the ranks that have given these values."""
+        size = self._context.session.size
+        guilty = [rank for rank, values in zip(self._ranks, given, strict=True) if not is_finite(values)]
+        return sum(blames.of_rank(rank, size) for rank in guilty) or blames.OVERFLOW
+
+    # ---- memory ----------------------------------------------------------------------------------------
+
+    @property
+    def _what(self) -> str:
+        return f"the sparse gradient of {self.names[0]!r}"
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return self.scheme.group or range(self._context.session.size)
+
+    @property
+    def _members(self) -> int:
+        return self.scheme.members(self._context.session.size)
+
+    @property
+    def _row_shape(self) -> tuple[int, ...]:
+        return tuple(self.params[0].shape[self._dimensions :])
+
+    def _nbytes(self, rows: int) -> int:
+        """Of so many rows: indices, then values, up to a whole number of indices."""
+        values = rows * math.prod(self._row_shape) * self.request.dtype.itemsize
+        return rows * self._dimensions * _INDEX_BYTES + -(-values // _INDEX_BYTES) * _INDEX_BYTES
+
+    def _pack(self, memory: memoryview, rows: torch.Tensor) -> None:
+        indices, values = self._views(memory, 0, rows.indices().shape[1])
+        indices.copy_(rows.indices())
+        values.copy_(rows.values() if self.scheme.predivide == 1.0 else rows.values() / self.scheme.predivide)
+
+    def _unpack(self, memory: memoryview, offset: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        indices, values = self._views(memory, offset, rows)
+        return indices.clone(), values.clone()
+
+    def _views(self, memory: memoryview, offset: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What lies at ``offset``: indices int64[dimensions, rows], values [rows, ...]."""
+        count = rows * self._dimensions
+        if not rows:
+            shape = (0, *self._row_shape)
+            return torch.empty((self._dimensions, 0), dtype=torch.int64), torch.empty(shape, dtype=self.request.dtype)
+        octets = torch.from_numpy(np.frombuffer(memory, np.uint8, self._nbytes(rows), offset))
+        indices = octets[: count * _INDEX_BYTES].view(torch.int64).view(self._dimensions, rows)
+        nbytes = rows * math.prod(self._row_shape) * self.request.dtype.itemsize
+        values = octets[count * _INDEX_BYTES :][:nbytes].view(self.request.dtype)
+        return indices, values.view(rows, *self._row_shape)
+
+    def _declare(self, what: str, room_in: int, room_out: int) -> Slot:
+        spec = self.request.spec
+        (slot,) = self._context.session.declare(
+            [
+                TensorSpec(
+                    f"{spec.name}.{what}",
+                    DType.UINT8,
+                    (room_in, room_out),
+                    Op.GATHER,
+                    priority=spec.priority,
+                    group=self.scheme.group,
+                )
+            ]
+        )
+        return slot
+
+
+def _room(nbytes: int) -> int:
+    return max(_ROOM_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The values that a gradient stores, as they lie there."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor.detach() if tensor.layout is torch.strided else tensor.values()

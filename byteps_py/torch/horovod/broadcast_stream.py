@@ -1,0 +1,85 @@
+"""Broadcast of any amount of bytes through a few fixed slots, for what is sent once: objects, optimizer states.
+
+Giving each such tensor a name would leave each a slot of shared memory for the rest of the job. All ranks
+must know the sizes; they call it in the same order. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.exchange import Exchange
+
+#: A chunk has the smallest of these sizes that holds what is left.
+CHUNK_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
+#: So many chunks are on their way at once.
+WINDOW = 4
+
+Piece = tuple[int, int, int]  # (buffer, start, length)
+
+
+def cut(lengths: Sequence[int]) -> Iterator[tuple[int, list[Piece]]]:
+    """Cut buffers of ``lengths`` bytes, laid end to end, into chunks: (chunk size, its pieces).
+
+    >>> list(cut([5000, 100]))
+    [(65536, [(0, 0, 5000), (1, 0, 100)])]
+    >>> list(cut([]))
+    []
+    """
+    left = sum(lengths)
+    buffer = start = 0
+    while left:
+        size = next((size for size in CHUNK_BYTES if size >= left), CHUNK_BYTES[-1])
+        pieces: list[Piece] = []
+        room = min(size, left)
+        left -= room
+        while room:
+            length = min(room, lengths[buffer] - start)
+            if length:
+                pieces.append((buffer, start, length))
+            start += length
+            room -= length
+            if start == lengths[buffer]:
+                buffer, start = buffer + 1, 0
+        yield size, pieces
+
+
+def broadcast_stream(
+    context: Context, buffers: Sequence[torch.Tensor], root: int, label: str, group: tuple[int, ...] = ()
+) -> None:
+    """Fill flat uint8 ``buffers`` (host memory) with the root's, among the ranks of ``group`` (empty: all).
+
+    ``label`` keeps streams of different kinds, and of different groups, apart.
+    """
+    is_root = context.session.rank == root
+    under_way: deque[tuple[Exchange, list[Piece]]] = deque()
+
+    def receive() -> None:
+        exchange, pieces = under_way.popleft()
+        exchange.wait()
+        if not is_root:
+            offset = 0
+            for buffer, start, length in pieces:
+                buffers[buffer][start : start + length].copy_(exchange.results[0][offset : offset + length])
+                offset += length
+
+    for number, (size, pieces) in enumerate(cut([b.numel() for b in buffers])):
+        if len(under_way) == WINDOW:
+            receive()
+        name = f"{label}.{root}.{size}.{number % WINDOW}"
+        spec = TensorSpec(name, DType.UINT8, (size,), Op.BROADCAST, root=root, group=group)
+        (exchange,) = context.exchanges([TensorRequest(spec, torch.uint8, ((size,),), torch.device("cpu"))])
+        if is_root:
+            offset = 0
+            for buffer, start, length in pieces:
+                exchange.inputs[0][offset : offset + length].copy_(buffers[buffer][start : start + length])
+                offset += length
+        exchange.send_nothing()  # what there is to send is in place
+        under_way.append((exchange, pieces))
+    while under_way:
+        receive()

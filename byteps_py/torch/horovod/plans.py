@@ -1,0 +1,186 @@
+"""What has to be declared to reduce tensors that look so and so: found once, used in every call that looks alike.
+
+    tensors ─ parts (of one dtype, on one device, side by side) ─ a Request each
+
+Must not know values, names or handles. Any thread, with the context's lock held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from byteps_py.tensors import MAX_TERMS_BYTES, TensorSpec
+from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.dtypes import check_dense, wire_dtype
+from byteps_py.torch.engine.integer_averages import is_summed_wider, sum_dtype, sum_shape
+from byteps_py.torch.engine.named_sums import can_be_offered, is_among_neighbours
+from byteps_py.torch.horovod.ops import Average, Max, Min, Product, ReduceOp, Sum, kind_in
+
+#: So many plans, and names in a plan, are kept; with more, all are forgotten and found anew.
+_MOST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How tensors are reduced. ``kind`` keeps operations of one name apart; ``before``, ``after``: scale factors."""
+
+    op: ReduceOp
+    kind: str = ""
+    group: tuple[int, ...] = ()
+    before: float = 1.0
+    after: float = 1.0
+    compression: type[Compressor] = Compression.none
+    priority: int = 0
+    scatters: bool = False
+
+
+class DeclarationPlan:
+    """``parts``: the tensors of each request, by index. ``shapes``: of the outputs. ``signature``: what unnamed tensors
+    must have in common. Raises UsageError for tensors that can't be reduced so."""
+
+    def __init__(
+        self, context: Context, tensors: Sequence[torch.Tensor], how: How, is_group: bool, name: str | None
+    ) -> None:
+        self._how = how
+        self._is_group = is_group
+        for tensor in tensors:
+            check_dense(tensor, name)
+        self.kind = kind_in(how.group, f"grouped_{how.kind}" if is_group else how.kind or "push_pull")
+        self.has_truth_values = any(is_truth(tensor, how.op) for tensor in tensors)
+        seen = [torch.uint8 if is_truth(tensor, how.op) else tensor.dtype for tensor in tensors]
+        #: Those whose sum is taken in another dtype, and divided here.
+        self.are_summed_wider = [how.op is Average and is_summed_wider(dtype) for dtype in seen]
+        self._dtypes = [
+            sum_dtype(dtype) if is_wider else how.compression.wire_dtype(dtype)
+            for dtype, is_wider in zip(seen, self.are_summed_wider, strict=True)
+        ]
+        self._wires = [wire_dtype(dtype, name) for dtype in self._dtypes]
+        self._devices = [tensor.device for tensor in tensors]
+        self._inputs = [tuple(tensor.shape) for tensor in tensors]
+        self._sent = [
+            sum_shape(tensor.dtype, shape) if is_wider else shape
+            for tensor, shape, is_wider in zip(tensors, self._inputs, self.are_summed_wider, strict=True)
+        ]
+        self._counts = [math.prod(shape) for shape in self._sent]
+        self._terms = _terms(tensors, how, is_group)
+        self.nbytes = sum(count * dtype.itemsize for count, dtype in zip(self._counts, self._dtypes, strict=True))
+        self.signature = (tuple(self._inputs), tuple(self._wires), how.op, self._terms)
+        self.parts = self._make_parts()
+        self.shapes = self._inputs
+        if how.scatters:
+            members = how.group or range(context.session.size)
+            position = members.index(context.session.rank)
+            self.shapes = [
+                (shape[0] // len(members) + (position < shape[0] % len(members)), *shape[1:]) for shape in self._inputs
+            ]
+        #: So many contributions there are.
+        self.count = len(how.group) or context.session.size
+        #: How averages of integers are rounded: Horovod's operations cut them off, push_pull goes to the floor.
+        self.rounding = "trunc" if how.kind else "floor"
+        self._requests: dict[str, list[TensorRequest]] = {}
+        #: Whether ranks tell each other that they wait for it, and may then add it up (shares/by_name.py).
+        self.is_among_neighbours = is_among_neighbours(context.session, how.group or range(self.count))
+        self.can_be_offered = self._is_plain_sum(tensors) and can_be_offered(
+            context.session, self._request("one", [0]).spec
+        )
+
+    def requests(self, full: str) -> list[TensorRequest]:
+        """What is declared under the name ``full``: each part."""
+        found = self._requests.get(full)
+        if found is None:
+            if len(self._requests) >= _MOST:
+                self._requests.clear()
+            found = self._requests[full] = self._make_requests(full)
+        return found
+
+    def _make_requests(self, full: str) -> list[TensorRequest]:
+        return [self._request(f"{full}.{i}" if self._is_group else full, part) for i, part in enumerate(self.parts)]
+
+    def _is_plain_sum(self, tensors: Sequence[torch.Tensor]) -> bool:
+        how = self._how
+        return (
+            how.op in (Sum, Average) and not how.scatters and not self._is_group and not any(self.are_summed_wider)
+            and how.before == how.after == 1.0 and self._dtypes == [tensors[0].dtype]
+        )  # fmt: skip
+
+    def _make_parts(self) -> list[list[int]]:
+        """Which tensors travel together: those of one dtype on one device, unless each is scattered by its own rows."""
+        if self._how.scatters:
+            return [[i] for i in range(len(self._inputs))]
+        parts: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, kind in enumerate(zip(self._dtypes, self._devices, strict=True)):
+            parts.setdefault(kind, []).append(i)
+        return list(parts.values())
+
+    def _request(self, name: str, part: Sequence[int]) -> TensorRequest:
+        how = self._how
+        shapes = tuple(self._sent[i] for i in part)
+        spec = TensorSpec(
+            name,
+            self._wires[part[0]],
+            shapes[0] if len(shapes) == 1 else (sum(self._counts[i] for i in part),),
+            how.op.wire_op,
+            how.op is Average and not self.are_summed_wider[part[0]],
+            priority=how.priority,
+            group=how.group,
+            scatters=how.scatters,
+            terms=self._terms,
+        )
+        results = None
+        if how.scatters:  # the same rows of what is sent
+            results = tuple((*self.shapes[i][:1], *self._sent[i][1:]) for i in part)
+        return TensorRequest(spec, self._dtypes[part[0]], shapes, self._devices[part[0]], results)
+
+
+class Plans:
+    """The plans of one context."""
+
+    def __init__(self) -> None:
+        self._plans: dict[object, DeclarationPlan] = {}
+
+    def find(
+        self, context: Context, tensors: Sequence[torch.Tensor], how: How, is_group: bool, name: str | None
+    ) -> DeclarationPlan:
+        """``name``: for messages. Raises UsageError as DeclarationPlan does."""
+        key = how, is_group, *[(t.dtype, t.shape, t.device, t.layout) for t in tensors]
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MOST:
+                self._plans.clear()
+            plan = self._plans[key] = DeclarationPlan(context, tensors, how, is_group, name)
+        return plan
+
+    def close(self) -> None:
+        """They are of one session."""
+        self._plans.clear()
+
+
+def is_truth(tensor: torch.Tensor, op: ReduceOp) -> bool:
+    """Whether a tensor is reduced as bytes of 0 and 1."""
+    return tensor.dtype is torch.bool and op in (Min, Max, Product)
+
+
+def _terms(tensors: Sequence[torch.Tensor], how: How, is_group: bool) -> str:
+    """What the spec does not say and ranks must agree on all the same."""
+    found = []
+    averages = [tensor.dtype for tensor in tensors if how.op is Average and is_summed_wider(tensor.dtype)]
+    if averages:  # a group says more
+        found.append("average" if is_group else f"average of {str(averages[0]).removeprefix('torch.')}")
+    if how.before != 1.0 or how.after != 1.0:
+        found.append(f"prescale factor {how.before!r} and postscale factor {how.after!r}")
+    if is_group:
+        pieces = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+        found.append(f"group of {len(tensors)}: {pieces}")
+    elif any(tensor.dtype is torch.bool for tensor in tensors):
+        found.append("bool")
+    text = "; ".join(found)
+    if len(text.encode()) > MAX_TERMS_BYTES:
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        text = f"{text[: MAX_TERMS_BYTES - 20]}… {digest}"
+    return text

@@ -1,0 +1,289 @@
+"""Process sets: some of the ranks, for operations among them alone. Names and rules as in Horovod.
+
+Owns which sets a context knows. Must not know what is done in them: others ask ``group_of``. Adding and removing is
+collective, so that all ranks number and know the same sets; one thread at a time, the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from byteps_py.errors import MismatchError, UsageError
+from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine.context import Context, TensorRequest
+
+_NAME = "byteps_py.process_sets"
+_BITS = 62  # of a set's ranks in one int64
+_ADD, _REMOVE, _INIT = 1, 2, 3
+
+
+class ProcessSet:
+    """Ranks that run operations together: ``ProcessSet([0, 2])``, or of an mpi4py communicator.
+
+    Give it to ``init(process_sets=[…])`` or to ``add_process_set`` before use. Raises UsageError (a ValueError) for
+    anything that is not ranks.
+    """
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        self.process_set_id: int | None = None
+        self._ranks: list[int] | None = None
+        self.mpi_comm: Any = None
+        if isinstance(ranks_or_comm, Iterable):
+            ranks = list(ranks_or_comm)
+            if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
+                raise UsageError(
+                    "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object, got "
+                    f"{ranks_or_comm!r}"
+                )
+            self._ranks = sorted(ranks)
+        elif is_communicator(ranks_or_comm):
+            self.mpi_comm = ranks_or_comm
+        else:
+            raise UsageError(
+                "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object, got "
+                f"{ranks_or_comm!r}"
+            )
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The global ranks, ascending; None for a communicator before ``init``."""
+        return self._ranks
+
+    def size(self) -> int | None:
+        """Number of ranks; None before the set is added, and after it is removed."""
+        return None if self.process_set_id is None else len(_registered(contexts.current(), self))
+
+    def rank(self) -> int | None:
+        """This process's number within the set; None if the set is not added. Raises UsageError if it has none."""
+        if self.process_set_id is None:
+            return None
+        context = contexts.current()
+        members = _registered(context, self)
+        if context.session.rank not in members:
+            raise UsageError(
+                f"Process is not part of provided process set: rank {context.session.rank} is not in {self}"
+            )
+        return members.index(context.session.rank)
+
+    def included(self) -> bool | None:
+        """Whether this process is in the set; None if its ranks are not known yet."""
+        ranks = self.ranks
+        return None if ranks is None else contexts.current().session.rank in ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks, whatever job the process is in."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        context = contexts.current()
+        return list(range(context.session.size)) if context.is_open else []
+
+
+#: All ranks: what every operation's ``process_set`` is by default.
+global_process_set: ProcessSet = _GlobalProcessSet()
+
+
+def is_communicator(value: object) -> bool:
+    """True for what looks like an mpi4py communicator; mpi4py is not imported to find out (that starts MPI)."""
+    return all(hasattr(value, name) for name in ("Get_rank", "Get_size", "allgather"))
+
+
+def group_of(process_set: ProcessSet) -> tuple[int, ...]:
+    """The ``TensorSpec.group`` of a set: its ranks, or () for all.
+
+    Raises UsageError if the set is not added (any more), or if this rank is not in it.
+    """
+    context = contexts.current()
+    session = context.session
+    if process_set is global_process_set:
+        return ()
+    if not isinstance(process_set, ProcessSet):
+        raise UsageError(f"process_set must be a ProcessSet, got {process_set!r}")
+    members = _registered(context, process_set)
+    if session.rank not in members:
+        raise UsageError(
+            f"Rank {session.rank} is not a member of the provided process set of ranks {list(members)}; only its "
+            "members may call the operation"
+        )
+    return members
+
+
+def members_of(process_set: ProcessSet) -> Sequence[int]:
+    """The ranks of a set that this rank is in. Raises UsageError as ``group_of`` does."""
+    return group_of(process_set) or range(contexts.current().session.size)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a set usable; every rank of the job calls it, in the set or not. Returns the set.
+
+    Raises UsageError (a ValueError) for a duplicate or ranks that don't exist, NotImplementedError for a set made of
+    an MPI communicator, and MismatchError on every rank if ranks differ in what they add.
+    """
+    context = contexts.current()
+    context.session  # noqa: B018  raises NotInitializedError
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    if process_set.ranks is None:
+        raise NotImplementedError(
+            "a process set made of an MPI communicator can only be added by init(process_sets=[…]); afterwards, give "
+            "its ranks"
+        )
+    ranks = _checked(context, process_set.ranks)
+    if _id_of(context, ranks) is not None:
+        raise UsageError(f"Attempted to add a duplicate process set: {process_set}")
+    _agree(context, _ADD, [ranks])
+    process_set.process_set_id = _register(context, ranks)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a set; every rank of the job calls it. True if there was one to remove; never the global one.
+
+    Raises MismatchError on every rank if ranks differ in what they remove.
+    """
+    context = contexts.current()
+    context.session  # noqa: B018  raises NotInitializedError
+    identifier = process_set.process_set_id
+    if identifier is None or identifier == 0:
+        return False
+    if context.process_sets.get(identifier) != tuple(process_set.ranks or ()):
+        process_set.process_set_id = None
+        return False
+    _agree(context, _REMOVE, [context.process_sets[identifier]])
+    process_set.process_set_id = None
+    del context.process_sets[identifier]
+    return True
+
+
+def set_up(context: Context, process_sets: Sequence[ProcessSet]) -> None:
+    """For ``init``: add these sets, and no others. Every rank gives the same, in the same order; of sets made of a
+    communicator each rank gives its own.
+
+    Raises UsageError for a duplicate, MismatchError on every rank if ranks differ.
+    """
+    if not process_sets:
+        return
+    me = context.session.rank
+    for process_set in process_sets:
+        if process_set.mpi_comm is not None:
+            process_set._ranks = sorted(process_set.mpi_comm.allgather(me))
+    given = [_checked(context, process_set.ranks or ()) for process_set in process_sets]
+    by_rank = _agree(context, _INIT, given, [process_set.mpi_comm is not None for process_set in process_sets])
+    for index, (process_set, mine) in enumerate(zip(process_sets, given, strict=True)):
+        if _id_of(context, mine) is not None:
+            raise UsageError(
+                f"byteps_py could not be initialized because process_sets entry number {index} is a duplicate: "
+                f"{process_set}"
+            )
+        for ranks in dict.fromkeys(sets[index] for sets in by_rank):
+            identifier = _register(context, ranks)
+            if ranks == mine:
+                process_set.process_set_id = identifier
+
+
+def meet(context: Context, group: tuple[int, ...]) -> None:
+    """Return once every rank of ``group`` has called it: a gather of one byte. Raises what Session.wait raises."""
+    count = len(group)
+    name = f"barrier[{hashlib.blake2b(repr(group).encode(), digest_size=8).hexdigest()}]"
+    (slot,) = context.session.declare([TensorSpec(name, DType.UINT8, (1, count), Op.GATHER, group=group)])
+    context.session.hand_over(slot, layout=Layout(((0, 1),), tuple((i, 1) for i in range(count))))
+    context.session.wait(slot)
+
+
+# ---- what a context knows ----------------------------------------------------------------------------------
+
+
+def _registered(context: Context, process_set: ProcessSet) -> tuple[int, ...]:
+    size = context.session.size
+    if process_set is global_process_set:
+        return tuple(range(size))
+    ranks = tuple(process_set.ranks or ())
+    identifier = process_set.process_set_id
+    if identifier is None or context.process_sets.get(identifier) != ranks:
+        raise UsageError(
+            f"Process set does not exist or has not been registered: {process_set}; give it to "
+            "init(process_sets=[…]) or to add_process_set()"
+        )
+    return ranks
+
+
+def _id_of(context: Context, ranks: tuple[int, ...]) -> int | None:
+    if len(ranks) == context.session.size:
+        return 0
+    return next((identifier for identifier, known in context.process_sets.items() if known == ranks), None)
+
+
+def _register(context: Context, ranks: tuple[int, ...]) -> int:
+    context.process_sets_added += 1
+    context.process_sets[context.process_sets_added] = ranks
+    return context.process_sets_added
+
+
+def _checked(context: Context, ranks: Sequence[int]) -> tuple[int, ...]:
+    size = context.session.size
+    if not ranks or len(set(ranks)) < len(ranks) or ranks[0] < 0 or ranks[-1] >= size:
+        raise UsageError(f"a process set needs different ranks from 0 to {size - 1}, got {list(ranks)}")
+    return tuple(ranks)
+
+
+# ---- agreement ---------------------------------------------------------------------------------------------
+
+
+def _agree(
+    context: Context, kind: int, sets: Sequence[tuple[int, ...]], may_differ: Sequence[bool] = ()
+) -> list[list[tuple[int, ...]]]:
+    """Tell all ranks the ``sets`` of this one, and hear theirs. Raises MismatchError where they must not differ.
+
+    A sum, in which each rank fills a row of its own: for calls as rare as these no more is needed.
+    """
+    session = context.session
+    words = -(-session.size // _BITS)
+    shape = (session.size, 1 + len(sets), words)
+    request = TensorRequest(TensorSpec(_NAME, DType.INT64, shape), torch.int64, (shape,), torch.device("cpu"))
+    table = torch.zeros(shape, dtype=torch.int64)
+    table[session.rank, 0, 0] = kind
+    for row, ranks in enumerate(sets, 1):
+        for rank in ranks:
+            table[session.rank, row, rank // _BITS] |= 1 << (rank % _BITS)
+    (exchange,) = context.exchanges([request])
+    exchange.send([table])
+    exchange.wait()
+    exchange.fetch([table])
+    heard = table.tolist()
+    by_rank = [[_ranks_in(row) for row in rows[1:]] for rows in heard]
+    kinds = [rows[0][0] for rows in heard]
+    differing = [
+        rank
+        for rank, theirs in enumerate(by_rank)
+        if kinds[rank] != kinds[0]
+        or any(
+            a != b for i, (a, b) in enumerate(zip(theirs, by_rank[0], strict=True)) if not any(may_differ[i : i + 1])
+        )
+    ]
+    if differing:
+        said = "; ".join(
+            f"rank {rank} {_VERBS.get(kinds[rank], '?')} {', '.join(str(list(s)) for s in by_rank[rank])}"
+            for rank in (0, *differing[:5])
+        )
+        raise MismatchError(f"process sets differ between ranks: {said}; make the same calls on every rank")
+    return by_rank
+
+
+_VERBS = {_ADD: "adds", _REMOVE: "removes", _INIT: "initializes"}
+
+
+def _ranks_in(words: Sequence[int]) -> tuple[int, ...]:
+    return tuple(word * _BITS + bit for word, value in enumerate(words) for bit in range(_BITS) if value >> bit & 1)

@@ -1,0 +1,143 @@
+"""Starting reductions: copies in, hand over; wait, copies out. Any thread.
+
+The public functions are in api.py, allreduce.py and scatter.py; what they differ in (synchronous or not, in place or
+not) is there. What has to be declared is in plans.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from byteps_py.errors import CommunicationError, UsageError
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.dtypes import bits_of, check_dense, check_result
+from byteps_py.torch.engine.exchange import Exchange
+from byteps_py.torch.engine.handles import Operation
+from byteps_py.torch.engine.integer_averages import mean, summands
+from byteps_py.torch.engine.named_sums import Course, SharedSums
+from byteps_py.torch.horovod.ops import begin_when_free, kind_in, operation_of
+from byteps_py.torch.horovod.plans import How, Plans
+from byteps_py.torch.horovod.scaling import fetch_scaled, scaled, send_scaled
+
+#: Once one part of a group has failed, how long the others are waited for: ranks may disagree about how many there are.
+_OTHER_PARTS_S = 10.0
+
+Tensors = Sequence[torch.Tensor]
+
+
+def start_reduction(
+    context: Context,
+    tensors: Tensors,
+    into: Tensors | None,
+    name: str | None,
+    how: How,
+    is_group: bool = False,
+    is_awaited: bool = False,
+) -> int:
+    """Begin to reduce each of ``tensors`` into that of ``into`` (may be the same; None: new ones). Returns a handle.
+
+    Its result is the output, of a group the tuple of them. ``is_awaited``: the caller is about to wait for it. Raises
+    UsageError.
+    """
+    context.session  # noqa: B018  raises NotInitializedError
+    for output in into or ():
+        check_result(output, name)
+    with context.lock:
+        plans = cast(Plans, context.belongings.get(Plans) or context.belongings.setdefault(Plans, Plans()))
+        plan = plans.find(context, tensors, how, is_group, name)
+    if name is None:
+        full = context.names.next(plan.kind, plan.signature, plan.nbytes)
+    elif how.kind:
+        full = f"{plan.kind}.{name}"
+    elif context.is_claimed(name):
+        raise UsageError(f"tensor name {name!r} belongs to a gradient of a DistributedOptimizer; choose another")
+    else:
+        full = name
+    outputs = (
+        [tensor.new_empty(shape) for tensor, shape in zip(tensors, plan.shapes, strict=True)]
+        if into is None
+        else list(into)
+    )
+
+    def through_the_service() -> Course:
+        exchanges = context.exchanges(plan.requests(full))
+        view = bits_of if plan.has_truth_values else torch.Tensor.detach
+        for exchange, part in zip(exchanges, plan.parts, strict=True):
+            if plan.are_summed_wider[part[0]]:
+                exchange.send([summands(scaled(tensors[i].detach(), how.before)) for i in part])
+            else:
+                send_scaled(exchange, [view(tensors[i]) for i in part], how.before)
+
+        def complete() -> None:
+            _wait_all(exchanges)
+            for exchange, part in zip(exchanges, plan.parts, strict=True):
+                if plan.are_summed_wider[part[0]]:
+                    for sums, i in zip(exchange.results, part, strict=True):
+                        average = mean(sums, plan.count, outputs[i].dtype, plan.rounding)
+                        outputs[i].detach().copy_(scaled(average, how.after))
+                else:
+                    fetch_scaled(exchange, [view(outputs[i]) for i in part], how.after)
+
+        return Course(lambda: all(e.done for e in exchanges), complete)
+
+    def begin() -> Operation:
+        if plan.is_among_neighbours:
+            spec = plan.requests(full)[0].spec if is_awaited and plan.can_be_offered else None
+            sums = SharedSums.of(context)
+            course = sums.begin(full, how.group, spec, tensors, outputs, through_the_service)
+        else:
+            course = through_the_service()
+
+        def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
+            course.complete()
+            return tuple(outputs) if is_group else outputs[0]
+
+        return operation_of(context, full, name is None, course.is_done, complete)
+
+    return begin_when_free(context, full, name, begin)
+
+
+def start_adasum(
+    context: Context, tensors: Tensors, into: Tensors | None, name: str | None, how: How, is_group: bool = False
+) -> int:
+    """Begin to combine each of ``tensors`` by Adasum; else as ``start_reduction``. Raises UsageError."""
+    from byteps_py.torch.horovod import adasum
+
+    for tensor in tensors:
+        check_dense(tensor, name)
+    for output in into or ():
+        check_result(output, name)
+    kind = kind_in(how.group, "grouped_adasum" if is_group else "adasum")
+    if name is None:
+        what = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        full = context.names.next(kind, (what, how.before, how.after), sum(tensor.nbytes for tensor in tensors))
+    else:
+        full = f"{kind}.{name}"
+    outputs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors] if into is None else list(into)
+
+    def begin() -> Operation:
+        running = adasum.start(context, [scaled(tensor.detach(), how.before) for tensor in tensors], full, how.group)
+
+        def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
+            for output, result in zip(outputs, running.wait(), strict=True):
+                output.detach().copy_(scaled(result, how.after))
+            return tuple(outputs) if is_group else outputs[0]
+
+        return operation_of(context, full, name is None, lambda: running.done, complete)
+
+    return begin_when_free(context, full, name, begin)
+
+
+def _wait_all(exchanges: Sequence[Exchange]) -> None:
+    for i, exchange in enumerate(exchanges):
+        try:
+            exchange.wait()
+        except CommunicationError:
+            for other in exchanges[i + 1 :]:
+                with contextlib.suppress(CommunicationError):  # the first one is on its way to the caller
+                    other.wait(_OTHER_PARTS_S)
+            raise

@@ -1,0 +1,115 @@
+"""From ``init_process_group("byteps")`` to a session, and from each ``new_group`` to a group of it.
+
+The process's one session is that of ``byteps_py.init()``, whoever of the two comes first. Which machine a rank is on is
+known from the environment, as always; where no launcher has said it (``torch.multiprocessing.spawn``), the ranks tell
+each other through torch's store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, Store
+
+from byteps_py import launchers
+from byteps_py.errors import ConfigurationError, UnsupportedError, UsageError
+from byteps_py.machine import machine_id
+from byteps_py.session.solo import SoloSession
+from byteps_py.settings import Settings
+from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.members import Members, prefix_of
+from byteps_py.torch.engine.threads import POOL
+from byteps_py.torch.gradients import nonfinite
+from byteps_py.torch.process_group.group import BytePSProcessGroup
+from byteps_py.torch.process_group.identity import Options
+from byteps_py.torch.process_group.input_check import check_mode
+
+_HOLDER = "torch.distributed"
+_worlds = 0  # of this process so far
+
+
+def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
+    """What torch calls, on the members, for each group that they make. ``pg_options``: an Options.
+
+    Raises ConfigurationError, RendezvousError, UnsupportedError (BYTEPS_NONFINITE=skip), and UsageError if the job is
+    not of the world's size.
+    """
+    global _worlds
+    context = contexts.current()
+    is_world = not dist.is_initialized()
+    if is_world:
+        _worlds += 1
+    ranks = tuple(opts.global_ranks_in_group) or tuple(range(opts.group_size))
+    timeout: timedelta = getattr(pg_options, "_timeout", None) or opts.timeout
+    if is_world:
+        _join(context, opts.store, opts.group_rank, opts.group_size)
+    session = context.session if len(ranks) > 1 else SoloSession()
+    members = Members(context, session, ranks, opts.group_rank, prefix_of(_worlds, opts.group_id, ranks))
+    leave = (lambda: _leave(context)) if is_world else None
+    options = pg_options if isinstance(pg_options, Backend.Options) else Options(timeout)
+    return BytePSProcessGroup(members, opts.store, timeout.total_seconds(), options, leave)
+
+
+def _leave(context: Context) -> None:
+    context.release(_HOLDER)
+    POOL.close()
+
+
+def _join(context: Context, store: Store, rank: int, size: int) -> None:
+    if not context.is_open:
+        settings = Settings.from_env()
+        if settings.is_alone and size > 1:
+            settings = _settle(settings, store, rank, size)
+        context.open(settings, holder=_HOLDER)
+    else:
+        context.open(holder=_HOLDER)
+    try:
+        check_mode(nonfinite.wanted(context))
+    except UnsupportedError:
+        context.release(_HOLDER)
+        raise
+    session = context.session
+    if (session.rank, session.size) != (rank, size):
+        context.release(_HOLDER)
+        raise UsageError(
+            f"torch.distributed says rank {rank} of {size}, byteps_py rank {session.rank} of {session.size}: ranks "
+            "must be numbered machine by machine, and all of the job's must be in the world. Start them with torchrun "
+            "or bpslaunch, or pass rank=byteps_py.rank() and world_size=byteps_py.size() to init_process_group"
+        )
+
+
+def _settle(settings: Settings, store: Store, rank: int, size: int) -> Settings:
+    """Machines and local ranks, found out among the ranks themselves. Raises ConfigurationError."""
+    store.set(f"machine/{rank}", machine_id(settings))
+    if rank == 0:
+        store.set("job", uuid.uuid4().hex)
+    machines = [store.get(f"machine/{other}").decode(errors="replace") for other in range(size)]
+    order = list(dict.fromkeys(machines))
+    local_size = size // len(order)
+    if machines != [machine for machine in order for _ in range(local_size)]:
+        counts = ", ".join(str(machines.count(machine)) for machine in order)
+        raise ConfigurationError(
+            f"{len(order)} machines have {counts} ranks: each must have equally many, numbered machine by machine"
+        )
+    found = dataclasses.replace(
+        settings,
+        num_workers=len(order),
+        worker_id=order.index(machines[rank]),
+        local_size=local_size,
+        local_rank=rank % local_size,
+        job_id=settings.job_id or store.get("job").decode(errors="replace"),
+    )
+    return found if len(order) == 1 else _with_scheduler(found)
+
+
+def _with_scheduler(settings: Settings) -> Settings:
+    address = launchers.scheduler(os.environ)
+    if settings.scheduler_host or address is None:
+        return settings  # opening the session says what is missing
+    return dataclasses.replace(settings, scheduler_host=address[0], scheduler_port=address[1])

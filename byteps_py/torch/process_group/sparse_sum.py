@@ -1,0 +1,80 @@
+"""The sum of sparse tensors (COO): everybody gets everybody's elements, and each member adds them up by itself.
+
+How many elements there are is known only once all have said so, and must be known before the elements can go: the call
+waits for that, the elements themselves travel as any gather. Must not know services. Any thread.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from byteps_py.errors import MismatchError
+from byteps_py.torch.engine.dtypes import WIRE
+from byteps_py.torch.engine.integer_averages import is_summed_wider, mean, summands
+from byteps_py.torch.engine.members import Members
+from byteps_py.torch.engine.service_gathers import After, GroupGathers
+from byteps_py.torch.engine.sparse_checks import check_count, check_indices
+from byteps_py.torch.engine.work import Pending
+
+_DTYPES = tuple(WIRE)
+DTYPES = frozenset(_DTYPES)
+
+
+def sum_up(
+    direct: GroupGathers, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
+) -> Pending:
+    """Replace ``tensor``, sparse, by the sum (or the average) of all members': coalesced, the same bits on each.
+
+    Returns when all have called it. Raises MismatchError if members give different shapes, numbers of sparse
+    dimensions or dtypes, and StallError.
+    """
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices(), mine.values()
+    own = [indices.shape[1], _DTYPES.index(values.dtype), indices.shape[0], *tensor.shape]
+    headers = [torch.empty(len(own), dtype=torch.int64) for _ in range(members.count)]
+    direct.gather(what, [torch.tensor(own)], [[header] for header in headers], timeout_s).wait()
+    found = [header.tolist() for header in headers]
+    _check(members, what, found)
+    for rank, (count, *_) in zip(members.ranks, found, strict=True):
+        check_count(what, rank, count, indices.shape[0], tensor.shape)
+    pieces = [
+        [indices.new_empty(indices.shape[0], count), values.new_empty(count, *values.shape[1:])] for count, *_ in found
+    ]
+
+    def add() -> None:
+        for rank, piece in zip(members.ranks, pieces, strict=True):
+            check_indices(what, rank, piece[0], tensor.shape)
+        at = torch.cat([piece[0] for piece in pieces], 1)
+        each = torch.cat([piece[1] for piece in pieces])
+        is_wider = is_average and is_summed_wider(each.dtype)
+        if is_wider:
+            each = summands(each)
+        shape = (*tensor.shape, 2) if each.dim() > values.dim() else tensor.shape
+        total = torch.sparse_coo_tensor(at, each, shape, check_invariants=False).coalesce()
+        if is_wider:
+            averages = mean(total.values(), members.count, tensor.dtype, "floor")
+            total = torch.sparse_coo_tensor(
+                total.indices(), averages, tensor.shape, is_coalesced=True, check_invariants=False
+            )
+        with torch.no_grad():
+            tensor.copy_(total / members.count if is_average and not is_wider else total)
+
+    return direct.gather(what, [indices, values], pieces, timeout_s, After([tensor], add))
+
+
+def _check(members: Members, what: str, found: list[list[int]]) -> None:
+    first = found[0]
+    for rank, other in zip(members.ranks, found, strict=True):
+        if other[1:] != first[1:]:
+            raise MismatchError(
+                f"{what}: rank {members.ranks[0]} gives {_described(first)}, rank {rank} {_described(other)}; give the "
+                "same shape, sparse dimensions and dtype on every rank"
+            )
+
+
+def _described(header: list[int]) -> str:
+    _, dtype, dimensions, *shape = header
+    known = 0 <= dtype < len(_DTYPES)
+    return (
+        f"{_DTYPES[dtype] if known else '?'}{shape} with {dimensions} sparse dimension{'' if dimensions == 1 else 's'}"
+    )
