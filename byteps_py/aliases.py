@@ -28,6 +28,7 @@ HOMES = {
 #: Former places in ``byteps_py.torch`` alone.
 MOVED = {
     "byteps_py.torch.distributed": "byteps_py.torch.process_group",
+    "byteps_py.torch.ops": "byteps_py.torch.horovod.ops",
     "byteps_py.torch.parallel": "byteps_py.parallel",
 }
 

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -287,16 +288,19 @@ def test_importing_shared_ground_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+FRONT_ENDS = Path(__file__).parent.parent / "byteps_py"
+
+
 @pytest.mark.parametrize(
     "module",
     [
-        *("api", "layout", "names", "optimizer", "parallel", "stream", "cross_barrier", "adasum", "sync_batch_norm"),
-        *("elastic.running", "elastic.sampler", "elastic.object_state", "elastic.state"),
-        *("allreduce", "gathers", "scatter", "scaling", "collectives.alltoall", "collectives.rooms"),
+        ".".join(path.relative_to(FRONT_ENDS.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted([*FRONT_ENDS.glob("torch/**/*.py"), FRONT_ENDS / "aliases.py"])
+        if ">>> " in path.read_text()
     ],
 )
 def test_examples_in_the_documentation(module) -> None:
     with use(Context(lambda settings: byteps_py.session.solo.SoloSession())):
-        result = doctest.testmod(importlib.import_module(f"byteps_py.torch.{module}"))
+        result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
