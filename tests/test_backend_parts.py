@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import DType, Op
-from byteps_py.torch.engine.operation_kind import OperationKind
-from byteps_py.torch.engine.places import Place, Places, lanes_for
-from byteps_py.torch.engine.service_gathers import roomy
-from byteps_py.torch.engine.threads import Pool
-from byteps_py.torch.process_group.arguments import Landing, kind_of, octets, reduction_of, seconds
+from byteps_py.torch.engine.completion import Pool
+from byteps_py.torch.engine.service_reductions import KindPlace, KindPlaces, slots_for
+from byteps_py.torch.engine.slot_view import room_for
+from byteps_py.torch.engine.tensor_bytes import Landing, octets
+from byteps_py.torch.engine.work import OperationKind
+from byteps_py.torch.process_group.arguments import kind_of, reduction_of, seconds
 
 WAIT_S = 30.0
 
@@ -23,30 +24,30 @@ def kind(count: int, op: Op = Op.SUM) -> OperationKind:
     return OperationKind(op, DType.FLOAT32, (count,))
 
 
-def numbers(places: Places, kinds: list[OperationKind]) -> list[int]:
+def numbers(places: KindPlaces, kinds: list[OperationKind]) -> list[int]:
     return [places.find(each).number for each in kinds]
 
 
 def test_kinds_get_places_in_the_order_of_their_first_call() -> None:
-    assert numbers(Places(), [kind(3), kind(4), kind(3), kind(3, Op.MAX), kind(4)]) == [0, 1, 0, 2, 1]
+    assert numbers(KindPlaces(), [kind(3), kind(4), kind(3), kind(3, Op.MAX), kind(4)]) == [0, 1, 0, 2, 1]
 
 
 def test_the_kind_used_longest_ago_gives_up_its_place() -> None:
-    places = Places(limit=2)
+    places = KindPlaces(limit=2)
     assert numbers(places, [kind(1), kind(2), kind(1), kind(3), kind(1), kind(2)]) == [0, 1, 0, 1, 0, 1]
 
 
 def test_a_place_that_changes_hands_begins_with_its_first_lane() -> None:
-    places = Places(limit=1)
+    places = KindPlaces(limit=1)
     first = places.find(kind(1))
-    assert [first.next_lane(2) for _ in range(3)] == [0, 1, 0]
+    assert [first.next_slot(2) for _ in range(3)] == [0, 1, 0]
     second = places.find(kind(2))
     assert second is first
-    assert second.next_lane(2) == 0
+    assert second.next_slot(2) == 0
 
 
 def test_members_that_disagreed_go_on_alike() -> None:
-    one, other = Places(), Places()
+    one, other = KindPlaces(), KindPlaces()
     numbers(one, [kind(1), kind(2)])
     numbers(other, [kind(1), kind(3)])
     one.forget(kind(2), one.find(kind(2)))
@@ -56,20 +57,20 @@ def test_members_that_disagreed_go_on_alike() -> None:
 
 
 def test_a_place_is_forgotten_by_its_holder_only() -> None:
-    places = Places()
+    places = KindPlaces()
     places.find(kind(1))
-    places.forget(kind(1), Place(0))
+    places.forget(kind(1), KindPlace(0))
     assert numbers(places, [kind(1), kind(2)]) == [0, 1]
 
 
 def test_large_operations_have_few_lanes() -> None:
-    assert [lanes_for(nbytes) for nbytes in (0, 1 << 23, 1 << 25)] == [4, 4, 2]
+    assert [slots_for(nbytes) for nbytes in (0, 1 << 23, 1 << 25)] == [4, 4, 2]
 
 
 def test_room_grows_in_steps() -> None:
-    assert roomy(1) == 4096
+    assert room_for(1) == 4096
     for nbytes in (4096, 5000, 100_000, 123_456_789):
-        assert nbytes <= roomy(nbytes) <= nbytes * 1.25 + 4096
+        assert nbytes <= room_for(nbytes) <= nbytes * 1.25 + 4096
 
 
 def test_reduce_operations() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from byteps_py.strips import STRIP_BYTES, Strips
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.engine.exchange import HostMover
+from byteps_py.torch.engine.movers import HostMover
 
 ROWS, WIDTH = 7, STRIP_BYTES // 4
 SIZE = 2

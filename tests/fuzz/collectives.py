@@ -15,10 +15,11 @@ from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, TensorSpec
 from byteps_py.torch.engine.call_log import CallLog
 from byteps_py.torch.engine.completion import Completer
-from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.group_work import GroupContext
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.service_gathers import GroupGathers
-from byteps_py.torch.engine.work import GroupContext
+from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import Scheme
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_gradient import SparseBucket

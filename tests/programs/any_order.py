@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import byteps_py.torch as bps
-from byteps_py.torch.engine import named_sums, suiting
+from byteps_py.torch.engine import named_sums, router
 
 #: Some in a message, some in one chunk, some in several.
 COUNTS = (1, 7, 1000, 5000, 20_000, 40_001, 300_001, 1_300_003)
@@ -184,7 +184,7 @@ def count_sums() -> None:
 def main(seed: int, count: int) -> None:
     torch.set_num_threads(1)
     count_sums()
-    suiting.CORES = int(os.environ.get("TEST_CORES", suiting.CORES))
+    router.CORES = int(os.environ.get("TEST_CORES", router.CORES))
     dist.init_process_group("byteps")
     bps.init()
     size, rank = bps.size(), bps.rank()

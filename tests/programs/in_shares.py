@@ -25,7 +25,7 @@ from torch_values import same, values
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine import named_sums, suiting
+from byteps_py.torch.engine import named_sums, router
 from byteps_py.torch.engine.dtypes import WIRE
 from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.ring.step_table import TableEntry
@@ -93,7 +93,7 @@ def added_in_python() -> None:
 
 
 def sizes() -> None:
-    most = named_sums.MOST_BYTES // 4 // (bps.size() - 1)
+    most = router.NAMED_MESSAGE_BYTES // 4 // (bps.size() - 1)
     small, large = (1, 17, most), (most + 1, ring_sum.SLOT_BYTES // 4 * bps.size() + 17, 1_000_003)
     for count in (*small, *large, *small):
         parts = [values(rank, torch.float32, (count,)) for rank in range(bps.size())]
@@ -265,7 +265,7 @@ def who_joins() -> None:
     for turn in range(6):
         assert same(bps.push_pull(mine(), average=False, name="x"), total())
         expect_shared(1)
-        block = contexts.current().belongings[named_sums.SharedSums]._circles[()]._sums.ring.block
+        block = contexts.current().belongings[named_sums.NamedSums]._circles[()]._sums.ring.block
         places.add(block.address if block else 0)
         if bps.rank():
             expected = total(ranks=range(1, bps.size()))
@@ -319,7 +319,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 
 def main(scenarios: dict[str, Callable[[], None]]) -> None:
     torch.set_num_threads(1)
-    suiting.CORES = 64
+    router.CORES = 64
     count_shared()
     bps.init()
     for word in sys.argv[1:]:

@@ -21,28 +21,15 @@ import torch
 from byteps_py.errors import NotInitializedError, UsageError
 from byteps_py.session import Session, open_session, words
 from byteps_py.settings import Settings
-from byteps_py.tensors import TensorSpec
-from byteps_py.torch.engine import suiting
-from byteps_py.torch.engine.exchange import Exchange, HostMover, Mover
+from byteps_py.tensors import Op
+from byteps_py.torch.engine import router
 from byteps_py.torch.engine.handles import Handles
+from byteps_py.torch.engine.movers import HostMover, Mover
 from byteps_py.torch.engine.names import NameSource
 from byteps_py.torch.engine.ring import ring_sum
+from byteps_py.torch.engine.slot_view import PieceView, SlotView, TensorRequest
 
 Opener = Callable[[Settings], Session]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRequest:
-    """A tensor to declare: its spec, and how torch sees it (wire dtype, pieces, device).
-
-    ``result_shapes``: the pieces of the result, where they are others.
-    """
-
-    spec: TensorSpec
-    dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]
-    device: torch.device
-    result_shapes: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +74,8 @@ class Context:
         self._suspended: RankPlace | None = (
             None  # what it was in the job that it has left, until it joins or shuts down
         )
-        self._exchanges: dict[str, Exchange] = {}
+        self._slot_views: dict[str, PieceView] = {}
+        self._byte_views: dict[str, SlotView] = {}  # of gathers and exchanges
         self._movers: dict[torch.device, Mover] = {}
         self._claimed: dict[str, int] = {}
         self._holders: set[str] = set()
@@ -113,7 +101,7 @@ class Context:
                 session.incarnation = self.incarnation
                 self._session = session
                 self._suspended = None
-                if suiting.may_share(session.local_size) and session.nearby is not None:
+                if router.may_share(session.local_size) and session.nearby is not None:
                     session.nearby.meetings.ask_all()
                     ring_sum.prepare()
             self._holders.add(holder)
@@ -151,7 +139,8 @@ class Context:
             belongings = list(self.belongings.values())
             self.belongings.clear()
             self._holders.clear()
-            self._exchanges.clear()
+            self._slot_views.clear()
+            self._byte_views.clear()
             self.handles.clear()
             self.names = NameSource()
             self.process_sets.clear()
@@ -173,7 +162,8 @@ class Context:
         last = self.session.join()
         with self.lock:
             self.joins += 1
-            self._exchanges.clear()
+            self._slot_views.clear()
+            self._byte_views.clear()
             self.names.restart(self.names.epoch)  # ranks that joined early have counted less
             belongings = list(self.belongings.values())
             self.belongings.clear()
@@ -216,30 +206,38 @@ class Context:
 
     # ---- tensors ---------------------------------------------------------------------------------------
 
-    def exchanges(self, requests: Sequence[TensorRequest]) -> list[Exchange]:
-        """The exchange of each request; what is not declared yet is declared, all in one call."""
+    def slot_views(self, requests: Sequence[TensorRequest]) -> list[PieceView]:
+        """The view of each request's slot; what is not declared yet is declared, all in one call."""
         session = self.session
         with self.lock:
             missing = [request for request in requests if not self._fits(request)]
             slots = session.declare([request.spec for request in missing]) if missing else []
             for request, slot in zip(missing, slots, strict=True):
-                mover = self.mover(request.device)
-                exchange = Exchange(session, slot, request.dtype, request.shapes, mover, request.result_shapes)
-                self._exchanges[request.spec.name] = exchange
-            return [self._exchanges[request.spec.name] for request in requests]
+                self._slot_views[request.spec.name] = PieceView(session, self.mover, slot, request)
+            return [self._slot_views[request.spec.name] for request in requests]
 
-    def holds(self, exchange: Exchange) -> bool:
+    def byte_view(self, name: str, op: Op, group: tuple[int, ...], nbytes_in: int, nbytes_out: int) -> SlotView:
+        """The slot of a gather or an exchange with room for so many bytes. It grows when it must."""
+        session = self.session
+        with self.lock:
+            view = self._byte_views.get(name)
+            if view is None or view.has_failed:
+                view = self._byte_views[name] = SlotView(session, self.mover)
+            view.declare_bytes(name, op, group, nbytes_in, nbytes_out)
+            return view
+
+    def holds(self, slot_view: PieceView) -> bool:
         """False once its tensor must be declared again: after a failure, in another job, after ``join``."""
-        return exchange.usable and self._exchanges.get(exchange.slot.spec.name) is exchange
+        return slot_view.is_usable and self._slot_views.get(slot_view.slot.spec.name) is slot_view
 
     def _fits(self, request: TensorRequest) -> bool:
-        exchange = self._exchanges.get(request.spec.name)
+        slot_view = self._slot_views.get(request.spec.name)
         return (
-            exchange is not None
-            and exchange.usable
-            and exchange.session is self._session
-            and exchange.slot.spec.agrees_with(request.spec)
-            and exchange.mover is self.mover(request.device)
+            slot_view is not None
+            and slot_view.is_usable
+            and slot_view.session is self._session
+            and slot_view.slot.spec.agrees_with(request.spec)
+            and slot_view.mover is self.mover(request.device)
         )
 
     def mover(self, device: torch.device) -> Mover:

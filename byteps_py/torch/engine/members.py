@@ -13,7 +13,7 @@ from byteps_py.session import Session
 from byteps_py.session.nearby import Neighbours
 from byteps_py.session.solo import SoloSession
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.exchange import Mover
+from byteps_py.torch.engine.movers import Mover
 
 
 @dataclass(frozen=True)

@@ -11,53 +11,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Self, cast
+from typing import NamedTuple, Self, cast
 
 import torch
 
 from byteps_py.errors import JoinedError
 from byteps_py.session import Session, Slot
 from byteps_py.session.nearby import Neighbours
-from byteps_py.tensors import Op, TensorSpec, key_of
+from byteps_py.tensors import TensorSpec, key_of
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import is_plain
 from byteps_py.torch.engine.offers import IS_ABSENT, SharedRounds
 from byteps_py.torch.engine.ring.adding import add_up
-from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSum, RingSums, is_able
-from byteps_py.torch.engine.suiting import may_share
+from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSum, RingSums
+from byteps_py.torch.engine.router import Route
+from byteps_py.torch.engine.work import Attempt
 
-#: What comes from all others together, in messages: in shares, 48 and 64 KB take 1.2 times as long with 2 ranks on 2
-#: cores, 128 KB as long.
-MOST_BYTES = 128 << 10
 #: The service ends the waits of who is kept waiting for longer than the stall limit: after that it has had the time to.
 _PATIENCE_S = 10.0
 _FOREVER_S = 1e9  # without a limit
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
-    """An operation that has begun. ``complete`` returns when its outputs are there, or raises."""
+class SumOffer(NamedTuple):
+    """A sum that the ranks of a machine may add up. ``route``: how, PEERS or RING."""
 
-    is_done: Callable[[], bool]
-    complete: Callable[[], None]
-
-
-def is_among_neighbours(session: Session, ranks: Sequence[int]) -> bool:
-    """Whether ranks tell each other about operations of ``ranks``. All of these answer alike."""
-    first = session.rank - session.local_rank
-    is_local = first <= ranks[0] and ranks[-1] < first + session.local_size
-    return is_local and len(ranks) > 1 and may_share(session.local_size) and session.nearby is not None
+    spec: TensorSpec
+    route: Route
 
 
-def can_be_offered(session: Session, spec: TensorSpec) -> bool:
-    """Whether ranks should add ``spec`` up among themselves. All answer alike, wherever their tensors lie."""
-    is_exact = spec.dtype.is_floating or not spec.average
-    is_sum = spec.op is Op.SUM and not spec.scatters and is_exact and spec.nbytes > 0
-    return is_sum and may_share(session.local_size, spec.nbytes)
-
-
-class SharedSums:
+class NamedSums:
     """Those of one context, until it ends, or all ranks have joined."""
 
     def __init__(self, context: Context) -> None:
@@ -79,13 +61,13 @@ class SharedSums:
         self,
         name: str,
         group: Sequence[int],
-        spec: TensorSpec | None,
+        offer: SumOffer | None,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
-        through_the_service: Callable[[], Course],
-    ) -> Course:
-        """``sources`` of all ranks into ``targets``, which may be the same. ``spec``: that of the only one, if it may
-        be added up here, and the caller is about to wait; else None. With the context's lock held, as
+        through_the_service: Callable[[], Attempt],
+    ) -> Attempt:
+        """``sources`` of all ranks into ``targets``, which may be the same. ``offer``: the only sum of them, if the
+        router lets ranks add it up and the caller is about to wait; else None. With the context's lock held, as
         ``through_the_service`` is called here or by ``complete``."""
         self._session.check_open()  # before anything is said
         circle = self._circles.get(group)
@@ -95,10 +77,10 @@ class SharedSums:
         entry = self._names.get((name, group))
         if entry is None:
             entry = self._names[name, group] = _NamedRounds(circle, name)
-        if spec is None or not (is_plain(sources[0]) and is_plain(targets[0])):
+        if offer is None or not (is_plain(sources[0]) and is_plain(targets[0])):
             entry.begin_elsewhere()
             return through_the_service()
-        add_up = entry.begin(spec, sources[0], targets[0])
+        add_up = entry.begin(offer, sources[0], targets[0])
         if add_up is None:
             return through_the_service()
 
@@ -108,7 +90,7 @@ class SharedSums:
                     rest = through_the_service()
                 rest.complete()
 
-        return Course(lambda: False, complete)
+        return Attempt(lambda: False, complete)
 
     def close(self) -> None:
         """See Closable. After a join the session goes on."""
@@ -185,12 +167,12 @@ class _NamedRounds:
             self._talk.say(self._rounds.number, word)
         self._talk.forget(self._rounds.number - 1)
 
-    def begin(self, spec: TensorSpec, source: torch.Tensor, target: torch.Tensor) -> Callable[[], bool] | None:
+    def begin(self, offer: SumOffer, source: torch.Tensor, target: torch.Tensor) -> Callable[[], bool] | None:
         """The next round, which the caller is about to wait for. Returns what adds it up, or tells by False that it has
         to go through the service; None if that is known already."""
-        circle, rounds, talk = self._circle, self._rounds, self._talk
-        is_small = spec.nbytes * len(circle.others) <= MOST_BYTES
-        is_taken = not is_small and is_able() and circle.take()
+        circle, rounds, talk, spec = self._circle, self._rounds, self._talk, offer.spec
+        is_small = offer.route is Route.PEERS
+        is_taken = not is_small and circle.take()
         is_under_way = False
         try:
             if spec is not self._spec:

@@ -1,4 +1,4 @@
-"""Which pieces of which tensors a collective moves between members on one machine. See near.py for how.
+"""Which pieces of which tensors a collective moves between members on one machine. peer_streams.py carries them.
 
 Any thread; operations go in the order of the calls.
 """
@@ -12,11 +12,11 @@ import torch
 from byteps_py.session.nearby import Span
 from byteps_py.tensors import Op
 from byteps_py.torch.engine.dtypes import is_plain
-from byteps_py.torch.engine.fallbacks import Fallback
+from byteps_py.torch.engine.group_work import FallbackWork
 from byteps_py.torch.engine.members import Members
-from byteps_py.torch.engine.peer_streams import Near, Own, Passage
-from byteps_py.torch.engine.work import Call, Pending
-from byteps_py.torch.process_group.arguments import Landing, octets
+from byteps_py.torch.engine.peer_streams import Own, PeerStreams, PeerWork
+from byteps_py.torch.engine.tensor_bytes import Landing, octets
+from byteps_py.torch.engine.work import Call, Work
 
 _NOTHING: Sequence[Span] = ((0, 0),)
 
@@ -30,64 +30,64 @@ def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
-class NearCollectives:
+class PeerCollectives:
     """All tensors in the host's memory; those of ``even``, ``gather`` and ``scatter`` plain, those of ``move`` flat."""
 
-    def __init__(self, members: Members, near: Near) -> None:
-        self._near = near
+    def __init__(self, members: Members, streams: PeerStreams) -> None:
+        self._streams = streams
         self._own = members.position
         self._count = members.count
 
-    def even(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Passage:
+    def even(self, op: Op, call: Call, source: torch.Tensor, target: torch.Tensor) -> PeerWork:
         """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both."""
-        near, own = self._near, self._own
+        streams, own = self._streams, self._own
         pieces = self._shares(target)
-        receives = {position: (pieces[position],) for position in near.others}
+        receives = {position: (pieces[position],) for position in streams.others}
         if op is Op.GATHER:
             mine = (span(source),)
             kept = (mine, (pieces[own],))
-            return near.to_all("gather", Call(what, [target], timeout_s), mine, receives, kept, together=True)
+            return streams.to_all("gather", call, mine, receives, kept, together=True)
         sent = self._shares(source)
-        sends = {position: (sent[position],) for position in near.others}
+        sends = {position: (sent[position],) for position in streams.others}
         kept = ((sent[own],), (pieces[own],))
-        return near.begin("exchange", Call(what, [target], timeout_s), sends, receives, kept, together=True)
+        return streams.begin("exchange", call, sends, receives, kept, together=True)
 
-    def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor], root: int, timeout_s: float) -> Passage:
+    def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor], root: int, timeout_s: float) -> PeerWork:
         """Everybody's tensor to the root, which alone has ``outputs``."""
-        near, mine, stream = self._near, (span(tensor),), f"gather.{root}"
+        streams, mine, stream = self._streams, (span(tensor),), f"gather.{root}"
         if root != self._own:
-            return near.begin(stream, Call("gather", [], timeout_s), {root: mine}, {}, is_led=True)
+            return streams.begin(stream, Call("gather", [], timeout_s), {root: mine}, {}, is_led=True)
         kept = (mine, (span(outputs[root]),))
-        receives = {position: (span(outputs[position]),) for position in near.others}
-        return near.begin(stream, Call("gather", outputs, timeout_s), {}, receives, kept)
+        receives = {position: (span(outputs[position]),) for position in streams.others}
+        return streams.begin(stream, Call("gather", outputs, timeout_s), {}, receives, kept)
 
-    def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], root: int, timeout_s: float) -> Passage:
+    def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], root: int, timeout_s: float) -> PeerWork:
         """From the root, which alone has ``inputs``, a tensor to each."""
-        near, target, stream = self._near, (span(output),), f"scatter.{root}"
+        streams, target, stream = self._streams, (span(output),), f"scatter.{root}"
         if root != self._own:
-            return near.begin(stream, Call("scatter", [output], timeout_s), {}, {root: target})
+            return streams.begin(stream, Call("scatter", [output], timeout_s), {}, {root: target})
         kept = ((span(inputs[root]),), target)
-        sends = {position: (span(inputs[position]),) for position in near.others}
-        return near.begin(stream, Call("scatter", [output], timeout_s), sends, {}, kept, is_led=True)
+        sends = {position: (span(inputs[position]),) for position in streams.others}
+        return streams.begin(stream, Call("scatter", [output], timeout_s), sends, {}, kept, is_led=True)
 
-    def broadcast(self, place: int, tensor: torch.Tensor, root: int, timeout_s: float) -> Passage:
+    def broadcast(self, place: int, tensor: torch.Tensor, root: int, timeout_s: float) -> PeerWork:
         """The root's tensor to all. ``place``: of its kind, on which all members have agreed."""
-        near, stream, finish = self._near, f"broadcast.{place}", None
+        streams, stream, finish = self._streams, f"broadcast.{place}", None
         if root == self._own:
             data = tensor if is_plain(tensor) else octets(tensor)
-            return near.to_all(stream, Call("broadcast", [tensor], timeout_s), (span(data),), {}, is_led=True)
+            return streams.to_all(stream, Call("broadcast", [tensor], timeout_s), (span(data),), {}, is_led=True)
         target = tensor
         if not is_plain(tensor):
             landing = Landing(tensor)
             target, finish = landing.memory, landing.land
-        return near.to_all(stream, Call("broadcast", [tensor], timeout_s, finish), None, {root: (span(target),)})
+        return streams.to_all(stream, Call("broadcast", [tensor], timeout_s, finish), None, {root: (span(target),)})
 
-    def barrier(self, otherwise: Callable[[], Pending], timeout_s: float) -> Fallback:
+    def barrier(self, otherwise: Callable[[], Work], timeout_s: float) -> FallbackWork:
         """Done when every member has called it, or joined."""
-        receives = dict.fromkeys(self._near.others, _NOTHING)
+        receives = dict.fromkeys(self._streams.others, _NOTHING)
         call = Call("barrier", [], timeout_s)
-        passage = self._near.to_all("barrier", call, _NOTHING, receives, together=True)
-        return Fallback(self._near.fallbacks, call, passage, otherwise)
+        work = self._streams.to_all("barrier", call, _NOTHING, receives, together=True)
+        return FallbackWork(self._streams.fallbacks, call, work, otherwise)
 
     def move(
         self,
@@ -96,10 +96,10 @@ class NearCollectives:
         sends: Sequence[Sequence[torch.Tensor] | None],
         receives: Sequence[Sequence[torch.Tensor] | None],
         together: bool,
-    ) -> Passage:
+    ) -> PeerWork:
         """Flat tensors, end to end, to each member and from each; None: nothing at all. One entry in ``sends``: that
-        to all. ``together``: see Near."""
-        near, own = self._near, self._own
+        to all. ``together``: see PeerStreams.begin."""
+        streams, own = self._streams, self._own
         is_gather = len(sends) == 1
         mine, theirs = sends[0 if is_gather else own], receives[own]
         kept: Own | None = None
@@ -108,10 +108,10 @@ class NearCollectives:
         due = {p: spans(piece) for p, piece in enumerate(receives) if p != own and piece is not None}
         if is_gather:
             whole = spans(sends[0] or ())
-            return near.to_all(stream, call, whole, due, kept, together=together)
+            return streams.to_all(stream, call, whole, due, kept, together=together)
         sent = {p: spans(piece) for p, piece in enumerate(sends) if p != own and piece is not None}
         is_led = len(sent) != len(due)
-        return near.begin(stream, call, sent, due, kept, is_led, together)
+        return streams.begin(stream, call, sent, due, kept, is_led, together)
 
     def _shares(self, tensor: torch.Tensor) -> list[Span]:
         """Equal pieces of it, one for each member."""

@@ -1,9 +1,8 @@
 """Sends and receives between members on one machine: a stream for every pair of members and every tag, each way.
 
-A send is over when its tensor is copied. ``WINDOW`` messages wait at the sender for their receive; those beyond wait
-for their turn without blocking the caller: a thread of the pool sends them, in order, as soon as there is room; until
-then their tensors must not change (as always before ``wait``). Where more receives are posted than that, a thread of
-the pool completes them, whoever waits for them. Any thread may call.
+A send is over when its tensor is copied. ``WINDOW`` messages wait at the sender for their receive, those beyond for
+their turn. Where more receives are posted than that, a thread of the pool completes them, whoever waits for them. Any
+thread may call.
 """
 
 from __future__ import annotations
@@ -15,56 +14,65 @@ from collections.abc import Callable
 
 import torch
 
-from byteps_py.errors import StallError
 from byteps_py.session.nearby import WINDOW, Stream, StreamReceipt
+from byteps_py.torch.engine.completion import POOL
 from byteps_py.torch.engine.dtypes import is_plain
+from byteps_py.torch.engine.group_work import GroupContext, GroupWork
 from byteps_py.torch.engine.members import Members
+from byteps_py.torch.engine.message_queue import MessageQueue, QueuedMessage
 from byteps_py.torch.engine.peer_collectives import span
-from byteps_py.torch.engine.peer_streams import Near
-from byteps_py.torch.engine.threads import POOL
-from byteps_py.torch.engine.work import Call, GroupContext, Pending
-from byteps_py.torch.process_group.arguments import Landing, octets
+from byteps_py.torch.engine.peer_streams import PeerStreams
+from byteps_py.torch.engine.tensor_bytes import Landing, octets
+from byteps_py.torch.engine.work import Call
 
 
-class NearSend(Pending):
-    """``begun`` is set once it has been sent, or could not be; None: it was at once."""
-
-    def __init__(self, around: GroupContext, what: str, tensor: torch.Tensor, timeout_s: float) -> None:
-        super().__init__(around, what, [tensor], timeout_s)
-        self.tensor = tensor
-        self.begun: threading.Event | None = None
-        self.failure: Exception | None = None
+class PeerSend(QueuedMessage):
+    """Over once it has been sent."""
 
     def _complete(self, deadline: float) -> None:
-        if self.begun is not None:
-            self._slices(deadline, self._begin_within)
-        if self.failure is not None:
-            raise self.failure
-
-    def _begin_within(self, timeout_s: float) -> None:
-        if self.begun is not None and not self.begun.wait(timeout_s):
-            raise StallError(f"{self.what}: waits for earlier ones")
+        self._wait_for_turn(deadline)
 
     def _is_ready(self) -> bool:
         return self.begun is None or self.begun.is_set()
 
 
-class NearReceive(Pending):
+class PeerSendQueue(MessageQueue[PeerSend]):
+    """Messages of one tag to ``peer``."""
+
+    def __init__(self, members: Members, around: GroupContext, streams: PeerStreams, peer: int, tag: int) -> None:
+        super().__init__(around)
+        self._streams = streams
+        self._target = (streams.others[peer],)
+        self._stream = _stream(members, streams, members.position, peer, tag)
+
+    def _has_room(self) -> bool:
+        return self._streams.has_met and self._streams.neighbours.has_room(self._stream)
+
+    def _wait_for_room(self) -> None:
+        self.around.patiently(self._streams.meeting())
+        self.around.patiently(self._streams.neighbours.room(self._stream))
+
+    def _begin(self, message: PeerSend) -> None:
+        tensor = message.tensor if is_plain(message.tensor) else octets(message.tensor)
+        self._streams.neighbours.send(self._stream, self._target, (span(tensor),), True)
+
+
+class PeerReceive(GroupWork):
     """``earlier``: receives of its channel that nobody may have waited for; their messages come before its own."""
 
     def __init__(
         self,
         call: Call,
         source: int,
-        near: Near,
+        streams: PeerStreams,
         receipt: StreamReceipt,
         landing: Landing | None,
-        channel: deque[NearReceive],
+        channel: deque[PeerReceive],
     ) -> None:
-        super().__init__(near.around, call.what, call.outputs, call.timeout_s)
+        super().__init__(streams.around, call)
         (self.tensor,) = call.outputs
         self._source = source
-        self._near = near
+        self._streams = streams
         self._receipt = receipt
         self._landing = landing
         self._channel = channel
@@ -81,13 +89,13 @@ class NearReceive(Pending):
             self._landing.land()
 
     def _collect(self, timeout_s: float) -> None:
-        if not self._near.has_met:  # there may have to be an answer
-            self._meet = self._meet or self._near.meeting()
+        if not self._streams.has_met:  # there may have to be an answer
+            self._meet = self._meet or self._streams.meeting()
             self._meet(timeout_s)
-        self._near.neighbours.collect(self._receipt, timeout_s)
+        self._streams.neighbours.collect(self._receipt, timeout_s)
 
     def _is_ready(self) -> bool:
-        return self._around.aborted is not None or self._near.neighbours.look(self._receipt)
+        return self._around.aborted is not None or self._streams.neighbours.look(self._receipt)
 
     def _release(self) -> None:
         self._landing = None
@@ -103,83 +111,20 @@ class NearReceive(Pending):
         return self._source
 
 
-class NearSender:
-    """Messages of one tag to ``peer``."""
-
-    def __init__(self, members: Members, around: GroupContext, near: Near, peer: int, tag: int) -> None:
-        self._around = around
-        self._near = near
-        self._target = (near.others[peer],)
-        self._stream = _stream(members, near, members.position, peer, tag)
-        self._lock = threading.Lock()
-        self._waiting: deque[NearSend] = deque()
-        self._is_served = False
-
-    def post(self, what: str, tensor: torch.Tensor) -> NearSend:
-        """Send now, if nothing is before it, else in its turn. Never blocks for others."""
-        message = NearSend(self._around, what, tensor, self._around.timeout_s)
-        with self._lock:
-            self._around.check()
-            if not self._waiting and self._near.has_met and self._near.neighbours.has_room(self._stream):
-                self._send(message)
-                return message
-            message.begun = threading.Event()
-            self._waiting.append(message)
-            if not self._is_served:
-                self._is_served = True
-                POOL.run(self._serve)
-            return message
-
-    def _send(self, message: NearSend) -> None:
-        tensor = message.tensor if is_plain(message.tensor) else octets(message.tensor)
-        self._near.neighbours.send(self._stream, self._target, (span(tensor),), True)
-
-    def _serve(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._is_served = False
-                    return
-            try:
-                self._around.patiently(self._near.meeting())
-                self._around.patiently(self._near.neighbours.room(self._stream))
-            except Exception as error:
-                self._fail(error)
-                return
-            with self._lock:
-                message = self._waiting.popleft()
-                try:
-                    self._send(message)
-                except Exception as error:
-                    message.failure = error
-                if message.begun is not None:
-                    message.begun.set()
-
-    def _fail(self, error: Exception) -> None:
-        with self._lock:
-            self._is_served = False
-            failed = list(self._waiting)
-            self._waiting.clear()
-        for message in failed:
-            message.failure = error
-            if message.begun is not None:
-                message.begun.set()
-
-
-class NearReceiver:
+class PeerReceiver:
     """Messages of one tag from ``peer``."""
 
-    def __init__(self, members: Members, around: GroupContext, near: Near, peer: int, tag: int) -> None:
+    def __init__(self, members: Members, around: GroupContext, streams: PeerStreams, peer: int, tag: int) -> None:
         self._around = around
-        self._near = near
+        self._streams = streams
         self._peer = peer
-        self._source = near.others[peer]
-        self._stream = _stream(members, near, peer, members.position, tag)
+        self._source = streams.others[peer]
+        self._stream = _stream(members, streams, peer, members.position, tag)
         self._lock = threading.RLock()
-        self._under_way: deque[NearReceive] = deque()
+        self._under_way: deque[PeerReceive] = deque()
         self._is_served = False
 
-    def post(self, what: str, tensor: torch.Tensor) -> NearReceive:
+    def post(self, what: str, tensor: torch.Tensor) -> PeerReceive:
         """The next message is for ``tensor``."""
         landing = None if is_plain(tensor) else Landing(tensor)
         target = span(tensor if landing is None else landing.memory)
@@ -187,10 +132,10 @@ class NearReceiver:
         with self._lock:
             self._around.check()
             receipt.expect(self._source, (target,), target[1])
-            message = NearReceive(
+            message = PeerReceive(
                 Call(what, [tensor], self._around.timeout_s),
                 self._peer,
-                self._near,
+                self._streams,
                 receipt,
                 landing,
                 self._under_way,
@@ -206,7 +151,7 @@ class NearReceiver:
         """The stream, and whose messages it brings."""
         return self._stream, self._source
 
-    def post_if_there(self, what: str, like: torch.Tensor) -> NearReceive | None:
+    def post_if_there(self, what: str, like: torch.Tensor) -> PeerReceive | None:
         """The next message, for a tensor like this one, if there is one that nobody has asked for."""
         with self._lock:
             return self.post(what, torch.empty_like(like)) if self._stream.has_next(self._source) else None
@@ -221,7 +166,7 @@ class NearReceiver:
             first.settle_whatever_comes()
 
 
-def _stream(members: Members, near: Near, source: int, target: int, tag: int) -> Stream:
+def _stream(members: Members, streams: PeerStreams, source: int, target: int, tag: int) -> Stream:
     name = f"{members.prefix}.p2p.{members.ranks[source]}.{members.ranks[target]}.{tag}"
     other = source if target == members.position else target
-    return near.neighbours.stream(name, (near.others[other],))
+    return streams.neighbours.stream(name, (streams.others[other],))

@@ -16,10 +16,10 @@ from byteps_py.errors import CommunicationError, JoinedError, MismatchError
 from byteps_py.session.nearby import Neighbours, Span, Stream, StreamReceipt
 from byteps_py.tensors import differing
 from byteps_py.torch.engine.completion import Completer
-from byteps_py.torch.engine.fallbacks import FallbackQueue
+from byteps_py.torch.engine.group_work import FallbackQueue, GroupContext, GroupWork
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSums
-from byteps_py.torch.engine.work import Call, GroupContext, Pending
+from byteps_py.torch.engine.work import Call, Work
 
 #: Operations of a stream that may be under way at once; a further one waits for the first of them to end.
 LANES = 2
@@ -31,7 +31,7 @@ Parts = Mapping[int, Sequence[Span]]
 Own = tuple[Sequence[Span], Sequence[Span]]
 
 
-class Passage(Pending):
+class PeerWork(GroupWork):
     """An operation that brings this member something, or nothing: then it is over when it has been sent."""
 
     def __init__(
@@ -42,12 +42,11 @@ class Passage(Pending):
         neighbours: Neighbours,
         receipt: StreamReceipt,
     ) -> None:
-        super().__init__(around, call.what, call.outputs, call.timeout_s)
-        self.line: list[Passage] | None = None
+        super().__init__(around, call)
+        self.line: list[PeerWork] | None = None
         self._completer = completer
         self._neighbours = neighbours
         self._receipt = receipt
-        self._finish = call.finish
 
     def _complete(self, deadline: float) -> None:
         receipt = self._receipt
@@ -79,10 +78,10 @@ class _Line:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.under_way: list[Passage] = []
+        self.under_way: list[PeerWork] = []
 
 
-class Near:
+class PeerStreams:
     """Any thread; operations go in the order of the calls. ``others``: the local ranks of members, by position."""
 
     def __init__(self, members: Members, neighbours: Neighbours, around: GroupContext, completer: Completer) -> None:
@@ -99,7 +98,7 @@ class Near:
         ring = neighbours.ring(neighbours.stream(f"{members.prefix}.ring", self._all), SLOT_BYTES)
         ranks = {members.position: members.session.local_rank, **self.others}
         self.ring_sums = RingSums(ring, members.position, ranks)
-        self.sums: deque[Pending] = deque()
+        self.sums: deque[Work] = deque()
         self._has_met = False
         neighbours.meetings.ask(self._meeting, self._all)
 
@@ -116,7 +115,7 @@ class Near:
         own: Own | None = None,
         is_led: bool = False,
         together: bool = False,
-    ) -> Passage:
+    ) -> PeerWork:
         """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send. ``own``: what
         this member has for itself, and where it goes. ``together``: all send to all, and who sends is told, too, if
         sizes differ; it does not begin without members that have joined. Else it is not sent if one of those it is for
@@ -141,7 +140,7 @@ class Near:
         own: Own | None = None,
         is_led: bool = False,
         together: bool = False,
-    ) -> Passage:
+    ) -> PeerWork:
         """The same, where a member sends all others the same, or (None) nothing."""
         with self._lock:
             line = self._begin(name)
@@ -156,7 +155,7 @@ class Near:
                     sent = dict.fromkeys(self.others, total(sends))
             return self._follow(line, call, receives, own, sent, None, together)
 
-    def swap(self, name: str, call: Call, mine: Span, receives: Parts) -> Passage | None:
+    def swap(self, name: str, call: Call, mine: Span, receives: Parts) -> PeerWork | None:
         """``to_all``, together, for a caller who waits for it: None if it is over, which it nearly always is. On the
         wire it is the same."""
         with self._lock:
@@ -243,7 +242,7 @@ class Near:
         sent: Mapping[int, int],
         error: JoinedError | None = None,
         is_mutual: bool = False,
-    ) -> Passage:
+    ) -> PeerWork:
         receipt = StreamReceipt(line.stream, error=error, is_mutual=is_mutual)
         if own is not None:  # while the others' are on their way; before another call may deliver this one
             mine, due = total(own[0]), total(own[1])
@@ -257,8 +256,8 @@ class Near:
         stated = (call.what,) if call.kind is None else (call.what, call.kind)
         return self._under_way(line, call, receipt, self.around.journal.record(stated, line.stream.name))
 
-    def _under_way(self, line: _Line, call: Call, receipt: StreamReceipt, number: int) -> Passage:
-        work = Passage(self.around, self.completer, call, self.neighbours, receipt)
+    def _under_way(self, line: _Line, call: Call, receipt: StreamReceipt, number: int) -> PeerWork:
+        work = PeerWork(self.around, self.completer, call, self.neighbours, receipt)
         work.number = number
         if receipt.left:
             work.line = line.under_way

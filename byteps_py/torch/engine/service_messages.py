@@ -1,82 +1,67 @@
-"""Sends and receives: for every pair of members and every tag a channel each way, first in, first out.
+"""Sends and receives through the communication service: for every pair of members and every tag a queue each way.
 
-A message is a round of an exchange between the two. A send is over when its tensor is copied; up to ``2 * LANES``
-messages wait at the sender for their receive. Those beyond wait for their turn without blocking the caller: a thread of
-the pool sends them, in order, as soon as there is room; until then their tensors must not change (as always before
-``wait``). Any thread may call.
+A message is a round of an exchange between the two. A send is over when its tensor is copied; up to ``2 * SLOTS``
+messages wait at the sender for their receive, those beyond for their turn. Any thread may call.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
-from byteps_py.errors import StallError
+from byteps_py.errors import MismatchError, StallError
 from byteps_py.tensors import Layout, Op, Sizes
-from byteps_py.torch.engine.lanes import Lane
+from byteps_py.torch.engine.group_work import GroupContext
 from byteps_py.torch.engine.members import Members
-from byteps_py.torch.engine.operation import LaneOperation
-from byteps_py.torch.engine.service_gathers import spec_of
-from byteps_py.torch.engine.threads import POOL
-from byteps_py.torch.engine.work import Call, GroupContext, Pending
-from byteps_py.torch.process_group.arguments import Landing, nbytes_of, octets
+from byteps_py.torch.engine.message_queue import MessageQueue, QueuedMessage
+from byteps_py.torch.engine.service_work import ServiceWork
+from byteps_py.torch.engine.slot_view import SlotView
+from byteps_py.torch.engine.tensor_bytes import Landing, nbytes_of, octets
+from byteps_py.torch.engine.work import Call, Work
 
-#: Of a channel, used in turn. The service keeps two rounds of each for a receiver that is late.
-LANES = 2
+#: Of a queue, used in turn. The service keeps two rounds of each for a receiver that is late.
+SLOTS = 2
 
 
-class PendingMessage(Pending):
-    """A send or a receive. It begins in its turn: ``begun`` is set, by whichever thread began it, or could not."""
+class ServiceMessage(QueuedMessage):
+    """A send, or, if it has a ``source``, a receive."""
 
-    def __init__(
-        self, around: GroupContext, what: str, tensor: torch.Tensor, timeout_s: float, source: int | None = None
-    ) -> None:
-        super().__init__(around, what, [tensor], timeout_s)
-        self.tensor = tensor
-        self.begun = threading.Event()
-        self.operation: LaneOperation | None = None
-        self.lane: Lane | None = None
-        self.failure: Exception | None = None
+    def __init__(self, around: GroupContext, call: Call, source: int | None = None) -> None:
+        super().__init__(around, call)
+        self.round: ServiceWork | None = None
+        self.view: SlotView | None = None
         self.source = source
-        self.turn = 0  # among the lanes of its channel
+        self.turn = 0  # among the slots of its queue
 
     @property
     def sizes(self) -> Sizes:
         """Of a receive: how its size is compared."""
         return Sizes.PLAIN if self.tensor.numel() else Sizes.CHECKED
 
-    def given(self, operation: LaneOperation) -> Pending:
-        """``operation`` carries it out. Returns what keeps the lane until it is over."""
-        return operation
+    def given(self, round_: ServiceWork) -> Work:
+        """``round_`` carries it out. Returns what keeps the slot until it is over."""
+        return round_
 
     def _complete(self, deadline: float) -> None:
-        self._slices(deadline, self._begin_within)
-        if self.failure is not None:
-            raise self.failure
-        if self.operation is not None and self.source is not None:
-            self._receive(self.operation, deadline)
-        elif self.lane is not None:
-            self._slices(deadline, self.lane.departed)
+        self._wait_for_turn(deadline)
+        if self.round is not None and self.source is not None:
+            self._receive(self.round, deadline)
+        elif self.view is not None:
+            self._slices(deadline, self.view.wait_for_departure)
 
-    def _receive(self, operation: LaneOperation, deadline: float) -> None:
-        self._slices(deadline, operation.settle)
-        operation.wait()
-
-    def _begin_within(self, timeout_s: float) -> None:
-        if not self.begun.wait(timeout_s):
-            raise StallError(f"{self.what}: waits for earlier ones")
+    def _receive(self, round_: ServiceWork, deadline: float) -> None:
+        self._slices(deadline, round_.settle)
+        round_.wait()
 
     def _is_ready(self) -> bool:
-        if self.failure is not None or not self.begun.is_set():
+        if not self.has_begun:
             return self.failure is not None
-        return self.source is None or self.operation is None or self._is_received(self.operation)
+        return self.source is None or self.round is None or self._is_received(self.round)
 
-    def _is_received(self, operation: LaneOperation) -> bool:
-        return operation.is_completed()
+    def _is_received(self, round_: ServiceWork) -> bool:
+        return round_.is_completed()
 
     def source_rank(self) -> int:
         if self.source is None:
@@ -84,120 +69,133 @@ class PendingMessage(Pending):
         return self.source
 
 
-@dataclass(eq=False)
-class MessageQueue:
+class ServiceMessageQueue(MessageQueue[ServiceMessage]):
     """Messages of one tag between this process and ``peer``, one way."""
 
-    members: Members
-    around: GroupContext
-    peer: int
-    tag: int
-    is_sender: bool
-    lock: threading.RLock = field(default_factory=threading.RLock)  # a message may be given again while it is held
-    lanes: list[Lane] = field(default_factory=list)
-    calls: int = 0
-    waiting: deque[PendingMessage] = field(default_factory=deque)
-    is_served: bool = False
-
-    def post(self, message: PendingMessage) -> PendingMessage:
-        """Begin ``message`` now, if nothing is before it, else in its turn. Never blocks for others."""
-        with self.lock:
-            self.around.check()
-            if not self.waiting and self._is_free(self._next):
-                self._begin(message)
-                return message
-            self.waiting.append(message)
-            if not self.is_served:
-                self.is_served = True
-                POOL.run(self._serve)
-            return message
+    def __init__(self, members: Members, around: GroupContext, peer: int, tag: int, is_sender: bool) -> None:
+        super().__init__(around)
+        self.peer = peer
+        self._members, self._tag, self._is_sender = members, tag, is_sender
+        self._views: list[SlotView] = []
+        self._calls = 0
 
     @property
-    def _next(self) -> Lane:
-        if not self.lanes:
-            self.lanes = [Lane(self.members.session, self.members.mover) for _ in range(LANES)]
-        return self.lanes[self.calls % LANES]
+    def _next(self) -> SlotView:
+        if not self._views:
+            self._views = [SlotView(self._members.session, self._members.mover) for _ in range(SLOTS)]
+        return self._views[self._calls % SLOTS]
 
-    def _is_free(self, lane: Lane) -> bool:
-        return lane.occupant is None or lane.occupant.is_completed()
+    def _has_room(self) -> bool:
+        occupant = self._next.occupant
+        return occupant is None or occupant.is_completed()
 
-    def _serve(self) -> None:
-        while True:
-            with self.lock:
-                if not self.waiting:
-                    self.is_served = False
-                    return
-                message, lane = self.waiting[0], self._next
-                occupant = lane.occupant
-            if occupant is not None:
-                try:
-                    occupant.settle()
-                except Exception as error:
-                    self._fail(error)
-                    return
-            with self.lock:
-                self.waiting.popleft()
-                self._begin(message)
-
-    def _fail(self, error: Exception) -> None:
+    def _wait_for_room(self) -> None:
         with self.lock:
-            self.is_served = False
-            failed = list(self.waiting)
-            self.waiting.clear()
-        for message in failed:
-            message.failure = error
-            message.begun.set()
+            occupant = self._next.occupant
+        if occupant is not None:
+            occupant.settle()
 
-    def _begin(self, message: PendingMessage) -> None:
-        """Its lane is free; called with the lock held."""
+    def _begin(self, message: ServiceMessage) -> None:
         try:
-            message.turn = self.calls % LANES
+            message.turn = self._calls % SLOTS
             self._hand_over(message, self._next)
-        except Exception as error:
-            message.failure = error
-        self.calls += 1
-        message.begun.set()
+        finally:
+            self._calls += 1
 
-    def again(self, message: PendingMessage) -> LaneOperation:
-        """Give a message again, in the lane that it keeps."""
+    def again(self, message: ServiceMessage) -> ServiceWork:
+        """Give a message again, in the slot that it keeps."""
         with self.lock:
-            return self._hand_over(message, self.lanes[message.turn])
+            return self._hand_over(message, self._views[message.turn])
 
-    def _hand_over(self, message: PendingMessage, lane: Lane) -> LaneOperation:
-        members, tensor = self.members, message.tensor
+    def _hand_over(self, message: ServiceMessage, view: SlotView) -> ServiceWork:
+        members, tensor = self._members, message.tensor
         own, other = members.position, self.peer
         nbytes = nbytes_of(tensor)
-        sent, due = (nbytes, 0) if self.is_sender else (0, nbytes)
-        if not lane.has_room(sent, due):
-            source, target = (own, other) if self.is_sender else (other, own)
-            name = f"{members.prefix}.p2p.{members.ranks[source]}.{members.ranks[target]}.{self.tag}.{message.turn}"
+        sent, due = (nbytes, 0) if self._is_sender else (0, nbytes)
+        if not view.has_room(sent, due):
+            source, target = (own, other) if self._is_sender else (other, own)
+            name = f"{members.prefix}.p2p.{members.ranks[source]}.{members.ranks[target]}.{self._tag}.{message.turn}"
             pair = (min(own, other), max(own, other))
-            lane.declare(spec_of(name, Op.EXCHANGE, members.some(pair), lane, sent, due))
+            view.declare_bytes(name, Op.EXCHANGE, members.some(pair), sent, due)
         nothing = (0, 0)
-        sizes = Sizes.PLAIN if self.is_sender else message.sizes
+        sizes = Sizes.PLAIN if self._is_sender else message.sizes
         if other < own:
             layout = Layout(((0, sent), nothing), ((0, due), nothing), sizes)
         else:
             layout = Layout((nothing, (0, sent)), (nothing, (0, due)), sizes)
-        deliver: Callable[[], None]
-        if self.is_sender:
-            places, deliver = [(0, octets(tensor))], _nothing
+        deliver: Callable[[], None] | None = None
+        if self._is_sender:
+            places = [(0, octets(tensor))]
         else:
             landing = Landing(tensor)
             places = []
 
             def deliver() -> None:
-                lane.fetch(tensor.device, [(0, landing.memory)])
+                view.fetch_places(tensor.device, [(0, landing.memory)])
                 landing.land()
 
-        operation = LaneOperation(
-            self.around, None, Call(message.what, [tensor], self.around.timeout_s, deliver), lane, tensor.device
-        )
-        lane.begin(tensor.device, places, layout)
-        lane.occupant = message.given(operation)
-        message.lane, message.operation = lane, operation
-        return operation
+        call = Call(message.what, [tensor], self.around.timeout_s, deliver)
+        round_ = ServiceWork(self.around, None, call, view, tensor.device)
+        view.begin(tensor.device, places, layout)
+        view.occupant = message.given(round_)
+        message.view, message.round = view, round_
+        return round_
 
 
-def _nothing() -> None:
-    """A send has nothing to deliver."""
+class EarlyReceive(ServiceMessage):
+    """A receive that is posted for every member because a receive from anybody does not know whose message comes first.
+
+    One that is not used stays, for a later receive of that member and tag, of whatever size: a message of another size
+    than was asked for stays at its sender, and the receive is given again. ``received``: the message, when it is over.
+    """
+
+    def __init__(self, queue: ServiceMessageQueue, what: str, like: torch.Tensor) -> None:
+        super().__init__(queue.around, Call(what, [torch.empty_like(like)], queue.around.timeout_s), queue.peer)
+        self._queue = queue
+        self._is_final = False
+        self._was_final = False  # when it was given last
+        self._asked = threading.Event()  # for something else since then
+        self.received = self.tensor
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.CHECKED if self._is_final else Sizes.TENTATIVE
+
+    def given(self, round_: ServiceWork) -> Work:
+        """It keeps its slot until it is over, however often it is given."""
+        self._was_final, self.received = self._is_final, self.tensor
+        self._asked.clear()
+        return self
+
+    def ask_for(self, like: torch.Tensor, is_final: bool) -> None:
+        """Receive as many bytes as ``like`` has. ``is_final``: if the message has another size, that is an error."""
+        with self._queue.lock:
+            if is_final > self._is_final or nbytes_of(like) != nbytes_of(self.tensor):
+                self.tensor, self._is_final = torch.empty_like(like), is_final
+                self._asked.set()
+
+    @property
+    def differs(self) -> bool:
+        """True if the message is there, and has another size than was asked for."""
+        round_ = self.round
+        return round_ is not None and self._is_to_be_given_again(round_) and not self._asked.is_set()
+
+    def _is_to_be_given_again(self, round_: ServiceWork) -> bool:
+        return not self._was_final and isinstance(round_.exception(), MismatchError)
+
+    def _receive(self, round_: ServiceWork, deadline: float) -> None:
+        self._slices(deadline, round_.settle)
+        while self._is_to_be_given_again(round_):
+            self._slices(deadline, self._asked_within)
+            round_ = self._queue.again(self)
+            self._slices(deadline, round_.settle)
+        round_.wait()
+
+    def _asked_within(self, timeout_s: float) -> None:
+        if not self._asked.wait(timeout_s):
+            raise StallError(f"{self.what}: a message of another size is there")
+
+    def _is_received(self, round_: ServiceWork) -> bool:
+        if self._is_to_be_given_again(round_) and self._asked.is_set():
+            round_ = self._queue.again(self)
+        return round_.is_completed() and not self._is_to_be_given_again(round_)

@@ -1,15 +1,24 @@
-"""What a collective returns: wait for it, ask about it, or take its future.
+"""The life of an operation, from its start to its delivery, whichever way it goes.
 
-Owns one operation from its hand-over to its delivery. Whoever waits delivers, in the calling thread; only an operation
-whose future was asked for is waited for by a thread of the pool. Any thread may call.
+    Work              wait for it, ask about it, take its future: the Work of torch.distributed
+      NamedWork       an operation of Horovod's or BytePS's functions, found by its name and its handle
+      GroupWork       an operation of a process group; its waits end when the group does (group_work.py)
+        ServiceWork   a round in a slot of the communication service (service_work.py)
+        PeerWork      messages between the ranks of a machine (peer_streams.py)
+        RingWork      a large sum in shared memory (peer_ring_sums.py)
+        FallbackWork  one of the last two, or, once a member has joined, the same operation through the service
+        CombinedWork  several operations as one
+
+The thread that waits for an operation delivers its result. A thread of the pool waits only for an operation whose
+future was asked for. Any thread may call.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,21 +26,36 @@ import torch
 import torch.distributed as dist
 
 from byteps_py.errors import MismatchError, StallError
-from byteps_py.session import Session
-from byteps_py.torch.engine.call_log import CallLog
-from byteps_py.torch.engine.operation_kind import OperationKind
-from byteps_py.torch.engine.threads import POOL
-from byteps_py.torch.process_group.arguments import limit_of
-from byteps_py.torch.process_group.compilation import not_traced
+from byteps_py.tensors import DType, Op
+from byteps_py.torch.engine.compilation import not_traced
+from byteps_py.torch.engine.completion import POOL
 
-#: After waits of this length: are the others at the same operation? Twice, for those that come to ask first.
-_DOUBT_S = (3.0, 1.0)
 Future = torch.futures.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OperationKind:
+    """The facts on which all members must agree. ``root``: a global rank, or -1. ``shape``: of the contribution."""
+
+    op: Op
+    dtype: DType
+    shape: tuple[int, ...]
+    average: bool = False
+    root: int = -1
+    scatters: bool = False
+    terms: str = ""
+
+    def __str__(self) -> str:
+        op = "average" if self.average else self.op.name.lower()
+        op = f"scattered {op}" if self.scatters else op
+        root = f" from rank {self.root}" if self.root >= 0 else ""
+        terms = f" ({self.terms})" if self.terms else ""
+        return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}{terms}"
 
 
 class Call(NamedTuple):
     """What an operation is to do, whichever way it goes. ``outputs``: the tensors that it fills. ``finish`` is called
-    once what comes has come. ``kind``: what all members must agree on, for the log of calls."""
+    once the data are there. ``kind``: what all members must agree on, for the log of calls."""
 
     what: str
     outputs: list[torch.Tensor]
@@ -40,76 +64,17 @@ class Call(NamedTuple):
     kind: OperationKind | None = None
 
 
-class GroupContext:
-    """What operations of one group share: ``aborted``, or whatever ends the session, ends their waits, and no new ones
-    begin.
-
-    ``look_s``: how often a long wait looks for that. The session must have the time to ask a silent service whether it
-    is alive, and to be sure that there is no answer.
-    """
-
-    def __init__(self, session: Session, timeout_s: float, journal: CallLog, look_s: float) -> None:
-        self._session = session
-        self.timeout_s = timeout_s
-        self.look_s = look_s
-        self.journal = journal
-        self.aborted: Exception | None = None
-
-    def check(self) -> None:
-        if self.aborted is not None:
-            raise type(self.aborted)(*self.aborted.args)
-        self._session.check_open()  # it may have come to its end by a StallError, which is no wait's own
-
-    def patiently(self, wait: Callable[[float], None]) -> None:
-        """``wait`` for something before an operation begins. Raises StallError; then the group is at its end, as the
-        other members don't know that this one has left a call out."""
-        deadline = time.monotonic() + self.timeout_s
-        for look_s in itertools.chain(_DOUBT_S, itertools.repeat(self.look_s)):
-            self.check()
-            left = deadline - time.monotonic()
-            try:
-                wait(max(0.0, min(left, look_s)))
-                return
-            except StallError as error:
-                if left <= look_s:
-                    self.aborted = error
-                    raise
-            self.compare(self.journal.count)
-
-    def finish(self, work: Pending | None) -> None:
-        """Return when ``work``, which occupies what the caller needs, is over, well or not. Its failure stays with it.
-        Raises StallError; then the group is at its end, as the other members don't know that this one has left a call
-        out."""
-        if work is None:
-            return
-        try:
-            work.settle()
-        except StallError as error:
-            self.aborted = error
-            raise
-
-    def compare(self, number: int) -> str:
-        """Where the others stand, in words. If they differ the group is at its end: rounds that some have begun stay
-        open for ever."""
-        try:
-            return self.journal.compare(number)
-        except MismatchError as error:
-            self.aborted = error
-            raise
-
-
 @not_traced(["wait", "synchronize", "is_completed", "is_success", "exception", "get_future", "fire"])
-class Pending(dist.Work):
-    """The life of a piece of work, however it is carried out: subclasses say ``_complete`` and ``_is_ready``."""
+class Work(dist.Work):
+    """An operation that has begun. Subclasses define ``_complete`` and ``_is_ready``."""
 
-    def __init__(self, around: GroupContext, what: str, outputs: list[torch.Tensor], timeout_s: float) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self.what = what
-        self.number = 0  # of its group, in the order of the calls; 0 for what not all members call
-        self._around = around
-        self._outputs = outputs
-        self._timeout_s = timeout_s
-        self._lock = threading.RLock()  # whoever holds it is about to complete the work
+        self.what = call.what
+        self._outputs = call.outputs
+        self._timeout_s = call.timeout_s
+        self._finish = call.finish
+        self._lock = threading.RLock()  # the thread that holds it is about to complete the work
         self._asking = threading.RLock()
         self._over = False
         self._error: Exception | None = None
@@ -118,7 +83,7 @@ class Pending(dist.Work):
         self._promise: Future | None = None
 
     def _complete(self, deadline: float) -> None:
-        """Wait for the result and deliver it. A StallError is no end: the work may be waited for again."""
+        """Wait for the result and deliver it. ``NotYetError`` is no end: the work may be waited for again."""
         raise NotImplementedError
 
     def _is_ready(self) -> bool:
@@ -128,7 +93,16 @@ class Pending(dist.Work):
     def _release(self) -> None:
         """Let go of what only an unfinished work needs."""
 
+    def _others(self) -> str:
+        """Where other members stand, in words, for the message that this work is late."""
+        return ""
+
     # ---- completion ------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """The outputs hold the result, or there is an error to raise."""
+        return self._over
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Return when it is over, well or not. Raises StallError if it is not within the time."""
@@ -147,7 +121,7 @@ class Pending(dist.Work):
     def _try(self, deadline: float, limit_s: float) -> None:
         try:
             self._complete(deadline)
-        except _NotYet as error:
+        except NotYetError as error:
             said = f"{self.what}: not complete within its timeout of {limit_s:g} s"
             if others := self._others():
                 said = f"{said}; {others}"
@@ -157,31 +131,15 @@ class Pending(dist.Work):
         self._over = True
         self._release()
 
-    def _others(self) -> str:
+    def settle_whatever_comes(self) -> None:
+        """``settle``; a timeout is its failure then, as nobody waits for it again."""
         try:
-            return self._around.compare(self.number) if self.number else ""
-        except MismatchError as error:
-            return str(error)
-
-    def _slices(self, deadline: float, wait: Callable[[float], None]) -> None:
-        """``wait`` until ``deadline``, looking from time to time whether the group was aborted, or should be."""
-        for look_s in itertools.chain(_DOUBT_S, itertools.repeat(self._around.look_s)):
-            self._around.check()
-            left = deadline - time.monotonic()
-            try:
-                wait(max(0.0, min(left, look_s)))
-                return
-            except StallError as error:
-                if self._gave_up():
-                    raise
-                if left <= look_s:
-                    raise _NotYet from error
-            if self.number:
-                self._around.compare(self.number)
-
-    def _gave_up(self) -> bool:
-        """True if the service itself has ended the round."""
-        return False
+            self.settle()
+        except Exception as error:
+            with self._lock:
+                if not self._over:
+                    self._error, self._over = error, True
+                    self._release()
 
     def fire(self) -> None:
         """Complete the future: its callbacks run here. Only threads of the pool call this, once it is settled."""
@@ -191,6 +149,13 @@ class Pending(dist.Work):
             if self._event is not None:
                 self._event.synchronize()  # the callbacks' streams know nothing of this one
             promise.set_result((self._error, self._outputs))
+
+    def _hand_to_pool(self) -> None:
+        POOL.run(self._settle_and_fire)
+
+    def _settle_and_fire(self) -> None:
+        self.settle_whatever_comes()
+        self.fire()
 
     # ---- torch.distributed.Work ------------------------------------------------------------------------
 
@@ -253,34 +218,64 @@ class Pending(dist.Work):
     def get_future_result(self) -> Future:
         return self.get_future()
 
-    def _hand_to_pool(self) -> None:
-        POOL.run(self._settle_and_fire)
 
-    def settle_whatever_comes(self) -> None:
-        """``settle``; running out of time is its failure then, as nobody waits for it again."""
-        try:
-            self.settle()
-        except Exception as error:
-            with self._lock:
-                if not self._over:
-                    self._error, self._over = error, True
-                    self._release()
-
-    def _settle_and_fire(self) -> None:
-        self.settle_whatever_comes()
-        self.fire()
+# ---- operations with a name --------------------------------------------------------------------------------
 
 
-class CompletedWork(Pending):
-    """It was over before its call was."""
+class Attempt(NamedTuple):
+    """One way of an operation, begun. ``is_done``: true if ``complete`` would not block. ``complete`` waits, brings the
+    results where they belong, and returns what ``synchronize`` returns."""
 
-    def __init__(self, around: GroupContext, what: str, outputs: list[torch.Tensor]) -> None:
-        super().__init__(around, what, outputs, around.timeout_s)
-        self._over = True
+    is_done: Callable[[], bool]
+    complete: Callable[[], Any]
 
 
-class _NotYet(Exception):  # noqa: N818  never leaves this module
-    """The deadline passed; the work goes on."""
+class NamedWork(Work):
+    """An operation of Horovod's or BytePS's functions. ``on_mismatch`` is called when its owner hears that ranks
+    disagree. It has no timeout of its own: the session's stall limit ends its wait."""
+
+    def __init__(self, name: str, attempt: Attempt, on_mismatch: Callable[[], None] | None = None) -> None:
+        super().__init__(Call(name, [], threading.TIMEOUT_MAX))
+        self.name = name
+        self._attempt: Attempt | None = attempt
+        self._on_mismatch = on_mismatch
+        self._result: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        """True if ``settle`` would not block."""
+        attempt = self._attempt
+        return self._over or attempt is None or attempt.is_done()
+
+    def deliver(self) -> Any:
+        """Wait, and return the result. Raises the operation's error."""
+        self.settle()
+        if self._error is not None:
+            if self._on_mismatch is not None and isinstance(self._error, MismatchError):
+                self._on_mismatch()
+            raise self._error
+        return self._result
+
+    def _complete(self, deadline: float) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            self._result = attempt.complete()
+
+    def _is_ready(self) -> bool:
+        return self.is_done
+
+
+class NotYetError(Exception):
+    """The deadline passed; the work goes on. Never leaves ``Work.settle``."""
+
+
+def limit_of(timeout: timedelta | float | None) -> float | None:
+    """A timeout in seconds; None for none. torch's own backends take numbers of seconds, too, and say "unset" with a
+    negative time."""
+    if timeout is None:
+        return None
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    return None if limit_s < 0 else limit_s
 
 
 def _unwrap(future: Future) -> list[torch.Tensor]:

@@ -15,9 +15,8 @@ import torch
 from byteps_py.errors import GradientOrderError
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.engine.context import TensorRequest
 from byteps_py.torch.engine.dtypes import check_dense
-from byteps_py.torch.engine.exchange import Exchange
+from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients.gradient_checksums import GradientChecksums, Gradients, Scratch
 from byteps_py.torch.horovod.ops import Average, ReduceOp
 
@@ -82,7 +81,7 @@ class Bucket:
         self.params = params
         self.scheme = scheme
         self.first = first
-        self.exchange: Exchange | None = None
+        self.slot_view: PieceView | None = None
         self._checksums = GradientChecksums(scratch, self._contribution)
         self._own: dict[int, torch.Tensor] = {}  # by position: see ``_clear_results``
         self.reset()
@@ -93,7 +92,7 @@ class Bucket:
         # How many there will be. Counted when the first one comes: requires_grad may change before.
         self.due = 0
         self.sent = False
-        self.kinds: Exchange | None = None  # what is sent instead if gradients turn out to be sparse: which ones
+        self.kinds: PieceView | None = None  # what is sent instead if gradients turn out to be sparse: which ones
         self.takes_part = [False] * len(self.params)  # known once collected: requires_grad may change after that, too
         self.final: list[torch.Tensor | None] = [None] * len(self.params)  # gradients that must not change any more
         self.versions = [0] * len(self.params)  # theirs
@@ -148,22 +147,22 @@ class Bucket:
     def hand_over(self, gradients: Sequence[torch.Tensor | None], is_early: bool = False) -> None:
         """Send what ``collect`` gave; nothing to do if it does not travel. ``is_early``: the training goes on, and may
         change gradients, before they are waited for."""
-        if self.exchange is None:
+        if self.slot_view is None:
             return
         if is_early:
-            self._checksums.send(self.exchange, self._clear_results(self.exchange, gradients))
+            self._checksums.send(self.slot_view, self._clear_results(self.slot_view, gradients))
         else:
-            self.exchange.send(self._contribution(gradients))
+            self.slot_view.contribute(self._contribution(gradients))
 
     def _contribution(self, gradients: Gradients) -> Gradients:
         factor = self.scheme.predivide
         return gradients if factor == 1.0 else [None if grad is None else grad.detach() / factor for grad in gradients]
 
-    def _clear_results(self, exchange: Exchange, gradients: Gradients) -> Gradients:
+    def _clear_results(self, slot_view: PieceView, gradients: Gradients) -> Gradients:
         """Gradients may lie where their results will (zero_grad(set_to_none=False) leaves them there): the training
         would see one or the other, and what it changed would change a result. So they get memory of their own."""
         given = list(gradients)
-        for position, (grad, address) in enumerate(zip(gradients, exchange.result_addresses, strict=True)):
+        for position, (grad, address) in enumerate(zip(gradients, slot_view.result_addresses, strict=True)):
             if grad is not None and grad.data_ptr() == address and grad.numel():
                 own = self._own.get(position)
                 if own is None:
@@ -184,12 +183,12 @@ class Bucket:
     def set_terms(self, terms: str) -> None:
         """What ranks must agree on besides, before its next round: they do so anew."""
         self.request = replace(self.request, spec=replace(self.request.spec, terms=terms))
-        self.exchange = None
+        self.slot_view = None
 
     def leave_results(self) -> None:
         """Memory of a slot is the service's once its name is declared anew: no gradient may lie there then."""
-        if self.exchange is not None:
-            for param, address in zip(self.params, self.exchange.result_addresses, strict=True):
+        if self.slot_view is not None:
+            for param, address in zip(self.params, self.slot_view.result_addresses, strict=True):
                 if param.grad is not None and param.grad.data_ptr() == address:
                     param.grad = param.grad.detach().clone()
 
@@ -217,12 +216,12 @@ class Bucket:
     @property
     def round(self) -> int:
         """The number of its round, from 1; 0 if it does not travel."""
-        return self.exchange.slot.round if self.exchange is not None else 0
+        return self.slot_view.slot.round if self.slot_view is not None else 0
 
     @property
     def blame(self) -> int:
         """Who has made its result NaN or infinite, see blame.py; 0: nobody, or nobody asks."""
-        return self.exchange.slot.blame if self.exchange is not None else 0
+        return self.slot_view.slot.blame if self.slot_view is not None else 0
 
     def travel(self) -> None:
         """Take what other ranks must say before the gradients can leave: nothing, if these are dense."""
@@ -230,8 +229,8 @@ class Bucket:
     def receive(self) -> None:
         """Wait for the result and put it into ``param.grad``. Raises as ``wait`` does, and GradientOrderError."""
         touched = self.changed  # while the result is on its way
-        if self.exchange is not None:
-            self.exchange.wait()
+        if self.slot_view is not None:
+            self.slot_view.wait()
         self._check_untouched(touched)
         self.deliver()
 
@@ -250,8 +249,8 @@ class Bucket:
 
     def deliver(self) -> None:
         """Put the result, which is there, into ``param.grad``; nothing to do if it did not travel."""
-        exchange = self.exchange
-        if exchange is None:
+        slot_view = self.slot_view
+        if slot_view is None:
             return
         copied: list[int] = []
         outputs: list[torch.Tensor] = []
@@ -259,8 +258,8 @@ class Bucket:
         for position, (param, takes_part) in enumerate(zip(self.params, self.takes_part, strict=True)):
             if not takes_part:
                 continue  # frozen: must stay without a gradient
-            grad = exchange.results[position]
-            if param.dtype is exchange.dtype and param.is_cpu:
+            grad = slot_view.results[position]
+            if param.dtype is slot_view.dtype and param.is_cpu:
                 param.grad = grad
             else:
                 if param.grad is None or param.grad.layout is not torch.strided:
@@ -269,8 +268,8 @@ class Bucket:
                 copied.append(position)
                 outputs.append(grad)
             given.append(grad)
-        exchange.fetch(outputs, copied)
-        after = self.scheme.after(exchange.session.size)
+        slot_view.fetch(outputs, copied)
+        after = self.scheme.after(slot_view.session.size)
         if after != 1.0 and given:
             with torch.no_grad():
                 torch._foreach_mul_(given, after)

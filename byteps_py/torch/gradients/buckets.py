@@ -22,9 +22,9 @@ import torch
 from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
 from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
-from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import wire_dtype
-from byteps_py.torch.engine.exchange import Exchange
+from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients import nonfinite
 from byteps_py.torch.gradients.bucket import Bucket, GradientPlace, Scheme
 from byteps_py.torch.gradients.bucket_layout import plan_buckets
@@ -106,7 +106,7 @@ class GradientReducer:
         for bucket in self._buckets:
             spec = replace(bucket.request.spec, priority=self._priority(bucket.first))
             bucket.request = replace(bucket.request, spec=spec)
-        if any(bucket.exchange is not None for bucket in self._buckets):
+        if any(bucket.slot_view is not None for bucket in self._buckets):
             warnings.warn(
                 "CrossBarrier wraps an optimizer that has made steps already: its gradients go in the order in which "
                 "they become ready, not the most urgent first. Wrap it before the first step",
@@ -255,14 +255,14 @@ class GradientReducer:
         try:
             with self._lock:
                 self._agree()
-            if bucket.exchange is not None:
-                bucket.exchange.wait()
+            if bucket.slot_view is not None:
+                bucket.slot_view.wait()
                 bucket.deliver()
             self.poison = nonfinite.found(self._context.session, [bucket], self._scheme)
         finally:
             with self._lock:
                 if self._disagreement is not None:
-                    bucket.exchange = None  # see ``_abandon``
+                    bucket.slot_view = None  # see ``_abandon``
                 bucket.reset()
         self._judge()
         if self.poison is not None:
@@ -290,14 +290,14 @@ class GradientReducer:
                 raise
             disputed.append((bucket, error))
 
-    def _ask(self, name: str, gradients: Sequence[torch.Tensor | None]) -> Exchange:
+    def _ask(self, name: str, gradients: Sequence[torch.Tensor | None]) -> PieceView:
         """Begin to find out which gradients of a bucket are sparse on any rank."""
         spec = TensorSpec(name, DType.UINT8, (len(gradients),), Op.MAX, group=self._scheme.group)
         request = TensorRequest(spec, torch.uint8, ((len(gradients),),), torch.device("cpu"))
-        (exchange,) = self._context.exchanges([request])
+        (slot_view,) = self._context.slot_views([request])
         sparse = [grad is not None and grad.layout is not torch.strided for grad in gradients]
-        exchange.send([torch.tensor(sparse, dtype=torch.uint8)])
-        return exchange
+        slot_view.contribute([torch.tensor(sparse, dtype=torch.uint8)])
+        return slot_view
 
     def _settle(self, bucket: Bucket, error: Exception | None, settled: list[Bucket]) -> None:
         """Find out which gradients of a bucket are sparse on any rank; those travel by themselves from now on.
@@ -354,7 +354,7 @@ class GradientReducer:
         """What is on its way under names that not all ranks know will never come back."""
         for bucket in self._buckets:
             if bucket.sent:
-                bucket.exchange = None
+                bucket.slot_view = None
             bucket.reset()
 
     def _plan(self) -> list[tuple[str, str]]:
@@ -374,7 +374,7 @@ class GradientReducer:
         """This rank makes no step with the last round's averages. All must do so, or none: it becomes a part of what
         ranks agree on before the next round of one bucket, so that this is an error if they did not."""
         with self._lock:
-            dense = [b for b in self._buckets if b.exchange is not None and not isinstance(b, SparseBucket)]
+            dense = [b for b in self._buckets if b.slot_view is not None and not isinstance(b, SparseBucket)]
             if dense:
                 self._left_out += 1
                 noun = "step" if self._left_out == 1 else "steps"
@@ -414,10 +414,10 @@ class GradientReducer:
             if isinstance(bucket, SparseBucket):
                 bucket.start()
             elif any(grad is not None and grad.layout is not torch.strided for grad in gradients):
-                bucket.exchange = None
+                bucket.slot_view = None
                 bucket.kinds = self._ask(bucket.request.spec.name, gradients)
             else:
-                if bucket.exchange is None or not self._context.holds(bucket.exchange):
+                if bucket.slot_view is None or not self._context.holds(bucket.slot_view):
                     self._declare()
                 bucket.hand_over(gradients, is_early)
             self._begin_agreement()
@@ -432,7 +432,7 @@ class GradientReducer:
             self._agreement.forget()
             self._forget_left_out()
             for bucket in self._buckets:
-                bucket.exchange = None
+                bucket.slot_view = None
         return self._scheme.members(session.size) > 1 or self._context.settings.force_distributed
 
     def _declare(self) -> None:
@@ -443,13 +443,13 @@ class GradientReducer:
             if bucket.wanted
             and not isinstance(bucket, SparseBucket)
             and bucket.kinds is None
-            and (bucket.exchange is None or not self._context.holds(bucket.exchange))
+            and (bucket.slot_view is None or not self._context.holds(bucket.slot_view))
         ]
         requests = [bucket.request for bucket in new]
         if not self._is_agreed:
             requests.append(self._agreement.request)
-        for bucket, exchange in zip(new, self._context.exchanges(requests), strict=False):
-            bucket.exchange = exchange
+        for bucket, slot_view in zip(new, self._context.slot_views(requests), strict=False):
+            bucket.slot_view = slot_view
 
 
 def _title(names: Sequence[str]) -> str:

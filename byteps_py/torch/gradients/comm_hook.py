@@ -17,9 +17,9 @@ from byteps_py.tensors import TOGETHER, NonFinite, TensorSpec
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.completion import Completer
-from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import wire_dtype
-from byteps_py.torch.engine.exchange import Exchange
+from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients import nonfinite
 
 
@@ -67,7 +67,7 @@ class _Average:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self._exchange: Exchange | None = None
+        self._slot_view: PieceView | None = None
         self._error: Exception | None = None
         self._promise: torch.futures.Future[Any] = torch.futures.Future()
         # See work.py: an error set on a future of Python's is invisible to C++, one that a callback raises is not.
@@ -83,20 +83,20 @@ class _Average:
                 "or a DistributedOptimizer"
             )
         spec = TensorSpec(name, wire_dtype(dtype, name), shape, average=True, priority=TOGETHER, nonfinite=mode)
-        (self._exchange,) = context.exchanges([TensorRequest(spec, dtype, (shape,), self._buffer.device)])
-        self._exchange.send([self._buffer])
+        (self._slot_view,) = context.slot_views([TensorRequest(spec, dtype, (shape,), self._buffer.device)])
+        self._slot_view.contribute([self._buffer])
 
     def settle_whatever_comes(self) -> None:
         try:
-            if self._exchange is not None:
-                self._exchange.wait()
-                if blame := self._exchange.slot.blame:
-                    step = self._exchange.slot.round
+            if self._slot_view is not None:
+                self._slot_view.wait()
+                if blame := self._slot_view.slot.blame:
+                    step = self._slot_view.slot.round
                     place = nonfinite.where(
-                        self._exchange.slot.spec.name, self._exchange.results[0], self._buffer.dtype
+                        self._slot_view.slot.spec.name, self._slot_view.results[0], self._buffer.dtype
                     )
-                    raise nonfinite.explain(blame, self._exchange.session.size, step, [place] if place else [])
-                self._exchange.fetch([self._buffer])
+                    raise nonfinite.explain(blame, self._slot_view.session.size, step, [place] if place else [])
+                self._slot_view.fetch([self._buffer])
                 if self._buffer.is_cuda:
                     torch.cuda.current_stream(self._buffer.device).synchronize()
         except Exception as error:

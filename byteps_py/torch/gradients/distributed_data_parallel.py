@@ -22,8 +22,9 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import bits_of, wire_dtype
+from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import GradientPlace, Scheme
 from byteps_py.torch.gradients.buckets import GradientReducer
 from byteps_py.torch.horovod.functions import broadcast_parameters
@@ -164,17 +165,17 @@ class _Buffers:
         for buffer in self._module.buffers():
             bits = bits_of(buffer)
             groups.setdefault((bits.dtype, bits.device), []).append(bits)
-        exchanges = self._context.exchanges([self._request(*kind, group) for kind, group in groups.items()])
+        slot_views = self._context.slot_views([self._request(*kind, group) for kind, group in groups.items()])
         is_root = self._context.session.rank == 0
-        for exchange, group in zip(exchanges, groups.values(), strict=True):
+        for slot_view, group in zip(slot_views, groups.values(), strict=True):
             if is_root:
-                exchange.send(group)
+                slot_view.contribute(group)
             else:
-                exchange.send_nothing()
-        for exchange, group in zip(exchanges, groups.values(), strict=True):
-            exchange.wait()
+                slot_view.contribute_input()
+        for slot_view, group in zip(slot_views, groups.values(), strict=True):
+            slot_view.wait()
             if not is_root:
-                exchange.fetch(group)
+                slot_view.fetch(group)
 
     def _request(self, dtype: torch.dtype, device: torch.device, group: list[torch.Tensor]) -> TensorRequest:
         wire = wire_dtype(dtype, self._prefix)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from byteps_py.torch.engine.exchange import Exchange, pieces
+from byteps_py.torch.engine.slot_view import PieceView, pieces
 from byteps_py.torch.gradients import checksums
 from byteps_py.torch.gradients.checksums import Pieces
 
@@ -46,7 +46,7 @@ class GradientChecksums:
         self._views: list[torch.Tensor] = []
         self._together: Pieces | None = None
         self._alone: Pieces | None = None
-        self._exchange: Exchange | None = None
+        self._slot_view: PieceView | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -55,27 +55,27 @@ class GradientChecksums:
         self._address = 0  # of the gradient that was sent alone
         self._norms: torch.Tensor | None = None
 
-    def send(self, exchange: Exchange, gradients: Gradients) -> None:
+    def send(self, slot_view: PieceView, gradients: Gradients) -> None:
         """Hand them over, and remember what they are."""
-        self._exchange = exchange
+        self._slot_view = slot_view
         checksums.kernel().prepare()
         only = gradients[0] if len(gradients) == 1 else None
-        if exchange.is_on_device:
+        if slot_view.is_on_device:
             self._norms = _norms(gradients)
-            exchange.send(self._contribution(gradients))
+            slot_view.contribute(self._contribution(gradients))
         elif only is not None and only.is_contiguous():
-            exchange.send(self._contribution(gradients))
+            slot_view.contribute(self._contribution(gradients))
             if self._alone is None:
                 self._alone = Pieces([only.nbytes])
             self._alone.note(only.data_ptr())
             self._has_sent_alone, self._address = True, only.data_ptr()
         else:
-            _fill(exchange.inputs, self._contribution(gradients))
+            _fill(slot_view.inputs, self._contribution(gradients))
             if self._together is None:
-                self._together = Pieces([math.prod(shape) * exchange.dtype.itemsize for shape in exchange.shapes])
-            self._together.note(exchange.input_address)
+                self._together = Pieces([math.prod(shape) * slot_view.dtype.itemsize for shape in slot_view.shapes])
+            self._together.note(slot_view.input_address)
             self._has_sent_together = True
-            exchange.send_nothing()  # what there is to send is in place
+            slot_view.contribute_input()  # what there is to send is in place
 
     def changed(self, gradients: Gradients) -> int | None:
         """The first of ``gradients`` that is not what it was in ``send``, if there is one."""
@@ -84,10 +84,10 @@ class GradientChecksums:
             if only is None or only.data_ptr() != self._address or not only.is_contiguous():
                 return 0
             return self._alone.changed(self._address)
-        if self._has_sent_together and self._together is not None and self._exchange is not None:
-            memory = self._scratch.memory(self._exchange.slot.spec.nbytes)
+        if self._has_sent_together and self._together is not None and self._slot_view is not None:
+            memory = self._scratch.memory(self._slot_view.slot.spec.nbytes)
             if memory is not self._memory:
-                self._views = pieces(memoryview(memory), self._exchange.dtype, self._exchange.shapes)
+                self._views = pieces(memoryview(memory), self._slot_view.dtype, self._slot_view.shapes)
                 self._memory = memory
             try:
                 _fill(self._views, self._contribution(gradients))

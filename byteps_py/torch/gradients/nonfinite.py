@@ -95,15 +95,15 @@ def tell(poison: NonFiniteError, session: Session) -> None:
 
 def _blame(bucket: Bucket, session: Session) -> int:
     """Of a rank that is alone: its gradients may not travel at all."""
-    if bucket.exchange is not None:
+    if bucket.slot_view is not None:
         return bucket.blame
     return blames.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
 
 
 def _places(bucket: Bucket) -> Iterator[str]:
     for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
-        if bucket.exchange is not None:
-            found = where(name, bucket.exchange.results[position], param.dtype)
+        if bucket.slot_view is not None:
+            found = where(name, bucket.slot_view.results[position], param.dtype)
         elif param.grad is not None and bucket.takes_part[position]:
             found = where(name, param.grad)
         else:

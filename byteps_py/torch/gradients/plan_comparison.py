@@ -17,8 +17,8 @@ import torch
 
 from byteps_py.errors import MismatchError
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.engine.context import Context, TensorRequest
-from byteps_py.torch.engine.exchange import Exchange
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 
 #: Of all buckets: (name of its tensor, what a rank gives) for each gradient, in the order in which they were named.
 Plan = Sequence[tuple[str, str]]
@@ -32,7 +32,7 @@ class PlanComparison:
 
     def __init__(self, context: Context, name: str, group: tuple[int, ...]) -> None:
         self._context, self._name, self._group = context, name, group
-        self._under_way: Exchange | None = None
+        self._under_way: PieceView | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -53,11 +53,11 @@ class PlanComparison:
     def settle(self, plan: Plan) -> None:
         """Return when all who have begun are known to have the same plan. Raises MismatchError with the first entry
         that differs."""
-        exchange, self._under_way = self._under_way, None
-        if exchange is None:
+        slot_view, self._under_way = self._under_way, None
+        if slot_view is None:
             return
-        exchange.wait()
-        largest, smallest = exchange.results[0].tolist()
+        slot_view.wait()
+        largest, smallest = slot_view.results[0].tolist()
         if largest != -smallest:
             raise MismatchError(self._difference(plan))
 
@@ -119,15 +119,15 @@ class PlanComparison:
         return {rank: value for rank, value in zip(self._ranks, found, strict=True) if value}
 
     def _max(self, what: str, values: torch.Tensor) -> torch.Tensor:
-        exchange = self._start(what, values)
-        exchange.wait()
-        return exchange.results[0].clone()
+        slot_view = self._start(what, values)
+        slot_view.wait()
+        return slot_view.results[0].clone()
 
-    def _start(self, what: str, values: torch.Tensor) -> Exchange:
+    def _start(self, what: str, values: torch.Tensor) -> PieceView:
         wire = DType.INT64 if values.dtype is torch.int64 else DType.UINT8
-        (exchange,) = self._context.exchanges([self._request(what, wire, tuple(values.shape))])
-        exchange.send([values])
-        return exchange
+        (slot_view,) = self._context.slot_views([self._request(what, wire, tuple(values.shape))])
+        slot_view.contribute([values])
+        return slot_view
 
     def _request(self, what: str, wire: DType, shape: tuple[int, ...]) -> TensorRequest:
         spec = TensorSpec(f"{self._name}.{what}", wire, shape, Op.MAX, group=self._group)

@@ -18,7 +18,8 @@ from byteps_py import blame as blames
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.session import Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
-from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.engine.sparse_checks import check_count, check_dimensions, check_indices
 from byteps_py.torch.gradients import checksums
 from byteps_py.torch.gradients.bucket import Bucket, Scheme

@@ -26,7 +26,7 @@ from byteps_py.torch.engine.integer_averages import is_summed_wider, mean, summa
 from byteps_py.torch.horovod.api import result_of, synchronize
 from byteps_py.torch.horovod.gathers import allgather_async
 from byteps_py.torch.horovod.ops import Adasum, Average, ReduceOp, Sum, listed
-from byteps_py.torch.horovod.plans import How
+from byteps_py.torch.horovod.plans import ReductionOptions
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, members_of
 from byteps_py.torch.horovod.reductions import start_adasum, start_reduction
 
@@ -207,7 +207,7 @@ def sparse_allreduce_async(
 class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, how: How, is_group: bool, *tensors: torch.Tensor
+        ctx: Any, name: str | None, how: ReductionOptions, is_group: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = contexts.current(), name, how, is_group
         result = result_of(_start(tensors, None, name, how, is_group, is_awaited=True))
@@ -228,7 +228,7 @@ def _start(
     tensors: Sequence[torch.Tensor],
     into: Sequence[torch.Tensor] | None,
     name: str | None,
-    how: How,
+    how: ReductionOptions,
     is_group: bool = False,
     is_awaited: bool = False,
 ) -> int:
@@ -237,8 +237,12 @@ def _start(
     return start_reduction(contexts.current(), tensors, into, name, how, is_group, is_awaited)
 
 
-def _how(op: ReduceOp | None, average: bool | None, before: float, after: float, process_set: ProcessSet) -> How:
-    return How(chosen(op, average), "allreduce", group_of(process_set), before=float(before), after=float(after))
+def _how(
+    op: ReduceOp | None, average: bool | None, before: float, after: float, process_set: ProcessSet
+) -> ReductionOptions:
+    return ReductionOptions(
+        chosen(op, average), "allreduce", group_of(process_set), before=float(before), after=float(after)
+    )
 
 
 def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:

@@ -17,10 +17,10 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import Layout, Op
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import check_dense
-from byteps_py.torch.engine.handles import Operation
+from byteps_py.torch.engine.slot_view import SlotView
+from byteps_py.torch.engine.work import Attempt, NamedWork
 from byteps_py.torch.horovod import size_headers
 from byteps_py.torch.horovod.ops import begin_when_free, kind_in, operation_of
-from byteps_py.torch.horovod.rooms import Room, rooms_of
 from byteps_py.torch.horovod.two_rounds import TwoRounds
 
 Splits = torch.Tensor | Sequence[int] | None
@@ -47,11 +47,11 @@ def start_alltoall(
     kind = kind_in(group, "alltoall")
     full = context.names.in_turn(kind) if name is None else f"{kind}.{name}"
 
-    def begin() -> Operation:
+    def begin() -> NamedWork:
         exchange = Alltoall(context, full, found, rows, group, device)
         if background:
             exchange.go_on_alone()
-        return operation_of(context, full, name is None, lambda: exchange.done, exchange.complete)
+        return operation_of(context, full, name is None, Attempt(lambda: exchange.done, exchange.complete))
 
     return begin_when_free(context, full, name, begin)
 
@@ -110,39 +110,36 @@ class Alltoall(TwoRounds):
         self._row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
         super().__init__(context, tensor.device)
 
-    def _send_headers(self) -> Room:
+    def _send_headers(self) -> SlotView:
         count = len(self._members)
         pieces = tuple((i * size_headers.NBYTES, size_headers.NBYTES) for i in range(count))
-        room = rooms_of(self._context).get(
-            f"sizes.{self._name}",
-            Op.EXCHANGE,
-            self._group,
-            count * size_headers.NBYTES,
-            count * size_headers.NBYTES,
-            self._tensor.device,
+        view = self._context.byte_view(
+            f"sizes.{self._name}", Op.EXCHANGE, self._group, count * size_headers.NBYTES, count * size_headers.NBYTES
         )
         words = [size_headers.header("alltoall", self._tensor, self._name, rows) for rows in self._sent]
-        room.input(0, torch.int64, (count, size_headers.WORDS)).copy_(torch.tensor(words, dtype=torch.int64))
-        room.send_as_it_is(Layout(pieces, pieces))
-        return room
+        view.input(0, torch.int64, (count, size_headers.WORDS)).copy_(torch.tensor(words, dtype=torch.int64))
+        view.hand_over(Layout(pieces, pieces))
+        return view
 
-    def _send_data(self, headers_room: Room) -> Room:
+    def _send_data(self, header_view: SlotView) -> SlotView:
         count = len(self._members)
-        words = headers_room.result(0, torch.int64, (count, size_headers.WORDS)).numpy()[:, np.newaxis]
+        words = header_view.result(0, torch.int64, (count, size_headers.WORDS)).numpy()[:, np.newaxis]
         size_headers.check("alltoall", self._name, self._members, words)
         self._received = [rows[0] for rows in size_headers.rows_of(words)]
         sends, receives = self._pieces(self._sent), self._pieces(self._received)
-        room = rooms_of(self._context).get(
-            self._name, Op.EXCHANGE, self._group, _end(sends), _end(receives), self._tensor.device
-        )
+        view = self._context.byte_view(self._name, Op.EXCHANGE, self._group, _end(sends), _end(receives))
         whole = self._tensor[: sum(self._sent)]
-        view = room.input(0, self._tensor.dtype, tuple(whole.shape))
-        room.send([view] if whole.numel() else [], [whole] if whole.numel() else [], Layout(sends, receives))
-        return room
+        layout = Layout(sends, receives)
+        if whole.numel():
+            view.send(self._device, [view.input(0, whole.dtype, tuple(whole.shape))], [whole], layout)
+        else:
+            view.send(self._device, [], [], layout)
+        return view
 
-    def _deliver(self, room: Room) -> tuple[torch.Tensor, torch.Tensor]:
+    def _deliver(self, view: SlotView) -> tuple[torch.Tensor, torch.Tensor]:
         output = self._tensor.new_empty((sum(self._received), *self._tensor.shape[1:]))
-        room.fetch([room.result(0, output.dtype, tuple(output.shape))] if output.numel() else [], [output])
+        if output.numel():
+            view.fetch_views(self._device, [view.result(0, output.dtype, tuple(output.shape))], [output])
         return output, torch.tensor(self._received, dtype=torch.int32, device=self._splits_device)
 
     def _pieces(self, rows: Sequence[int]) -> tuple[tuple[int, int], ...]:

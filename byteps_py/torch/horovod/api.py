@@ -22,7 +22,7 @@ from byteps_py.torch import timeline
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum, which_op
-from byteps_py.torch.horovod.plans import How
+from byteps_py.torch.horovod.plans import ReductionOptions
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, is_communicator, meet, set_up
 from byteps_py.torch.horovod.reductions import start_reduction
 
@@ -171,7 +171,7 @@ def push_pull_async(
     calls, which machines share. version: BytePS's, without effect.
     A CUDA tensor must not be changed before ``synchronize``; a CPU tensor may be.
     """
-    how = How(which_op(average, op), compression=compression, priority=priority)
+    how = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
     return start_reduction(contexts.current(), [tensor], None, name, how)
 
 
@@ -186,7 +186,7 @@ def push_pull_async_inplace(
     compression: type[Compressor] = Compression.none,
 ) -> int:
     """Like push_pull_async, but the result goes into ``tensor`` when it is synchronized."""
-    how = How(which_op(average, op), compression=compression, priority=priority)
+    how = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
     return start_reduction(contexts.current(), [tensor], [tensor], name, how)
 
 
@@ -204,7 +204,7 @@ def push_pull_inplace(
     compression: type[Compressor] = Compression.none,
 ) -> torch.Tensor:
     """Reduce ``tensor`` over all ranks in place, and return it."""
-    how = How(which_op(average, op), compression=compression, priority=priority)
+    how = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
     handle = start_reduction(contexts.current(), [tensor], [tensor], name, how, is_awaited=True)
     result: torch.Tensor = result_of(handle)
     return result
@@ -238,7 +238,7 @@ class _PushPull(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, priority: int, compression: type[Compressor]
     ) -> torch.Tensor:
         ctx.arguments = contexts.current(), op, name, priority, compression
-        how = How(op, compression=compression, priority=priority)
+        how = ReductionOptions(op, compression=compression, priority=priority)
         result: torch.Tensor = result_of(start_reduction(ctx.arguments[0], [tensor], None, name, how, is_awaited=True))
         return result
 
@@ -266,9 +266,9 @@ def poll(handle: int) -> bool:
     context = contexts.current()
     context.session  # noqa: B018  raises NotInitializedError
     operation = context.handles.get(handle)
-    if operation.done:
+    if operation.is_done:
         operation.settle()  # so that a tensor reduced in place holds its result from now on
-    return operation.settled
+    return operation.is_over
 
 
 def synchronize(handle: int) -> Any:
@@ -278,7 +278,7 @@ def synchronize(handle: int) -> Any:
     context = contexts.current()
     context.session  # noqa: B018  raises NotInitializedError
     operation = context.handles.pop(handle)
-    return None if operation is None else operation.finish()
+    return None if operation is None else operation.deliver()
 
 
 def result_of(handle: int) -> Any:

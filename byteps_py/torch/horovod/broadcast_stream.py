@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.engine.context import Context, TensorRequest
-from byteps_py.torch.engine.exchange import Exchange
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 
 #: A chunk has the smallest of these sizes that holds what is left.
 CHUNK_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
@@ -57,15 +57,15 @@ def broadcast_stream(
     ``label`` keeps streams of different kinds, and of different groups, apart.
     """
     is_root = context.session.rank == root
-    under_way: deque[tuple[Exchange, list[Piece]]] = deque()
+    under_way: deque[tuple[PieceView, list[Piece]]] = deque()
 
     def receive() -> None:
-        exchange, pieces = under_way.popleft()
-        exchange.wait()
+        slot_view, pieces = under_way.popleft()
+        slot_view.wait()
         if not is_root:
             offset = 0
             for buffer, start, length in pieces:
-                buffers[buffer][start : start + length].copy_(exchange.results[0][offset : offset + length])
+                buffers[buffer][start : start + length].copy_(slot_view.results[0][offset : offset + length])
                 offset += length
 
     for number, (size, pieces) in enumerate(cut([b.numel() for b in buffers])):
@@ -73,13 +73,13 @@ def broadcast_stream(
             receive()
         name = f"{label}.{root}.{size}.{number % WINDOW}"
         spec = TensorSpec(name, DType.UINT8, (size,), Op.BROADCAST, root=root, group=group)
-        (exchange,) = context.exchanges([TensorRequest(spec, torch.uint8, ((size,),), torch.device("cpu"))])
+        (slot_view,) = context.slot_views([TensorRequest(spec, torch.uint8, ((size,),), torch.device("cpu"))])
         if is_root:
             offset = 0
             for buffer, start, length in pieces:
-                exchange.inputs[0][offset : offset + length].copy_(buffers[buffer][start : start + length])
+                slot_view.inputs[0][offset : offset + length].copy_(buffers[buffer][start : start + length])
                 offset += length
-        exchange.send_nothing()  # what there is to send is in place
-        under_way.append((exchange, pieces))
+        slot_view.contribute_input()  # what there is to send is in place
+        under_way.append((slot_view, pieces))
     while under_way:
         receive()

@@ -49,7 +49,7 @@ def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Pa
     for name, tensor in pairs:  # before the first of them travels
         check_result(tensor, name)
     requests = [broadcast_request(context, tensor, root_rank, f"{prefix}{name}") for name, tensor in pairs]
-    context.exchanges(requests)  # one declaration for all
+    context.slot_views(requests)  # one declaration for all
     handles = [
         start_broadcast(context, request, tensor, tensor, name)
         for request, (name, tensor) in zip(requests, pairs, strict=True)
@@ -60,7 +60,7 @@ def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Pa
             operation.settle()
     for operation in operations:
         if operation is not None:
-            operation.finish()
+            operation.deliver()
 
 
 def _is_pair(value: object) -> bool:

@@ -22,7 +22,7 @@ from byteps_py.torch.horovod.alltoall import Splits, start_alltoall
 from byteps_py.torch.horovod.api import result_of
 from byteps_py.torch.horovod.ops import Average, listed
 from byteps_py.torch.horovod.pickling import NotPickledError, check_lengths, packed, unpacked
-from byteps_py.torch.horovod.plans import How
+from byteps_py.torch.horovod.plans import ReductionOptions
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, members_of
 from byteps_py.torch.horovod.reductions import start_reduction
 
@@ -84,7 +84,7 @@ class _Allgather(torch.autograd.Function):
         with contexts.use(context):  # autograd may run this on a thread of its own
             members = members_of(process_set)
             own = None if name is None else f"{name}.grad"
-            how = How(Average, "allgather.grad", group_of(process_set))
+            how = ReductionOptions(Average, "allgather.grad", group_of(process_set))
             means = result_of(start_reduction(context, grads, None, own, how, is_group=True))
             dimensions = torch.tensor([[shape[0] for shape in rows]])
             handle = start_gather(context, [dimensions], own and f"{own}.rows", group_of(process_set), background=False)

@@ -16,9 +16,10 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import bits_of, check_dense, check_result, wire_dtype
-from byteps_py.torch.engine.handles import Operation
+from byteps_py.torch.engine.slot_view import TensorRequest
+from byteps_py.torch.engine.work import Attempt, NamedWork
 
 #: What BytePS's module of this name has; here they are api.py's, which stands on this one.
 _OF_BYTEPS = frozenset(
@@ -129,23 +130,23 @@ def start_broadcast(
     """Begin to broadcast the root's ``tensor`` into ``output`` (may be the same tensor). Returns a handle."""
     check_result(output, name)
 
-    def begin() -> Operation:
-        (exchange,) = context.exchanges([request])
+    def begin() -> NamedWork:
+        (slot_view,) = context.slot_views([request])
         is_root = context.session.rank == request.spec.root
         if not is_root:
-            exchange.send_nothing()
+            slot_view.contribute_input()
         else:
             if output is not tensor:
                 output.detach().copy_(tensor.detach())
-            exchange.send([bits_of(tensor)])
+            slot_view.contribute([bits_of(tensor)])
 
         def complete() -> torch.Tensor:
-            exchange.wait()
+            slot_view.wait()
             if not is_root:
-                exchange.fetch([bits_of(output)])
+                slot_view.fetch([bits_of(output)])
             return output
 
-        return operation_of(context, request.spec.name, name is None, lambda: exchange.done, complete)
+        return operation_of(context, request.spec.name, name is None, Attempt(lambda: slot_view.is_done, complete))
 
     return begin_when_free(context, request.spec.name, name, begin)
 
@@ -153,9 +154,7 @@ def start_broadcast(
 # ---- names -------------------------------------------------------------------------------------------------
 
 
-def operation_of(
-    context: Context, full: str, is_unnamed: bool, is_done: Callable[[], bool], complete: Callable[[], object]
-) -> Operation:
+def operation_of(context: Context, full: str, is_unnamed: bool, attempt: Attempt) -> NamedWork:
     """An operation after whose disagreement the ranks count unnamed ones anew."""
     epoch = context.names.epoch
 
@@ -163,10 +162,10 @@ def operation_of(
         if is_unnamed:
             context.names.restart(epoch)
 
-    return Operation(full, is_done, complete, recount)
+    return NamedWork(full, attempt, recount)
 
 
-def begin_when_free(context: Context, full: str, name: str | None, begin: Callable[[], Operation]) -> int:
+def begin_when_free(context: Context, full: str, name: str | None, begin: Callable[[], NamedWork]) -> int:
     """Run ``begin`` once nobody else needs the name ``full``. Returns the operation's handle.
 
     An earlier operation of the same name: an error if the user gave the name; a name of ours was merely given again

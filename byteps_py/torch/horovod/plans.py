@@ -14,12 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
+from byteps_py.log import logger
 from byteps_py.tensors import MAX_TERMS_BYTES, TensorSpec
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import check_dense, wire_dtype
 from byteps_py.torch.engine.integer_averages import is_summed_wider, sum_dtype, sum_shape
-from byteps_py.torch.engine.named_sums import can_be_offered, is_among_neighbours
+from byteps_py.torch.engine.named_sums import SumOffer
+from byteps_py.torch.engine.ring import ring_sum
+from byteps_py.torch.engine.router import Route, Router, SumFacts
+from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.horovod.ops import Average, Max, Min, Product, ReduceOp, Sum, kind_in
 
 #: So many plans, and names in a plan, are kept; with more, all are forgotten and found anew.
@@ -27,7 +31,7 @@ _MOST = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class ReductionOptions:
     """How tensors are reduced. ``kind`` keeps operations of one name apart; ``before``, ``after``: scale factors."""
 
     op: ReduceOp
@@ -45,7 +49,7 @@ class DeclarationPlan:
     must have in common. Raises UsageError for tensors that can't be reduced so."""
 
     def __init__(
-        self, context: Context, tensors: Sequence[torch.Tensor], how: How, is_group: bool, name: str | None
+        self, context: Context, tensors: Sequence[torch.Tensor], how: ReductionOptions, is_group: bool, name: str | None
     ) -> None:
         self._how = how
         self._is_group = is_group
@@ -84,11 +88,22 @@ class DeclarationPlan:
         #: How averages of integers are rounded: Horovod's operations cut them off, push_pull goes to the floor.
         self.rounding = "trunc" if how.kind else "floor"
         self._requests: dict[str, list[TensorRequest]] = {}
-        #: Whether ranks tell each other that they wait for it, and may then add it up (shares/by_name.py).
-        self.is_among_neighbours = is_among_neighbours(context.session, how.group or range(self.count))
-        self.can_be_offered = self._is_plain_sum(tensors) and can_be_offered(
-            context.session, self._request("one", [0]).spec
-        )
+        #: Whether ranks tell each other that they wait for it, and may then add it up (engine/named_sums.py).
+        self.router = Router.for_names(context.session, how.group or range(self.count), ring_sum.is_able)
+        self._route = self._find_route() if self._is_plain_sum(tensors) else Route.SERVICE
+
+    def offer(self, full: str) -> SumOffer | None:
+        """What ranks that wait for it may add up among themselves; None: it goes through the service in any case."""
+        return None if self._route is Route.SERVICE else SumOffer(self.requests(full)[0].spec, self._route)
+
+    def _find_route(self) -> Route:
+        spec = self._request("one", [0]).spec
+        is_exact = spec.dtype.is_floating or not spec.average
+        # All ranks answer alike, wherever their tensors lie: a rank whose tensor is on a device does not offer.
+        facts = SumFacts(spec.op, spec.nbytes, spec.nbytes * (self.count - 1), is_exact, is_on_host=True)
+        choice = self.router.sum(facts)
+        logger.debug("%s of %s%s: %s", self.kind, spec.dtype.name.lower(), list(spec.shape), choice)
+        return choice.route
 
     def requests(self, full: str) -> list[TensorRequest]:
         """What is declared under the name ``full``: each part."""
@@ -145,7 +160,7 @@ class Plans:
         self._plans: dict[object, DeclarationPlan] = {}
 
     def find(
-        self, context: Context, tensors: Sequence[torch.Tensor], how: How, is_group: bool, name: str | None
+        self, context: Context, tensors: Sequence[torch.Tensor], how: ReductionOptions, is_group: bool, name: str | None
     ) -> DeclarationPlan:
         """``name``: for messages. Raises UsageError as DeclarationPlan does."""
         key = how, is_group, *[(t.dtype, t.shape, t.device, t.layout) for t in tensors]
@@ -166,7 +181,7 @@ def is_truth(tensor: torch.Tensor, op: ReduceOp) -> bool:
     return tensor.dtype is torch.bool and op in (Min, Max, Product)
 
 
-def _terms(tensors: Sequence[torch.Tensor], how: How, is_group: bool) -> str:
+def _terms(tensors: Sequence[torch.Tensor], how: ReductionOptions, is_group: bool) -> str:
     """What the spec does not say and ranks must agree on all the same."""
     found = []
     averages = [tensor.dtype for tensor in tensors if how.op is Average and is_summed_wider(tensor.dtype)]

@@ -15,7 +15,8 @@ import torch
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.slot_view import TensorRequest
 
 _NAME = "byteps_py.process_sets"
 _BITS = 62  # of a set's ranks in one int64
@@ -258,10 +259,10 @@ def _agree(
     for row, ranks in enumerate(sets, 1):
         for rank in ranks:
             table[session.rank, row, rank // _BITS] |= 1 << (rank % _BITS)
-    (exchange,) = context.exchanges([request])
-    exchange.send([table])
-    exchange.wait()
-    exchange.fetch([table])
+    (slot_view,) = context.slot_views([request])
+    slot_view.contribute([table])
+    slot_view.wait()
+    slot_view.fetch([table])
     heard = table.tolist()
     by_rank = [[_ranks_in(row) for row in rows[1:]] for rows in heard]
     kinds = [rows[0][0] for rows in heard]

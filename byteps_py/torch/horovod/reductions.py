@@ -15,12 +15,12 @@ import torch
 from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import bits_of, check_dense, check_result
-from byteps_py.torch.engine.exchange import Exchange
-from byteps_py.torch.engine.handles import Operation
 from byteps_py.torch.engine.integer_averages import mean, summands
-from byteps_py.torch.engine.named_sums import Course, SharedSums
+from byteps_py.torch.engine.named_sums import NamedSums
+from byteps_py.torch.engine.slot_view import PieceView
+from byteps_py.torch.engine.work import Attempt, NamedWork
 from byteps_py.torch.horovod.ops import begin_when_free, kind_in, operation_of
-from byteps_py.torch.horovod.plans import How, Plans
+from byteps_py.torch.horovod.plans import Plans, ReductionOptions
 from byteps_py.torch.horovod.scaling import fetch_scaled, scaled, send_scaled
 
 #: Once one part of a group has failed, how long the others are waited for: ranks may disagree about how many there are.
@@ -34,7 +34,7 @@ def start_reduction(
     tensors: Tensors,
     into: Tensors | None,
     name: str | None,
-    how: How,
+    how: ReductionOptions,
     is_group: bool = False,
     is_awaited: bool = False,
 ) -> int:
@@ -63,46 +63,51 @@ def start_reduction(
         else list(into)
     )
 
-    def through_the_service() -> Course:
-        exchanges = context.exchanges(plan.requests(full))
+    def through_the_service() -> Attempt:
+        slot_views = context.slot_views(plan.requests(full))
         view = bits_of if plan.has_truth_values else torch.Tensor.detach
-        for exchange, part in zip(exchanges, plan.parts, strict=True):
+        for slot_view, part in zip(slot_views, plan.parts, strict=True):
             if plan.are_summed_wider[part[0]]:
-                exchange.send([summands(scaled(tensors[i].detach(), how.before)) for i in part])
+                slot_view.contribute([summands(scaled(tensors[i].detach(), how.before)) for i in part])
             else:
-                send_scaled(exchange, [view(tensors[i]) for i in part], how.before)
+                send_scaled(slot_view, [view(tensors[i]) for i in part], how.before)
 
         def complete() -> None:
-            _wait_all(exchanges)
-            for exchange, part in zip(exchanges, plan.parts, strict=True):
+            _wait_all(slot_views)
+            for slot_view, part in zip(slot_views, plan.parts, strict=True):
                 if plan.are_summed_wider[part[0]]:
-                    for sums, i in zip(exchange.results, part, strict=True):
+                    for sums, i in zip(slot_view.results, part, strict=True):
                         average = mean(sums, plan.count, outputs[i].dtype, plan.rounding)
                         outputs[i].detach().copy_(scaled(average, how.after))
                 else:
-                    fetch_scaled(exchange, [view(outputs[i]) for i in part], how.after)
+                    fetch_scaled(slot_view, [view(outputs[i]) for i in part], how.after)
 
-        return Course(lambda: all(e.done for e in exchanges), complete)
+        return Attempt(lambda: all(e.is_done for e in slot_views), complete)
 
-    def begin() -> Operation:
-        if plan.is_among_neighbours:
-            spec = plan.requests(full)[0].spec if is_awaited and plan.can_be_offered else None
-            sums = SharedSums.of(context)
-            course = sums.begin(full, how.group, spec, tensors, outputs, through_the_service)
+    def begin() -> NamedWork:
+        if plan.router.are_local:
+            offer = plan.offer(full) if is_awaited else None
+            sums = NamedSums.of(context)
+            attempt = sums.begin(full, how.group, offer, tensors, outputs, through_the_service)
         else:
-            course = through_the_service()
+            attempt = through_the_service()
 
         def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
-            course.complete()
+            attempt.complete()
             return tuple(outputs) if is_group else outputs[0]
 
-        return operation_of(context, full, name is None, course.is_done, complete)
+        return operation_of(context, full, name is None, Attempt(attempt.is_done, complete))
 
     return begin_when_free(context, full, name, begin)
 
 
 def start_adasum(
-    context: Context, tensors: Tensors, into: Tensors | None, name: str | None, how: How, is_group: bool = False
+    context: Context,
+    tensors: Tensors,
+    into: Tensors | None,
+    name: str | None,
+    how: ReductionOptions,
+    is_group: bool = False,
 ) -> int:
     """Begin to combine each of ``tensors`` by Adasum; else as ``start_reduction``. Raises UsageError."""
     from byteps_py.torch.horovod import adasum
@@ -119,7 +124,7 @@ def start_adasum(
         full = f"{kind}.{name}"
     outputs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors] if into is None else list(into)
 
-    def begin() -> Operation:
+    def begin() -> NamedWork:
         running = adasum.start(context, [scaled(tensor.detach(), how.before) for tensor in tensors], full, how.group)
 
         def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -127,17 +132,17 @@ def start_adasum(
                 output.detach().copy_(scaled(result, how.after))
             return tuple(outputs) if is_group else outputs[0]
 
-        return operation_of(context, full, name is None, lambda: running.done, complete)
+        return operation_of(context, full, name is None, Attempt(lambda: running.done, complete))
 
     return begin_when_free(context, full, name, begin)
 
 
-def _wait_all(exchanges: Sequence[Exchange]) -> None:
-    for i, exchange in enumerate(exchanges):
+def _wait_all(slot_views: Sequence[PieceView]) -> None:
+    for i, slot_view in enumerate(slot_views):
         try:
-            exchange.wait()
+            slot_view.wait()
         except CommunicationError:
-            for other in exchanges[i + 1 :]:
+            for other in slot_views[i + 1 :]:
                 with contextlib.suppress(CommunicationError):  # the first one is on its way to the caller
                     other.wait(_OTHER_PARTS_S)
             raise

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from byteps_py.torch.engine.exchange import Exchange
+from byteps_py.torch.engine.slot_view import PieceView
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -26,31 +26,31 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return (tensor.to(torch.float64) * factor).to(tensor.dtype)
 
 
-def send_scaled(exchange: Exchange, tensors: Sequence[torch.Tensor], factor: float) -> None:
+def send_scaled(slot_view: PieceView, tensors: Sequence[torch.Tensor], factor: float) -> None:
     """Contribute ``tensors * factor``."""
     if factor == 1.0:
-        exchange.send(tensors)
-    elif all(_in_one_pass(tensor, exchange) for tensor in tensors):
+        slot_view.contribute(tensors)
+    elif all(_in_one_pass(tensor, slot_view) for tensor in tensors):
         with torch.no_grad():
-            for tensor, view in zip(tensors, exchange.inputs, strict=True):
+            for tensor, view in zip(tensors, slot_view.inputs, strict=True):
                 torch.mul(tensor, factor, out=view)
-        exchange.send_nothing()
+        slot_view.contribute_input()
     else:
-        exchange.send([scaled(tensor, factor) for tensor in tensors])
+        slot_view.contribute([scaled(tensor, factor) for tensor in tensors])
 
 
-def fetch_scaled(exchange: Exchange, outputs: Sequence[torch.Tensor], factor: float) -> None:
+def fetch_scaled(slot_view: PieceView, outputs: Sequence[torch.Tensor], factor: float) -> None:
     """Copy ``results * factor`` to ``outputs``."""
-    if factor != 1.0 and all(_in_one_pass(output, exchange) for output in outputs):
+    if factor != 1.0 and all(_in_one_pass(output, slot_view) for output in outputs):
         with torch.no_grad():
-            for view, output in zip(exchange.results, outputs, strict=True):
+            for view, output in zip(slot_view.results, outputs, strict=True):
                 torch.mul(view, factor, out=output)
         return
-    exchange.fetch(outputs)
+    slot_view.fetch(outputs)
     if factor != 1.0:
         for output in outputs:
             output.copy_(scaled(output, factor))
 
 
-def _in_one_pass(tensor: torch.Tensor, exchange: Exchange) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype is exchange.dtype and tensor.dtype.is_floating_point
+def _in_one_pass(tensor: torch.Tensor, slot_view: PieceView) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype is slot_view.dtype and tensor.dtype.is_floating_point

@@ -21,7 +21,7 @@ from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.horovod.allgather import start_gather
 from byteps_py.torch.horovod.api import result_of
 from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum, listed
-from byteps_py.torch.horovod.plans import How
+from byteps_py.torch.horovod.plans import ReductionOptions
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, members_of
 from byteps_py.torch.horovod.reductions import start_reduction
 from byteps_py.torch.horovod.scaling import scaled
@@ -99,7 +99,12 @@ def grouped_reducescatter(
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, how: How, process_set: ProcessSet, is_group: bool, *tensors: torch.Tensor
+        ctx: Any,
+        name: str | None,
+        how: ReductionOptions,
+        process_set: ProcessSet,
+        is_group: bool,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = contexts.current(), name, how, process_set
         result = result_of(start_reduction(contexts.current(), tensors, None, name, how, is_group))
@@ -124,10 +129,10 @@ def _how(
     after: float,
     tensors: Sequence[torch.Tensor],
     name: str | None,
-) -> How:
+) -> ReductionOptions:
     if op not in (Average, Sum):
         raise UnsupportedError(f"reducescatter takes op=Average or op=Sum, got {op!r}")
     if any(tensor.dim() == 0 for tensor in tensors):
         raise UnsupportedError(f"reducescatter: tensor {name!r} has no first dimension whose rows could be dealt out")
     group = group_of(process_set)
-    return How(op, "reducescatter", group, before=float(before), after=float(after), scatters=True)
+    return ReductionOptions(op, "reducescatter", group, before=float(before), after=float(after), scatters=True)

@@ -16,8 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from byteps_py.errors import UsageError
 from byteps_py.tensors import TensorSpec
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.context import Context, TensorRequest
+from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import wire_dtype
+from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.gradients.arguments import prefix_of
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of
 
@@ -132,11 +133,11 @@ class _Total:
         shape = tuple(values.shape)
         wire = wire_dtype(values.dtype, self._name)
         spec = TensorSpec(f"{self._name}.{what}", wire, shape, priority=_PRIORITY, group=self._group)
-        (exchange,) = self._context.exchanges([TensorRequest(spec, values.dtype, (shape,), values.device)])
-        exchange.send([values])
-        exchange.wait()
+        (slot_view,) = self._context.slot_views([TensorRequest(spec, values.dtype, (shape,), values.device)])
+        slot_view.contribute([values])
+        slot_view.wait()
         result = torch.empty_like(values)
-        exchange.fetch([result])
+        slot_view.fetch([result])
         return result
 
 

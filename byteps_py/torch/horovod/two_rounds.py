@@ -1,7 +1,7 @@
 """An operation whose sizes only its first round tells: headers, then data.
 
     start ─ headers to all ─► wait ─ plan: lay out the data, or find that ranks disagree ─► data ─► wait ─ deliver
-            └ caller's thread  └ the caller of a synchronous form, else a worker (see workers.py) ┘  └ synchronize
+            └ caller's thread  └ the caller of a synchronous form, else a thread of the pool ┘  └ synchronize
 
 Input tensors must not change before the operation is done: they are copied when the sizes are known.
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from byteps_py.torch.engine.completion import POOL
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.horovod.rooms import Room
-from byteps_py.torch.horovod.workers import workers_of
+from byteps_py.torch.engine.slot_view import SlotView
 
 
 class TwoRounds(ABC):
@@ -25,22 +25,23 @@ class TwoRounds(ABC):
 
     def __init__(self, context: Context, device: torch.device) -> None:
         self._context = context
+        self._device = device
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.stream(torch.cuda.current_stream(device)) if is_cuda else contextlib.nullcontext()
         self._planned = threading.Event()
         self._planning = threading.Lock()
         self._error: Exception | None = None
         self._headers = self._send_headers()
-        self._data: Room | None = None
+        self._data: SlotView | None = None
 
     def go_on_alone(self) -> None:
-        """Begin the second round as soon as possible, on a thread of the context's."""
-        workers_of(self._context).start(self._go_on)
+        """Begin the second round as soon as possible, on a thread of the pool."""
+        POOL.run(self._go_on)
 
     @property
     def done(self) -> bool:
         """True if ``complete`` would not block."""
-        return self._planned.is_set() and (self._data is None or self._data.done)
+        return self._planned.is_set() and (self._data is None or self._data.is_done)
 
     def complete(self) -> Any:
         """Wait, deliver and return the result. Raises what Session.wait raises."""
@@ -64,13 +65,13 @@ class TwoRounds(ABC):
             self._planned.set()
 
     @abstractmethod
-    def _send_headers(self) -> Room:
+    def _send_headers(self) -> SlotView:
         """Hand over the first round."""
 
     @abstractmethod
-    def _send_data(self, headers: Room) -> Room | None:
+    def _send_data(self, headers: SlotView) -> SlotView | None:
         """Read the others' headers, and hand over the second round; None if none is needed."""
 
     @abstractmethod
-    def _deliver(self, room: Room) -> Any:
+    def _deliver(self, view: SlotView) -> Any:
         """The result, from where it lies."""

@@ -19,9 +19,9 @@ import torch
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from byteps_py.errors import BytePSError, CommunicationError, UsageError
+from byteps_py.torch.engine.compilation import not_traced
+from byteps_py.torch.engine.work import limit_of
 from byteps_py.torch.process_group import monitored_barrier
-from byteps_py.torch.process_group.arguments import limit_of
-from byteps_py.torch.process_group.compilation import not_traced
 from byteps_py.torch.process_group.identity import Options
 from byteps_py.torch.process_group.moving import Moving
 from byteps_py.torch.process_group.reducing import Reducing
@@ -81,9 +81,9 @@ class BytePSProcessGroup(Reducing, Moving):
         """No more operations. The world's group also leaves the job, unless init() has joined it."""
         if self._around.aborted is None:
             self._around.aborted = UsageError(f"process group {self.group_name!r} was destroyed")
-            if self._near is not None:
+            if self._streams is not None:
                 with contextlib.suppress(BytePSError):  # the session has ended before
-                    self._near.close()
+                    self._streams.close()
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()

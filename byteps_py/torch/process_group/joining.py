@@ -22,9 +22,9 @@ from byteps_py.machine import machine_id
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine.completion import POOL
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.members import Members, prefix_of
-from byteps_py.torch.engine.threads import POOL
 from byteps_py.torch.gradients import nonfinite
 from byteps_py.torch.process_group.group import BytePSProcessGroup
 from byteps_py.torch.process_group.identity import Options

@@ -10,10 +10,10 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
 from byteps_py.torch.engine.dtypes import is_plain
-from byteps_py.torch.engine.service_gathers import After
-from byteps_py.torch.engine.work import Pending
+from byteps_py.torch.engine.group_engine import GroupTransfer
+from byteps_py.torch.engine.work import Work
 from byteps_py.torch.process_group.arguments import Tensors, alone, listed
-from byteps_py.torch.process_group.parts import Parts, assign
+from byteps_py.torch.process_group.base import GroupBase, assign
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
@@ -21,35 +21,37 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-class Moving(Parts):
+class Moving(GroupBase):
     """See torch.distributed.ProcessGroup for the methods."""
 
     # ---- gathers ---------------------------------------------------------------------------------------
 
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Everybody's tensor to everybody. Sizes may differ, if all members know them."""
         outputs = listed(alone(output_tensors, "all_gather"))
         tensor = alone(listed(input_tensors), "all_gather")
         self._check_count("all_gather", outputs)
         pieces = [[output] for output in outputs]
-        return self._record(self._direct.gather("all_gather", [tensor], pieces, self._limit(opts)))
+        return self._record(self._engine.move("all_gather", GroupTransfer.gather([tensor], pieces), self._limit(opts)))
 
-    def allgather_coalesced(self, output_lists: Any, input_list: Tensors, opts: Any = None) -> Pending:
+    def allgather_coalesced(self, output_lists: Any, input_list: Tensors, opts: Any = None) -> Work:
         """Several tensors of everybody, at once: for each member a list of as many outputs."""
         inputs = listed(input_list)
         by_member = [listed(outputs) for outputs in output_lists]
         self._check_count("all_gather_coalesced", by_member)
-        return self._record(self._direct.gather("all_gather_coalesced", inputs, by_member, self._limit(opts)))
+        return self._record(
+            self._engine.move("all_gather_coalesced", GroupTransfer.gather(inputs, by_member), self._limit(opts))
+        )
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Pending:
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Everybody's tensor, end to end."""
         fits = output.dtype is input.dtype and output.nbytes == input.nbytes * self._members.count
         if fits and is_plain(output) and is_plain(input):
             what = "all_gather_into_tensor"
-            return self._record(self._direct.even(Op.GATHER, what, input, output, self._limit(opts)))
+            return self._record(self._engine.move_evenly(Op.GATHER, what, input, output, self._limit(opts)))
         return self.allgather_into_tensor_coalesced([output], [input], opts)
 
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Several tensors of everybody, each end to end."""
         targets, sources = listed(outputs), listed(inputs)
         for output, input in zip(targets, sources, strict=True):
@@ -60,7 +62,7 @@ class Moving(Parts):
                 )
         if len(targets) == 1 and _is_flat(targets[0]) and _is_flat(sources[0]):
             return self._record(
-                self._direct.even(Op.GATHER, "all_gather_into_tensor", sources[0], targets[0], self._limit(opts))
+                self._engine.move_evenly(Op.GATHER, "all_gather_into_tensor", sources[0], targets[0], self._limit(opts))
             )
         plain = [output if output.is_contiguous() else torch.empty_like(output).contiguous() for output in targets]
         shares = [output.detach().view(-1).chunk(self.size()) for output in plain if output.numel()]
@@ -72,36 +74,36 @@ class Moving(Parts):
                     assign(output, beside)
 
         some = [tensor for tensor in sources if tensor.numel()]
-        after = After(targets, land)
-        return self._record(self._direct.gather("all_gather_into_tensor", some, pieces, self._limit(opts), after))
+        transfer = GroupTransfer.gather(some, pieces, targets, land)
+        return self._record(self._engine.move("all_gather_into_tensor", transfer, self._limit(opts)))
 
-    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Everybody's tensor to the root, which alone gives outputs."""
         tensor = alone(listed(input_tensors), "gather")
         root = self._root(opts)
         outputs = listed(alone(output_tensors, "gather")) if self._members.position == root else []
         if self._members.position == root:
             self._check_count("gather", outputs)
-        return self._record(self._direct.gather_to(root, tensor, outputs, self._limit(opts)))
+        return self._record(self._engine.gather_to(root, tensor, outputs, self._limit(opts)))
 
-    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Pending:
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """From the root, which alone gives inputs, a tensor to each member."""
         output = alone(listed(output_tensors), "scatter")
         root = self._root(opts)
         inputs = listed(alone(input_tensors, "scatter")) if self._members.position == root else []
         if self._members.position == root:
             self._check_count("scatter", inputs)
-        return self._record(self._direct.scatter_from(root, inputs, output, self._limit(opts)))
+        return self._record(self._engine.scatter_from(root, inputs, output, self._limit(opts)))
 
     # ---- all to all ------------------------------------------------------------------------------------
 
-    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Pending:
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """A tensor to each member, and from each one."""
         outputs, inputs = listed(output_tensors), listed(input_tensors)
         self._check_count("all_to_all", outputs)
         self._check_count("all_to_all", inputs)
         sends, receives = [[tensor] for tensor in inputs], [[tensor] for tensor in outputs]
-        return self._record(self._direct.exchange("all_to_all", sends, receives, self._limit(opts)))
+        return self._record(self._engine.move("all_to_all", GroupTransfer.exchange(sends, receives), self._limit(opts)))
 
     def alltoall_base(
         self,
@@ -110,18 +112,21 @@ class Moving(Parts):
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
-    ) -> Pending:
+    ) -> Work:
         """Rows to each member, and from each one: as many as the split sizes say, by default equally many."""
         if not (is_plain(output) and is_plain(input)):
             listed([output, input])
         is_even = not input_split_sizes and not output_split_sizes and output.shape == input.shape and output.dim()
         if is_even and not output.shape[0] % self.size() and _is_flat(output) and _is_flat(input):
-            return self._record(self._direct.even(Op.EXCHANGE, "all_to_all_single", input, output, self._limit(opts)))
+            return self._record(
+                self._engine.move_evenly(Op.EXCHANGE, "all_to_all_single", input, output, self._limit(opts))
+            )
         plain = output if output.is_contiguous() else torch.empty_like(output).contiguous()
         sends = self._rows("all_to_all_single", input, input_split_sizes)
         receives = self._rows("all_to_all_single", plain, output_split_sizes)
-        after = After([output], _nothing if plain is output else lambda: assign(output, plain))
-        return self._record(self._direct.exchange("all_to_all_single", sends, receives, self._limit(opts), after))
+        finish = None if plain is output else lambda: assign(output, plain)
+        transfer = GroupTransfer.exchange(sends, receives, [output], finish)
+        return self._record(self._engine.move("all_to_all_single", transfer, self._limit(opts)))
 
     def _root(self, opts: Any) -> int:
         root: int = opts.rootRank if opts is not None else 0
@@ -142,18 +147,14 @@ class Moving(Parts):
 
     # ---- two members -----------------------------------------------------------------------------------
 
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Pending:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         """To the member at ``dst``. Over as soon as the tensor is copied."""
-        return self._record(self._channels.send(alone(listed(tensors), "send"), dst, tag))
+        return self._record(self._engine.messages.send(alone(listed(tensors), "send"), dst, tag))
 
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Pending:
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Work:
         """From the member at ``src``: its next message with this tag."""
-        return self._record(self._channels.receive(alone(listed(tensors), "recv"), src, tag))
+        return self._record(self._engine.messages.receive(alone(listed(tensors), "recv"), src, tag))
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Pending:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """From whichever member's message with this tag comes first."""
-        return self._record(self._channels.receive_from_anybody(alone(listed(tensors), "recv"), tag))
-
-
-def _nothing() -> None:
-    """Nothing is left to do."""
+        return self._record(self._engine.messages.receive_from_anybody(alone(listed(tensors), "recv"), tag))

@@ -10,19 +10,19 @@ import torch
 
 from byteps_py.errors import MismatchError
 from byteps_py.torch.engine.dtypes import WIRE
+from byteps_py.torch.engine.group_engine import GroupEngine, GroupTransfer
 from byteps_py.torch.engine.integer_averages import is_summed_wider, mean, summands
 from byteps_py.torch.engine.members import Members
-from byteps_py.torch.engine.service_gathers import After, GroupGathers
 from byteps_py.torch.engine.sparse_checks import check_count, check_indices
-from byteps_py.torch.engine.work import Pending
+from byteps_py.torch.engine.work import Work
 
 _DTYPES = tuple(WIRE)
 DTYPES = frozenset(_DTYPES)
 
 
 def sum_up(
-    direct: GroupGathers, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
-) -> Pending:
+    engine: GroupEngine, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
+) -> Work:
     """Replace ``tensor``, sparse, by the sum (or the average) of all members': coalesced, the same bits on each.
 
     Returns when all have called it. Raises MismatchError if members give different shapes, numbers of sparse
@@ -32,7 +32,7 @@ def sum_up(
     indices, values = mine.indices(), mine.values()
     own = [indices.shape[1], _DTYPES.index(values.dtype), indices.shape[0], *tensor.shape]
     headers = [torch.empty(len(own), dtype=torch.int64) for _ in range(members.count)]
-    direct.gather(what, [torch.tensor(own)], [[header] for header in headers], timeout_s).wait()
+    engine.move(what, GroupTransfer.gather([torch.tensor(own)], [[header] for header in headers]), timeout_s).wait()
     found = [header.tolist() for header in headers]
     _check(members, what, found)
     for rank, (count, *_) in zip(members.ranks, found, strict=True):
@@ -59,7 +59,7 @@ def sum_up(
         with torch.no_grad():
             tensor.copy_(total / members.count if is_average and not is_wider else total)
 
-    return direct.gather(what, [indices, values], pieces, timeout_s, After([tensor], add))
+    return engine.move(what, GroupTransfer.gather([indices, values], pieces, [tensor], add), timeout_s)
 
 
 def _check(members: Members, what: str, found: list[list[int]]) -> None:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import byteps_py.torch as bps
 from backend.common import FEATURES
-from byteps_py.torch.engine import suiting
+from byteps_py.torch.engine import router
 
 MODULES = ("reductions", "collectives", "joins", "mistakes", "as_gloo", "training", "parallel", "pipelines")
 STUCK_S = 50  # before the group's timeout ends the job
@@ -29,7 +29,7 @@ STUCK_S = 50  # before the group's timeout ends the job
 
 def main() -> None:
     torch.set_num_threads(1)
-    suiting.CORES = int(os.environ.get("TEST_CORES", suiting.CORES))
+    router.CORES = int(os.environ.get("TEST_CORES", router.CORES))
     dist.init_process_group("byteps", timeout=timedelta(seconds=60))
     bps.init()
     words = sys.argv[1:]

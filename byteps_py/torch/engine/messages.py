@@ -1,4 +1,4 @@
-"""The sends and receives of one group, from a member or from anybody. Any thread may call."""
+"""The sends and receives of one group, to and from a member, or from any member. Any thread may call."""
 
 from __future__ import annotations
 
@@ -9,42 +9,44 @@ from collections import deque
 import torch
 
 from byteps_py.errors import MismatchError, StallError, UsageError
+from byteps_py.torch.engine.group_work import GroupContext, GroupWork
 from byteps_py.torch.engine.members import Members
-from byteps_py.torch.engine.peer_messages import NearReceive, NearReceiver, NearSender
-from byteps_py.torch.engine.peer_streams import Near
-from byteps_py.torch.engine.posted import Posted
-from byteps_py.torch.engine.service_messages import MessageQueue, PendingMessage
-from byteps_py.torch.engine.work import GroupContext, Pending
-from byteps_py.torch.process_group.arguments import nbytes_of
+from byteps_py.torch.engine.peer_messages import PeerReceive, PeerReceiver, PeerSend, PeerSendQueue
+from byteps_py.torch.engine.peer_streams import PeerStreams
+from byteps_py.torch.engine.router import Route, Router
+from byteps_py.torch.engine.service_messages import EarlyReceive, ServiceMessage, ServiceMessageQueue
+from byteps_py.torch.engine.tensor_bytes import nbytes_of
+from byteps_py.torch.engine.work import Call, Work
 
 #: How long a receive from anybody looks at one sender before it looks at the next.
 _LOOK_S = 0.002
 
 
-class PointToPoint:
-    """The channels of one group."""
+class Messages:
+    """``streams``: to the other members, if all are on this machine."""
 
-    def __init__(self, members: Members, around: GroupContext, near: Near | None = None) -> None:
+    def __init__(
+        self, members: Members, around: GroupContext, router: Router, streams: PeerStreams | None = None
+    ) -> None:
         self._members = members
         self._around = around
-        self._near = near
-        self._senders: dict[tuple[int, int], NearSender] = {}
-        self._receivers: dict[tuple[int, int], NearReceiver] = {}
+        self._router = router
+        self._streams = streams
+        self._peer_senders: dict[tuple[int, int], PeerSendQueue] = {}
+        self._peer_receivers: dict[tuple[int, int], PeerReceiver] = {}
         self._lock = threading.Lock()
-        self._channels: dict[tuple[int, int, bool], MessageQueue] = {}
-        self._kept: dict[tuple[int, int], deque[Posted]] = {}  # for anybody's, not yet taken
+        self._queues: dict[tuple[int, int, bool], ServiceMessageQueue] = {}
+        self._kept: dict[tuple[int, int], deque[EarlyReceive]] = {}  # for anybody's, not yet taken
         self._anybody = threading.Lock()
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         self._check(peer)
-        what = f"send to rank {self._members.ranks[peer]}, tag {tag}"
-        if self._near is not None and tensor.is_cpu:
-            return self._sender(self._near, peer, tag).post(what, tensor.detach())
-        return self._channel(peer, tag, True).post(
-            PendingMessage(self._around, what, tensor.detach(), self._around.timeout_s)
-        )
+        call = self._call(f"send to rank {self._members.ranks[peer]}, tag {tag}", tensor.detach())
+        if (streams := self._streams_for(tensor)) is not None:
+            return self._peer_sender(streams, peer, tag).post(PeerSend(self._around, call))
+        return self._queue(peer, tag, True).post(ServiceMessage(self._around, call))
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         self._check(peer)
         what = f"receive from rank {self._members.ranks[peer]}, tag {tag}"
         with self._lock:
@@ -52,19 +54,22 @@ class PointToPoint:
             early = kept.popleft() if kept else None
         if early is not None:
             early.ask_for(tensor.detach(), is_final=True)
-            return Taken(self._around, what, early, tensor, self._around.timeout_s)
-        return self._post(what, tensor.detach(), peer, tag)
+            return TakenReceive(self._around, self._call(what, tensor), early)
+        if (streams := self._streams_for(tensor)) is not None:
+            return self._peer_receiver(streams, peer, tag).post(what, tensor.detach())
+        message = ServiceMessage(self._around, self._call(what, tensor.detach()), peer)
+        return self._queue(peer, tag, False).post(message)
 
-    def _post(self, what: str, tensor: torch.Tensor, peer: int, tag: int) -> PendingMessage | NearReceive:
-        if self._near is not None and tensor.is_cpu:
-            return self._receiver(self._near, peer, tag).post(what, tensor)
-        message = PendingMessage(self._around, what, tensor, self._around.timeout_s, peer)
-        return self._channel(peer, tag, False).post(message)
-
-    def receive_from_anybody(self, tensor: torch.Tensor, tag: int) -> Pending:
+    def receive_from_anybody(self, tensor: torch.Tensor, tag: int) -> Work:
         """The first message of this tag to come. A receive is posted for every member; those that stay without a
         message are taken by later receives."""
-        return FromAnybody(self._around, self, tensor, tag)
+        return ReceiveFromAnybody(self._around, self._call(f"receive from anybody, tag {tag}", tensor), self, tag)
+
+    def _streams_for(self, tensor: torch.Tensor) -> PeerStreams | None:
+        return self._streams if self._router.move(tensor.is_cpu).route is Route.PEERS else None
+
+    def _call(self, what: str, tensor: torch.Tensor) -> Call:
+        return Call(what, [tensor], self._around.timeout_s)
 
     def _check(self, peer: int) -> None:
         if not 0 <= peer < self._members.count or peer == self._members.position:
@@ -73,37 +78,39 @@ class PointToPoint:
                 f"rank {peer} of it"
             )
 
-    def _sender(self, near: Near, peer: int, tag: int) -> NearSender:
+    def _peer_sender(self, streams: PeerStreams, peer: int, tag: int) -> PeerSendQueue:
         with self._lock:
-            sender = self._senders.get((peer, tag))
+            sender = self._peer_senders.get((peer, tag))
             if sender is None:
-                sender = self._senders[peer, tag] = NearSender(self._members, self._around, near, peer, tag)
+                sender = PeerSendQueue(self._members, self._around, streams, peer, tag)
+                self._peer_senders[peer, tag] = sender
             return sender
 
-    def _receiver(self, near: Near, peer: int, tag: int) -> NearReceiver:
+    def _peer_receiver(self, streams: PeerStreams, peer: int, tag: int) -> PeerReceiver:
         with self._lock:
-            receiver = self._receivers.get((peer, tag))
+            receiver = self._peer_receivers.get((peer, tag))
             if receiver is None:
-                receiver = self._receivers[peer, tag] = NearReceiver(self._members, self._around, near, peer, tag)
+                receiver = PeerReceiver(self._members, self._around, streams, peer, tag)
+                self._peer_receivers[peer, tag] = receiver
             return receiver
 
-    def _channel(self, peer: int, tag: int, is_sender: bool) -> MessageQueue:
+    def _queue(self, peer: int, tag: int, is_sender: bool) -> ServiceMessageQueue:
         with self._lock:
             key = (peer, tag, is_sender)
-            channel = self._channels.get(key)
-            if channel is None:
-                channel = self._channels[key] = MessageQueue(self._members, self._around, peer, tag, is_sender)
-            return channel
+            queue = self._queues.get(key)
+            if queue is None:
+                queue = self._queues[key] = ServiceMessageQueue(self._members, self._around, peer, tag, is_sender)
+            return queue
 
     # ---- from anybody ----------------------------------------------------------------------------------
 
-    def first_of(self, like: torch.Tensor, tag: int, timeout_s: float) -> Posted | NearReceive:
+    def first_of(self, like: torch.Tensor, tag: int, timeout_s: float) -> EarlyReceive | PeerReceive:
         """The message of the first member whose message is there. Raises StallError."""
         deadline = time.monotonic() + timeout_s
         others = [peer for peer in range(self._members.count) if peer != self._members.position]
         with self._anybody:
-            if self._near is not None and like.is_cpu:
-                return self._first_near(self._near, like, tag, deadline)
+            if (streams := self._streams_for(like)) is not None:
+                return self._first_of_peers(streams, like, tag, deadline)
             while True:
                 posted = {peer: self._posted(peer, tag, like) for peer in others}
                 for peer, message in posted.items():
@@ -116,18 +123,18 @@ class PointToPoint:
                 for message in posted.values():
                     _look(message)
 
-    def _first_near(self, near: Near, like: torch.Tensor, tag: int, deadline: float) -> NearReceive:
+    def _first_of_peers(self, streams: PeerStreams, like: torch.Tensor, tag: int, deadline: float) -> PeerReceive:
         """On one machine a message is seen before anybody asks for it: there is no need to ask in vain."""
-        receivers = {peer: self._receiver(near, peer, tag) for peer in near.others}
+        receivers = {peer: self._peer_receiver(streams, peer, tag) for peer in streams.others}
         while True:
-            near.neighbours.await_next([r.next for r in receivers.values()], max(0.0, deadline - time.monotonic()))
+            streams.neighbours.await_next([r.next for r in receivers.values()], max(0.0, deadline - time.monotonic()))
             for peer, receiver in receivers.items():
                 what = f"receive from anybody (rank {self._members.ranks[peer]}), tag {tag}"
                 message = receiver.post_if_there(what, like)
                 if message is not None:
                     return message
 
-    def _take(self, peer: int, tag: int, message: Posted) -> bool:
+    def _take(self, peer: int, tag: int, message: EarlyReceive) -> bool:
         """False if a receive from this member was sooner."""
         with self._lock:
             kept = self._kept[peer, tag]
@@ -136,33 +143,33 @@ class PointToPoint:
                 kept.popleft()
             return is_there
 
-    def _posted(self, peer: int, tag: int, like: torch.Tensor) -> Posted:
+    def _posted(self, peer: int, tag: int, like: torch.Tensor) -> EarlyReceive:
         with self._lock:
             kept = self._kept.setdefault((peer, tag), deque())
             message = kept[0] if kept else None
         if message is not None:
             message.ask_for(like, is_final=False)
             return message
-        channel = self._channel(peer, tag, False)
-        message = Posted(channel, f"receive from anybody (rank {self._members.ranks[peer]}), tag {tag}", like)
-        channel.post(message)
+        queue = self._queue(peer, tag, False)
+        message = EarlyReceive(queue, f"receive from anybody (rank {self._members.ranks[peer]}), tag {tag}", like)
+        queue.post(message)
         with self._lock:
             kept.append(message)
         return message
 
 
-def _look(message: Pending) -> None:
+def _look(message: Work) -> None:
     try:
         message.settle(_LOOK_S)
     except StallError:
         return
 
 
-class Taken(Pending):
+class TakenReceive(GroupWork):
     """A receive for which a receive from anybody has been posted already."""
 
-    def __init__(self, around: GroupContext, what: str, early: Posted, tensor: torch.Tensor, timeout_s: float) -> None:
-        super().__init__(around, what, [tensor], timeout_s)
+    def __init__(self, around: GroupContext, call: Call, early: EarlyReceive) -> None:
+        super().__init__(around, call)
         self._early = early
 
     def _complete(self, deadline: float) -> None:
@@ -177,14 +184,14 @@ class Taken(Pending):
         return self._early.source_rank()
 
 
-class FromAnybody(Pending):
+class ReceiveFromAnybody(GroupWork):
     """A receive whose sender is not known before its message is there."""
 
-    def __init__(self, around: GroupContext, owner: PointToPoint, tensor: torch.Tensor, tag: int) -> None:
-        super().__init__(around, f"receive from anybody, tag {tag}", [tensor], around.timeout_s)
+    def __init__(self, around: GroupContext, call: Call, owner: Messages, tag: int) -> None:
+        super().__init__(around, call)
         self._owner = owner
         self._tag = tag
-        self._found: Posted | NearReceive | None = None
+        self._found: EarlyReceive | PeerReceive | None = None
 
     def _complete(self, deadline: float) -> None:
         self._slices(deadline, self._find)

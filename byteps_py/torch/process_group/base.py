@@ -1,4 +1,4 @@
-"""What all collectives of a group stand on: the parts that carry operations out, coalescing, common checks."""
+"""What all collectives of a group stand on: the engine that carries operations out, coalescing, common checks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from torch._C._distributed_c10d import Backend, Store
 from byteps_py.errors import UsageError
 from byteps_py.torch.engine.call_log import CallLog
 from byteps_py.torch.engine.completion import Completer
+from byteps_py.torch.engine.group_engine import GroupEngine
+from byteps_py.torch.engine.group_work import CombinedWork, GroupContext
 from byteps_py.torch.engine.members import Members
-from byteps_py.torch.engine.operation import Together
-from byteps_py.torch.engine.peer_collectives import NearCollectives
-from byteps_py.torch.engine.peer_streams import Near
-from byteps_py.torch.engine.peer_sums import NearReductions
-from byteps_py.torch.engine.point_to_point import PointToPoint
-from byteps_py.torch.engine.service_gathers import GroupGathers
-from byteps_py.torch.engine.service_reductions import Reductions
-from byteps_py.torch.engine.work import GroupContext, Pending
+from byteps_py.torch.engine.peer_streams import PeerStreams
+from byteps_py.torch.engine.work import Call, Work
 from byteps_py.torch.process_group.arguments import seconds
 from byteps_py.torch.process_group.identity import Identity
 from byteps_py.torch.process_group.input_check import InputCheck
@@ -36,7 +32,7 @@ _LOOKS = 1.2
 _TOKENS = 64
 
 
-class Parts(Identity):
+class GroupBase(Identity):
     """A group without its collectives."""
 
     def __init__(
@@ -56,66 +52,55 @@ class Parts(Identity):
         self._completer = Completer()
         self._input_check = InputCheck(members)
         neighbours = members.neighbours
-        self._near = None  # stays: members that have joined may come back to this group at any time, or never
+        self._streams = None  # stay: members that have joined may come back to this group at any time, or never
         if neighbours is not None:
-            self._near = Near(members, neighbours, self._around, self._completer)
-            members.context.until_join.add(self._near)
-        self._coalesced: list[Pending] | None = None
-        self._tokens: deque[Pending] = deque(maxlen=_TOKENS)
+            self._streams = PeerStreams(members, neighbours, self._around, self._completer)
+            members.context.until_join.add(self._streams)
+        self._coalesced: list[Work] | None = None
+        self._tokens: deque[Work] = deque(maxlen=_TOKENS)
         self._splits = itertools.count()
         self._building = threading.Lock()
         self._joins = -1
-        self._parts = self._built()
+        self._latest_engine: GroupEngine | None = None
+        self._engine  # noqa: B018  made now, with the group
 
-    def _built(self) -> tuple[Reductions, GroupGathers, PointToPoint]:
-        """The parts, new ones after each ``byteps_py.join()``: what they have declared is void, and members have not
-        called equally often."""
+    @property
+    def _engine(self) -> GroupEngine:
+        """What carries operations out; a new one after each ``byteps_py.join()``: what the old one has declared is
+        void, and members have not called equally often."""
         members = self._members
         joins = members.context.joins
-        if joins != self._joins:
+        engine = self._latest_engine
+        if engine is None or joins != self._joins:
             with self._building:
-                if joins != self._joins:
+                engine = self._latest_engine
+                if engine is None or joins != self._joins:
                     if joins:
                         members = dataclasses.replace(members, prefix=f"{members.prefix}.{joins}")
                     self._around.journal = CallLog(members, self._store)
-                    near = self._near
-                    collectives = NearCollectives(members, near) if near is not None else None
-                    sums = NearReductions(members, near) if near is not None else None
-                    reductions = Reductions(members, self._around, self._completer, collectives, sums)
-                    direct = GroupGathers(members, self._around, self._completer, collectives)
-                    channels = PointToPoint(members, self._around, near)
-                    members.context.until_join.update((reductions, direct))
-                    self._parts, self._joins = (reductions, direct, channels), joins
-        return self._parts
-
-    @property
-    def _reductions(self) -> Reductions:
-        return self._built()[0]
-
-    @property
-    def _direct(self) -> GroupGathers:
-        return self._built()[1]
-
-    @property
-    def _channels(self) -> PointToPoint:
-        return self._built()[2]
+                    engine = GroupEngine(members, self._around, self._completer, self._streams)
+                    members.context.until_join.add(engine)
+                    self._latest_engine, self._joins = engine, joins
+        return engine
 
     # ---- coalescing ------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> Pending:
+    def _end_coalescing(self, device: torch.device) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        return Together(self._around, "coalesced operations", works, [], self._around.timeout_s)
+        return CombinedWork(self._around, Call("coalesced operations", [], self._around.timeout_s), works)
 
-    def _record(self, work: Pending) -> Pending:
+    def _record(self, work: Work) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _together(self, what: str, works: Sequence[Pending], outputs: list[torch.Tensor], opts: Any) -> Pending:
-        return works[0] if len(works) == 1 else Together(self._around, what, works, outputs, self._limit(opts))
+    def _together(self, what: str, works: Sequence[Work], outputs: list[torch.Tensor], opts: Any) -> Work:
+        return (
+            works[0] if len(works) == 1 else CombinedWork(self._around, Call(what, outputs, self._limit(opts)), works)
+        )
 
     def _limit(self, opts: Any) -> float:
         return seconds(opts, self._around.timeout_s)

@@ -1,0 +1,325 @@
+"""What the front end of a process group asks for: operations on tensors of the group's members.
+
+For each operation the router (router.py) chooses a way; the engine begins it there.
+
+    GroupEngine ─ Router ┬ RING     GroupRingSums
+                         ├ PEERS    PeerSums, PeerCollectives, PeerSendQueue ─ PeerStreams
+                         └ SERVICE  ServiceReductions, ServiceGathers, ServiceMessageQueue ─ SlotView
+
+Any thread; operations go in the order of the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from byteps_py.log import logger
+from byteps_py.tensors import DType, Op, Sizes
+from byteps_py.torch.engine.completion import Completer
+from byteps_py.torch.engine.dtypes import bits_of, is_plain, wire_dtype
+from byteps_py.torch.engine.group_ring_sums import GroupRingSums
+from byteps_py.torch.engine.group_work import GroupContext, GroupWork
+from byteps_py.torch.engine.members import Members
+from byteps_py.torch.engine.messages import Messages
+from byteps_py.torch.engine.peer_collectives import PeerCollectives
+from byteps_py.torch.engine.peer_streams import PeerStreams
+from byteps_py.torch.engine.peer_sums import LocalSum, PeerSums
+from byteps_py.torch.engine.ring import ring_sum
+from byteps_py.torch.engine.router import (
+    FIRST_OF_ITS_KIND,
+    GROUP_MESSAGE_BYTES,
+    Route,
+    RouteChoice,
+    Router,
+    SumFacts,
+)
+from byteps_py.torch.engine.service_gathers import ServiceGathers
+from byteps_py.torch.engine.service_reductions import ServiceReductions
+from byteps_py.torch.engine.tensor_bytes import Landing, Pieces, device_of, octets
+from byteps_py.torch.engine.work import Call, OperationKind, Work
+
+Fold = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: So many kinds are kept, to be found by what is called; with more, all are forgotten and found again.
+_MOST_KINDS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How to carry out a reduce operation on a dtype.
+
+    ``fold``: not on the way but here, from everybody's tensors, two at a time. ``view``: the dtype as which the service
+    sees the memory. ``factor``: what a contribution is multiplied by. ``terms``: what else members must agree on.
+    """
+
+    op: Op = Op.SUM
+    average: bool = False
+    factor: float | torch.Tensor | None = None
+    view: torch.dtype | None = None
+    fold: Fold | None = None
+    terms: str = ""
+
+    def prepare(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``tensor`` contributes."""
+        if self.factor is not None:
+            tensor = tensor.detach() * self.factor
+        return self.seen(tensor)
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in the wire's dtype, sharing memory."""
+        tensor = tensor.detach()
+        if self.view is None or tensor.dtype is self.view:
+            return tensor
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(self.view)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTransfer:
+    """Tensors for each member, and from each, end to end; a GATHER has one entry in ``sends``, which goes to all.
+
+    ``stream``: what keeps transfers of different kinds apart, the same on all members. ``sizes``: how a member compares
+    what it is sent with what it expects. ``outputs``: what the caller sees as the result, if that is not ``receives``;
+    ``finish`` makes it of what has come.
+    """
+
+    op: Op
+    stream: str
+    sends: Pieces
+    receives: Pieces
+    sizes: Sizes = Sizes.TOGETHER
+    outputs: list[torch.Tensor] | None = None
+    finish: Callable[[], None] | None = None
+
+    @classmethod
+    def gather(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        receives: Pieces,
+        outputs: list[torch.Tensor] | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> Self:
+        """Every member's ``tensors`` to every member."""
+        return cls(Op.GATHER, "gather", [tensors], receives, outputs=outputs, finish=finish)
+
+    @classmethod
+    def exchange(
+        cls,
+        sends: Pieces,
+        receives: Pieces,
+        outputs: list[torch.Tensor] | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> Self:
+        """To each member what is for it, from each what is for this one."""
+        return cls(Op.EXCHANGE, "exchange", sends, receives, outputs=outputs, finish=finish)
+
+
+class GroupEngine:
+    """The operations of one group. ``streams``: to the other members, if all are on this machine."""
+
+    def __init__(
+        self, members: Members, around: GroupContext, completer: Completer, streams: PeerStreams | None
+    ) -> None:
+        self._members = members
+        self.router = Router(members.count, streams is not None, members.count, GROUP_MESSAGE_BYTES, ring_sum.is_able)
+        self._reductions = ServiceReductions(members, around, completer)
+        self._gathers = ServiceGathers(members, around, completer)
+        self.messages = Messages(members, around, self.router, streams)
+        self._peers = PeerCollectives(members, streams) if streams is not None else None
+        self._peer_sums = PeerSums(members, streams) if streams is not None else None
+        self._ring_sums = GroupRingSums(members, streams) if streams is not None else None
+        self._kinds: dict[object, tuple[OperationKind, RouteChoice]] = {}
+        self._has_met_at_barrier = False
+
+    def finish(self) -> None:
+        """Complete what is under way. Raises StallError."""
+        self._reductions.finish()
+        if self._ring_sums is not None:
+            self._ring_sums.finish()
+        self._gathers.finish()
+
+    # ---- sums ------------------------------------------------------------------------------------------
+
+    def reduce(self, call: Call, tensors: Sequence[torch.Tensor], how: Reduction, is_awaited: bool = False) -> Work:
+        """Reduce ``tensors``, of one dtype, end to end, to the call's outputs: as many of the same sizes, or none.
+        ``is_awaited``: the caller is about to wait for it."""
+        contributions = [how.prepare(tensor) for tensor in tensors]
+        targets = [how.seen(output) for output in call.outputs]
+        kind, choice = self._kind(how, contributions)
+
+        def through_the_service() -> GroupWork:
+            return self._reductions.start(call, kind, contributions, targets)
+
+        found = self._local_sum(call, kind, choice, through_the_service, is_awaited)
+        if found is None:
+            return through_the_service()
+        if choice.route is Route.PEERS and self._peer_sums is not None:
+            return self._peer_sums.reduce(found, contributions, targets)
+        return self._ring(found).reduce(found, contributions, targets)
+
+    def reduce_scatter(
+        self, call: Call, tensors: Sequence[torch.Tensor], how: Reduction, is_awaited: bool = False
+    ) -> Work:
+        """Reduce ``tensors`` end to end; the call's only output is this member's even share. ``is_awaited`` as
+        above."""
+        (output,) = call.outputs
+        contributions = [how.prepare(tensor) for tensor in tensors]
+        target = how.seen(output)
+        kind, choice = self._kind(how, contributions, scatters=True)
+
+        def through_the_service() -> GroupWork:
+            return self._reductions.start(call, kind, contributions, [target])
+
+        found = self._local_sum(call, kind, choice, through_the_service, is_awaited)
+        if found is None:
+            return through_the_service()
+        if choice.route is Route.PEERS and self._peer_sums is not None:
+            return self._peer_sums.reduce_scatter(found, contributions, target)
+        return self._ring(found).reduce_scatter(found, contributions, target)
+
+    def _kind(
+        self, how: Reduction, contributions: Sequence[torch.Tensor], scatters: bool = False
+    ) -> tuple[OperationKind, RouteChoice]:
+        """What members must agree on, and the way of such a sum."""
+        first = contributions[0]
+        if len(contributions) > 1:
+            count, is_on_host = sum(tensor.numel() for tensor in contributions), all(t.is_cpu for t in contributions)
+        else:
+            count, is_on_host = first.numel(), first.is_cpu
+        key = how.op, how.average, how.terms, first.dtype, count, is_on_host, scatters
+        found = self._kinds.get(key)
+        if found is None:
+            members = self._members.count
+            shape = (members, count // members) if scatters else (count,)
+            kind = OperationKind(
+                how.op, wire_dtype(first.dtype, None), shape, how.average, scatters=scatters, terms=how.terms
+            )
+            nbytes = count * first.itemsize
+            from_others = nbytes * (members - 1) // (members if scatters else 1)
+            is_exact = first.is_floating_point() or not how.average
+            choice = self.router.sum(SumFacts(how.op, nbytes, from_others, is_exact, is_on_host))
+            logger.debug("%s: %s goes by %s", self._members.prefix, kind, choice)
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            found = self._kinds[key] = kind, choice
+        return found
+
+    def _local_sum(
+        self,
+        call: Call,
+        kind: OperationKind,
+        choice: RouteChoice,
+        otherwise: Callable[[], GroupWork],
+        is_awaited: bool,
+    ) -> LocalSum | None:
+        """A sum among the ranks of this machine. None: it goes through the service, as chosen, or because members have
+        yet to find out whether they agree about its kind."""
+        if choice.route is Route.SERVICE:
+            return None
+        place = self._reductions.known_place(kind)
+        if place is not None:
+            return LocalSum(call, kind, place, otherwise, is_awaited)
+        if choice.route is Route.PEERS:
+            logger.debug("%s: %s goes by %s", self._members.prefix, kind, FIRST_OF_ITS_KIND)
+            return None
+        place, agreement = self._reductions.agree(call.what, kind, call.timeout_s)
+        return LocalSum(call, kind, place, otherwise, is_awaited, agreement)
+
+    def broadcast(self, call: Call, root: int) -> Work:
+        """Copy the tensor of the member at ``root``, the call's only output, to all. Any dtype. Only the first of a
+        kind goes through the service, where members find out if they disagree."""
+        (tensor,) = call.outputs
+        view = bits_of(tensor)
+        kind = OperationKind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
+        if (peers := self._peers_for(tensor.is_cpu)) is not None:
+            place = self._reductions.known_place(kind)
+            if place is not None:
+                return peers.broadcast(place, tensor, root, call.timeout_s)
+        sends = [view] if root == self._members.position else []
+        return self._reductions.start(call, kind, sends, [] if sends else [view])
+
+    def barrier(self, timeout_s: float) -> Work:
+        """Done when every member has called it."""
+
+        def through_the_service() -> Work:
+            token = torch.zeros(1, dtype=torch.uint8)
+            kind = OperationKind(Op.SUM, DType.UINT8, (1,))
+            return self._reductions.start(Call("barrier", [], timeout_s), kind, [token], [])
+
+        if self._has_met_at_barrier and (peers := self._peers_for(True)) is not None:
+            return peers.barrier(through_the_service, timeout_s)
+        self._has_met_at_barrier = True  # as with a broadcast
+        return through_the_service()
+
+    def _peers_for(self, is_on_host: bool) -> PeerCollectives | None:
+        """The way from rank to rank, if the router chooses it for what moves bytes."""
+        return self._peers if self.router.move(is_on_host).route is Route.PEERS else None
+
+    def _ring(self, found: LocalSum) -> GroupRingSums:
+        if self._ring_sums is None:
+            raise RuntimeError(f"{found.call.what}: a group of several machines has no ring")
+        return self._ring_sums
+
+    # ---- gathers and exchanges -------------------------------------------------------------------------
+
+    def move(self, what: str, transfer: GroupTransfer, timeout_s: float) -> Work:
+        """Bytes from member to member, as the transfer says."""
+        outgoing = [[octets(tensor) for tensor in piece] for piece in transfer.sends]
+        landings = [[Landing(tensor) for tensor in piece] for piece in transfer.receives]
+        incoming = [[landing.memory for landing in piece] for piece in landings]
+        outputs = transfer.outputs
+        if outputs is None:
+            outputs = [tensor for piece in transfer.receives for tensor in piece]
+        device = device_of([tensor for piece in (*transfer.sends, *transfer.receives) for tensor in piece])
+
+        def finish() -> None:
+            for piece in landings:
+                for landing in piece:
+                    landing.land()
+            if transfer.finish is not None:
+                transfer.finish()
+
+        call = Call(what, outputs, timeout_s, finish)
+        if (peers := self._peers_for(device.type == "cpu")) is not None:
+            if transfer.sizes is Sizes.TOGETHER:
+                return peers.move(transfer.stream, call, outgoing, incoming, True)
+            sent, due = ([piece or None for piece in pieces] for pieces in (outgoing, incoming))
+            return peers.move(transfer.stream, call, sent, due, False)
+        return self._gathers.move(transfer.op, call, outgoing, incoming, transfer.sizes, device)
+
+    def move_evenly(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Work:
+        """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; contiguous."""
+        call = Call(what, [target], timeout_s)
+        if (peers := self._peers_for(source.is_cpu and target.is_cpu)) is not None:
+            return peers.even(op, call, source, target)
+        return self._gathers.even(op, call, source, target)
+
+    def gather_to(self, root: int, tensor: torch.Tensor, outputs: list[torch.Tensor], timeout_s: float) -> Work:
+        """Every member's ``tensor`` to the root, which alone gives outputs."""
+        peers = self._peers_for(tensor.is_cpu)
+        if peers is not None and is_plain(tensor) and all(map(is_plain, outputs)):
+            return peers.gather(tensor, outputs, root, timeout_s)
+        count = self._members.count
+        sends: Pieces = [[tensor] if member == root else [] for member in range(count)]
+        receives: Pieces = [[output] for output in outputs] or [[] for _ in range(count)]
+        transfer = GroupTransfer(Op.EXCHANGE, f"gather.{root}", sends, receives, _one_sided(outputs))
+        return self.move("gather", transfer, timeout_s)
+
+    def scatter_from(self, root: int, inputs: list[torch.Tensor], output: torch.Tensor, timeout_s: float) -> Work:
+        """From the root, which alone gives inputs, a tensor to each member."""
+        peers = self._peers_for(output.is_cpu)
+        if peers is not None and is_plain(output) and all(map(is_plain, inputs)):
+            return peers.scatter(output, inputs, root, timeout_s)
+        count = self._members.count
+        sends: Pieces = [[tensor] for tensor in inputs] or [[] for _ in range(count)]
+        receives: Pieces = [[output] if member == root else [] for member in range(count)]
+        transfer = GroupTransfer(Op.EXCHANGE, f"scatter.{root}", sends, receives, _one_sided([output]))
+        return self.move("scatter", transfer, timeout_s)
+
+
+def _one_sided(outputs: Sequence[torch.Tensor]) -> Sizes:
+    """How a member that gets ``outputs`` compares sizes, where others get nothing: a member that only sends waits for
+    nobody."""
+    return Sizes.PLAIN if all(output.numel() for output in outputs) else Sizes.CHECKED

@@ -1,0 +1,103 @@
+"""Which way an operation goes: a table, and the reason that stands beside each choice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from byteps_py.tensors import Op
+from byteps_py.torch.engine import router as routes
+from byteps_py.torch.engine.router import GROUP_MESSAGE_BYTES, NAMED_MESSAGE_BYTES, Route, Router, SumFacts, may_share
+
+KB, MB = 1 << 10, 1 << 20
+MANY = routes.CORES + 1  # ranks that have to share cores
+
+
+def router(members: int = 2, are_local: bool = True, has_ring: bool = True) -> Router:
+    return Router(members, are_local, members, GROUP_MESSAGE_BYTES, lambda: has_ring)
+
+
+def facts(nbytes: int, members: int = 2, **changes: Any) -> SumFacts:
+    values = {
+        "op": Op.SUM,
+        "nbytes": nbytes,
+        "from_others": nbytes * (members - 1),
+        "is_exact": True,
+        "is_on_host": True,
+    }
+    return SumFacts(**{**values, **changes})
+
+
+@pytest.mark.skipif(routes.CORES < 2, reason="two ranks share the only core")
+@pytest.mark.parametrize(
+    ("nbytes", "changes", "route"),
+    [
+        (4, {}, Route.PEERS),
+        (GROUP_MESSAGE_BYTES, {}, Route.PEERS),
+        (GROUP_MESSAGE_BYTES + 4, {}, Route.RING),
+        (64 * MB, {}, Route.RING),
+        (4, {"op": Op.MAX}, Route.SERVICE),
+        (4, {"op": Op.PRODUCT}, Route.SERVICE),
+        (4, {"is_exact": False}, Route.SERVICE),
+        (4, {"is_on_host": False}, Route.SERVICE),
+        (64 * MB, {"is_on_host": False}, Route.SERVICE),
+        (0, {}, Route.SERVICE),
+    ],
+)
+def test_sums_of_one_machine(nbytes: int, changes: dict[str, Any], route: Route) -> None:
+    choice = router().sum(facts(nbytes, **changes))
+    assert choice.route is route
+    assert choice.reason
+    assert choice.reason in str(choice)
+
+
+def test_ranks_that_share_cores_add_only_what_is_large() -> None:
+    assert router(MANY).sum(facts(4, MANY)).route is Route.SERVICE
+    assert router(MANY).sum(facts(MB - 4, MANY)).route is Route.SERVICE
+    if may_share(MANY, MB):
+        assert router(MANY).sum(facts(MB, MANY)).route is Route.RING
+    assert router(1000).sum(facts(MB, 1000)).route is Route.SERVICE
+
+
+def test_without_the_rings_instructions_large_sums_go_through_the_service() -> None:
+    assert router(has_ring=False).sum(facts(MB)).route is Route.SERVICE
+
+
+def test_the_ring_is_asked_for_only_where_it_would_be_used() -> None:
+    def fails() -> bool:
+        raise AssertionError
+
+    asked = Router(2, True, 1, GROUP_MESSAGE_BYTES, fails)
+    asked.sum(facts(4))
+    asked.sum(facts(MB, is_on_host=False))
+
+
+def test_members_on_several_machines_use_the_service() -> None:
+    across = router(are_local=False)
+    for choice in (across.sum(facts(4)), across.sum(facts(MB)), across.move(True)):
+        assert choice.route is Route.SERVICE
+        assert "several machines" in choice.reason
+
+
+def test_bytes_move_between_ranks_of_one_machine_unless_they_are_on_a_device() -> None:
+    assert router().move(True).route is Route.PEERS
+    assert router().move(False).route is Route.SERVICE
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nearby", "are_local"),
+    [
+        ((2, 3), True, True),
+        ((2, 3), False, False),  # no way to the others
+        ((1, 2), True, False),  # rank 1 is on another machine
+        ((3,), True, False),
+    ],
+)
+def test_named_operations(ranks: tuple[int, ...], nearby: bool, are_local: bool) -> None:
+    session = cast(Any, SimpleNamespace(rank=3, local_rank=1, local_size=2, nearby=object() if nearby else None))
+    found = Router.for_names(session, ranks, lambda: True)
+    assert found.are_local is (are_local and may_share(2))
+    assert found.message_bytes == NAMED_MESSAGE_BYTES
+    assert found.ranks_on_cores == 2
