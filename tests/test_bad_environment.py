@@ -19,7 +19,7 @@ import byteps_py.worker.__main__ as worker
 from byteps_py import channel, validators
 from byteps_py.errors import ConfigurationError
 from byteps_py.machine import check_offered_host
-from byteps_py.session.starting import open_session
+from byteps_py.session.service.starting import open_session
 from byteps_py.settings import Settings, ignored_variables
 from byteps_py.variables import IGNORED, VARIABLES, Variable
 

@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
-from support.neighbours import doomed_pair, lasting_service, met, nearby, two_ranks
+from support.peers import doomed_pair, lasting_service, met, peers, two_ranks
 from support.sessions import WAIT_S, failure
 
 from byteps_py.errors import PeerLostError, StallError
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSum, RingSums
 
@@ -22,7 +22,7 @@ pair = pytest.fixture(doomed_pair)
 
 def sums_of(session: RemoteSession, name: str) -> RingSums:
     other = 1 - session.rank
-    ring = nearby(session).ring(nearby(session).stream(name, (other,)), SLOT_BYTES)
+    ring = peers(session).ring(peers(session).stream(name, (other,)), SLOT_BYTES)
     return RingSums(ring, session.rank, {session.rank: session.rank, other: other})
 
 
@@ -62,7 +62,7 @@ def test_a_sum_goes_on_after_a_wait_that_was_too_short(ranks: list[RemoteSession
         while works:
             works = [work for work in works if not is_over_soon(work)]
         assert all(torch.equal(tensor, expected) for tensor in tensors)
-    assert all(len(nearby(session)._outgoing.segments) == 1 for session in ranks)
+    assert all(len(peers(session)._outgoing.segments) == 1 for session in ranks)
 
 
 def test_ranks_that_sleep_are_woken(ranks: list[RemoteSession], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_ranks_that_sleep_are_woken(ranks: list[RemoteSession], monkeypatch: pyt
     assert ring_sum.is_able()
     name, _ = met(ranks)
     for session in ranks:
-        monkeypatch.setattr(nearby(session)._patience, "look_s", lambda: 0.0)
+        monkeypatch.setattr(peers(session)._patience, "look_s", lambda: 0.0)
     sums = [sums_of(session, name) for session in ranks]
     for _ in range(5):
         tensors = [torch.arange(1_000_003) * (1.0 + rank) for rank in range(2)]
@@ -85,14 +85,14 @@ def test_slots_are_used_again_once_all_have_retired_their_ring(ranks: list[Remot
     found: list[list[object]] = [[], []]
     for turn in range(3):
         sums = [sums_of(session, f"{name}, turn {turn}") for session in ranks]
-        over = [nearby(session).stream(f"{streams[0].name}.{turn}", (1 - session.rank,)) for session in ranks]
+        over = [peers(session).stream(f"{streams[0].name}.{turn}", (1 - session.rank,)) for session in ranks]
         add_up(sums, torch.ones(1000), torch.ones(1000))
         for number, one in enumerate(sums):
             found[number].append(one.ring.block)
         for session, one, stream in list(zip(ranks, sums, over, strict=True))[: 1 + turn]:
-            nearby(session).retire(one.ring, stream)
+            peers(session).retire(one.ring, stream)
         for session in ranks:
-            nearby(session).take_messages()
+            peers(session).take_messages()
     for number, (first, second, third) in enumerate(found):
         assert second is not first, number  # one of the two might still have read it
         assert third is second, number

@@ -87,7 +87,7 @@ def test_bytes_move_between_ranks_of_one_machine_unless_they_are_on_a_device() -
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nearby", "are_local"),
+    ("ranks", "has_peers", "are_local"),
     [
         ((2, 3), True, True),
         ((2, 3), False, False),  # no way to the others
@@ -95,8 +95,8 @@ def test_bytes_move_between_ranks_of_one_machine_unless_they_are_on_a_device() -
         ((3,), True, False),
     ],
 )
-def test_named_operations(ranks: tuple[int, ...], nearby: bool, are_local: bool) -> None:
-    session = cast(Any, SimpleNamespace(rank=3, local_rank=1, local_size=2, nearby=object() if nearby else None))
+def test_named_operations(ranks: tuple[int, ...], has_peers: bool, are_local: bool) -> None:
+    session = cast(Any, SimpleNamespace(rank=3, local_rank=1, local_size=2, peers=object() if has_peers else None))
     found = Router.for_names(session, ranks, lambda: True)
     assert found.are_local is (are_local and may_share(2))
     assert found.message_bytes == NAMED_MESSAGE_BYTES

@@ -10,7 +10,7 @@ from support.sessions import WAIT_S, Service, declare, end, failure, start, sum_
 
 from byteps_py.errors import MismatchError, StallError, UsageError
 from byteps_py.session import Slot
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
 
 EMPTY = (0, 0)

@@ -21,7 +21,7 @@ from byteps_py.errors import (
     RendezvousError,
     UsageError,
 )
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 
 
 @pytest.fixture(scope="module")

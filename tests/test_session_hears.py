@@ -12,7 +12,7 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import ProtocolError
 from byteps_py.rank_protocol import RankMessageKind
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 from byteps_py.shm import Segment
 from byteps_py.tensors import DType, TensorSpec
 

@@ -14,7 +14,7 @@ import pytest
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener, connect
 from byteps_py.rank_protocol import RankMessageKind
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 
 WAIT_S = 60.0
 WELCOME = {

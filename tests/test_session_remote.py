@@ -16,7 +16,7 @@ from byteps_py.errors import (
     StallError,
     UsageError,
 )
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 from byteps_py.tensors import DType, Op
 
 

@@ -1,7 +1,7 @@
 """Which local ranks want to know each other, to deal with each other directly. Pure; owned by the loop's thread.
 
 Ranks that make a group ask for it under its key, each when it comes to it. Once all have, everybody is given the ways
-to the others; what the ranks say to each other then does not pass through here (byteps_py/session/nearby).
+to the others; what the ranks say to each other then does not pass through here (byteps_py/session/peers).
 """
 
 from __future__ import annotations

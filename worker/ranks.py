@@ -47,7 +47,7 @@ class RankConnection:
         self.note = ""  # what it said for the case that it keeps others waiting
         self.stack_fd = -1  # see stack_dump.py; -1: it has given none
         self.is_settling = False  # it is about to leave, once others have what it gave
-        self.door = -1  # the way to it for its neighbours, see session/nearby; -1: it has given none
+        self.door = -1  # the way to it for its neighbours, see session/peers; -1: it has given none
         self.direct_waits: dict[int, DirectWait] = {}  # by id
         self._announced = 0  # segments the rank has been given
         self._runtime = runtime

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from byteps_py.session.nearby import Neighbours
+from byteps_py.session.peers import LocalPeers
 from byteps_py.tensors import Layout, TensorSpec
 
 
@@ -82,7 +82,7 @@ class Session(ABC):
         """Raises what every call would raise: the session is closed, or this is a forked child of the rank."""
 
     @property
-    def nearby(self) -> Neighbours | None:
+    def peers(self) -> LocalPeers | None:
         """This rank's dealings with the other ranks of its machine, if it has any."""
         return None
 

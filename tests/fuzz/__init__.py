@@ -20,8 +20,8 @@ from .control import Control, JournalFile, Streams
 from .files import GpuList, ModelFile, Objects, Snapshot
 from .machines import Machines
 from .mutator import Mutator
-from .neighbours import NeighboursHear
 from .orders import Orders
+from .peers import PeersHear
 from .ranks import Ranks
 from .requests import Nearby, Requests
 from .server_orders import ServerOrders
@@ -40,7 +40,7 @@ TARGETS: dict[str, type[Target]] = {
         Requests,
         LocalProtocol,
         Nearby,
-        NeighboursHear,
+        PeersHear,
         Machines,
         Environment,
         Control,

@@ -16,11 +16,11 @@ from byteps_py.tensors import DType, Layout, TensorSpec
 from byteps_py.torch.engine.call_log import CallLog
 from byteps_py.torch.engine.completion import Completer
 from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.group_engine import GroupEngine
 from byteps_py.torch.engine.group_work import GroupContext
 from byteps_py.torch.engine.members import Members
-from byteps_py.torch.engine.service_gathers import GroupGathers
 from byteps_py.torch.engine.slot_view import TensorRequest
-from byteps_py.torch.gradients.bucket import Scheme
+from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_gradient import SparseBucket
 from byteps_py.torch.horovod import size_headers
@@ -136,7 +136,8 @@ class Collectives(Target):
         members = Members(self._context, self._session, tuple(range(_RANKS)), 1, "fuzz")
         self._members = members
         around = GroupContext(self._session, 5.0, CallLog(members, cast(Any, _Store())), 1.0)
-        self._direct = GroupGathers(members, around, Completer())
+        self._around = around
+        self._engine = GroupEngine(members, around, Completer(), None)
         indices = torch.tensor([[1, 4, 11]])
         self._gradient = torch.sparse_coo_tensor(
             indices, torch.ones(3, 3), (12, 3), is_coalesced=True, check_invariants=True
@@ -168,7 +169,7 @@ class Collectives(Target):
             self._session._slots.clear()
             self._context._leave()
             self._context.open(_SETTINGS)
-            self._direct = GroupGathers(self._members, self._direct._around, Completer())
+            self._engine = GroupEngine(self._members, self._around, Completer(), None)
 
     def _gather(self) -> None:
         tensors = [torch.ones(2, 3)] * (1 + self._turn % 2)
@@ -187,7 +188,7 @@ class Collectives(Target):
         param.grad = self._gradient.clone() if self._turn % 8 else None
         spec = TensorSpec("rows", DType.FLOAT32, (36,))
         request = TensorRequest(spec, torch.float32, ((36,),), torch.device("cpu"))
-        bucket = SparseBucket(self._context, request, "rows", param, Scheme(), 0, Scratch())
+        bucket = SparseBucket(self._context, request, "rows", param, GradientOptions(), 0, Scratch())
         bucket.mark(0, param.grad)
         bucket.start()
         bucket.travel()
@@ -197,7 +198,7 @@ class Collectives(Target):
 
     def _sum(self) -> None:
         tensor = self._gradient.clone()
-        sum_up(self._direct, self._members, "all_reduce", tensor, False, 5.0).wait()
+        sum_up(self._engine, self._members, "all_reduce", tensor, False, 5.0).wait()
         self._check(tensor)
 
     @staticmethod

@@ -11,7 +11,7 @@ from support.worker_core import slot as make_slot
 
 from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import ProtocolError
-from byteps_py.session.nearby import messages
+from byteps_py.session.peers import peer_protocol
 from byteps_py.tensors import DType, Layout, Op, TensorSpec, key_of
 from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind
 from byteps_py.worker.actions import Action, DirectAction, Lend
@@ -143,13 +143,13 @@ class Nearby(Target):
     """A message from another rank of the machine."""
 
     seeds = (
-        messages.pack(messages.PeerMessageKind.INLINE, 1, 0, 0, 7, 1, 5, 5, 3, 0, -1) + b"bytes",
-        messages.pack(messages.PeerMessageKind.LAID, 1, 0, 2, 7, 1, 4096, 64, 3, 128, 9),
-        messages.pack(messages.PeerMessageKind.SEGMENT, 1, 0, 2, 0, 0, 1 << 20, 0, 0, 0, -1),
+        peer_protocol.pack(peer_protocol.PeerMessageKind.INLINE, 1, 0, 0, 7, 1, 5, 5, 3, 0, -1) + b"bytes",
+        peer_protocol.pack(peer_protocol.PeerMessageKind.LAID, 1, 0, 2, 7, 1, 4096, 64, 3, 128, 9),
+        peer_protocol.pack(peer_protocol.PeerMessageKind.SEGMENT, 1, 0, 2, 0, 0, 1 << 20, 0, 0, 0, -1),
     )
 
     def feed(self, data: bytes) -> None:
         with contextlib.suppress(ProtocolError):
-            message = messages.unpack(memoryview(data), len(data))
+            message = peer_protocol.unpack(memoryview(data), len(data))
             assert message.ready <= message.total
-            assert message.kind in set(messages.PeerMessageKind)
+            assert message.kind in set(peer_protocol.PeerMessageKind)

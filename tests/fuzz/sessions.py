@@ -12,7 +12,7 @@ from byteps_py.channel import Channel
 from byteps_py.errors import ProtocolError
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session.base import Slot
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 from byteps_py.shm import Segment
 from byteps_py.tensors import DType, TensorSpec
 
@@ -93,7 +93,7 @@ class Sessions(Target):
         self._service = Channel(theirs)
         self._service.send(_WELCOME)
         self._session = RemoteSession(Channel(mine), 1, 2, 5.0, 5.0)
-        assert self._session.nearby is not None
+        assert self._session.peers is not None
         self._service.send(protocol.pack(RankMessageKind.SEGMENT, id=0, nbytes=_SEGMENT_BYTES), (self._memory.fd,))
         self._asked = self._turn
         self._read()

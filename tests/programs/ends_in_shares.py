@@ -18,7 +18,7 @@ from torch_values import same, values
 
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError
-from byteps_py.session.nearby import Talk
+from byteps_py.session.peers import Votes
 from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.ring.step_table import Status
 
@@ -77,7 +77,7 @@ def die() -> None:
     if IS_LARGE:
         in_the_middle(lambda: os.kill(os.getpid(), signal.SIGKILL))
     else:
-        Talk.say = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        Votes.say = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
 
 def killed() -> None:

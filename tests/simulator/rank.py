@@ -14,7 +14,7 @@ from byteps_py.errors import BytePSError, StallError
 from byteps_py.machine import local_socket
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import Slot
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 from byteps_py.settings import Settings
 from byteps_py.tensors import TensorSpec
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.session import Slot
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 from byteps_py.strips import Strips, strip_at
 
 from .memory import Bytes, Memory, address_of

@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 
 from byteps_py.errors import StallError
-from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.memory import Outgoing
-from byteps_py.session.nearby.message_matcher import MessageMatcher
-from byteps_py.session.nearby.messages import PeerMessage, PeerMessageKind
-from byteps_py.session.nearby.ring import Ring, RingHost
-from byteps_py.session.nearby.waiting import Wait
+from byteps_py.session.peers import peer_protocol
+from byteps_py.session.peers.memory import Outgoing
+from byteps_py.session.peers.message_matcher import MessageMatcher
+from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
+from byteps_py.session.peers.ring import Ring, RingHost
+from byteps_py.session.peers.waiting import Wait
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import LOOK_S
 from byteps_py.torch.engine.ring.ring_sum import RingSum, RingSums
@@ -67,7 +67,7 @@ class Outbox:
         self._deliver = deliver or self.messages.append
 
     def send(self, data: bytes, fd: int = -1) -> None:
-        self._deliver(messages.unpack(memoryview(data), len(data)))
+        self._deliver(peer_protocol.unpack(memoryview(data), len(data)))
 
 
 class Rank:

@@ -18,7 +18,7 @@ from byteps_py.errors import (
 )
 from byteps_py.machine import local_socket
 from byteps_py.session import Slot
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, TensorSpec
 from support import warm
@@ -30,7 +30,7 @@ TWO = 2
 RANK = """
 import sys, numpy as np
 from byteps_py import channel
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 from byteps_py.tensors import DType, TensorSpec
 session = RemoteSession(channel.connect(sys.argv[1], 30), 1, 2, 30, 600)
 slot, = session.declare([TensorSpec("shared", DType.FLOAT32, (3,))])

@@ -101,8 +101,8 @@ class Context:
                 session.incarnation = self.incarnation
                 self._session = session
                 self._suspended = None
-                if router.may_share(session.local_size) and session.nearby is not None:
-                    session.nearby.meetings.ask_all()
+                if router.may_share(session.local_size) and session.peers is not None:
+                    session.peers.directory.ask_all()
                     ring_sum.prepare()
             self._holders.add(holder)
 

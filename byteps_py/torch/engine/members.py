@@ -10,7 +10,7 @@ import torch
 
 from byteps_py.errors import UnsupportedError, UsageError
 from byteps_py.session import Session
-from byteps_py.session.nearby import Neighbours
+from byteps_py.session.peers import LocalPeers
 from byteps_py.session.solo import SoloSession
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.movers import Mover
@@ -50,11 +50,11 @@ class Members:
         return self.ranks[position] - (self.session.rank - self.session.local_rank)
 
     @property
-    def neighbours(self) -> Neighbours | None:
+    def peers(self) -> LocalPeers | None:
         """The other ranks of this machine, if all members are among them."""
         first = self.session.rank - self.session.local_rank
         if self.count > 1 and first <= self.ranks[0] and self.ranks[-1] < first + self.session.local_size:
-            return self.session.nearby
+            return self.session.peers
         return None
 
     def root(self, position: int) -> int:

@@ -127,7 +127,7 @@ class Messages:
         """On one machine a message is seen before anybody asks for it: there is no need to ask in vain."""
         receivers = {peer: self._peer_receiver(streams, peer, tag) for peer in streams.others}
         while True:
-            streams.neighbours.await_next([r.next for r in receivers.values()], max(0.0, deadline - time.monotonic()))
+            streams.peers.await_next([r.next for r in receivers.values()], max(0.0, deadline - time.monotonic()))
             for peer, receiver in receivers.items():
                 what = f"receive from anybody (rank {self._members.ranks[peer]}), tag {tag}"
                 message = receiver.post_if_there(what, like)

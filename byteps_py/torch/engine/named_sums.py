@@ -17,7 +17,7 @@ import torch
 
 from byteps_py.errors import JoinedError
 from byteps_py.session import Session, Slot
-from byteps_py.session.nearby import Neighbours
+from byteps_py.session.peers import LocalPeers
 from byteps_py.tensors import TensorSpec, key_of
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import is_plain
@@ -45,8 +45,8 @@ class NamedSums:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._session = context.session
-        self._neighbours = cast(Neighbours, context.session.nearby)
-        self._neighbours.meetings.wait_for_all()
+        self._peers = cast(LocalPeers, context.session.peers)
+        self._peers.directory.wait_for_all()
         limit_s = context.settings.stall_limit_s
         self._timeout_s = limit_s + _PATIENCE_S if limit_s else _FOREVER_S
         self._circles: dict[Sequence[int], _Circle] = {}
@@ -73,7 +73,7 @@ class NamedSums:
         circle = self._circles.get(group)
         if circle is None:
             ranks = group or range(self._session.size)
-            circle = self._circles[group] = _Circle(self._session, self._neighbours, ranks, self._timeout_s)
+            circle = self._circles[group] = _Circle(self._session, self._peers, ranks, self._timeout_s)
         entry = self._names.get((name, group))
         if entry is None:
             entry = self._names[name, group] = _NamedRounds(circle, name)
@@ -102,8 +102,8 @@ class NamedSums:
 class _Circle:
     """The ranks of one group; one large sum at a time."""
 
-    def __init__(self, session: Session, neighbours: Neighbours, ranks: Sequence[int], timeout_s: float) -> None:
-        self.session, self.neighbours, self.timeout_s = session, neighbours, timeout_s
+    def __init__(self, session: Session, peers: LocalPeers, ranks: Sequence[int], timeout_s: float) -> None:
+        self.session, self.peers, self.timeout_s = session, peers, timeout_s
         first, self.own = session.rank - session.local_rank, ranks.index(session.rank)
         self.count = len(ranks)
         #: Local ranks of the others, by position.
@@ -111,7 +111,7 @@ class _Circle:
         self.text = ", ".join(map(str, ranks))
         self._all = tuple(self.others.values())
         self._name = f"sums in shares among ranks {self.text}#{session.incarnation}"
-        ring = neighbours.ring(neighbours.stream(self._name, self._all), SLOT_BYTES)
+        ring = peers.ring(peers.stream(self._name, self._all), SLOT_BYTES)
         self._sums = RingSums(ring, self.own, {self.own: session.local_rank, **self.others})
         self._is_taken = False
         self._is_broken = False  # a sum was begun and given up, which others may have carried on
@@ -143,7 +143,7 @@ class _Circle:
             raise
 
     def retire(self) -> None:
-        self.neighbours.retire(self._sums.ring, self.neighbours.stream(f"{self._name}, over", self._all))
+        self.peers.retire(self._sums.ring, self.peers.stream(f"{self._name}, over", self._all))
 
 
 class _NamedRounds:
@@ -155,7 +155,7 @@ class _NamedRounds:
         others = tuple(circle.others.values())
         self._rounds = SharedRounds(others)
         stream = f"{name} among ranks {circle.text}#{circle.session.incarnation}"
-        self._talk = circle.neighbours.talk(stream, others)
+        self._votes = circle.peers.votes(stream, others)
         self._spec: TensorSpec | None = None  # of the latest round that was waited for
         self._offer = 0  # what says so
         self._rooms: dict[int, torch.Tensor] = {}  # for what others send, by position
@@ -164,13 +164,13 @@ class _NamedRounds:
         """This rank takes part in the next round through the service, and does not wait."""
         word = self._rounds.begin(IS_ABSENT, is_waiting=False, is_able=False, said={})
         if word is not None:
-            self._talk.say(self._rounds.number, word)
-        self._talk.forget(self._rounds.number - 1)
+            self._votes.say(self._rounds.number, word)
+        self._votes.forget(self._rounds.number - 1)
 
     def begin(self, offer: SumOffer, source: torch.Tensor, target: torch.Tensor) -> Callable[[], bool] | None:
         """The next round, which the caller is about to wait for. Returns what adds it up, or tells by False that it has
         to go through the service; None if that is known already."""
-        circle, rounds, talk, spec = self._circle, self._rounds, self._talk, offer.spec
+        circle, rounds, votes, spec = self._circle, self._rounds, self._votes, offer.spec
         is_small = offer.route is Route.PEERS
         is_taken = not is_small and circle.take()
         is_under_way = False
@@ -182,8 +182,8 @@ class _NamedRounds:
             mine, total = source.detach().view(-1), target.detach().view(-1)
             shares = circle.shares(mine, total, spec.average, self._name) if is_taken and has_offered else None
             if word is not None:
-                talk.say(rounds.number, word, source.data_ptr(), spec.nbytes if is_small and has_offered else 0)
-            talk.forget(rounds.number - 1)
+                votes.say(rounds.number, word, source.data_ptr(), spec.nbytes if is_small and has_offered else 0)
+            votes.forget(rounds.number - 1)
             is_under_way = has_offered
         finally:
             if is_taken and not is_under_way:
@@ -210,24 +210,24 @@ class _NamedRounds:
 
     def _said_before(self) -> dict[int, int]:
         """What others have said of the round before."""
-        said = self._talk.heard(self._rounds.number)
+        said = self._votes.heard(self._rounds.number)
         if len(said) < len(self._circle.others) and self._rounds.number:
-            self._circle.neighbours.take_messages()
-            said = self._talk.heard(self._rounds.number)
+            self._circle.peers.take_messages()
+            said = self._votes.heard(self._rounds.number)
         return said
 
     def _is_offered_by_all(self) -> bool:
         """Returns when that is known of this round, for which this rank has offered."""
-        talk, number = self._talk, self._rounds.number
+        votes, number = self._votes, self._rounds.number
 
         found: bool | None = None
 
         def is_known() -> bool:
             nonlocal found
-            found = self._rounds.verdict(talk.joined, talk.heard(number))
+            found = self._rounds.verdict(votes.joined, votes.heard(number))
             return found is not None
 
-        talk.await_words(number, is_known, self._name, self._circle.timeout_s)
+        votes.await_words(number, is_known, self._name, self._circle.timeout_s)
         return bool(found)
 
     def _report(self, spec: TensorSpec, since_ns: int) -> None:
@@ -244,7 +244,7 @@ class _NamedRounds:
             room = rooms.get(position)
             if room is None or room.dtype is not mine.dtype or room.numel() != mine.numel():
                 room = rooms[position] = torch.empty_like(mine)
-            self._talk.fetch(self._rounds.number, local_rank, room.data_ptr(), room.nbytes)
+            self._votes.fetch(self._rounds.number, local_rank, room.data_ptr(), room.nbytes)
         # The result may lie where the own tensor does: the first two are read before anything is written.
         own = mine if circle.own < 2 else mine.clone()
         add_up([rooms.get(position, own) for position in range(circle.count)], total, average)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from byteps_py.session.nearby import Span
+from byteps_py.session.peers import Span
 from byteps_py.tensors import Op
 from byteps_py.torch.engine.dtypes import is_plain
 from byteps_py.torch.engine.group_work import FallbackWork

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from byteps_py.session.nearby import WINDOW, Stream, StreamReceipt
+from byteps_py.session.peers import WINDOW, Stream, StreamReceipt
 from byteps_py.torch.engine.completion import POOL
 from byteps_py.torch.engine.dtypes import is_plain
 from byteps_py.torch.engine.group_work import GroupContext, GroupWork
@@ -46,15 +46,15 @@ class PeerSendQueue(MessageQueue[PeerSend]):
         self._stream = _stream(members, streams, members.position, peer, tag)
 
     def _has_room(self) -> bool:
-        return self._streams.has_met and self._streams.neighbours.has_room(self._stream)
+        return self._streams.has_met and self._streams.peers.has_room(self._stream)
 
     def _wait_for_room(self) -> None:
         self.around.patiently(self._streams.meeting())
-        self.around.patiently(self._streams.neighbours.room(self._stream))
+        self.around.patiently(self._streams.peers.room(self._stream))
 
     def _begin(self, message: PeerSend) -> None:
         tensor = message.tensor if is_plain(message.tensor) else octets(message.tensor)
-        self._streams.neighbours.send(self._stream, self._target, (span(tensor),), True)
+        self._streams.peers.send(self._stream, self._target, (span(tensor),), True)
 
 
 class PeerReceive(GroupWork):
@@ -92,10 +92,10 @@ class PeerReceive(GroupWork):
         if not self._streams.has_met:  # there may have to be an answer
             self._meet = self._meet or self._streams.meeting()
             self._meet(timeout_s)
-        self._streams.neighbours.collect(self._receipt, timeout_s)
+        self._streams.peers.collect(self._receipt, timeout_s)
 
     def _is_ready(self) -> bool:
-        return self._around.aborted is not None or self._streams.neighbours.look(self._receipt)
+        return self._around.aborted is not None or self._streams.peers.look(self._receipt)
 
     def _release(self) -> None:
         self._landing = None
@@ -169,4 +169,4 @@ class PeerReceiver:
 def _stream(members: Members, streams: PeerStreams, source: int, target: int, tag: int) -> Stream:
     name = f"{members.prefix}.p2p.{members.ranks[source]}.{members.ranks[target]}.{tag}"
     other = source if target == members.position else target
-    return streams.neighbours.stream(name, (streams.others[other],))
+    return streams.peers.stream(name, (streams.others[other],))

@@ -1,7 +1,7 @@
 """Gathers, exchanges, broadcasts and barriers of a group whose members are all on this machine.
 
 The calling thread lays down what this member sends, and tells the others; whoever waits copies what has come to where
-it belongs (byteps_py/session/nearby). The communication service has no part in it. Host memory only.
+it belongs (byteps_py/session/peers). The communication service has no part in it. Host memory only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from byteps_py.errors import CommunicationError, JoinedError, MismatchError
-from byteps_py.session.nearby import Neighbours, Span, Stream, StreamReceipt
+from byteps_py.session.peers import LocalPeers, Span, Stream, StreamReceipt
 from byteps_py.tensors import differing
 from byteps_py.torch.engine.completion import Completer
 from byteps_py.torch.engine.group_work import FallbackQueue, GroupContext, GroupWork
@@ -39,24 +39,24 @@ class PeerWork(GroupWork):
         around: GroupContext,
         completer: Completer | None,
         call: Call,
-        neighbours: Neighbours,
+        peers: LocalPeers,
         receipt: StreamReceipt,
     ) -> None:
         super().__init__(around, call)
         self.line: list[PeerWork] | None = None
         self._completer = completer
-        self._neighbours = neighbours
+        self._peers = peers
         self._receipt = receipt
 
     def _complete(self, deadline: float) -> None:
         receipt = self._receipt
         if receipt.left or receipt.error is not None:
-            self._slices(deadline, lambda timeout_s: self._neighbours.collect(receipt, timeout_s))
+            self._slices(deadline, lambda timeout_s: self._peers.collect(receipt, timeout_s))
         if self._finish is not None:
             self._finish()
 
     def _is_ready(self) -> bool:
-        return self._around.aborted is not None or self._neighbours.look(self._receipt)
+        return self._around.aborted is not None or self._peers.look(self._receipt)
 
     def _release(self) -> None:
         self._finish = None
@@ -84,8 +84,8 @@ class _Line:
 class PeerStreams:
     """Any thread; operations go in the order of the calls. ``others``: the local ranks of members, by position."""
 
-    def __init__(self, members: Members, neighbours: Neighbours, around: GroupContext, completer: Completer) -> None:
-        self.neighbours = neighbours
+    def __init__(self, members: Members, peers: LocalPeers, around: GroupContext, completer: Completer) -> None:
+        self.peers = peers
         self.others = {p: members.local_rank(p) for p in range(members.count) if p != members.position}
         self._all = tuple(self.others.values())
         self._members = members
@@ -95,12 +95,12 @@ class PeerStreams:
         self._lines: dict[str, _Line] = {}
         self.fallbacks = FallbackQueue(around, completer)
         #: For large sums, and those under way, in the order of the calls. It goes on after members have joined.
-        ring = neighbours.ring(neighbours.stream(f"{members.prefix}.ring", self._all), SLOT_BYTES)
+        ring = peers.ring(peers.stream(f"{members.prefix}.ring", self._all), SLOT_BYTES)
         ranks = {members.position: members.session.local_rank, **self.others}
         self.ring_sums = RingSums(ring, members.position, ranks)
         self.sums: deque[Work] = deque()
         self._has_met = False
-        neighbours.meetings.ask(self._meeting, self._all)
+        peers.directory.ask(self._meeting, self._all)
 
     @property
     def _meeting(self) -> str:
@@ -127,7 +127,7 @@ class PeerStreams:
                 return self._follow(line, call._replace(finish=None), due, None, {}, error)
             for position, spans in sends.items():
                 dues = (total(receives[position]),) if together else ()
-                self.neighbours.send(line.stream, (self.others[position],), spans, is_led, dues)
+                self.peers.send(line.stream, (self.others[position],), spans, is_led, dues)
             sent = {position: total(spans) for position, spans in sends.items()} if together else {}
             return self._follow(line, call, receives, own, sent, None, together)
 
@@ -150,7 +150,7 @@ class PeerStreams:
             sent: Mapping[int, int] = {}
             if sends is not None:
                 dues = [total(receives[position]) for position in self.others] if together else ()
-                self.neighbours.send(line.stream, self._all, sends, is_led, dues)
+                self.peers.send(line.stream, self._all, sends, is_led, dues)
                 if together:
                     sent = dict.fromkeys(self.others, total(sends))
             return self._follow(line, call, receives, own, sent, None, together)
@@ -163,13 +163,13 @@ class PeerStreams:
             if error := self._joined(line):
                 return self._follow(line, call._replace(finish=None), {}, None, {}, error)
             nbytes = mine[1]
-            self.neighbours.send(line.stream, self._all, (mine,), False, [nbytes] * len(self._all))
+            self.peers.send(line.stream, self._all, (mine,), False, [nbytes] * len(self._all))
             receipt = StreamReceipt(line.stream, is_mutual=True)
             for position, spans in receives.items():
                 receipt.expect(self.others[position], spans, nbytes, nbytes)
             number = self.around.journal.record((call.what, call.kind), line.stream.name)
         try:
-            self.neighbours.collect(receipt, min(_AT_ONCE_S, call.timeout_s))
+            self.peers.collect(receipt, min(_AT_ONCE_S, call.timeout_s))
         except CommunicationError:  # it comes again
             with self._lock:
                 return self._under_way(line, call, receipt, number)
@@ -187,19 +187,17 @@ class PeerStreams:
     def close(self) -> None:
         """The group has ended here."""
         if not self.sums:
-            self.neighbours.retire(
-                self.ring_sums.ring, self.neighbours.stream(f"{self._members.prefix}.ring.over", self._all)
-            )
+            self.peers.retire(self.ring_sums.ring, self.peers.stream(f"{self._members.prefix}.ring.over", self._all))
 
     def meeting(self) -> Callable[[float], None]:
         """Of one who waits for it: returns, within so many seconds, when all members can be reached. Raises StallError,
         after which it may be called again, and what ends the session."""
-        return self.neighbours.meetings.meeting(self._meeting, self._all)
+        return self.peers.directory.meeting(self._meeting, self._all)
 
     @property
     def has_met(self) -> bool:
         """All members can be reached."""
-        self._has_met = self._has_met or self.neighbours.meetings.has_met(self._meeting)
+        self._has_met = self._has_met or self.peers.directory.has_met(self._meeting)
         return self._has_met
 
     # ---- with the lock held ----------------------------------------------------------------------------
@@ -209,29 +207,29 @@ class PeerStreams:
         around.check()
         line = self._lines.get(name)
         if line is None:
-            stream = self.neighbours.stream(f"{self._members.prefix}.{name}", self._all)
+            stream = self.peers.stream(f"{self._members.prefix}.{name}", self._all)
             line = self._lines[name] = _Line(stream)
         if not self.has_met:
             around.patiently(self.meeting())
         for work in list(line.under_way)[: len(line.under_way) + 1 - LANES]:
             around.patiently(work.settle)
-        if not self.neighbours.has_room(line.stream):
+        if not self.peers.has_room(line.stream):
             with contextlib.suppress(JoinedError):  # who has something to send finds that out
-                around.patiently(self.neighbours.room(line.stream))
+                around.patiently(self.peers.room(line.stream))
         return line
 
     def _joined(self, line: _Line) -> JoinedError | None:
         """A member has no more data."""
-        gone = self.neighbours.gone(self._all)
-        return self.neighbours.joined(line.stream, gone) if gone else None
+        gone = self.peers.gone(self._all)
+        return self.peers.joined(line.stream, gone) if gone else None
 
     def _refused(self, line: _Line, targets: Sequence[int]) -> JoinedError | None:
         """One of ``targets``, to whom something was to be sent, has no more data: the rest of them are told instead."""
-        gone = self.neighbours.gone(targets)
+        gone = self.peers.gone(targets)
         if not gone:
             return None
-        self.neighbours.refuse(line.stream, [target for target in targets if target not in gone], min(gone))
-        return self.neighbours.joined(line.stream, gone)
+        self.peers.refuse(line.stream, [target for target in targets if target not in gone], min(gone))
+        return self.peers.joined(line.stream, gone)
 
     def _follow(
         self,
@@ -257,7 +255,7 @@ class PeerStreams:
         return self._under_way(line, call, receipt, self.around.journal.record(stated, line.stream.name))
 
     def _under_way(self, line: _Line, call: Call, receipt: StreamReceipt, number: int) -> PeerWork:
-        work = PeerWork(self.around, self.completer, call, self.neighbours, receipt)
+        work = PeerWork(self.around, self.completer, call, self.peers, receipt)
         work.number = number
         if receipt.left:
             work.line = line.under_way

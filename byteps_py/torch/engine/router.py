@@ -84,7 +84,7 @@ class Router:
         """For operations that ranks find by name, of which any rank may be late: those of Horovod and BytePS."""
         first = session.rank - session.local_rank
         are_local = len(ranks) > 1 and first <= ranks[0] and ranks[-1] < first + session.local_size
-        can_talk = are_local and may_share(session.local_size) and session.nearby is not None
+        can_talk = are_local and may_share(session.local_size) and session.peers is not None
         return cls(len(ranks), can_talk, session.local_size, NAMED_MESSAGE_BYTES, has_ring)
 
     def sum(self, facts: SumFacts) -> RouteChoice:

@@ -23,8 +23,8 @@ from byteps_py import blame as blames
 from byteps_py.errors import GradientOrderError, NonFiniteError
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 from byteps_py.torch.compression import Compressor
+from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.gradients import nonfinite
 from byteps_py.torch.gradients.hooks import Distributed
 from byteps_py.torch.horovod.adasum import start
 
@@ -121,7 +121,7 @@ class AdasumDistributed(Distributed):
     def synchronize(self) -> None:
         """Nothing to wait for: gradients stay this rank's own, and may be clipped before step()."""
 
-    def _begin_anew(self) -> None:
+    def _state_replaced(self) -> None:
         pass
 
     def _prepare_unscaling(self) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.torch.horovod.ops import Average, ReduceOp
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 Groups = int | list[list[torch.nn.Parameter]] | None
@@ -32,18 +31,6 @@ def check_predivide(factor: float, op: ReduceOp) -> None:
         )
     if not (factor > 0 and math.isfinite(factor)):
         raise UsageError(f"gradient_predivide_factor must be a positive number, got {factor}")
-
-
-def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
-    """The ranks of a set that this rank may be in or not, () for all. Raises UsageError for one that is not added."""
-    if isinstance(process_set, ProcessSet) and process_set.ranks and process_set.size() and not process_set.included():
-        return tuple(process_set.ranks)
-    return group_of(process_set)
-
-
-def prefix_of(process_set: ProcessSet, kind: str) -> str:
-    """How names of ``kind`` begin: ranks outside a set do not count what is made for it."""
-    return kind if process_set is global_process_set else f"set{process_set.process_set_id}.{kind}"
 
 
 def which_groups(

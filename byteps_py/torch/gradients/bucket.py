@@ -22,7 +22,7 @@ from byteps_py.torch.horovod.ops import Average, ReduceOp
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class GradientOptions:
     """How gradients are combined.
 
     predivide: an average's factor f: gradients are divided by f before the sum and multiplied by f/size after it.
@@ -72,14 +72,14 @@ class Bucket:
         request: TensorRequest,
         names: list[str],
         params: list[torch.nn.Parameter],
-        scheme: Scheme,
+        options: GradientOptions,
         first: int,
         scratch: Scratch,
     ) -> None:
         self.request = request
         self.names = names
         self.params = params
-        self.scheme = scheme
+        self.options = options
         self.first = first
         self.slot_view: PieceView | None = None
         self._checksums = GradientChecksums(scratch, self._contribution)
@@ -132,7 +132,7 @@ class Bucket:
         found = [p.grad if takes_part else None for p, takes_part in zip(self.params, self.takes_part, strict=True)]
         for position, grad in enumerate(found):
             if grad is not None and (grad.layout is not torch.strided or grad.is_meta):
-                if self.scheme.sparse_as_dense and not grad.is_meta:
+                if self.options.sparse_as_dense and not grad.is_meta:
                     found[position] = self._make_dense(position, grad)
                 elif grad.is_meta or not sparse:
                     check_dense(grad, self.names[position])  # raises
@@ -155,7 +155,7 @@ class Bucket:
             self.slot_view.contribute(self._contribution(gradients))
 
     def _contribution(self, gradients: Gradients) -> Gradients:
-        factor = self.scheme.predivide
+        factor = self.options.predivide
         return gradients if factor == 1.0 else [None if grad is None else grad.detach() / factor for grad in gradients]
 
     def _clear_results(self, slot_view: PieceView, gradients: Gradients) -> Gradients:
@@ -269,7 +269,7 @@ class Bucket:
                 outputs.append(grad)
             given.append(grad)
         slot_view.fetch(outputs, copied)
-        after = self.scheme.after(slot_view.session.size)
+        after = self.options.after(slot_view.session.size)
         if after != 1.0 and given:
             with torch.no_grad():
                 torch._foreach_mul_(given, after)

@@ -22,11 +22,12 @@ import torch
 from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
 from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
+from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import wire_dtype
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
-from byteps_py.torch.gradients import nonfinite
-from byteps_py.torch.gradients.bucket import Bucket, GradientPlace, Scheme
+from byteps_py.torch.gradients import nonfinite_gradients
+from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace
 from byteps_py.torch.gradients.bucket_layout import plan_buckets
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.plan_comparison import PlanComparison
@@ -34,7 +35,7 @@ from byteps_py.torch.gradients.sparse_gradient import SparseBucket
 
 
 class GradientReducer:
-    """Combines the gradients of named parameters over the ranks as ``scheme`` says, each round once.
+    """Combines the gradients of named parameters over the ranks as ``options`` say, each round once.
 
     named: in order of the forward pass. groups: names that travel together, whatever their sizes; the others do as
     their sizes suggest. The result replaces ``param.grad``: it is a view of the service's
@@ -45,11 +46,11 @@ class GradientReducer:
         self,
         context: Context,
         named: Sequence[tuple[str, torch.nn.Parameter]],
-        scheme: Scheme | None = None,
+        options: GradientOptions | None = None,
         groups: Sequence[Sequence[str]] = (),
     ) -> None:
         self._context = context
-        self._scheme = replace(scheme or Scheme(), nonfinite=nonfinite.wanted(context))
+        self._options = replace(options or GradientOptions(), nonfinite=nonfinite.wanted(context))
         self._buckets: list[Bucket] = []
         self._places: dict[torch.nn.Parameter, GradientPlace] = {}
         self._is_prioritized = False
@@ -59,16 +60,16 @@ class GradientReducer:
         # By name: a rank may well have an optimizer that others have not.
         first = min((name for name, _ in named), default="")
         self._agreement = PlanComparison(
-            context, context.claim(f"{self._scheme.prefix}(all) {first}"), self._scheme.group
+            context, context.claim(f"{self._options.prefix}(all) {first}"), self._options.group
         )
         self._names: list[str] = []  # in the order in which they came
         self._is_agreed = False  # that all ranks have planned alike
         self._disagreement: MismatchError | None = None
         self._left_out = 0  # averages that nobody stepped with
         #: Whether a gradient may be sparse; if not, UsageError is raised where one is.
-        self.takes_sparse = not self._scheme.sparse_as_dense
+        self.takes_sparse = not self._options.sparse_as_dense
         #: This rank takes no part: its gradients stay its own.
-        self.outside = bool(self._scheme.group) and context.session.rank not in self._scheme.group
+        self.outside = bool(self._options.group) and context.session.rank not in self._options.group
         #: How many backward passes add up to a final gradient. Constant within a round.
         self.passes = 1
         #: What to say of a gradient that was computed more often than that.
@@ -84,8 +85,8 @@ class GradientReducer:
         behind = len(self._places)
         self._is_agreed, self._disagreement = False, None
         self._names += [name for name, _ in named]
-        scheme = self._scheme
-        dtypes = [scheme.compression.wire_dtype(param.dtype) for _, param in named]
+        options = self._options
+        dtypes = [options.compression.wire_dtype(param.dtype) for _, param in named]
         sizes = [param.numel() * dtype.itemsize for (_, param), dtype in zip(named, dtypes, strict=True)]
         kinds = [(dtype, p.device, p.requires_grad) for (_, p), dtype in zip(named, dtypes, strict=True)]
         index_of = {name: index for index, (name, _) in enumerate(named)}
@@ -95,7 +96,7 @@ class GradientReducer:
             names = [named[i][0] for i in indices]
             params = [named[i][1] for i in indices]
             first = behind + min(indices)
-            bucket = Bucket(self._request(names, params, first), names, params, scheme, first, self._scratch)
+            bucket = Bucket(self._request(names, params, first), names, params, options, first, self._scratch)
             self._buckets.append(bucket)
             self._places.update((param, GradientPlace(bucket, position)) for position, param in enumerate(params))
 
@@ -117,18 +118,18 @@ class GradientReducer:
         return -first if self._is_prioritized else TOGETHER
 
     def _request(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> TensorRequest:
-        scheme = self._scheme
-        dtype = scheme.compression.wire_dtype(params[0].dtype)
+        options = self._options
+        dtype = options.compression.wire_dtype(params[0].dtype)
         shapes = tuple(tuple(param.shape) for param in params)
         spec = TensorSpec(
-            self._context.claim(scheme.prefix + _title(names)),
+            self._context.claim(options.prefix + _title(names)),
             wire_dtype(dtype, names[0]),
             shapes[0] if len(shapes) == 1 else (sum(param.numel() for param in params),),
-            scheme.op.wire_op,
-            average=scheme.divides,
+            options.op.wire_op,
+            average=options.divides,
             priority=self._priority(first),
-            group=scheme.group,
-            nonfinite=scheme.nonfinite,
+            group=options.group,
+            nonfinite=options.nonfinite,
         )
         return TensorRequest(spec, dtype, shapes, params[0].device)
 
@@ -197,7 +198,7 @@ class GradientReducer:
                 _attempt(errors, part.receive)
             if not errors:
                 sent = [bucket for bucket in self._buckets if bucket.sent]
-                self.poison = nonfinite.found(self._context.session, sent, self._scheme)
+                self.poison = nonfinite_gradients.found_in(self._context.session, sent, self._options)
             for bucket in self._buckets:
                 bucket.reset()
         if errors:
@@ -212,7 +213,7 @@ class GradientReducer:
                 param.grad = None
 
     def _judge(self) -> None:
-        if self.poison is not None and self._scheme.nonfinite is NonFinite.RAISE:
+        if self.poison is not None and self._options.nonfinite is NonFinite.RAISE:
             raise self.poison
 
     def drop(self) -> None:
@@ -258,7 +259,7 @@ class GradientReducer:
             if bucket.slot_view is not None:
                 bucket.slot_view.wait()
                 bucket.deliver()
-            self.poison = nonfinite.found(self._context.session, [bucket], self._scheme)
+            self.poison = nonfinite_gradients.found_in(self._context.session, [bucket], self._options)
         finally:
             with self._lock:
                 if self._disagreement is not None:
@@ -292,7 +293,7 @@ class GradientReducer:
 
     def _ask(self, name: str, gradients: Sequence[torch.Tensor | None]) -> PieceView:
         """Begin to find out which gradients of a bucket are sparse on any rank."""
-        spec = TensorSpec(name, DType.UINT8, (len(gradients),), Op.MAX, group=self._scheme.group)
+        spec = TensorSpec(name, DType.UINT8, (len(gradients),), Op.MAX, group=self._options.group)
         request = TensorRequest(spec, torch.uint8, ((len(gradients),),), torch.device("cpu"))
         (slot_view,) = self._context.slot_views([request])
         sparse = [grad is not None and grad.layout is not torch.strided for grad in gradients]
@@ -320,10 +321,10 @@ class GradientReducer:
             request = self._request(its_names, its_params, bucket.first)
             if is_sparse:
                 part: Bucket = SparseBucket(
-                    self._context, request, its_names[0], its_params[0], self._scheme, bucket.first, self._scratch
+                    self._context, request, its_names[0], its_params[0], self._options, bucket.first, self._scratch
                 )
             else:
-                part = Bucket(request, its_names, its_params, self._scheme, bucket.first, self._scratch)
+                part = Bucket(request, its_names, its_params, self._options, bucket.first, self._scratch)
             part.take_over(bucket, positions)
             split.append(part)
             for position, param in enumerate(its_params):
@@ -358,17 +359,17 @@ class GradientReducer:
             bucket.reset()
 
     def _plan(self) -> list[tuple[str, str]]:
-        scheme = self._scheme
-        options = (
-            f"op={scheme.op.name.title()}, compression={scheme.compression.__name__}, "
-            f"gradient_predivide_factor={scheme.predivide:g}, sparse_as_dense={scheme.sparse_as_dense}"
+        options = self._options
+        asked = (
+            f"op={options.op.name.title()}, compression={options.compression.__name__}, "
+            f"gradient_predivide_factor={options.predivide:g}, sparse_as_dense={options.sparse_as_dense}"
         )
         entries = {
             name: (bucket.request.spec.name, bucket.described(position))
             for bucket in self._buckets
             for position, name in enumerate(bucket.names)
         }
-        return [("", options), *[entries[name] for name in self._names]]
+        return [("", asked), *[entries[name] for name in self._names]]
 
     def note_unused(self) -> None:
         """This rank makes no step with the last round's averages. All must do so, or none: it becomes a part of what
@@ -433,7 +434,7 @@ class GradientReducer:
             self._forget_left_out()
             for bucket in self._buckets:
                 bucket.slot_view = None
-        return self._scheme.members(session.size) > 1 or self._context.settings.force_distributed
+        return self._options.members(session.size) > 1 or self._context.settings.force_distributed
 
     def _declare(self) -> None:
         """Declare all buckets that take part and are not declared, in one call."""

@@ -25,7 +25,7 @@ from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import bits_of, wire_dtype
 from byteps_py.torch.engine.slot_view import TensorRequest
-from byteps_py.torch.gradients.bucket import GradientPlace, Scheme
+from byteps_py.torch.gradients.bucket import GradientOptions, GradientPlace
 from byteps_py.torch.gradients.buckets import GradientReducer
 from byteps_py.torch.horovod.functions import broadcast_parameters
 
@@ -65,7 +65,9 @@ class DistributedDataParallel(torch.nn.Module):
         tensors = [*module.named_parameters(), *module.named_buffers()]
         broadcast_parameters(tensors, 0, prefix=f"{name}.Parameter.")
         named = list(module.named_parameters())
-        self._backward = _Backward(GradientReducer(context, named, Scheme(compression, prefix=f"{name}.Gradient.")))
+        self._backward = _Backward(
+            GradientReducer(context, named, GradientOptions(compression, prefix=f"{name}.Gradient."))
+        )
         self._buffers_of_root = _Buffers(context, module, f"{name}.Buffer.")
         self._buffers_are_stale = False  # a training pass has changed them since they were last equal
 

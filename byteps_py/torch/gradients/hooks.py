@@ -19,10 +19,11 @@ import torch
 
 from byteps_py.errors import GradientOrderError, NonFiniteError, UsageError
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.gradients import nonfinite
+from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.gradients.arguments import check_passes
 from byteps_py.torch.gradients.buckets import GradientReducer
 from byteps_py.torch.gradients.passes import Passes
+from byteps_py.torch.horovod.functions import StateListener
 
 Names = dict[torch.nn.Parameter, str]
 
@@ -35,7 +36,7 @@ class _LeftOutError(Exception):
         self.loss = loss
 
 
-class Distributed:
+class Distributed(StateListener):
     """What DistributedOptimizer puts before the wrapped optimizer's class."""
 
     _wrapped: torch.optim.Optimizer  # the one given to DistributedOptimizer, whose groups and state these are
@@ -199,10 +200,10 @@ class Distributed:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer. Gradients that were computed since the last step are not combined any more."""
         self._passes.drop()
-        self._begin_anew()
+        self._state_replaced()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
-    def _begin_anew(self) -> None:
+    def _state_replaced(self) -> None:
         """Ranks are about to be equal. Also called on the rank whose state the others get."""
         self._synchronized = False
         self._reducer.begin_anew()

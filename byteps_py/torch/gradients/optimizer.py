@@ -20,16 +20,14 @@ from byteps_py.torch.gradients.arguments import (
     check_names,
     check_passes,
     check_predivide,
-    prefix_of,
-    ranks_of,
     which_groups,
 )
-from byteps_py.torch.gradients.bucket import Scheme
+from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.buckets import GradientReducer
 from byteps_py.torch.gradients.hooks import Distributed, Names
 from byteps_py.torch.gradients.passes import CountedPasses, Passes, ReducedPasses
 from byteps_py.torch.horovod.ops import Adasum, Average, ReduceOp
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set
+from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
 
 
 def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and Horovod
@@ -92,7 +90,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     reducer = GradientReducer(
         context,
         [(name, param) for param, name in names.items() if param in mine],
-        Scheme(
+        GradientOptions(
             compression,
             op,
             gradient_predivide_factor,

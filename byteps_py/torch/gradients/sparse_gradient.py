@@ -19,13 +19,13 @@ from byteps_py.errors import MismatchError, UsageError
 from byteps_py.session import Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.nonfinite import is_finite
 from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.engine.sparse_checks import check_count, check_dimensions, check_indices
 from byteps_py.torch.gradients import checksums
-from byteps_py.torch.gradients.bucket import Bucket, Scheme
+from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
 from byteps_py.torch.gradients.checksums import Pieces
 from byteps_py.torch.gradients.gradient_checksums import Scratch
-from byteps_py.torch.gradients.nonfinite import is_finite
 from byteps_py.torch.horovod.ops import Average, Sum
 
 _HEADER_BYTES = 16  # rows and sparse dimensions, int64 each
@@ -46,14 +46,14 @@ class SparseBucket(Bucket):
         request: TensorRequest,
         name: str,
         param: torch.nn.Parameter,
-        scheme: Scheme,
+        options: GradientOptions,
         first: int,
         scratch: Scratch,
     ) -> None:
-        super().__init__(request, [name], [param], scheme, first, scratch)
-        if scheme.op not in (Sum, Average):
+        super().__init__(request, [name], [param], options, first, scratch)
+        if options.op not in (Sum, Average):
             raise UsageError(
-                f"the gradient of {name!r} is sparse, which op={scheme.op.name.title()} can't combine; use Sum or "
+                f"the gradient of {name!r} is sparse, which op={options.op.name.title()} can't combine; use Sum or "
                 "Average, or sparse_as_dense=True"
             )
         self._context = context
@@ -155,14 +155,14 @@ class SparseBucket(Bucket):
             torch.cat([part[0] for part in parts], 1), values.to(exact), param.shape, check_invariants=False
         ).coalesce()
         values = gathered.values()
-        if self.scheme.op is Average:
+        if self.options.op is Average:
             values = (
                 values / self._members
-                if self.scheme.divides
-                else values * self.scheme.after(self._context.session.size)
+                if self.options.divides
+                else values * self.options.after(self._context.session.size)
             )
         values = values.to(param.dtype)
-        if self.scheme.nonfinite and not is_finite(values):
+        if self.options.nonfinite and not is_finite(values):
             self._blame = self._blame_of([part[1] for part in parts])
         param.grad = torch.sparse_coo_tensor(
             gathered.indices(), values, param.shape, is_coalesced=True, check_invariants=False
@@ -182,11 +182,11 @@ class SparseBucket(Bucket):
 
     @property
     def _ranks(self) -> Sequence[int]:
-        return self.scheme.group or range(self._context.session.size)
+        return self.options.group or range(self._context.session.size)
 
     @property
     def _members(self) -> int:
-        return self.scheme.members(self._context.session.size)
+        return self.options.members(self._context.session.size)
 
     @property
     def _row_shape(self) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ class SparseBucket(Bucket):
     def _pack(self, memory: memoryview, rows: torch.Tensor) -> None:
         indices, values = self._views(memory, 0, rows.indices().shape[1])
         indices.copy_(rows.indices())
-        values.copy_(rows.values() if self.scheme.predivide == 1.0 else rows.values() / self.scheme.predivide)
+        values.copy_(rows.values() if self.options.predivide == 1.0 else rows.values() / self.options.predivide)
 
     def _unpack(self, memory: memoryview, offset: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         indices, values = self._views(memory, offset, rows)
@@ -228,7 +228,7 @@ class SparseBucket(Bucket):
                     (room_in, room_out),
                     Op.GATHER,
                     priority=spec.priority,
-                    group=self.scheme.group,
+                    group=self.options.group,
                 )
             ]
         )

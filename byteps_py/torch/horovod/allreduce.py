@@ -46,8 +46,8 @@ def allreduce_async(
     error). The factors multiply each rank's tensor before, and the result after. Averages of integers are exact,
     cut off towards zero; sums may wrap around.
     """
-    how = _how(op, average, prescale_factor, postscale_factor, process_set)
-    return _start([tensor], None, name, how)
+    options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
+    return _start([tensor], None, name, options)
 
 
 def allreduce_async_(
@@ -60,8 +60,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Like allreduce_async, but the result goes into ``tensor`` when it is synchronized."""
-    how = _how(op, average, prescale_factor, postscale_factor, process_set)
-    return _start([tensor], [tensor], name, how)
+    options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
+    return _start([tensor], [tensor], name, options)
 
 
 def allreduce_(
@@ -74,8 +74,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce ``tensor`` in place, and return it."""
-    how = _how(op, average, prescale_factor, postscale_factor, process_set)
-    result: torch.Tensor = result_of(_start([tensor], [tensor], name, how, is_awaited=True))
+    options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
+    result: torch.Tensor = result_of(_start([tensor], [tensor], name, options, is_awaited=True))
     return result
 
 
@@ -97,9 +97,9 @@ def allreduce(
     tensor([2., 4.])
     >>> hvd.shutdown()
     """
-    how = _how(op, average, prescale_factor, postscale_factor, process_set)
+    options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     compressed, undo = compression.compress(tensor)
-    (result,) = _Allreduce.apply(name, how, False, compressed)  # type: ignore[no-untyped-call]
+    (result,) = _Allreduce.apply(name, options, False, compressed)  # type: ignore[no-untyped-call]
     decompressed: torch.Tensor = compression.decompress(result, undo)
     return decompressed
 
@@ -114,8 +114,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to reduce each of ``tensors``, all or none; ``synchronize`` gives a tuple of new tensors."""
-    how = _how(op, average, prescale_factor, postscale_factor, process_set)
-    return _start(listed(tensors), None, name, how, is_group=True)
+    options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
+    return _start(listed(tensors), None, name, options, is_group=True)
 
 
 def grouped_allreduce_async_(
@@ -128,8 +128,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Like grouped_allreduce_async, but the results go into ``tensors`` when they are synchronized."""
-    how = _how(op, average, prescale_factor, postscale_factor, process_set)
-    return _start(listed(tensors), listed(tensors), name, how, is_group=True)
+    options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
+    return _start(listed(tensors), listed(tensors), name, options, is_group=True)
 
 
 def grouped_allreduce_(
@@ -158,9 +158,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """The reductions of ``tensors``, in a list. Differentiable for Sum and Average."""
-    how = _how(op, average, prescale_factor, postscale_factor, process_set)
+    options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     pairs = [compression.compress(tensor) for tensor in listed(tensors)]
-    results = _Allreduce.apply(name, how, True, *[compressed for compressed, _ in pairs])  # type: ignore[no-untyped-call]
+    results = _Allreduce.apply(name, options, True, *[compressed for compressed, _ in pairs])  # type: ignore[no-untyped-call]
     return [compression.decompress(result, undo) for result, (_, undo) in zip(results, pairs, strict=True)]
 
 
@@ -207,20 +207,22 @@ def sparse_allreduce_async(
 class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, how: ReductionOptions, is_group: bool, *tensors: torch.Tensor
+        ctx: Any, name: str | None, options: ReductionOptions, is_group: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = contexts.current(), name, how, is_group
-        result = result_of(_start(tensors, None, name, how, is_group, is_awaited=True))
+        ctx.arguments = contexts.current(), name, options, is_group
+        result = result_of(_start(tensors, None, name, options, is_group, is_awaited=True))
         return result if is_group else (result,)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        context, name, how, is_group = ctx.arguments
-        if how.op not in (Sum, Average, Adasum):
-            raise UsageError(f"allreduce with op={how.op.name.title()} is not differentiable, only Sum and Average are")
+        context, name, options, is_group = ctx.arguments
+        if options.op not in (Sum, Average, Adasum):
+            raise UsageError(
+                f"allreduce with op={options.op.name.title()} is not differentiable, only Sum and Average are"
+            )
         with contexts.use(context):  # autograd may run this on a thread of its own
             own = None if name is None else f"{name}.grad"
-            reduced = result_of(_start(grads, None, own, how, is_group, is_awaited=True))
+            reduced = result_of(_start(grads, None, own, options, is_group, is_awaited=True))
         return None, None, None, *(reduced if is_group else (reduced,))
 
 
@@ -228,16 +230,16 @@ def _start(
     tensors: Sequence[torch.Tensor],
     into: Sequence[torch.Tensor] | None,
     name: str | None,
-    how: ReductionOptions,
+    options: ReductionOptions,
     is_group: bool = False,
     is_awaited: bool = False,
 ) -> int:
-    if how.op is Adasum:
-        return start_adasum(contexts.current(), tensors, into, name, how, is_group)
-    return start_reduction(contexts.current(), tensors, into, name, how, is_group, is_awaited)
+    if options.op is Adasum:
+        return start_adasum(contexts.current(), tensors, into, name, options, is_group)
+    return start_reduction(contexts.current(), tensors, into, name, options, is_group, is_awaited)
 
 
-def _how(
+def _options_of(
     op: ReduceOp | None, average: bool | None, before: float, after: float, process_set: ProcessSet
 ) -> ReductionOptions:
     return ReductionOptions(

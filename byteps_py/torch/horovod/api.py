@@ -171,8 +171,8 @@ def push_pull_async(
     calls, which machines share. version: BytePS's, without effect.
     A CUDA tensor must not be changed before ``synchronize``; a CPU tensor may be.
     """
-    how = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
-    return start_reduction(contexts.current(), [tensor], None, name, how)
+    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    return start_reduction(contexts.current(), [tensor], None, name, options)
 
 
 def push_pull_async_inplace(
@@ -186,8 +186,8 @@ def push_pull_async_inplace(
     compression: type[Compressor] = Compression.none,
 ) -> int:
     """Like push_pull_async, but the result goes into ``tensor`` when it is synchronized."""
-    how = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
-    return start_reduction(contexts.current(), [tensor], [tensor], name, how)
+    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    return start_reduction(contexts.current(), [tensor], [tensor], name, options)
 
 
 byteps_push_pull = push_pull_async_inplace
@@ -204,8 +204,8 @@ def push_pull_inplace(
     compression: type[Compressor] = Compression.none,
 ) -> torch.Tensor:
     """Reduce ``tensor`` over all ranks in place, and return it."""
-    how = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
-    handle = start_reduction(contexts.current(), [tensor], [tensor], name, how, is_awaited=True)
+    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    handle = start_reduction(contexts.current(), [tensor], [tensor], name, options, is_awaited=True)
     result: torch.Tensor = result_of(handle)
     return result
 
@@ -238,8 +238,10 @@ class _PushPull(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, priority: int, compression: type[Compressor]
     ) -> torch.Tensor:
         ctx.arguments = contexts.current(), op, name, priority, compression
-        how = ReductionOptions(op, compression=compression, priority=priority)
-        result: torch.Tensor = result_of(start_reduction(ctx.arguments[0], [tensor], None, name, how, is_awaited=True))
+        options = ReductionOptions(op, compression=compression, priority=priority)
+        result: torch.Tensor = result_of(
+            start_reduction(ctx.arguments[0], [tensor], None, name, options, is_awaited=True)
+        )
         return result
 
     @staticmethod

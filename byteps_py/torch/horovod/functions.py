@@ -15,11 +15,19 @@ from byteps_py.errors import CommunicationError, ProtocolError, UsageError
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import as_bytes, check_result
-from byteps_py.torch.gradients.hooks import Distributed
 from byteps_py.torch.horovod.broadcast_stream import broadcast_stream
 from byteps_py.torch.horovod.ops import broadcast_request, check_root, kind_in, start_broadcast
 from byteps_py.torch.horovod.pickling import NotPickledError, packed, unpacked
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of
+
+
+class StateListener:
+    """An optimizer that keeps more than its ``state_dict``, and hears when that was replaced."""
+
+    def _state_replaced(self) -> None:
+        """Ranks are about to be equal. Also called on the rank whose state the others get."""
+        raise NotImplementedError
+
 
 NamedTensors = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
@@ -138,8 +146,8 @@ def broadcast_optimizer_state(
         _send_tensors(context, tensors, root_rank, label)
         if not own["state"]:
             _begin_gradients(optimizer, model)
-        if isinstance(optimizer, Distributed):
-            optimizer._begin_anew()
+        if isinstance(optimizer, StateListener):
+            optimizer._state_replaced()
         return
     skeleton = broadcast_object(None, root_rank, label)
     received: list[torch.Tensor] = []

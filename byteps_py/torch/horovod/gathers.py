@@ -84,8 +84,8 @@ class _Allgather(torch.autograd.Function):
         with contexts.use(context):  # autograd may run this on a thread of its own
             members = members_of(process_set)
             own = None if name is None else f"{name}.grad"
-            how = ReductionOptions(Average, "allgather.grad", group_of(process_set))
-            means = result_of(start_reduction(context, grads, None, own, how, is_group=True))
+            options = ReductionOptions(Average, "allgather.grad", group_of(process_set))
+            means = result_of(start_reduction(context, grads, None, own, options, is_group=True))
             dimensions = torch.tensor([[shape[0] for shape in rows]])
             handle = start_gather(context, [dimensions], own and f"{own}.rows", group_of(process_set), background=False)
             before = result_of(handle)[: members.index(context.session.rank)].sum(0).tolist()

@@ -49,19 +49,24 @@ class DeclarationPlan:
     must have in common. Raises UsageError for tensors that can't be reduced so."""
 
     def __init__(
-        self, context: Context, tensors: Sequence[torch.Tensor], how: ReductionOptions, is_group: bool, name: str | None
+        self,
+        context: Context,
+        tensors: Sequence[torch.Tensor],
+        options: ReductionOptions,
+        is_group: bool,
+        name: str | None,
     ) -> None:
-        self._how = how
+        self._options = options
         self._is_group = is_group
         for tensor in tensors:
             check_dense(tensor, name)
-        self.kind = kind_in(how.group, f"grouped_{how.kind}" if is_group else how.kind or "push_pull")
-        self.has_truth_values = any(is_truth(tensor, how.op) for tensor in tensors)
-        seen = [torch.uint8 if is_truth(tensor, how.op) else tensor.dtype for tensor in tensors]
+        self.kind = kind_in(options.group, f"grouped_{options.kind}" if is_group else options.kind or "push_pull")
+        self.has_truth_values = any(is_truth(tensor, options.op) for tensor in tensors)
+        seen = [torch.uint8 if is_truth(tensor, options.op) else tensor.dtype for tensor in tensors]
         #: Those whose sum is taken in another dtype, and divided here.
-        self.are_summed_wider = [how.op is Average and is_summed_wider(dtype) for dtype in seen]
+        self.are_summed_wider = [options.op is Average and is_summed_wider(dtype) for dtype in seen]
         self._dtypes = [
-            sum_dtype(dtype) if is_wider else how.compression.wire_dtype(dtype)
+            sum_dtype(dtype) if is_wider else options.compression.wire_dtype(dtype)
             for dtype, is_wider in zip(seen, self.are_summed_wider, strict=True)
         ]
         self._wires = [wire_dtype(dtype, name) for dtype in self._dtypes]
@@ -72,24 +77,24 @@ class DeclarationPlan:
             for tensor, shape, is_wider in zip(tensors, self._inputs, self.are_summed_wider, strict=True)
         ]
         self._counts = [math.prod(shape) for shape in self._sent]
-        self._terms = _terms(tensors, how, is_group)
+        self._terms = _terms(tensors, options, is_group)
         self.nbytes = sum(count * dtype.itemsize for count, dtype in zip(self._counts, self._dtypes, strict=True))
-        self.signature = (tuple(self._inputs), tuple(self._wires), how.op, self._terms)
+        self.signature = (tuple(self._inputs), tuple(self._wires), options.op, self._terms)
         self.parts = self._make_parts()
         self.shapes = self._inputs
-        if how.scatters:
-            members = how.group or range(context.session.size)
+        if options.scatters:
+            members = options.group or range(context.session.size)
             position = members.index(context.session.rank)
             self.shapes = [
                 (shape[0] // len(members) + (position < shape[0] % len(members)), *shape[1:]) for shape in self._inputs
             ]
         #: So many contributions there are.
-        self.count = len(how.group) or context.session.size
+        self.count = len(options.group) or context.session.size
         #: How averages of integers are rounded: Horovod's operations cut them off, push_pull goes to the floor.
-        self.rounding = "trunc" if how.kind else "floor"
+        self.rounding = "trunc" if options.kind else "floor"
         self._requests: dict[str, list[TensorRequest]] = {}
         #: Whether ranks tell each other that they wait for it, and may then add it up (engine/named_sums.py).
-        self.router = Router.for_names(context.session, how.group or range(self.count), ring_sum.is_able)
+        self.router = Router.for_names(context.session, options.group or range(self.count), ring_sum.is_able)
         self._route = self._find_route() if self._is_plain_sum(tensors) else Route.SERVICE
 
     def offer(self, full: str) -> SumOffer | None:
@@ -118,15 +123,19 @@ class DeclarationPlan:
         return [self._request(f"{full}.{i}" if self._is_group else full, part) for i, part in enumerate(self.parts)]
 
     def _is_plain_sum(self, tensors: Sequence[torch.Tensor]) -> bool:
-        how = self._how
+        options = self._options
         return (
-            how.op in (Sum, Average) and not how.scatters and not self._is_group and not any(self.are_summed_wider)
-            and how.before == how.after == 1.0 and self._dtypes == [tensors[0].dtype]
-        )  # fmt: skip
+            options.op in (Sum, Average)
+            and not options.scatters
+            and not self._is_group
+            and not any(self.are_summed_wider)
+            and options.before == options.after == 1.0
+            and self._dtypes == [tensors[0].dtype]
+        )
 
     def _make_parts(self) -> list[list[int]]:
         """Which tensors travel together: those of one dtype on one device, unless each is scattered by its own rows."""
-        if self._how.scatters:
+        if self._options.scatters:
             return [[i] for i in range(len(self._inputs))]
         parts: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, kind in enumerate(zip(self._dtypes, self._devices, strict=True)):
@@ -134,21 +143,21 @@ class DeclarationPlan:
         return list(parts.values())
 
     def _request(self, name: str, part: Sequence[int]) -> TensorRequest:
-        how = self._how
+        options = self._options
         shapes = tuple(self._sent[i] for i in part)
         spec = TensorSpec(
             name,
             self._wires[part[0]],
             shapes[0] if len(shapes) == 1 else (sum(self._counts[i] for i in part),),
-            how.op.wire_op,
-            how.op is Average and not self.are_summed_wider[part[0]],
-            priority=how.priority,
-            group=how.group,
-            scatters=how.scatters,
+            options.op.wire_op,
+            options.op is Average and not self.are_summed_wider[part[0]],
+            priority=options.priority,
+            group=options.group,
+            scatters=options.scatters,
             terms=self._terms,
         )
         results = None
-        if how.scatters:  # the same rows of what is sent
+        if options.scatters:  # the same rows of what is sent
             results = tuple((*self.shapes[i][:1], *self._sent[i][1:]) for i in part)
         return TensorRequest(spec, self._dtypes[part[0]], shapes, self._devices[part[0]], results)
 
@@ -160,15 +169,20 @@ class Plans:
         self._plans: dict[object, DeclarationPlan] = {}
 
     def find(
-        self, context: Context, tensors: Sequence[torch.Tensor], how: ReductionOptions, is_group: bool, name: str | None
+        self,
+        context: Context,
+        tensors: Sequence[torch.Tensor],
+        options: ReductionOptions,
+        is_group: bool,
+        name: str | None,
     ) -> DeclarationPlan:
         """``name``: for messages. Raises UsageError as DeclarationPlan does."""
-        key = how, is_group, *[(t.dtype, t.shape, t.device, t.layout) for t in tensors]
+        key = options, is_group, *[(t.dtype, t.shape, t.device, t.layout) for t in tensors]
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MOST:
                 self._plans.clear()
-            plan = self._plans[key] = DeclarationPlan(context, tensors, how, is_group, name)
+            plan = self._plans[key] = DeclarationPlan(context, tensors, options, is_group, name)
         return plan
 
     def close(self) -> None:
@@ -181,14 +195,14 @@ def is_truth(tensor: torch.Tensor, op: ReduceOp) -> bool:
     return tensor.dtype is torch.bool and op in (Min, Max, Product)
 
 
-def _terms(tensors: Sequence[torch.Tensor], how: ReductionOptions, is_group: bool) -> str:
+def _terms(tensors: Sequence[torch.Tensor], options: ReductionOptions, is_group: bool) -> str:
     """What the spec does not say and ranks must agree on all the same."""
     found = []
-    averages = [tensor.dtype for tensor in tensors if how.op is Average and is_summed_wider(tensor.dtype)]
+    averages = [tensor.dtype for tensor in tensors if options.op is Average and is_summed_wider(tensor.dtype)]
     if averages:  # a group says more
         found.append("average" if is_group else f"average of {str(averages[0]).removeprefix('torch.')}")
-    if how.before != 1.0 or how.after != 1.0:
-        found.append(f"prescale factor {how.before!r} and postscale factor {how.after!r}")
+    if options.before != 1.0 or options.after != 1.0:
+        found.append(f"prescale factor {options.before!r} and postscale factor {options.after!r}")
     if is_group:
         pieces = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         found.append(f"group of {len(tensors)}: {pieces}")

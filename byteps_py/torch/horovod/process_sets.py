@@ -288,3 +288,15 @@ _VERBS = {_ADD: "adds", _REMOVE: "removes", _INIT: "initializes"}
 
 def _ranks_in(words: Sequence[int]) -> tuple[int, ...]:
     return tuple(word * _BITS + bit for word, value in enumerate(words) for bit in range(_BITS) if value >> bit & 1)
+
+
+def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
+    """The ranks of a set that this rank may be in or not, () for all. Raises UsageError for one that is not added."""
+    if isinstance(process_set, ProcessSet) and process_set.ranks and process_set.size() and not process_set.included():
+        return tuple(process_set.ranks)
+    return group_of(process_set)
+
+
+def prefix_of(process_set: ProcessSet, kind: str) -> str:
+    """How names of ``kind`` begin: ranks outside a set do not count what is made for it."""
+    return kind if process_set is global_process_set else f"set{process_set.process_set_id}.{kind}"

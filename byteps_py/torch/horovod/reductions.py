@@ -34,7 +34,7 @@ def start_reduction(
     tensors: Tensors,
     into: Tensors | None,
     name: str | None,
-    how: ReductionOptions,
+    options: ReductionOptions,
     is_group: bool = False,
     is_awaited: bool = False,
 ) -> int:
@@ -48,10 +48,10 @@ def start_reduction(
         check_result(output, name)
     with context.lock:
         plans = cast(Plans, context.belongings.get(Plans) or context.belongings.setdefault(Plans, Plans()))
-        plan = plans.find(context, tensors, how, is_group, name)
+        plan = plans.find(context, tensors, options, is_group, name)
     if name is None:
         full = context.names.next(plan.kind, plan.signature, plan.nbytes)
-    elif how.kind:
+    elif options.kind:
         full = f"{plan.kind}.{name}"
     elif context.is_claimed(name):
         raise UsageError(f"tensor name {name!r} belongs to a gradient of a DistributedOptimizer; choose another")
@@ -68,9 +68,9 @@ def start_reduction(
         view = bits_of if plan.has_truth_values else torch.Tensor.detach
         for slot_view, part in zip(slot_views, plan.parts, strict=True):
             if plan.are_summed_wider[part[0]]:
-                slot_view.contribute([summands(scaled(tensors[i].detach(), how.before)) for i in part])
+                slot_view.contribute([summands(scaled(tensors[i].detach(), options.before)) for i in part])
             else:
-                send_scaled(slot_view, [view(tensors[i]) for i in part], how.before)
+                send_scaled(slot_view, [view(tensors[i]) for i in part], options.before)
 
         def complete() -> None:
             _wait_all(slot_views)
@@ -78,9 +78,9 @@ def start_reduction(
                 if plan.are_summed_wider[part[0]]:
                     for sums, i in zip(slot_view.results, part, strict=True):
                         average = mean(sums, plan.count, outputs[i].dtype, plan.rounding)
-                        outputs[i].detach().copy_(scaled(average, how.after))
+                        outputs[i].detach().copy_(scaled(average, options.after))
                 else:
-                    fetch_scaled(slot_view, [view(outputs[i]) for i in part], how.after)
+                    fetch_scaled(slot_view, [view(outputs[i]) for i in part], options.after)
 
         return Attempt(lambda: all(e.is_done for e in slot_views), complete)
 
@@ -88,7 +88,7 @@ def start_reduction(
         if plan.router.are_local:
             offer = plan.offer(full) if is_awaited else None
             sums = NamedSums.of(context)
-            attempt = sums.begin(full, how.group, offer, tensors, outputs, through_the_service)
+            attempt = sums.begin(full, options.group, offer, tensors, outputs, through_the_service)
         else:
             attempt = through_the_service()
 
@@ -106,7 +106,7 @@ def start_adasum(
     tensors: Tensors,
     into: Tensors | None,
     name: str | None,
-    how: ReductionOptions,
+    options: ReductionOptions,
     is_group: bool = False,
 ) -> int:
     """Begin to combine each of ``tensors`` by Adasum; else as ``start_reduction``. Raises UsageError."""
@@ -116,20 +116,22 @@ def start_adasum(
         check_dense(tensor, name)
     for output in into or ():
         check_result(output, name)
-    kind = kind_in(how.group, "grouped_adasum" if is_group else "adasum")
+    kind = kind_in(options.group, "grouped_adasum" if is_group else "adasum")
     if name is None:
         what = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        full = context.names.next(kind, (what, how.before, how.after), sum(tensor.nbytes for tensor in tensors))
+        full = context.names.next(kind, (what, options.before, options.after), sum(tensor.nbytes for tensor in tensors))
     else:
         full = f"{kind}.{name}"
     outputs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors] if into is None else list(into)
 
     def begin() -> NamedWork:
-        running = adasum.start(context, [scaled(tensor.detach(), how.before) for tensor in tensors], full, how.group)
+        running = adasum.start(
+            context, [scaled(tensor.detach(), options.before) for tensor in tensors], full, options.group
+        )
 
         def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
             for output, result in zip(outputs, running.wait(), strict=True):
-                output.detach().copy_(scaled(result, how.after))
+                output.detach().copy_(scaled(result, options.after))
             return tuple(outputs) if is_group else outputs[0]
 
         return operation_of(context, full, name is None, Attempt(lambda: running.done, complete))

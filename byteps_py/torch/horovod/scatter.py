@@ -39,8 +39,8 @@ def reducescatter_async(
 
     The same shape on all ranks, of one dimension or more. The factors multiply before and after.
     """
-    how = _how(op, process_set, prescale_factor, postscale_factor, [tensor], name)
-    return start_reduction(contexts.current(), [tensor], None, name, how)
+    options = _options_of(op, process_set, prescale_factor, postscale_factor, [tensor], name)
+    return start_reduction(contexts.current(), [tensor], None, name, options)
 
 
 def reducescatter(
@@ -61,8 +61,8 @@ def reducescatter(
     >>> hvd.shutdown()
     """
     compressed, undo = compression.compress(tensor)
-    how = _how(op, process_set, prescale_factor, postscale_factor, [tensor], name)
-    (result,) = _Reducescatter.apply(name, how, process_set, False, compressed)  # type: ignore[no-untyped-call]
+    options = _options_of(op, process_set, prescale_factor, postscale_factor, [tensor], name)
+    (result,) = _Reducescatter.apply(name, options, process_set, False, compressed)  # type: ignore[no-untyped-call]
     decompressed: torch.Tensor = compression.decompress(result, undo)
     return decompressed
 
@@ -76,8 +76,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin to reduce and deal out each of ``tensors``, all or none; ``synchronize`` gives a tuple of new tensors."""
-    how = _how(op, process_set, prescale_factor, postscale_factor, listed(tensors), name)
-    return start_reduction(contexts.current(), list(tensors), None, name, how, is_group=True)
+    options = _options_of(op, process_set, prescale_factor, postscale_factor, listed(tensors), name)
+    return start_reduction(contexts.current(), list(tensors), None, name, options, is_group=True)
 
 
 def grouped_reducescatter(
@@ -90,9 +90,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """This rank's rows of the reductions of ``tensors``, in a list. Differentiable, see reducescatter."""
-    how = _how(op, process_set, prescale_factor, postscale_factor, listed(tensors), name)
+    options = _options_of(op, process_set, prescale_factor, postscale_factor, listed(tensors), name)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    results = _Reducescatter.apply(name, how, process_set, True, *[tensor for tensor, _ in pairs])  # type: ignore[no-untyped-call]
+    results = _Reducescatter.apply(name, options, process_set, True, *[tensor for tensor, _ in pairs])  # type: ignore[no-untyped-call]
     return [compression.decompress(result, undo) for result, (_, undo) in zip(results, pairs, strict=True)]
 
 
@@ -101,28 +101,28 @@ class _Reducescatter(torch.autograd.Function):
     def forward(
         ctx: Any,
         name: str | None,
-        how: ReductionOptions,
+        options: ReductionOptions,
         process_set: ProcessSet,
         is_group: bool,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = contexts.current(), name, how, process_set
-        result = result_of(start_reduction(contexts.current(), tensors, None, name, how, is_group))
+        ctx.arguments = contexts.current(), name, options, process_set
+        result = result_of(start_reduction(contexts.current(), tensors, None, name, options, is_group))
         return result if is_group else (result,)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        context, name, how, process_set = ctx.arguments
+        context, name, options, process_set = ctx.arguments
         own = None if name is None else f"reducescatter.{name}.grad"
         with contexts.use(context):  # autograd may run this on a thread of its own
             # As in Horovod: gradients are of the average over ranks, of which a sum is size() times as much.
-            factor = how.before * how.after * (len(members_of(process_set)) if how.op is Sum else 1)
+            factor = options.before * options.after * (len(members_of(process_set)) if options.op is Sum else 1)
             given = [scaled(gradient, factor) for gradient in grads]
-            handle = start_gather(context, given, own, how.group, is_group=True, background=False)
+            handle = start_gather(context, given, own, options.group, is_group=True, background=False)
             return None, None, None, None, *result_of(handle)
 
 
-def _how(
+def _options_of(
     op: ReduceOp,
     process_set: ProcessSet,
     before: float,

@@ -19,8 +19,7 @@ from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import wire_dtype
 from byteps_py.torch.engine.slot_view import TensorRequest
-from byteps_py.torch.gradients.arguments import prefix_of
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of
+from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, prefix_of
 
 _PRIORITY = 1  # goes before gradients: a layer waits for it
 

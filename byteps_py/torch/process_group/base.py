@@ -51,10 +51,10 @@ class GroupBase(Identity):
         self._around = GroupContext(members.session, timeout_s, CallLog(members, store), look_s)
         self._completer = Completer()
         self._input_check = InputCheck(members)
-        neighbours = members.neighbours
+        peers = members.peers
         self._streams = None  # stay: members that have joined may come back to this group at any time, or never
-        if neighbours is not None:
-            self._streams = PeerStreams(members, neighbours, self._around, self._completer)
+        if peers is not None:
+            self._streams = PeerStreams(members, peers, self._around, self._completer)
             members.context.until_join.add(self._streams)
         self._coalesced: list[Work] | None = None
         self._tokens: deque[Work] = deque(maxlen=_TOKENS)

@@ -22,10 +22,10 @@ from byteps_py.machine import machine_id
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.engine.completion import POOL
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.members import Members, prefix_of
-from byteps_py.torch.gradients import nonfinite
 from byteps_py.torch.process_group.group import BytePSProcessGroup
 from byteps_py.torch.process_group.identity import Options
 from byteps_py.torch.process_group.input_check import check_mode

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import byteps_py.torch as bps
 from backend.common import feature, rank, same, size
 from backend.groups import groups, groups_of_two, pair
-from byteps_py.session.nearby import WINDOW
+from byteps_py.session.peers import WINDOW
 
 
 @feature

@@ -197,7 +197,7 @@ def a_large_sum_that_is_waited_for_twice() -> None:
 
 @feature
 def memory_of_large_sums_in_groups_that_come_and_go() -> None:
-    nearby = context.current().session.nearby
+    peers = context.current().session.peers
     for turn in range(36):  # a segment has room for 16
         group = dist.new_group()
         tensor = torch.full((100_001,), float(turn + rank()))
@@ -206,7 +206,7 @@ def memory_of_large_sums_in_groups_that_come_and_go() -> None:
         same(tensor, torch.full((100_001,), float(size() * sum(turn + r for r in range(size())))))
         dist.destroy_process_group(group)
         dist.barrier()
-    assert nearby is None or len(nearby._outgoing.segments) <= 2
+    assert peers is None or len(peers._outgoing.segments) <= 2
 
 
 @feature

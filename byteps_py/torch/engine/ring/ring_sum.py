@@ -1,5 +1,5 @@
 """One large sum in shares, chunk by chunk (chunks.py), through a few small slots of each member
-(byteps_py/session/nearby/ring.py).
+(byteps_py/session/peers/ring.py).
 
 Of the tensor itself every byte is read once from memory, and written once; the rest happens in the caches. The
 communication service has no part in it, and no slot of the tensor's size. The order of the additions and the precision
@@ -18,7 +18,7 @@ import torch
 
 from byteps_py import streaming
 from byteps_py.instructions import Compiled, address_of
-from byteps_py.session.nearby import Ring
+from byteps_py.session.peers import Ring
 from byteps_py.spin_policy import SpinPolicy
 from byteps_py.torch.engine.dtypes import WIRE
 from byteps_py.torch.engine.ring.adding import add_to_both, kernels

@@ -1,4 +1,4 @@
-"""The steps of one sum in shares (chunks.py, byteps_py/session/nearby/ring.py), as LLVM instructions: no Python, and no
+"""The steps of one sum in shares (chunks.py, byteps_py/session/peers/ring.py), as LLVM instructions: no Python, and no
 system call but to yield the processor and to read the clock, while all members keep up.
 
 In Python a step costs each member some 30 µs, and as much to be woken for it: chunks had to be large, and left the
@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import ir
 
 from byteps_py import llvm
-from byteps_py.session.nearby.ring import AHEAD, ASLEEP, SLOTS, WORD
+from byteps_py.session.peers.ring import AHEAD, ASLEEP, SLOTS, WORD
 from byteps_py.streaming import AT_ONCE_BYTES
 from byteps_py.torch.engine.ring.step_table import Status, TableEntry
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from byteps_py.errors import CommunicationError, JoinedError
-from byteps_py.session.nearby.message_matcher import Stream
-from byteps_py.session.nearby.waiting import Wait
+from byteps_py.session.peers.message_matcher import Stream
+from byteps_py.session.peers.waiting import Wait
 
 #: (address, bytes): a piece of memory of this process.
 Span = tuple[int, int]

@@ -18,7 +18,7 @@ from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, Pr
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import forks, words
 from byteps_py.session.base import Session
-from byteps_py.session.nearby import Neighbours
+from byteps_py.session.peers import LocalPeers
 
 
 class Line(Session):
@@ -35,8 +35,8 @@ class Line(Session):
         self._closed = False
         self._reading = False
         self.state = threading.Condition()
-        self._nearby: Neighbours | None = None
-        self._readable: select.poll | None = None  # the channel and the neighbours' messages, once they are needed
+        self._local_peers: LocalPeers | None = None
+        self._readable: select.poll | None = None  # the channel and the peers' messages, once they are needed
 
     @abstractmethod
     def _handle(self, message: bytes, fds: list[int]) -> None:
@@ -48,15 +48,15 @@ class Line(Session):
         return self._forks != forks.count
 
     @property
-    def nearby(self) -> Neighbours | None:
+    def peers(self) -> LocalPeers | None:
         with self.state:
-            if self._nearby is None and self.local_size > 1:
+            if self._local_peers is None and self.local_size > 1:
                 first_rank = self.rank - self.local_rank
-                self._nearby = Neighbours(self, self.local_rank, self.local_size, first_rank)
+                self._local_peers = LocalPeers(self, self.local_rank, self.local_size, first_rank)
                 self._readable = select.poll()
-                for fd in (self._channel.fileno(), self._nearby.fileno()):
+                for fd in (self._channel.fileno(), self._local_peers.fileno()):
                     self._readable.register(fd, select.POLLIN)
-            return self._nearby
+            return self._local_peers
 
     @property
     def is_being_read(self) -> bool:
@@ -121,21 +121,21 @@ class Line(Session):
         self._reading = True
         try:
             message, came = None, False
-            nearby, readable = self._nearby, self._readable
+            peers, readable = self._local_peers, self._readable
             ready: Iterable[int] = ()
             if timeout_s:
                 self.state.release()
             try:
-                if nearby is None or readable is None:
+                if peers is None or readable is None:
                     message = self._channel.receive(timeout_s)
                 else:
                     ready = [fd for fd, _ in readable.poll(timeout_s * 1000)]
             finally:
                 if timeout_s:
                     self.state.acquire()
-            if nearby is not None and ready and not self._closed:
-                if nearby.fileno() in ready:
-                    came = nearby.take_message()
+            if peers is not None and ready and not self._closed:
+                if peers.fileno() in ready:
+                    came = peers.take_message()
                 if self._channel.fileno() in ready:
                     message = self._channel.receive(0)
             if message is not None:

@@ -1,4 +1,4 @@
-"""Memory between the ranks of one machine: what a rank lays down for its neighbours, and what it maps of theirs.
+"""Memory between the ranks of one machine: what a rank lays down for its peers, and what it maps of theirs.
 
 Segments are sealed memfds that go from rank to rank as descriptors; nobody else can open them, and they are gone with
 the last process that maps them. Not locked: see Neighbours.
@@ -30,7 +30,7 @@ class Outgoing:
 
     @property
     def segments(self) -> list[Segment]:
-        """All there are so far; neighbours must know a segment before they are told of a block in it."""
+        """All there are so far; peers must know a segment before they are told of a block in it."""
         return self._arena.segments
 
     def allocate(self, nbytes: int) -> tuple[Block, Segment]:
@@ -69,7 +69,7 @@ class Outgoing:
 
 
 class Incoming:
-    """The segments of this rank's neighbours."""
+    """The segments of this rank's peers."""
 
     def __init__(self) -> None:
         self._segments: dict[tuple[int, int], Segment] = {}  # by owner and number

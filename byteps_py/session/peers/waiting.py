@@ -1,4 +1,4 @@
-"""How a rank waits for its neighbours: first it looks again and again, then it sleeps, then it says for whom it waits.
+"""How a rank waits for its peers: first it looks again and again, then it sleeps, then it says for whom it waits.
 
 Owns no message; knows the session only as a Host. Any thread.
 """

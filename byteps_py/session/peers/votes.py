@@ -10,16 +10,16 @@ import ctypes
 from collections.abc import Callable, Collection, Mapping
 
 from byteps_py.errors import ProtocolError
-from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.message_matcher import MessageMatcher, Stream
-from byteps_py.session.nearby.messages import PeerMessageKind
-from byteps_py.session.nearby.post import PeerOutbox
-from byteps_py.session.nearby.waiting import Patience, Wait
+from byteps_py.session.peers import peer_protocol
+from byteps_py.session.peers.message_matcher import MessageMatcher, Stream
+from byteps_py.session.peers.peer_protocol import PeerMessageKind
+from byteps_py.session.peers.peer_sockets import PeerOutbox
+from byteps_py.session.peers.waiting import Patience, Wait
 
 _INLINE = int(PeerMessageKind.INLINE)
 
 
-class Talk:
+class Votes:
     """Of the ranks of ``stream``, which has no other use. One thread at a time."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Talk:
     def say(self, number: int, word: int, address: int = 0, nbytes: int = 0) -> None:
         """To all others, of this round; with ``nbytes`` that lie at ``address``."""
         data = ctypes.string_at(address, nbytes) if nbytes else b""
-        record = messages.pack(
+        record = peer_protocol.pack(
             _INLINE, self._me, self._matcher.era, 0, self._stream.key, number, nbytes, nbytes, 0, 0, word
         )
         for target in self._stream.flows:

@@ -22,13 +22,13 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
-from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.memory import Incoming, Outgoing
-from byteps_py.session.nearby.message_matcher import MessageMatcher, Stream
-from byteps_py.session.nearby.messages import PeerMessageKind
-from byteps_py.session.nearby.post import PeerOutbox
-from byteps_py.session.nearby.receipts import joined
-from byteps_py.session.nearby.waiting import Patience, Wait
+from byteps_py.session.peers import peer_protocol
+from byteps_py.session.peers.memory import Incoming, Outgoing
+from byteps_py.session.peers.message_matcher import MessageMatcher, Stream
+from byteps_py.session.peers.peer_protocol import PeerMessageKind
+from byteps_py.session.peers.peer_sockets import PeerOutbox
+from byteps_py.session.peers.receipts import joined
+from byteps_py.session.peers.waiting import Patience, Wait
 from byteps_py.shm import PAGE, Block, Segment
 from byteps_py.tensors import key_of
 
@@ -126,7 +126,7 @@ class Ring:
                 self._announce(outbox)
             nbytes, number = self.block.nbytes, self._stream.send(target)
             where = self.block.segment, self._stream.key, number, nbytes, nbytes, 0, self.block.offset
-            outbox.send(messages.pack(_LAID, self._me, self._era, *where, self.slot_bytes))
+            outbox.send(peer_protocol.pack(_LAID, self._me, self._era, *where, self.slot_bytes))
 
     def begin(self, name: str, nbytes: int, steps: int) -> None:
         """The next operation, of a tensor of ``nbytes``: every member lays ``steps`` steps. ``name``: what all call it.
@@ -191,7 +191,7 @@ class Ring:
         """Whoever sleeps."""
         for target in self.others:
             if ctypes.c_uint64.from_address(self.controls[target] + ASLEEP).value:
-                self._outboxes[target].send(messages.pack(_LOOK, self._me, self._era, 0, 0, 0, 0, 0, 0, 0, -1))
+                self._outboxes[target].send(peer_protocol.pack(_LOOK, self._me, self._era, 0, 0, 0, 0, 0, 0, 0, -1))
 
     def differ(self, timeout_s: float) -> None:
         """Somebody adds another tensor here. Raises MismatchError; where it is in another operation, whose name says

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.neighbours import lasting_service, met, nearby, two_ranks
+from support.peers import lasting_service, met, peers, two_ranks
 from support.sessions import WAIT_S, failure, sum_once_more
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import CommunicationError, JoinedError, StallError
 from byteps_py.rank_protocol import RankMessageKind
-from byteps_py.session.nearby import WINDOW, Stream, StreamReceipt
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.peers import WINDOW, Stream, StreamReceipt
+from byteps_py.session.service.remote import RemoteSession
 
 #: Longer than it takes until the service is told.
 TOLD_S = 0.4
@@ -60,7 +60,7 @@ def told(ranks: list[RemoteSession], monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def empty(session: RemoteSession, stream: Stream) -> None:
-    nearby(session).send(stream, (1 - session.rank,), [(0, 0)], True)
+    peers(session).send(stream, (1 - session.rank,), [(0, 0)], True)
 
 
 def receipt(session: RemoteSession, stream: Stream) -> StreamReceipt:
@@ -82,24 +82,24 @@ def test_room_for_a_parcel_that_never_comes(ranks: list[RemoteSession], told: To
     _, streams = met(ranks)
     for _ in range(WINDOW):
         empty(ranks[0], streams[0])
-    gives_up(room := nearby(ranks[0]).room(streams[0]), told)
-    nearby(ranks[1]).collect(receipt(ranks[1], streams[1]), WAIT_S)
+    gives_up(room := peers(ranks[0]).room(streams[0]), told)
+    peers(ranks[1]).collect(receipt(ranks[1], streams[1]), WAIT_S)
     room(WAIT_S)
 
 
 def test_a_meeting_that_nobody_comes_to(ranks: list[RemoteSession], told: Told) -> None:
-    nearby(ranks[0]).meetings.ask("alone", (1,))
-    gives_up(meeting := nearby(ranks[0]).meetings.meeting("alone", (1,)), told)
-    nearby(ranks[1]).meetings.ask("alone", (0,))
+    peers(ranks[0]).directory.ask("alone", (1,))
+    gives_up(meeting := peers(ranks[0]).directory.meeting("alone", (1,)), told)
+    peers(ranks[1]).directory.ask("alone", (0,))
     meeting(WAIT_S)
 
 
 def test_a_parcel_that_is_late(ranks: list[RemoteSession], told: Told) -> None:
     _, streams = met(ranks)
     late = receipt(ranks[0], streams[0])
-    gives_up(lambda timeout_s: nearby(ranks[0]).collect(late, timeout_s), told)
+    gives_up(lambda timeout_s: peers(ranks[0]).collect(late, timeout_s), told)
     empty(ranks[1], streams[1])
-    nearby(ranks[0]).collect(late, WAIT_S)
+    peers(ranks[0]).collect(late, WAIT_S)
 
 
 def test_what_an_interrupt_ends(ranks: list[RemoteSession], told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_what_an_interrupt_ends(ranks: list[RemoteSession], told: Told, monkeypa
 
     monkeypatch.setattr(ranks[0], "wait_until", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        nearby(ranks[0]).collect(receipt(ranks[0], streams[0]), WAIT_S)
+        peers(ranks[0]).collect(receipt(ranks[0], streams[0]), WAIT_S)
     monkeypatch.undo()
     assert told.begun == told.ended
 
@@ -137,23 +137,23 @@ def ends_by_a_join(ranks: list[RemoteSession], told: Told, wait: Callable[[float
 def test_a_parcel_of_who_joins(ranks: list[RemoteSession], told: Told) -> None:
     _, streams = met(ranks)
     late = receipt(ranks[0], streams[0])
-    ends_by_a_join(ranks, told, lambda timeout_s: nearby(ranks[0]).collect(late, timeout_s))
+    ends_by_a_join(ranks, told, lambda timeout_s: peers(ranks[0]).collect(late, timeout_s))
 
 
 def test_room_for_a_parcel_to_who_joins(ranks: list[RemoteSession], told: Told) -> None:
     _, streams = met(ranks)
     for _ in range(WINDOW):
         empty(ranks[0], streams[0])
-    ends_by_a_join(ranks, told, nearby(ranks[0]).room(streams[0]))
+    ends_by_a_join(ranks, told, peers(ranks[0]).room(streams[0]))
 
 
 def test_who_is_refused_a_parcel_hears_why(ranks: list[RemoteSession]) -> None:
     name, streams = met(ranks)
     refused = receipt(ranks[1], streams[1])
-    nearby(ranks[0]).refuse(streams[0], (1,), 0)
-    error = failure(lambda: nearby(ranks[1]).collect(refused, WAIT_S))
+    peers(ranks[0]).refuse(streams[0], (1,), 0)
+    error = failure(lambda: peers(ranks[1]).collect(refused, WAIT_S))
     assert isinstance(error, CommunicationError)
-    assert str(error) == str(nearby(ranks[0]).joined(streams[0], [0]))
+    assert str(error) == str(peers(ranks[0]).joined(streams[0], [0]))
     assert name in str(error)
     empty(ranks[0], streams[0])
-    nearby(ranks[1]).collect(receipt(ranks[1], streams[1]), WAIT_S)
+    peers(ranks[1]).collect(receipt(ranks[1], streams[1]), WAIT_S)

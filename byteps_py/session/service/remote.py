@@ -24,8 +24,8 @@ from byteps_py.errors import (
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import words
 from byteps_py.session.base import Slot
-from byteps_py.session.line import Line
-from byteps_py.session.slots import Slots
+from byteps_py.session.service.line import Line
+from byteps_py.session.service.slots import Slots
 from byteps_py.shm import Segment
 from byteps_py.stack_dump import StackDump, open_stack_dump
 from byteps_py.strips import STRIP_BYTES
@@ -238,8 +238,8 @@ class RemoteSession(Line):
             if (begun := self._slots.begun()) is not None:
                 raise UsageError(f"tensor {begun.spec.name!r} is handed over in part; hand over the rest before join()")
             self._last_joined = None
-        if self._nearby is not None:
-            self._nearby.join(lambda: self.tell(protocol.pack(RankMessageKind.JOIN)))
+        if self._local_peers is not None:
+            self._local_peers.join(lambda: self.tell(protocol.pack(RankMessageKind.JOIN)))
         else:
             self.tell(protocol.pack(RankMessageKind.JOIN))
         # The others may have data for hours: no stall limit.
@@ -295,8 +295,8 @@ class RemoteSession(Line):
         self._closed = True
         self._channel.close()
         self._slots.close()
-        if self._nearby is not None:
-            self._nearby.close(os.getpid() != self._pid)
+        if self._local_peers is not None:
+            self._local_peers.close(os.getpid() != self._pid)
         if self._stack is not None:
             self._stack.close()
             self._stack = None
@@ -349,13 +349,13 @@ class RemoteSession(Line):
             self._released = int(fields["sequence"])
         elif kind is RankMessageKind.JOINED:
             self._last_joined = int(fields["last"])
-            if self._nearby is not None:
-                self._nearby.start_anew()
-        elif kind is RankMessageKind.NEIGHBOUR and self._nearby is not None:
-            self._nearby.introduce(int(fields["local_rank"]), fds[0])
+            if self._local_peers is not None:
+                self._local_peers.start_anew()
+        elif kind is RankMessageKind.NEIGHBOUR and self._local_peers is not None:
+            self._local_peers.introduce(int(fields["local_rank"]), fds[0])
             del fds[0]
-        elif kind is RankMessageKind.MET and self._nearby is not None:
-            self._nearby.meetings.met(int(fields["key"]))
+        elif kind is RankMessageKind.MET and self._local_peers is not None:
+            self._local_peers.directory.met(int(fields["key"]))
         elif kind is RankMessageKind.SETTLED:
             self._is_settled = True
         elif kind is RankMessageKind.HOSTS:

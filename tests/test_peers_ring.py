@@ -17,7 +17,7 @@ from torch_values import same
 
 from byteps_py import streaming
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
-from byteps_py.session.nearby.messages import PeerMessage, PeerMessageKind
+from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import SpinPolicy
 from byteps_py.torch.engine.ring import ring_sum, steps

@@ -1,4 +1,4 @@
-"""What neighbours have sent each other: which parcels came, which of one's own are still needed. Pure.
+"""What peers have sent each other: which parcels came, which of one's own are still needed. Pure.
 
 Each stream brings parcels from one rank to another in order: the nth that a sender sends is the nth that the receiver
 expects, whoever of them comes first. Not locked: Neighbours calls with the session's lock held, but for ``expect`` and
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from byteps_py.errors import ProtocolError
-from byteps_py.session.nearby.messages import PeerMessage, PeerMessageKind
+from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.tensors import key_of
 
 
@@ -88,7 +88,7 @@ class MessageMatcher:
     def __init__(self, me: int) -> None:
         self.me = me
         self.era = 0
-        self.joined: set[int] = set()  # neighbours that have no more data
+        self.joined: set[int] = set()  # peers that have no more data
         self._flows: dict[tuple[int, int], Flow] = {}  # by stream and source
         self._unclaimed: dict[tuple[int, int], Flow] = {}  # the same, of what this rank has no stream for
         self._streams: dict[int, Stream] = {}

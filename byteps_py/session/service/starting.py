@@ -21,7 +21,7 @@ from byteps_py.log import logger
 from byteps_py.machine import check_offered_host, local_socket
 from byteps_py.session import endings, words
 from byteps_py.session.base import Session
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings, ignored_variables
 from byteps_py.wording import count_text

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError, StallError
-from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.message_matcher import Stream
-from byteps_py.session.nearby.messages import RECORD_BYTES, PeerMessage, PeerMessageKind
-from byteps_py.session.nearby.neighbours import Neighbours
-from byteps_py.session.nearby.receipts import StreamReceipt
+from byteps_py.session.peers import peer_protocol
+from byteps_py.session.peers.local_peers import LocalPeers
+from byteps_py.session.peers.message_matcher import Stream
+from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
+from byteps_py.session.peers.receipts import StreamReceipt
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
 from byteps_py.torch.engine.offers import SharedRounds
@@ -36,7 +36,7 @@ _NOTHING, _MEMORY, _SMALL, _TWO = range(4)
 def _all_said() -> list[bytes]:
     keys = [key_of(name) for name in (*_NAMES, "unknown")]
     found = [
-        messages.pack(kind, source, 0, segment, key, number, _PARCEL, ready, number, offset, -1) + payload
+        peer_protocol.pack(kind, source, 0, segment, key, number, _PARCEL, ready, number, offset, -1) + payload
         for source in _OTHERS
         for key in keys
         for number in (1, 2)
@@ -49,13 +49,13 @@ def _all_said() -> list[bytes]:
         )
     ]
     found += [
-        messages.pack(PeerMessageKind.INLINE, source, 0, 0, key_of(_TALK), 1, _PARCEL, _PARCEL, 0, 0, word)
+        peer_protocol.pack(PeerMessageKind.INLINE, source, 0, 0, key_of(_TALK), 1, _PARCEL, _PARCEL, 0, 0, word)
         + b"x" * _PARCEL
         for word in (*[_OFFER] * 8, -1, -2)
         for source in _OTHERS
     ]
     return found + [
-        messages.pack(kind, source, era, 0, 0, 0, 0, 0, parcel, 0, -1)
+        peer_protocol.pack(kind, source, era, 0, 0, 0, 0, 0, parcel, 0, -1)
         for source in _OTHERS
         for kind, era, parcel in (
             (PeerMessageKind.TAKEN, 0, 1),
@@ -73,20 +73,20 @@ class _Host:
 
     def __init__(self) -> None:
         self.state = threading.Condition(threading.RLock())
-        self.nearby: Neighbours
+        self.peers: LocalPeers
 
     def check_open(self) -> None: ...
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float | None, what: Callable[[], str]) -> None:
         with self.state:
             while not condition():
-                if not self.nearby.take_message():
+                if not self.peers.take_message():
                     raise StallError(what())
 
     def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None: ...
 
 
-class NeighboursHear(Target):
+class PeersHear(Target):
     """What comes is taken, or ends the session by a ProtocolError; nothing is written but what a parcel is for; what is
     kept for later is limited; descriptors that nobody wants are closed."""
 
@@ -95,7 +95,7 @@ class NeighboursHear(Target):
         *[bytes((_NOTHING,)) + said for said in _all_said()],
         *[bytes((gift,)) + said for gift in (_MEMORY, _TWO) for said in _all_said()[::7]],
         *[
-            bytes((gift,)) + messages.pack(PeerMessageKind.SEGMENT, source, 0, number, 0, 0, nbytes, 0, 0, 0, -1)
+            bytes((gift,)) + peer_protocol.pack(PeerMessageKind.SEGMENT, source, 0, number, 0, 0, nbytes, 0, 0, 0, -1)
             for gift in range(4)
             for source in _OTHERS
             for number, nbytes in ((0, _SEGMENT_BYTES), (1, _SEGMENT_BYTES), (0, 0), (1, 1 << 61))
@@ -121,17 +121,17 @@ class NeighboursHear(Target):
         self._begun = self._turn
         self._anew = 0
         self._host = _Host()
-        nearby = self._nearby = self._host.nearby = Neighbours(self._host, _ME, _RANKS, 0)
-        self._door = socket.socket(fileno=os.dup(nearby._inbox.door))
+        peers = self._local_peers = self._host.peers = LocalPeers(self._host, _ME, _RANKS, 0)
+        self._door = socket.socket(fileno=os.dup(peers._inbox.door))
         self._theirs = []
         for other in _OTHERS:
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            nearby.introduce(other, mine.detach())
+            peers.introduce(other, mine.detach())
             theirs.setblocking(False)
             self._theirs.append(theirs)
-        self._streams = [nearby.stream(name, _OTHERS) for name in _NAMES]
+        self._streams = [peers.stream(name, _OTHERS) for name in _NAMES]
         self._receipts: dict[tuple[int, int], StreamReceipt] = {}
-        self._talk = nearby.talk(_TALK, _OTHERS)
+        self._votes = peers.votes(_TALK, _OTHERS)
         self._offer_anew()
         self._send_some()
 
@@ -143,7 +143,7 @@ class NeighboursHear(Target):
         """Parcels that have to be acknowledged."""
         span = (ctypes.addressof(self._result), 64)
         for stream in self._streams:
-            self._nearby.send(stream, _OTHERS, [span], True)
+            self._local_peers.send(stream, _OTHERS, [span], True)
 
     def feed(self, data: bytes) -> None:
         self._turn += 1
@@ -153,11 +153,11 @@ class NeighboursHear(Target):
         gift = self._gifts.get(data[0] % 4, ())
         socket.send_fds(self._door, [said], list(gift))
         try:
-            self._nearby.take_messages()
+            self._local_peers.take_messages()
             self._receive()
             self._listen()
             if self._turn % 128 == 0:
-                self._nearby.start_anew()
+                self._local_peers.start_anew()
                 self._receipts.clear()
                 self._offer_anew()
                 self._send_some()
@@ -177,20 +177,20 @@ class NeighboursHear(Target):
             PeerMessageKind.MORE,
         ):
             return said
-        message = PeerMessage._make(messages._RECORD.unpack_from(said))
+        message = PeerMessage._make(peer_protocol._RECORD.unpack_from(said))
         if message.kind not in set(PeerMessageKind) or message.source not in _OTHERS:
             return said
         stream = self._streams[self._turn % len(self._streams)]
-        era = self._nearby._matcher.era
+        era = self._local_peers._matcher.era
         if message.stream == key_of(_TALK):
-            return messages.pack(*message._replace(era=era, number=self._rounds.number)) + said[RECORD_BYTES:]
+            return peer_protocol.pack(*message._replace(era=era, number=self._rounds.number)) + said[RECORD_BYTES:]
         if message.kind == PeerMessageKind.MORE:
-            coming = [id_ for source, id_ in self._nearby._matcher._coming if source == message.source]
-            return messages.pack(*message._replace(era=era, id=coming[0] if coming else message.id))
+            coming = [id_ for source, id_ in self._local_peers._matcher._coming if source == message.source]
+            return peer_protocol.pack(*message._replace(era=era, id=coming[0] if coming else message.id))
         receipt = self._receipts.get((self._turn % len(self._streams), message.source))
         number = receipt.left[0][1] if receipt is not None else 1
         parts: dict[str, Any] = {"era": era, "stream": stream.key, "number": number, "id": self._turn}
-        return messages.pack(*message._replace(**parts)) + said[RECORD_BYTES:]
+        return peer_protocol.pack(*message._replace(**parts)) + said[RECORD_BYTES:]
 
     def _receive(self) -> None:
         for at, stream in enumerate(self._streams):
@@ -199,7 +199,7 @@ class NeighboursHear(Target):
                 if receipt is None:
                     receipt = self._receipts[at, source] = self._expect(stream, source)
                 try:
-                    self._nearby.collect(receipt, 0.0)
+                    self._local_peers.collect(receipt, 0.0)
                 except StallError:
                     continue
                 except (MismatchError, JoinedError) as error:
@@ -210,16 +210,16 @@ class NeighboursHear(Target):
                 del self._receipts[at, source]
 
     def _listen(self) -> None:
-        number, rounds, talk = self._rounds.number, self._rounds, self._talk
-        verdict = rounds.verdict(talk.joined, talk.heard(number))
+        number, rounds, votes = self._rounds.number, self._rounds, self._votes
+        verdict = rounds.verdict(votes.joined, votes.heard(number))
         if verdict is None:
             return
         if verdict:
             for source in _OTHERS:
-                talk.fetch(number, source, ctypes.addressof(self._result) + _GUARD, _PARCEL)
+                votes.fetch(number, source, ctypes.addressof(self._result) + _GUARD, _PARCEL)
             self._heard += 1
-        said = talk.heard(number)
-        talk.forget(number)
+        said = votes.heard(number)
+        votes.forget(number)
         if rounds.begin(_OFFER, is_waiting=True, is_able=True, said=said) != _OFFER:
             self._offer_anew()
 
@@ -233,11 +233,11 @@ class NeighboursHear(Target):
         raw = self._result.raw
         assert not any(raw[:_GUARD])
         assert not any(raw[-_GUARD:])
-        matcher = self._nearby._matcher
+        matcher = self._local_peers._matcher
         assert max(len(matcher._early), len(matcher._unclaimed)) <= matcher.most_early
         for theirs in self._theirs:  # what the rank says stays well formed
             while (said := self._said(theirs)) is not None:
-                message = messages.unpack(memoryview(said), len(said))
+                message = peer_protocol.unpack(memoryview(said), len(said))
                 assert message.source == _ME
 
     @staticmethod
@@ -252,7 +252,7 @@ class NeighboursHear(Target):
         self._begin()
 
     def _finish(self) -> None:
-        self._nearby.close()
+        self._local_peers.close()
         self._door.close()
         for theirs in self._theirs:
             theirs.close()
@@ -262,7 +262,7 @@ class NeighboursHear(Target):
         assert self._taken
         assert self._heard
         self._finish()
-        del self._nearby, self._host
+        del self._local_peers, self._host
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) <= self._descriptors
         self._begin()

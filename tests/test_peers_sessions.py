@@ -9,25 +9,25 @@ import sys
 import threading
 
 import pytest
-from support.neighbours import doomed_pair, lasting_service, met, nearby, two_ranks
+from support.peers import doomed_pair, lasting_service, met, peers, two_ranks
 from support.sessions import WAIT_S, Service, end, failure, start, sum_once_more
 
 from byteps_py.errors import JoinedError, MismatchError, NotInitializedError, PeerLostError, StallError
-from byteps_py.session.nearby import WINDOW, Stream, StreamReceipt
-from byteps_py.session.nearby.neighbours import INLINE_BYTES
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.peers import WINDOW, Stream, StreamReceipt
+from byteps_py.session.peers.local_peers import INLINE_BYTES
+from byteps_py.session.service.remote import RemoteSession
 
 #: A rank in a process of its own, that sends one large parcel, and then waits for what never comes.
 SENDER = """
 import ctypes, sys
 from byteps_py import channel
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.service.remote import RemoteSession
 session = RemoteSession(channel.connect(sys.argv[1], 30), 1, 2, 30, 600)
-nearby = session.nearby
-nearby.meetings.ask("s", (0,))
-nearby.meetings.meeting("s", (0,))(30)
+peers = session.peers
+peers.directory.ask("s", (0,))
+peers.directory.meeting("s", (0,))(30)
 memory = ctypes.create_string_buffer(b"x" * 3_000_000, 3_000_000)
-nearby.send(nearby.stream("s", (0,)), (0,), [(ctypes.addressof(memory), 3_000_000)], True)
+peers.send(peers.stream("s", (0,)), (0,), [(ctypes.addressof(memory), 3_000_000)], True)
 print("sent", flush=True)
 sys.stdin.read()
 """
@@ -43,7 +43,7 @@ def send(session: RemoteSession, stream: Stream, data: bytes, is_led: bool = Tru
     memory = ctypes.create_string_buffer(data, len(data)) if data else ctypes.create_string_buffer(1)
     half = len(data) // 2
     spans = [(ctypes.addressof(memory), half), (ctypes.addressof(memory) + half, len(data) - half)]
-    nearby(session).send(stream, (1 - session.rank,), spans, is_led, () if due < 0 else (due,))
+    peers(session).send(stream, (1 - session.rank,), spans, is_led, () if due < 0 else (due,))
 
 
 class Expected:
@@ -59,7 +59,7 @@ class Expected:
         self.receipt.expect(1 - session.rank, spans, nbytes, sent)
 
     def get(self, timeout_s: float = WAIT_S) -> bytes:
-        nearby(self._session).collect(self.receipt, timeout_s)
+        peers(self._session).collect(self.receipt, timeout_s)
         return self._memory.raw[: self._nbytes]
 
 
@@ -75,9 +75,9 @@ def test_parcels_of_all_sizes(ranks: list[RemoteSession]) -> None:
             got = Expected(ranks[1], streams[1], nbytes)
             send(ranks[0], streams[0], sent)
             assert got.get() == sent
-            assert nearby(ranks[1]).look(got.receipt)
-    assert len(nearby(ranks[0])._outgoing.segments) == 1  # the memory is used again
-    nearby(ranks[0]).take_messages()
+            assert peers(ranks[1]).look(got.receipt)
+    assert len(peers(ranks[0])._outgoing.segments) == 1  # the memory is used again
+    peers(ranks[0]).take_messages()
     assert streams[0].unacknowledged == 0
 
 
@@ -85,13 +85,13 @@ def test_a_sender_does_not_wait_for_its_receiver_but_is_a_window_ahead_at_most(r
     _, streams = met(ranks)
     for nbytes in (3, 100_000):
         for seed in range(WINDOW):
-            nearby(ranks[0]).room(streams[0])(0.0)
+            peers(ranks[0]).room(streams[0])(0.0)
             send(ranks[0], streams[0], data(nbytes, seed)[:nbytes])
-        assert isinstance(failure(lambda: nearby(ranks[0]).room(streams[0])(0.1)), StallError)
+        assert isinstance(failure(lambda: peers(ranks[0]).room(streams[0])(0.1)), StallError)
         for seed in range(WINDOW):
             assert Expected(ranks[1], streams[1], nbytes).get() == data(nbytes, seed)[:nbytes]
-        nearby(ranks[0]).room(streams[0])(WAIT_S)
-        nearby(ranks[0]).take_messages()
+        peers(ranks[0]).room(streams[0])(WAIT_S)
+        peers(ranks[0]).take_messages()
         assert streams[0].unacknowledged == 0
 
 
@@ -107,7 +107,7 @@ def test_both_send_before_either_receives(ranks: list[RemoteSession]) -> None:
 def test_receipts_may_be_collected_in_any_order_and_by_any_thread(ranks: list[RemoteSession]) -> None:
     _, streams = met(ranks)
     expected = [Expected(ranks[1], streams[1], 50_000) for _ in range(3)]
-    assert not nearby(ranks[1]).look(expected[2].receipt)
+    assert not peers(ranks[1]).look(expected[2].receipt)
     found: dict[int, bytes] = {}
     threads = [
         threading.Thread(target=lambda i=i: found.update({i: expected[i].get()}))  # type: ignore[misc]
@@ -156,7 +156,7 @@ def test_a_parcel_of_another_size_is_an_error_of_its_receipt_only(ranks: list[Re
             f"tensor {name!r}: rank 0 sends {nbytes} bytes to rank 1, which expects {due}; give matching sizes on both"
         )
         assert following.get() == sent
-    nearby(ranks[0]).take_messages()
+    peers(ranks[0]).take_messages()
     assert streams[0].unacknowledged == 0  # what was let go needs no memory
 
 
@@ -183,9 +183,9 @@ def test_who_sends_is_told_what_the_other_expects(ranks: list[RemoteSession], nb
 def test_a_parcel_that_nobody_expects_is_seen(ranks: list[RemoteSession]) -> None:
     _, streams = met(ranks)
     stream = streams[1]
-    assert isinstance(failure(lambda: nearby(ranks[1]).await_next([(stream, 0)], 0.1)), StallError)
+    assert isinstance(failure(lambda: peers(ranks[1]).await_next([(stream, 0)], 0.1)), StallError)
     send(ranks[0], streams[0], b"there")
-    nearby(ranks[1]).await_next([(stream, 0)], WAIT_S)
+    peers(ranks[1]).await_next([(stream, 0)], WAIT_S)
     got = Expected(ranks[1], stream, 5)
     assert not stream.has_next(0)
     assert got.get() == b"there"
@@ -208,9 +208,9 @@ def test_a_killed_neighbour_is_named_and_what_it_sent_is_there() -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.closing(session), process:
-        nearby(session).meetings.ask("s", (1,))
-        nearby(session).meetings.meeting("s", (1,))(WAIT_S)
-        stream = nearby(session).stream("s", (1,))
+        peers(session).directory.ask("s", (1,))
+        peers(session).directory.meeting("s", (1,))(WAIT_S)
+        stream = peers(session).stream("s", (1,))
         assert process.stdout.readline() == b"sent\n"
         process.kill()
         assert Expected(session, stream, 3_000_000).get() == b"x" * 3_000_000
@@ -249,7 +249,7 @@ def test_nothing_comes_of_a_neighbour_that_has_joined(ranks: list[RemoteSession]
     sum_once_more(ranks)
 
 
-def test_the_service_hears_of_a_join_before_neighbours_do(
+def test_the_service_hears_of_a_join_before_peers_do(
     ranks: list[RemoteSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a neighbour that joins because of it could be heard first there, and this rank be taken for the last."""
@@ -257,8 +257,8 @@ def test_the_service_hears_of_a_join_before_neighbours_do(
     tell, known = ranks[1].tell, []
 
     def telling(message: bytes) -> None:
-        nearby(ranks[0]).take_messages()
-        known.append(set(nearby(ranks[0])._matcher.joined))
+        peers(ranks[0]).take_messages()
+        known.append(set(peers(ranks[0])._matcher.joined))
         tell(message)
 
     monkeypatch.setattr(ranks[1], "tell", telling)

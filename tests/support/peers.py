@@ -6,8 +6,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 
-from byteps_py.session.nearby import Neighbours, Stream
-from byteps_py.session.remote import RemoteSession
+from byteps_py.session.peers import LocalPeers, Stream
+from byteps_py.session.service.remote import RemoteSession
 from support.sessions import WAIT_S, Service, end, start
 
 
@@ -36,8 +36,8 @@ def doomed_pair() -> Iterator[list[RemoteSession]]:
     end(service)
 
 
-def nearby(session: RemoteSession) -> Neighbours:
-    found = session.nearby
+def peers(session: RemoteSession) -> LocalPeers:
+    found = session.peers
     assert found is not None
     return found
 
@@ -46,8 +46,8 @@ def met(ranks: list[RemoteSession]) -> tuple[str, list[Stream]]:
     """A name, and what both ranks know it as."""
     name = f"stream-{uuid.uuid4()}"
     for session in ranks:
-        nearby(session).meetings.ask(name, (1 - session.rank,))
+        peers(session).directory.ask(name, (1 - session.rank,))
     for session in ranks:
-        nearby(session).meetings.meeting(name, (1 - session.rank,))(WAIT_S)
-        assert nearby(session).meetings.has_met(name)
-    return name, [nearby(session).stream(name, (1 - session.rank,)) for session in ranks]
+        peers(session).directory.meeting(name, (1 - session.rank,))(WAIT_S)
+        assert peers(session).directory.has_met(name)
+    return name, [peers(session).stream(name, (1 - session.rank,)) for session in ranks]

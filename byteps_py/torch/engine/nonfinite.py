@@ -1,13 +1,12 @@
-"""Gradients that are NaN or infinite after they were combined: whose they are, and which parameters'.
+"""Tensors that are NaN or infinite: whether, where, and what to say about them. Any thread.
 
 The service says which ranks are to blame (blame.py); where the values are is seen in the result, which is the same on
-all ranks, so that all say the same. Looks at nothing unless the service has something to say. The thread that
-waits for the gradients calls.
+all ranks, so that all say the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,7 +16,6 @@ from byteps_py.log import logger
 from byteps_py.session import Session
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.gradients.bucket import Bucket, Scheme
 
 _MAX_NAMES = 3
 
@@ -25,23 +23,6 @@ _MAX_NAMES = 3
 def wanted(context: Context) -> NonFinite:
     """What BYTEPS_NONFINITE says."""
     return NonFinite[context.settings.nonfinite.upper()]
-
-
-def found(session: Session, buckets: Sequence[Bucket], scheme: Scheme) -> NonFiniteError | None:
-    """What there is to say of gradients that have arrived; None if they are finite, or nobody wants to know."""
-    if not scheme.nonfinite:
-        return None
-    alone = scheme.members(session.size) == 1
-    bad = [(bucket, _blame(bucket, session) if alone else bucket.blame) for bucket in buckets]
-    bad = [(bucket, blame) for bucket, blame in bad if blame]
-    if not bad:
-        return None
-    blame, step, places = 0, 0, []
-    for bucket, its_blame in bad:
-        blame |= its_blame
-        step = max(step, bucket.round)
-        places += list(_places(bucket))
-    return explain(blame, session.size, step, places)
 
 
 def explain(blame: int, size: int, step: int, places: Sequence[str]) -> NonFiniteError:
@@ -91,22 +72,3 @@ def tell(poison: NonFiniteError, session: Session) -> None:
     """Log a step that is left out: once for each machine."""
     if session.local_rank == 0:
         logger.warning("a step is left out on every rank. %s", poison)
-
-
-def _blame(bucket: Bucket, session: Session) -> int:
-    """Of a rank that is alone: its gradients may not travel at all."""
-    if bucket.slot_view is not None:
-        return bucket.blame
-    return blames.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
-
-
-def _places(bucket: Bucket) -> Iterator[str]:
-    for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
-        if bucket.slot_view is not None:
-            found = where(name, bucket.slot_view.results[position], param.dtype)
-        elif param.grad is not None and bucket.takes_part[position]:
-            found = where(name, param.grad)
-        else:
-            found = None
-        if found is not None:
-            yield found

@@ -15,11 +15,11 @@ from typing import Any, cast
 import pytest
 
 from byteps_py.errors import ProtocolError
-from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.memory import Incoming, Outgoing, size_class
-from byteps_py.session.nearby.message_matcher import MessageMatcher, Stream
-from byteps_py.session.nearby.messages import PeerMessage, PeerMessageKind
-from byteps_py.session.nearby.neighbours import Neighbours
+from byteps_py.session.peers import peer_protocol
+from byteps_py.session.peers.local_peers import LocalPeers
+from byteps_py.session.peers.memory import Incoming, Outgoing, size_class
+from byteps_py.session.peers.message_matcher import MessageMatcher, Stream
+from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import SpinPolicy
 from byteps_py.tensors import key_of
@@ -207,22 +207,22 @@ def test_one_look_that_pays_is_reason_enough_for_the_next() -> None:
 
 def test_messages_come_back_as_they_were() -> None:
     message = PeerMessage(PeerMessageKind.LAID, 3, 1, 2, 1 << 63, 5, 1 << 40, 7, 8, 1 << 35)
-    assert messages.unpack(memoryview(messages.pack(*message)), messages.RECORD_BYTES) == message
+    assert peer_protocol.unpack(memoryview(peer_protocol.pack(*message)), peer_protocol.RECORD_BYTES) == message
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"short",
-        messages.pack(*PeerMessage(9, 0, 0)),
-        messages.pack(*PeerMessage(PeerMessageKind.INLINE, 0, 0, total=3)) + b"ab",
-        messages.pack(*PeerMessage(PeerMessageKind.INLINE, 0, 0, total=3, ready=2)) + b"abc",
-        messages.pack(*PeerMessage(PeerMessageKind.MORE, 0, 0, total=3, ready=4)),
+        peer_protocol.pack(*PeerMessage(9, 0, 0)),
+        peer_protocol.pack(*PeerMessage(PeerMessageKind.INLINE, 0, 0, total=3)) + b"ab",
+        peer_protocol.pack(*PeerMessage(PeerMessageKind.INLINE, 0, 0, total=3, ready=2)) + b"abc",
+        peer_protocol.pack(*PeerMessage(PeerMessageKind.MORE, 0, 0, total=3, ready=4)),
     ],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        messages.unpack(memoryview(data), len(data))
+        peer_protocol.unpack(memoryview(data), len(data))
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -291,23 +291,23 @@ def test_memory_of_a_neighbour_that_can_not_be_had(number: int, nbytes: int) -> 
     ("data", "what"),
     [
         (b"short", "a message of 5 bytes"),
-        (messages.pack(*PeerMessage(PeerMessageKind.JOINED, 1, 0)), "no neighbour"),
-        (messages.pack(*PeerMessage(PeerMessageKind.JOINED, 2, 0)), "no neighbour"),
-        (messages.pack(*PeerMessage(PeerMessageKind.SEGMENT, 0, 0, total=1 << 40)), "can't be had"),
-        (messages.pack(*PeerMessage(PeerMessageKind.MORE, 0, 0, id=9)), "never began"),
+        (peer_protocol.pack(*PeerMessage(PeerMessageKind.JOINED, 1, 0)), "no neighbour"),
+        (peer_protocol.pack(*PeerMessage(PeerMessageKind.JOINED, 2, 0)), "no neighbour"),
+        (peer_protocol.pack(*PeerMessage(PeerMessageKind.SEGMENT, 0, 0, total=1 << 40)), "can't be had"),
+        (peer_protocol.pack(*PeerMessage(PeerMessageKind.MORE, 0, 0, id=9)), "never began"),
         (b"", ""),
     ],
 )
 def test_a_descriptor_that_nobody_wants_is_closed(data: bytes, what: str) -> None:
     host = SimpleNamespace(state=threading.Condition())
-    nearby, segment = Neighbours(cast(Any, host), 1, 2, 0), Segment.create(4096)
+    peers, segment = LocalPeers(cast(Any, host), 1, 2, 0), Segment.create(4096)
     before = len(os.listdir("/proc/self/fd"))
-    with socket.socket(fileno=os.dup(nearby._inbox.door)) as door:
+    with socket.socket(fileno=os.dup(peers._inbox.door)) as door:
         socket.send_fds(door, [data], [segment.fd])
     with pytest.raises(ProtocolError, match=what) if what else contextlib.nullcontext():
-        nearby.take_message()
+        peers.take_message()
     assert len(os.listdir("/proc/self/fd")) == before
-    nearby.close()
+    peers.close()
     segment.close()
 
 
@@ -315,43 +315,43 @@ def test_a_descriptor_that_nobody_wants_is_closed(data: bytes, what: str) -> Non
 
 
 def test_ranks_are_introduced_once_all_have_asked() -> None:
-    meetings = PeerIntroductions()
-    assert meetings.ask(0, 7, [0, 2]) == []
-    assert meetings.ask(1, 8, [0, 1]) == []
-    assert meetings.ask(2, 7, [0, 2]) == [Introduce(0, 2), Introduce(2, 0), Tell(0, 7), Tell(2, 7)]
-    assert meetings.ask(0, 9, [0, 2]) == []
-    assert meetings.ask(2, 9, [0, 2]) == [Tell(0, 9), Tell(2, 9)]  # they know each other
+    directory = PeerIntroductions()
+    assert directory.ask(0, 7, [0, 2]) == []
+    assert directory.ask(1, 8, [0, 1]) == []
+    assert directory.ask(2, 7, [0, 2]) == [Introduce(0, 2), Introduce(2, 0), Tell(0, 7), Tell(2, 7)]
+    assert directory.ask(0, 9, [0, 2]) == []
+    assert directory.ask(2, 9, [0, 2]) == [Tell(0, 9), Tell(2, 9)]  # they know each other
 
 
 def test_who_comes_back_is_somebody_else() -> None:
-    meetings = PeerIntroductions()
-    meetings.ask(0, 7, [0, 1])
-    meetings.ask(1, 7, [0, 1])
-    assert meetings.ask(1, 8, [0, 1]) == []
-    meetings.forget(1)
-    meetings.forget(0)
-    assert meetings.ask(0, 8, [0, 1]) == []
-    assert meetings.ask(1, 8, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 8), Tell(1, 8)]
+    directory = PeerIntroductions()
+    directory.ask(0, 7, [0, 1])
+    directory.ask(1, 7, [0, 1])
+    assert directory.ask(1, 8, [0, 1]) == []
+    directory.forget(1)
+    directory.forget(0)
+    assert directory.ask(0, 8, [0, 1]) == []
+    assert directory.ask(1, 8, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 8), Tell(1, 8)]
 
 
 @pytest.mark.parametrize("asks_late", [True, False])
 def test_who_is_back_before_others_have_left_meets_them_when_they_are_back(asks_late: bool) -> None:
     """Else it would send to who is not there any more, and be waited for in vain."""
-    meetings = PeerIntroductions()
-    assert meetings.ask(0, 7, [0, 1]) == []
+    directory = PeerIntroductions()
+    assert directory.ask(0, 7, [0, 1]) == []
     if not asks_late:
-        assert meetings.ask(1, 7, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 7), Tell(1, 7)]
-    meetings.forget(0)
-    assert meetings.ask(0, 7, [0, 1]) == []
+        assert directory.ask(1, 7, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 7), Tell(1, 7)]
+    directory.forget(0)
+    assert directory.ask(0, 7, [0, 1]) == []
     if asks_late:
-        assert meetings.ask(1, 7, [0, 1]) == []
-    meetings.forget(1)
-    assert meetings.ask(1, 7, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 7), Tell(1, 7)]
+        assert directory.ask(1, 7, [0, 1]) == []
+    directory.forget(1)
+    assert directory.ask(1, 7, [0, 1]) == [Introduce(0, 1), Introduce(1, 0), Tell(0, 7), Tell(1, 7)]
 
 
 def test_ranks_must_ask_for_the_same() -> None:
-    meetings = PeerIntroductions()
-    meetings.ask(0, 7, [0, 1])
+    directory = PeerIntroductions()
+    directory.ask(0, 7, [0, 1])
     for rank, members in ((1, [0, 1, 2]), (2, [0, 1])):
         with pytest.raises(ProtocolError, match="others under that key"):
-            meetings.ask(rank, 7, members)
+            directory.ask(rank, 7, members)

@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from byteps_py.errors import CommunicationError
-from byteps_py.session.nearby.post import Inbox, PeerOutbox
+from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
 from byteps_py.shm import Segment
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from byteps_py import rank_protocol as protocol
-from byteps_py.session.nearby.waiting import Host, Patience, Wait
+from byteps_py.session.peers.waiting import Host, Patience, Wait
 from byteps_py.tensors import key_of
 
 _ALL = "the ranks of this machine"

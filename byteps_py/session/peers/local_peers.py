@@ -19,16 +19,16 @@ from typing import cast
 
 from byteps_py import streaming
 from byteps_py.errors import CommunicationError, JoinedError, MismatchError, ProtocolError
-from byteps_py.session.nearby import messages
-from byteps_py.session.nearby.memory import Incoming, Outgoing
-from byteps_py.session.nearby.message_matcher import MessageMatcher, Parcel, Stream
-from byteps_py.session.nearby.messages import RECORD_BYTES, PeerMessageKind
-from byteps_py.session.nearby.peer_directory import PeerDirectory
-from byteps_py.session.nearby.post import Inbox, PeerOutbox
-from byteps_py.session.nearby.receipts import Span, StreamReceipt, joined
-from byteps_py.session.nearby.ring import Ring, RingHost
-from byteps_py.session.nearby.talk import Talk
-from byteps_py.session.nearby.waiting import Host, Patience, Wait
+from byteps_py.session.peers import peer_protocol
+from byteps_py.session.peers.memory import Incoming, Outgoing
+from byteps_py.session.peers.message_matcher import MessageMatcher, Parcel, Stream
+from byteps_py.session.peers.peer_directory import PeerDirectory
+from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessageKind
+from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
+from byteps_py.session.peers.receipts import Span, StreamReceipt, joined
+from byteps_py.session.peers.ring import Ring, RingHost
+from byteps_py.session.peers.votes import Votes
+from byteps_py.session.peers.waiting import Host, Patience, Wait
 from byteps_py.shm import Block
 from byteps_py.tensors import differing
 
@@ -42,7 +42,7 @@ WINDOW = 4
 _INLINE, _LAID, _MORE, _TAKEN, _SEGMENT, _JOINED, _LOOK = map(int, PeerMessageKind)
 
 
-class Neighbours:
+class LocalPeers:
     """``first_rank``: the global rank of local rank 0."""
 
     def __init__(self, host: Host, local_rank: int, local_size: int, first_rank: int) -> None:
@@ -59,7 +59,7 @@ class Neighbours:
         self._outboxes: dict[int, PeerOutbox] = {}
         self._retired: list[tuple[Ring, Stream]] = []
         #: With which ranks this one can deal.
-        self.meetings = PeerDirectory(host, self._patience, local_rank, local_size, self._inbox.door)
+        self.directory = PeerDirectory(host, self._patience, local_rank, local_size, self._inbox.door)
 
     def introduce(self, local_rank: int, door: int) -> None:
         """The service gives the way to a neighbour, perhaps a new one in an earlier one's place."""
@@ -118,7 +118,7 @@ class Neighbours:
         era, me, key = self._matcher.era, self._me, stream.key
         for target in targets:
             number = stream.send(target)
-            record = messages.pack(_INLINE, me, era, 0, key, number, 0, 0, 0, gone, messages.REFUSED)
+            record = peer_protocol.pack(_INLINE, me, era, 0, key, number, 0, 0, 0, gone, peer_protocol.REFUSED)
             self._outboxes[target].send(record)
 
     def _send_inline(
@@ -138,7 +138,7 @@ class Neighbours:
         era, me, key = self._matcher.era, self._me, stream.key
         for at, target in enumerate(targets):
             number, due = stream.send(target), dues[at] if dues else -1
-            record = messages.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, parcel_id, 0, due)
+            record = peer_protocol.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, parcel_id, 0, due)
             self._outboxes[target].send(record + data)
 
     def _lay(
@@ -159,20 +159,24 @@ class Neighbours:
                 for at, target in enumerate(targets):
                     outbox = self._outboxes[target]
                     if ready:
-                        outbox.send(messages.pack(_MORE, me, era, 0, 0, 0, nbytes, done, parcel_id, 0, -1))
+                        outbox.send(peer_protocol.pack(_MORE, me, era, 0, 0, 0, nbytes, done, parcel_id, 0, -1))
                         continue
                     if outbox.announced <= block.segment:
                         self._announce(outbox)
                     number, due = stream.send(target), dues[at] if dues else -1
                     where, offset = block.segment, block.offset
-                    outbox.send(messages.pack(_LAID, me, era, where, key, number, nbytes, done, parcel_id, offset, due))
+                    outbox.send(
+                        peer_protocol.pack(_LAID, me, era, where, key, number, nbytes, done, parcel_id, offset, due)
+                    )
                 ready = done
 
     def _announce(self, outbox: PeerOutbox) -> None:
         with self._books:
             segments = self._outgoing.segments[outbox.announced :]
             for number, segment in enumerate(segments, outbox.announced):
-                record = messages.pack(_SEGMENT, self._me, self._matcher.era, number, 0, 0, segment.nbytes, 0, 0, 0, -1)
+                record = peer_protocol.pack(
+                    _SEGMENT, self._me, self._matcher.era, number, 0, 0, segment.nbytes, 0, 0, 0, -1
+                )
                 outbox.send(record, segment.fd)
             outbox.announced += len(segments)
 
@@ -185,9 +189,9 @@ class Neighbours:
         )  # fmt: skip
         return Ring(host, stream, slot_bytes)
 
-    def talk(self, name: str, others: Iterable[int]) -> Talk:
+    def votes(self, name: str, others: Iterable[int]) -> Votes:
         """With these local ranks, whom this one has met. Nothing else uses the stream of this name."""
-        return Talk(self._me, self.stream(name, others), self._matcher, self._outboxes, self._patience)
+        return Votes(self._me, self.stream(name, others), self._matcher, self._outboxes, self._patience)
 
     def retire(self, ring: Ring, stream: Stream) -> None:
         """The ring's group has ended here, with nothing under way. Others may still read its slots, until all have said
@@ -295,7 +299,7 @@ class Neighbours:
         self, stream: Stream, source: int, parcel: Parcel, nbytes: int, sent: int
     ) -> CommunicationError | None:
         """What is wrong with a parcel that is not as long as it should be, or whose sender expects something else."""
-        if parcel.due == messages.REFUSED:
+        if parcel.due == peer_protocol.REFUSED:
             return joined(stream.name, self._first_rank + parcel.offset)
         other, own = self._first_rank + source, self._first_rank + self._me
         if parcel.total != nbytes:
@@ -326,7 +330,7 @@ class Neighbours:
                 return False
         if parcel.id:
             self._outboxes[source].send(
-                messages.pack(_TAKEN, self._me, self._matcher.era, 0, 0, 0, 0, 0, parcel.id, 0, -1)
+                peer_protocol.pack(_TAKEN, self._me, self._matcher.era, 0, 0, 0, 0, 0, parcel.id, 0, -1)
             )
         return True
 
@@ -343,7 +347,7 @@ class Neighbours:
         try:
             if not nbytes:
                 return False
-            message = messages.unpack(buffer := self._inbox.buffer, nbytes)
+            message = peer_protocol.unpack(buffer := self._inbox.buffer, nbytes)
             source = message.source
             if source == self._me or source >= self._local_size:
                 raise ProtocolError(f"local rank {source} is no neighbour of local rank {self._me}: {message}")
@@ -368,10 +372,10 @@ class Neighbours:
     # ---- ends ------------------------------------------------------------------------------------------
 
     def join(self, tell: Callable[[], None]) -> None:
-        """No more data: ``tell`` the service, then neighbours, who may join on hearing it, and be heard first there."""
-        if self.meetings.includes_all:
-            self.meetings.wait_for_all()
-        record = messages.pack(_JOINED, self._me, self._matcher.era, 0, 0, 0, 0, 0, 0, 0, -1)
+        """No more data: ``tell`` the service, then peers, who may join on hearing it, and be heard first there."""
+        if self.directory.includes_all:
+            self.directory.wait_for_all()
+        record = peer_protocol.pack(_JOINED, self._me, self._matcher.era, 0, 0, 0, 0, 0, 0, 0, -1)
         tell()
         for outbox in self._outboxes.values():
             outbox.send(record)

@@ -1,0 +1,50 @@
+"""Gradients that are NaN or infinite after they were combined: whose they are, and which parameters'.
+
+Looks at nothing unless the service has something to say. The thread that waits for the gradients calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from byteps_py import blame as blames
+from byteps_py.errors import NonFiniteError
+from byteps_py.session import Session
+from byteps_py.torch.engine import nonfinite
+from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
+
+
+def found_in(session: Session, buckets: Sequence[Bucket], options: GradientOptions) -> NonFiniteError | None:
+    """What there is to say of gradients that have arrived; None if they are finite, or nobody wants to know."""
+    if not options.nonfinite:
+        return None
+    alone = options.members(session.size) == 1
+    bad = [(bucket, _blame(bucket, session) if alone else bucket.blame) for bucket in buckets]
+    bad = [(bucket, blame) for bucket, blame in bad if blame]
+    if not bad:
+        return None
+    blame, step, places = 0, 0, []
+    for bucket, its_blame in bad:
+        blame |= its_blame
+        step = max(step, bucket.round)
+        places += list(_places(bucket))
+    return nonfinite.explain(blame, session.size, step, places)
+
+
+def _blame(bucket: Bucket, session: Session) -> int:
+    """Of a rank that is alone: its gradients may not travel at all."""
+    if bucket.slot_view is not None:
+        return bucket.blame
+    return blames.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
+
+
+def _places(bucket: Bucket) -> Iterator[str]:
+    for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
+        if bucket.slot_view is not None:
+            found = nonfinite.where(name, bucket.slot_view.results[position], param.dtype)
+        elif param.grad is not None and bucket.takes_part[position]:
+            found = nonfinite.where(name, param.grad)
+        else:
+            found = None
+        if found is not None:
+            yield found
