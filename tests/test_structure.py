@@ -30,6 +30,18 @@ ALLOWED = {
 FRONT_DOORS = {("byteps_py", "torch"), ("byteps_py.torch_backend", "torch")}
 
 
+#: The rooms of byteps_py.torch: the front ends stand on the engine. compression and timeline belong to all front ends.
+ROOMS = {
+    "engine": set[str](),
+    "horovod": {"engine", "compression", "timeline"},
+    "gradients": {"engine", "horovod", "compression"},
+    "process_group": {"engine"},
+    "elastic": {"engine", "horovod"},
+    "compression": set[str](),
+    "timeline": {"engine"},
+}
+
+
 def imports() -> set[tuple[str, str]]:
     """(module, module of this package that it imports), inside functions and for typing, too."""
     found = set()
@@ -48,6 +60,16 @@ def imports() -> set[tuple[str, str]]:
 def part_of(module: str) -> str:
     name = module.split(".")[1] if "." in module else ""
     return name if name in ALLOWED else GROUND
+
+
+def test_rooms_of_the_front_ends_stand_on_the_engine() -> None:
+    wrong = []
+    for module, other in sorted(imports()):
+        if module.startswith("byteps_py.torch.") and other.startswith("byteps_py.torch."):
+            room, wanted = module.split(".")[2], other.split(".")[2]
+            if room != wanted and wanted not in ROOMS[room]:
+                wrong.append(f"{module} imports {other}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_arrows_point_one_way() -> None:
