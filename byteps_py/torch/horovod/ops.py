@@ -34,7 +34,7 @@ _OF_BYTEPS = frozenset(
 def __getattr__(name: str) -> Any:
     if name not in _OF_BYTEPS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(__package__), name)
+    return getattr(importlib.import_module("byteps_py.torch"), name)
 
 
 class ReduceOp(enum.Enum):
