@@ -20,6 +20,7 @@ import dataclasses
 import logging
 
 from byteps_py import last_words, machine
+from byteps_py.control_link import Connect, ControlEvents, ControlLink
 from byteps_py.dataplane.peer import Peer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import (
@@ -35,8 +36,6 @@ from byteps_py.last_words import Blame
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.scheduler.client import Connect, ControlLink
-from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.server.actions import Action, Answer, Reduce, RefuseContributions, Want
 from byteps_py.server.arrival import Arrival, PayloadMemory
 from byteps_py.server.awaited import AWAITED_AFTER_S

@@ -20,11 +20,11 @@ from support.schedulers import TIMEOUT_S, Attend, Factory, Member, Scheduler, as
 
 from byteps_py import errors
 from byteps_py.cli import __main__ as cli
+from byteps_py.control_link import ControlEvents
 from byteps_py.launch.cluster import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import client, connections, query, rpc
-from byteps_py.scheduler.control_events import ControlEvents
+from byteps_py.scheduler import client, connection_limits, query, rpc
 from byteps_py.settings import Settings
 
 
@@ -133,8 +133,8 @@ def stranger(scheduler: Scheduler) -> str:
         return f"{host}:{port}"
 
 
-def test_the_doctest_of_connections() -> None:
-    assert doctest.testmod(connections).failed == 0
+def test_the_doctest_of_connection_limits() -> None:
+    assert doctest.testmod(connection_limits).failed == 0
 
 
 def test_an_occupied_port_is_named(start: Factory) -> None:

@@ -6,7 +6,7 @@ from support.scheduler_core import CPU, running, server, worker
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.ending import END_LINGER_S, FAILED_LINGER_S
+from byteps_py.scheduler.job import END_LINGER_S, FAILED_LINGER_S
 
 
 def test_a_job_ends_when_its_workers_leave_one_after_another() -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from byteps_py.errors import JournalError
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
-from byteps_py.scheduler import journal as files
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.journal import Journal, journal_path
-from byteps_py.scheduler.restoring import begin, compact, restore
-from byteps_py.scheduler.snapshot import thaw
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.sessions import journal as files
+from byteps_py.scheduler.sessions.journal import Journal, journal_path
+from byteps_py.scheduler.sessions.recovery import begin, compact, restore
+from byteps_py.scheduler.sessions.snapshot import thaw
 from byteps_py.settings import Settings
 
 

@@ -9,7 +9,7 @@ from support.scheduler_core import Cluster, ballot, declare, running, server, wo
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.reforming import (
+from byteps_py.scheduler.elastic import (
     PLANNED_S,
     SHUT_DOWN_S,
     Break,

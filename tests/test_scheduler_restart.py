@@ -35,7 +35,7 @@ from byteps_py import errors
 from byteps_py.exit_status import NO_JOURNAL_STATUS
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
-from byteps_py.scheduler.remote import RemoteControl
+from byteps_py.scheduler.grpc_link import GrpcControlLink
 from byteps_py.settings import Settings
 
 
@@ -146,7 +146,7 @@ def test_who_dies_while_the_scheduler_is_away_is_lost_when_it_is_back(start: Fac
 def test_a_member_that_leaves_while_the_scheduler_is_away_may_still_say_so(start: Factory, attend: Attend) -> None:
     scheduler = start(num_workers=1).wait_listening()
     member = attend(scheduler.settings, as_worker())
-    link = cast(RemoteControl, member.link)
+    link = cast(GrpcControlLink, member.link)
     link.away_close_s = link.close_timeout_s = TIMEOUT_S  # a loaded machine starts a scheduler slowly
     member.wait("membership")
     scheduler.restart()

@@ -30,9 +30,9 @@ from byteps_py import errors
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
-from byteps_py.scheduler.remote import RemoteControl
+from byteps_py.scheduler.grpc_link import GrpcControlLink
 from byteps_py.scheduler.service import NOBODY, SchedulerService
-from byteps_py.scheduler.session import Sent
+from byteps_py.scheduler.sessions.scheduler_sessions import Sent
 from byteps_py.settings import Settings
 
 
@@ -75,7 +75,7 @@ def test_a_members_connection_says_again_at_a_steady_pace(start: Factory, attend
     settings = start(num_workers=1).wait_listening().settings
     member = attend(settings, as_worker(0))
     member.wait("membership")
-    assert cast(RemoteControl, member.link).steady_connections == 1
+    assert cast(GrpcControlLink, member.link).steady_connections == 1
     member.leave()
 
 

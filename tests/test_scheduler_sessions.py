@@ -11,9 +11,9 @@ from byteps_py.errors import JournalError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler import returning
-from byteps_py.scheduler.restoring import replay
-from byteps_py.scheduler.sessions import Sessions
+from byteps_py.scheduler.sessions import restart_wait
+from byteps_py.scheduler.sessions.recovery import replay
+from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 
 SHAPE = {"num_workers": 2, "num_servers": 1, "servers_only": True}
 
@@ -218,7 +218,7 @@ def test_a_restarted_scheduler_does_not_wait_for_the_connections_of_those_who_ha
     plane.crash()  # before it has seen a connection's end
     plane.members.clear()
     plane.start()
-    plane.tick(returning.STRANGERS_WAIT * plane.config.heartbeat_timeout_s)  # another job's processes might come
+    plane.tick(restart_wait.STRANGERS_WAIT * plane.config.heartbeat_timeout_s)  # another job's processes might come
     finish = running(plane).finished(plane.now)
     assert finish is not None
     assert finish.exit_status == 0

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from byteps_py.scheduler.steady import retry_steadily
+from byteps_py.scheduler.rpc import retry_steadily
 
 THIN_LINEAR_TIMEOUTS = 16
 

@@ -16,6 +16,7 @@ import zmq
 from support.data_plane import WAIT_S, HandLink, LocalMachine, Machine, Server, exact_sum, random_values
 from support.summation import SETTINGS, assert_works
 
+from byteps_py.control_link import ControlEvents
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError, StallError
 from byteps_py.exit_status import GIVEN_UP_STATUS
 from byteps_py.launch.cluster import free_port
@@ -23,7 +24,6 @@ from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import connect
-from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from byteps_py import jobs
 from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError, UsageError
-from byteps_py.scheduler import report
+from byteps_py.scheduler import status_report
 from byteps_py.settings import Settings
 from byteps_py.wording import count_text
 
@@ -69,7 +69,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     if len(found) > 1 and not arguments.json:
         return max([_print_one(job, arguments) for job in found])
     reply = query.status(_settings(arguments), arguments.timeout)
-    print(json.dumps(report.to_dict(reply), indent=2) if arguments.json else to_text(reply))
+    print(json.dumps(status_report.to_dict(reply), indent=2) if arguments.json else to_text(reply))
     return int(reply.state == reply.STATE_FAILED)
 
 
@@ -175,7 +175,7 @@ def _name(job: jobs.JobNote) -> str:
 
 def to_text(reply: pb.StatusReply) -> str:
     """The reply as a table for people, without a final newline."""
-    facts = report.to_dict(reply)
+    facts = status_report.to_dict(reply)
     lines = [f"{facts['state']}: {facts['reason']}"]
     lines.append(
         f"{count_text(facts['num_workers'], 'worker')}, {count_text(facts['num_servers'], 'server')} configured, "

@@ -11,9 +11,9 @@ from byteps_py import jobs, log
 from byteps_py.errors import BytePSError, JournalError
 from byteps_py.exit_status import NO_JOURNAL_STATUS, UNUSABLE_STATUS
 from byteps_py.malloc import use_one_heap
-from byteps_py.scheduler.ending import Finish
-from byteps_py.scheduler.report import to_dict
+from byteps_py.scheduler.job import Finish
 from byteps_py.scheduler.service import SchedulerService
+from byteps_py.scheduler.status_report import to_dict
 from byteps_py.settings import Settings
 
 

@@ -10,36 +10,13 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Protocol
 
 from byteps_py import machine
+from byteps_py.control_link import ControlEvents, ControlLink
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster import PROTOCOL_VERSION
-from byteps_py.scheduler.control_events import ControlEvents
+from byteps_py.scheduler.cluster_config import PROTOCOL_VERSION
 from byteps_py.settings import Settings
-
-
-class ControlLink(Protocol):
-    """One member's link. ``send`` may be called by any thread, ``close`` by the loop's or once that has ended."""
-
-    def send(self, message: pb.MemberMessage) -> None:
-        """Send soon, in order, also while the scheduler is away. Dropped when the link is closed or lost for good."""
-
-    def close(self, reason: str = "") -> None:
-        """Leave the cluster and end the link; returns within seconds, whatever the scheduler does."""
-
-
-class Connect(Protocol):
-    """``connect``, as services are given it."""
-
-    def __call__(
-        self,
-        settings: Settings,
-        register: pb.Register,
-        loop: EventLoop,
-        events: ControlEvents,
-    ) -> ControlLink: ...
 
 
 def connect(settings: Settings, register: pb.Register, loop: EventLoop, events: ControlEvents) -> ControlLink:
@@ -50,12 +27,12 @@ def connect(settings: Settings, register: pb.Register, loop: EventLoop, events: 
     """
     register = complete(register, settings)
     if not settings.scheduler_address:
-        from byteps_py.scheduler.local import LocalControl
+        from byteps_py.scheduler.in_process_link import InProcessControlLink
 
-        return LocalControl(settings, register, loop, events)
-    from byteps_py.scheduler.remote import RemoteControl
+        return InProcessControlLink(settings, register, loop, events)
+    from byteps_py.scheduler.grpc_link import GrpcControlLink
 
-    return RemoteControl(settings, register, loop, events)
+    return GrpcControlLink(settings, register, loop, events)
 
 
 def complete(register: pb.Register, settings: Settings) -> pb.Register:

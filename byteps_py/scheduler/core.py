@@ -11,19 +11,15 @@ from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import BY_NAME, ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.elastic import Elastic
-from byteps_py.scheduler.ending import Finish, finish
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.elastic import Break, Elastic, GiveUp, Open
 from byteps_py.scheduler.forming import Forming
-from byteps_py.scheduler.group import RankGroup
-from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Job
-from byteps_py.scheduler.member import MemberRecord, Presence
-from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
-from byteps_py.scheduler.reforming import Break, GiveUp, Open
-from byteps_py.scheduler.roster import Refusal
-from byteps_py.scheduler.services import Services
-from byteps_py.scheduler.silence import Silence
-from byteps_py.scheduler.watch import GroupWatch
+from byteps_py.scheduler.group_watch import GroupWatch
+from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Finish, Job, Outgoing, failure, finish, refused, to_each
+from byteps_py.scheduler.liveness import LivenessMonitor
+from byteps_py.scheduler.rank_group import RankGroup
+from byteps_py.scheduler.roster import MemberRecord, Presence, Refusal
+from byteps_py.scheduler.summation_services import SummationServices
 from byteps_py.unauthenticated import PATIENCE_S
 from byteps_py.wording import STOPPED, count_text
 
@@ -33,7 +29,7 @@ REGISTER_TIMEOUT_S = PATIENCE_S - 0.5  # a connection that has not said by then 
 class SchedulerCore:
     job_class: type[Job] = Job
     elastic_class: type[Elastic] = Elastic
-    silence_class: type[Silence] = Silence
+    liveness_class: type[LivenessMonitor] = LivenessMonitor
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
@@ -42,8 +38,8 @@ class SchedulerCore:
         self._group = RankGroup(self._job, config.num_workers, 0)
         self._watch = GroupWatch(self._job, self._group)
         self._elastic = self.elastic_class(config, self._roster) if config.elastic else None
-        self._services = Services(self._job, self._elastic)
-        self._silence = self.silence_class(config)
+        self._services = SummationServices(self._job, self._elastic)
+        self._liveness = self.liveness_class(config)
         self._forming = Forming(self._job)
         self._strangers: dict[int, float] = {}  # connections that have not registered → since when
         self._connections: set[int] = set()
@@ -113,7 +109,7 @@ class SchedulerCore:
                 case "drain":
                     return self._drain(member, message.drain.reason, now_s)
                 case "ready":
-                    self._silence.started(member)
+                    self._liveness.started(member)
                     return self._services.ready(member, now_s)
                 case "applied":
                     return self._services.applied(member, message.applied)
@@ -172,7 +168,7 @@ class SchedulerCore:
         return []
 
     def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
-        """Let servers of CPU machines go, see ``Services.scale``. Raises UsageError."""
+        """Let servers of CPU machines go, see ``SummationServices.scale``. Raises UsageError."""
         return self._services.scale(count, addresses, now_s)
 
     # ---- questions -------------------------------------------------------------------------------------------
@@ -207,18 +203,18 @@ class SchedulerCore:
     def silent(self, now_s: float) -> list[tuple[int, str]]:
         """Connections of members that have been silent for too long, and why that is so. Call a few times per
         second: how late the calls come tells how long the scheduler itself was held up."""
-        self._silence.tick(now_s)
+        self._liveness.tick(now_s)
         if self.state not in (FORMING, RUNNING):
             return []
         present = self._roster.present()
         is_forming = self.state == FORMING
-        whys = [(m.connection, self._silence.too_long(m, present, now_s, is_forming)) for m in present]
+        whys = [(m.connection, self._liveness.too_long(m, present, now_s, is_forming)) for m in present]
         return [(connection, why) for connection, why in whys if why]
 
     def heard(self, connection: int, now_s: float) -> None:
         """The member has given a sign of life. Not called when a journal is gone through, which lacks most of them."""
         if (member := self._roster.of_connection(connection)) is not None:
-            self._silence.heard(member, now_s)
+            self._liveness.heard(member, now_s)
             member.last_seen_s = now_s
 
     def came_back(self, connection: int, now_s: float) -> None:
@@ -229,7 +225,7 @@ class SchedulerCore:
     def timeout_s(self, connection: int) -> float:
         """The silence of a member that would be its death."""
         member = self._roster.of_connection(connection)
-        return self._config.heartbeat_timeout_s if member is None else self._silence.timeout_s(member)
+        return self._config.heartbeat_timeout_s if member is None else self._liveness.timeout_s(member)
 
     def finished(self, now_s: float) -> Finish | None:
         """Not None once the scheduler can go: its members have left, or had their time to do so."""
@@ -250,7 +246,7 @@ class SchedulerCore:
             state=self.state,
             reason=self.reason,
             epoch=self._roster.epoch,
-            members=[m.to_status(now_s, self._silence.doubt(m, now_s)) for m in self._roster.everyone],
+            members=[m.to_status(now_s, self._liveness.doubt(m, now_s)) for m in self._roster.everyone],
             tensors=self._group.declarations.accepted_count,
             tensor_bytes=self._group.declarations.accepted_bytes,
             partition_bytes=self._roster.partition_bytes,

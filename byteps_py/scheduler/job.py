@@ -1,20 +1,20 @@
-"""The state of the whole job on the scheduler, and its one way to end badly. Pure.
+"""The state of the whole job on the scheduler, what its parts say to members, and when the scheduler may exit. Pure.
 
-    FORMING ──all there──► RUNNING ──all workers left, or stop──► ENDED
-       │                      │
-       └── deadline, death ───┴── death, broken protocol, report of a rank ──► FAILED
+    FORMING ──all have registered──► RUNNING ──all workers left, or stop──► ENDED
+       │                                │
+       └── deadline, lost member ───────┴── lost member, broken protocol, report of a rank ──► FAILED
 
-``reason`` is one sentence on why the state is what it is; status, logs and errors print the same one.
-"""
+``reason`` is one sentence on why the state is what it is. Status pages, logs and errors print this sentence."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.member import MemberRecord
-from byteps_py.scheduler.outgoing import Outgoing, failure, to_each
-from byteps_py.scheduler.roster import Roster
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.roster import MemberRecord, Roster
 
 FORMING = pb.StatusReply.STATE_FORMING
 RUNNING = pb.StatusReply.STATE_RUNNING
@@ -69,3 +69,40 @@ def ranks_of(member: MemberRecord) -> range:
     if not member.is_worker:
         raise ProtocolError("only communication services speak for ranks")
     return member.ranks
+
+
+#: In order of sending. After a Refused the connection is to be closed.
+Outgoing = list[tuple[int, pb.SchedulerMessage]]
+
+
+def to_each(members: Iterable[MemberRecord], message: pb.SchedulerMessage) -> Outgoing:
+    return [(m.connection, message) for m in members]
+
+
+def refused(connection: int, error: str, message: str, later: bool = False) -> tuple[int, pb.SchedulerMessage]:
+    return connection, pb.SchedulerMessage(refused=pb.Refused(error=error, message=message, later=later))
+
+
+def failure(error: str, message: str, left: Iterable[int] = ()) -> pb.SchedulerMessage:
+    """``left``: ranks that have shut down in order, the only reason; none if there is a worse one."""
+    ranks = list(left)
+    return pb.SchedulerMessage(failure=pb.Failure(error=error, message=message, orderly=bool(ranks), ranks=ranks))
+
+
+END_LINGER_S = 10.0  # how long members may take to leave a job that has ended
+FAILED_LINGER_S = 30.0  # … that has failed: trainers notice at their next operation
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The scheduler's work is over: its exit status, and why."""
+
+    exit_status: int
+    reason: str
+
+
+def finish(has_failed: bool, over_for_s: float, has_connections: bool, late: str, reason: str) -> Finish | None:
+    """Not None once all have left, or had their time to. ``late``: who has not, in words."""
+    if has_connections and over_for_s < (FAILED_LINGER_S if has_failed else END_LINGER_S):
+        return None
+    return Finish(int(has_failed), reason + (f" (still there: {late})" if has_connections and late else ""))

@@ -25,17 +25,17 @@ from byteps_py.log import logger
 from byteps_py.machine import require_secret
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
+from byteps_py.scheduler import connection_limits, rpc
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler import restoring, rpc, unfinished
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.connections import SchedulerConnections, address_of
-from byteps_py.scheduler.ending import Finish
-from byteps_py.scheduler.journal import Journal, journal_path
-from byteps_py.scheduler.member import describe
-from byteps_py.scheduler.restoring import Restored
-from byteps_py.scheduler.session import Sent
-from byteps_py.scheduler.sessions import Sessions
-from byteps_py.scheduler.steady import retry_steadily
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.connection_limits import SchedulerConnections, address_of
+from byteps_py.scheduler.job import Finish
+from byteps_py.scheduler.roster import describe
+from byteps_py.scheduler.rpc import retry_steadily
+from byteps_py.scheduler.sessions import recovery
+from byteps_py.scheduler.sessions.journal import Journal, journal_path
+from byteps_py.scheduler.sessions.recovery import Restored
+from byteps_py.scheduler.sessions.scheduler_sessions import Sent, Sessions
 from byteps_py.settings import Settings
 
 TICK_S = 0.2
@@ -98,7 +98,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 self._journal.close()
 
     async def _serve(self, host: str, port: int) -> Finish:
-        restored = restoring.restore(self._config, self._journal)
+        restored = recovery.restore(self._config, self._journal)
         self._go_on_with(restored)
         if self._sessions.restarts and self._journal is not None:
             logger.warning(
@@ -108,7 +108,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):  # before anybody can know that there is a scheduler
             loop.add_signal_handler(number, self.stop, f"the scheduler got {signal.Signals(number).name}")
-        server = grpc.aio.server(interceptors=[unfinished.Interceptor()], options=rpc.server_options())
+        server = grpc.aio.server(interceptors=[connection_limits.RequestTimeout()], options=rpc.server_options())
         control_pb2_grpc.add_SchedulerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         try:
             rpc.add_port(
@@ -177,7 +177,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         for link in self._links.values():
             link.put(None)
         self._links.clear()
-        restored = restoring.begin(self._config, self._journal, self._sessions.core.epoch, self._now_s())
+        restored = recovery.begin(self._config, self._journal, self._sessions.core.epoch, self._now_s())
         self._go_on_with(restored)
 
     def status(self) -> pb.StatusReply:
@@ -212,7 +212,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             try:
                 self._journal.flush()
                 if self._journal.is_long:
-                    restoring.compact(self._config, self._journal, self._sessions, self._now_s())
+                    recovery.compact(self._config, self._journal, self._sessions, self._now_s())
             except OSError as error:
                 self._give_up_journal(self._journal, error)
         held, self._held = self._held, []

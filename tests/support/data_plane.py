@@ -10,6 +10,7 @@ import numpy as np
 import zmq
 
 from byteps_py import auth, channel
+from byteps_py.control_link import ControlEvents
 from byteps_py.dataplane.authenticator import Authenticator, show_password
 from byteps_py.dataplane.handshake import Caller
 from byteps_py.dataplane.seal import Seal
@@ -17,7 +18,6 @@ from byteps_py.errors import BytePSError
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment

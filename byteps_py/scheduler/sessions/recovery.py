@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from byteps_py.errors import JournalError
 from byteps_py.log import logger
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
-from byteps_py.scheduler.cluster import PROTOCOL_VERSION, ClusterConfig
-from byteps_py.scheduler.journal import Journal
-from byteps_py.scheduler.sessions import Sessions
+from byteps_py.scheduler.cluster_config import PROTOCOL_VERSION, ClusterConfig
+from byteps_py.scheduler.sessions.journal import Journal
+from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 
-VERSION = 2
+VERSION = 3
 #: What makes two jobs different. Times don't: a job goes on with those it was begun with.
 _IDENTITY = ("num_workers", "num_servers", "servers_only", "job", "elastic")
 

@@ -1,17 +1,117 @@
-"""The ranks that work together, from the epoch that made them a group to the next: what they agree on. Pure."""
+"""The ranks that work together from one epoch that formed the group to the next: what they agree on. Pure.
+
+A group has declarations (declarations.py), barriers, ranks that have joined, and machines that shut down."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.barrier import Barriers
 from byteps_py.scheduler.declarations import Decided, Declarations, Reopened
-from byteps_py.scheduler.job import Job, ranks_of
-from byteps_py.scheduler.joining import JoinTracker
-from byteps_py.scheduler.member import MemberRecord
-from byteps_py.scheduler.outgoing import Outgoing, failure, to_each
-from byteps_py.scheduler.shutdown_tracker import ShutdownTracker
+from byteps_py.scheduler.job import Job, Outgoing, failure, ranks_of, to_each
+from byteps_py.scheduler.roster import MemberRecord
 from byteps_py.wording import ranks_text
+
+
+class Barriers:
+    """Barrier numbers rise by one; a machine arrives at each at most once. Machines all of whose ranks have joined
+    are not waited for, and count as having been there."""
+
+    def __init__(self, num_machines: int) -> None:
+        self._num_machines = num_machines
+        self._latest: dict[int, int] = {}
+        self._arrived: dict[int, set[int]] = {}  # barrier → machines there
+        self._excused: set[int] = set()
+
+    def arrive(self, machine_index: int, sequence: int) -> bool:
+        """True if this machine was the last one. Raises ProtocolError when it comes a second time."""
+        latest = self._latest.get(machine_index, -1)
+        if sequence <= latest:
+            raise ProtocolError(f"it arrived at barrier {sequence} after barrier {latest}")
+        self._latest[machine_index] = sequence
+        self._arrived.setdefault(sequence, set()).add(machine_index)
+        return self._is_over(sequence)
+
+    def excuse(self, machine_index: int) -> list[int]:
+        """All ranks of a machine have joined. Returns the barriers that waited only for it."""
+        self._excused.add(machine_index)
+        return [sequence for sequence in sorted(self._arrived) if self._is_over(sequence)]
+
+    def expect_all(self) -> None:
+        """Nobody is excused any more."""
+        self._excused.clear()
+
+    def _is_over(self, sequence: int) -> bool:
+        if len(self._arrived[sequence] | self._excused) < self._num_machines:
+            return False
+        del self._arrived[sequence]
+        return True
+
+
+class JoinTracker:
+    def __init__(self, num_machines: int) -> None:
+        self._num_machines = num_machines
+        self._order: dict[int, None] = {}
+        self._idle: set[int] = set()
+        self._direct_round = 0
+
+    @property
+    def ranks(self) -> set[int]:
+        """Those that have joined."""
+        return set(self._order)
+
+    def join(self, ranks: range, rank: int) -> bool:
+        """A rank of a machine with ``ranks`` has joined. False if it had before, and only more is said about it."""
+        if rank not in ranks:
+            raise ProtocolError(f"it says that rank {rank} has joined, which is none of its own")
+        is_new = rank not in self._order
+        self._order[rank] = None
+        return is_new
+
+    def idle(self, machine_index: int, ranks: range, direct_round: int) -> pb.AllJoined | None:
+        """A machine is idle. ``direct_round``: the highest round of its gathers and exchanges.
+
+        Returns the end of it all if it is the last one, and everybody starts anew.
+        """
+        if not self.ranks.issuperset(ranks):
+            raise ProtocolError("it is idle, but not all of its ranks have joined")
+        self._idle.add(machine_index)
+        self._direct_round = max(self._direct_round, direct_round)
+        if len(self._idle) < self._num_machines:
+            return None
+        last = list(self._order)[-1]
+        self._order.clear()
+        self._idle.clear()
+        return pb.AllJoined(last=last, direct_round=self._direct_round)
+
+
+class ShutdownTracker:
+    def __init__(self) -> None:
+        self._gone: set[int] = set()  # ranks
+        self._settled: dict[int, set[int]] = {}  # by member id: gone ranks of which it lacks nothing
+        self._told: set[int] = set()  # member ids
+
+    def gone(self, ranks: Iterable[int]) -> None:
+        """These have shut down."""
+        self._gone.update(ranks)
+
+    def settled(self, member: MemberRecord, ranks: Iterable[int]) -> None:
+        """A machine lacks no result of rounds that these, which are gone, took part in."""
+        self._settled.setdefault(member.id, set()).update(ranks)
+
+    def free(self, workers: Sequence[MemberRecord]) -> list[MemberRecord]:
+        """Those of all present ``workers`` that may go, and have not been told."""
+        leaving = [worker for worker in workers if self._gone.issuperset(worker.ranks)]
+        others = [worker for worker in workers if worker not in leaving]
+        free = [
+            worker
+            for worker in leaving
+            if worker.id not in self._told
+            and all(self._settled.get(other.id, set()).issuperset(worker.ranks) for other in others)
+        ]
+        self._told.update(worker.id for worker in free)
+        return free
 
 
 class RankGroup:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from byteps_py.failure_detector import FailureDetector
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.member import MemberRecord
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.roster import MemberRecord
 
 DOUBT_INTERVALS = 3
 _KEPT = 100  # times of being held up; older ones are of no account
 
 
-class Silence:
+class LivenessMonitor:
     detector_class: type[FailureDetector] = FailureDetector
 
     def __init__(self, config: ClusterConfig) -> None:

@@ -15,7 +15,7 @@ LIMIT = 5
 STRANGERS_WAIT = 2
 
 
-class Returning:
+class RestartWait:
     """``nobody_is_back``: members of a journal's job are waited for, and none has come yet."""
 
     def __init__(self, heartbeat_timeout_s: float) -> None:

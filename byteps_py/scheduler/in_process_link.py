@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import time
 
+from byteps_py.control_link import ControlEvents
 from byteps_py.errors import ConfigurationError, from_name
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.control_events import ControlEvents
+from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.core import SchedulerCore
-from byteps_py.scheduler.outgoing import Outgoing
+from byteps_py.scheduler.job import Outgoing
 from byteps_py.settings import Settings
 from byteps_py.wording import count_text
 
 _ONLY_CONNECTION = 1
 
 
-class LocalControl:
+class InProcessControlLink:
     """A ControlLink; see ``client.connect``. Raises ConfigurationError if the cluster has more machines."""
 
     def __init__(

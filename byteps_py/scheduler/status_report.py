@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from byteps_py.proto import control_pb2 as pb
 
+
 STATE_WORDS = {1: "forming", 2: "running", 3: "failed", 4: "ended"}
 
 

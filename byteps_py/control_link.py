@@ -1,12 +1,15 @@
-"""Whom a member's link to the scheduler calls."""
+"""A member's link to the scheduler, as services see it. How it is made: scheduler/client.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from byteps_py.errors import BytePSError
+from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +29,25 @@ class ControlEvents:
     heartbeat: Callable[[], pb.Heartbeat]
     on_away: Callable[[BytePSError], None] = lambda error: None
     on_back: Callable[[], None] = lambda: None
+
+
+class ControlLink(Protocol):
+    """One member's link. ``send`` may be called by any thread, ``close`` by the loop's or once that has ended."""
+
+    def send(self, message: pb.MemberMessage) -> None:
+        """Send soon, in order, also while the scheduler is away. Dropped when the link is closed or lost for good."""
+
+    def close(self, reason: str = "") -> None:
+        """Leave the cluster and end the link; returns within seconds, whatever the scheduler does."""
+
+
+class Connect(Protocol):
+    """``connect``, as services are given it."""
+
+    def __call__(
+        self,
+        settings: Settings,
+        register: pb.Register,
+        loop: EventLoop,
+        events: ControlEvents,
+    ) -> ControlLink: ...

@@ -1,17 +1,22 @@
-"""The scheduler's connections that have shown no valid token yet. gRPC tells of none, so they are found among the
-descriptors of the process, and end by the limits that hold for every listener (unauthenticated.py).
+"""Limits for the scheduler's connections that have shown no valid token, and for calls whose request never comes.
 
-``handshake_begins`` may be called by any thread, the others are for the scheduler's.
-"""
+gRPC does not tell of a connection before it is authenticated. So the connections are found among the descriptors of the
+process, and are cut off by the limits of every listener (unauthenticated.py). gRPC waits for a request as long as its
+connection lives; RequestTimeout ends such calls, and an idle connection ends soon after its last call."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
 
 from byteps_py.unauthenticated import MOST, UnauthenticatedConnections, duplicate
 
@@ -112,3 +117,31 @@ def address_of(peer: str) -> str:
     ('10.0.0.1:4242', '[fd00::1]:4242')
     """
     return urllib.parse.unquote(peer).partition(":")[2]
+
+
+#: Together with the time that an idle connection has (rpc.py), less than the 5 s that strangers have.
+REQUEST_PATIENCE_S = 2.0
+
+
+class RequestTimeout(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """For a server's calls with a single request and a single answer."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)  # a grpc.RpcMethodHandler, or None for what is unknown
+        if handler is None or handler.unary_unary is None:
+            return handler
+
+        async def answer(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                async with asyncio.timeout(REQUEST_PATIENCE_S):
+                    request = await anext(aiter(requests))
+            except (TimeoutError, StopAsyncIteration):
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call came without its request")
+            return await handler.unary_unary(request, context)
+
+        # On the wire they are alike. But a stream's handler runs before there is a request.
+        return grpc.stream_unary_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)

@@ -1,21 +1,62 @@
-"""A member's end of its session with the scheduler, which outlives connections and schedulers.
+"""The session protocol: messages that survive broken connections and restarted schedulers, and a member's end of it.
 
-Numbers what the member says and keeps it until the scheduler has it for good; drops what comes a second time. How much
-is kept while there is no scheduler is bounded by what ranks do without its answers: each waits, up to the stall limit.
-Pure: knows no connection. One thread at a time may call.
+Each side numbers what it says and keeps it until the other side confirms it; a message that arrives twice is dropped.
+How much a member keeps while there is no scheduler is bounded by what ranks do without its answers: each rank waits, up
+to the stall limit. The scheduler's end is scheduler_sessions.py. Pure: knows no connection. One thread at a time may
+call.
 
     connection 1:  Register ─►   ◄─ Welcome   Declare 1 ─►   ◄─ Membership 1   Arrive 2 ─►  ✂
-    connection 2:  Register, has got 1 ─►   ◄─ Welcome, has got 1   Arrive 2 ─►   ◄─ Verdicts 2
-"""
+    connection 2:  Register, received 1 ─►   ◄─ Welcome, received 1   Arrive 2 ─►   ◄─ Verdicts 2"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.outbox import Outbox
+
+M = TypeVar("M")
+
+
+class Outbox(Generic[M]):
+    """Messages are numbered from 1, in order; those up to ``last`` have been put in, the older ones dropped.
+
+    >>> box = Outbox[str]()
+    >>> box.put("a"), box.put("b")
+    (1, 2)
+    >>> box.drop(1)
+    >>> list(box), box.last
+    ([(2, 'b')], 2)
+    """
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._kept: deque[M] = deque()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[tuple[int, M]]:
+        return enumerate(self._kept, self.last - len(self._kept) + 1)
+
+    def put(self, message: M) -> int:
+        """Keep a message; its number."""
+        self._kept.append(message)
+        self.last += 1
+        return self.last
+
+    def has(self, received: int) -> bool:
+        """True if the other side, which has got all up to ``received``, can be told all that comes after it."""
+        return self.last - len(self._kept) <= received <= self.last
+
+    def drop(self, received: int) -> None:
+        """The other side has got all up to this number."""
+        while self._kept and self.last - len(self._kept) < received:
+            self._kept.popleft()
+
 
 TOKEN_BYTES = 16
 #: News that are worth nothing later: not kept, not numbered.

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
+from byteps_py.control_link import ControlEvents
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, from_name
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
-from byteps_py.scheduler.control_events import ControlEvents
-from byteps_py.scheduler.resuming import MemberSession
-from byteps_py.scheduler.steady import retry_steadily
+from byteps_py.scheduler.rpc import retry_steadily
+from byteps_py.scheduler.sessions.session_protocol import MemberSession
 from byteps_py.settings import Settings
 
 RETRY_S = 0.1
@@ -40,7 +40,7 @@ class _Stream:
         self.cancel: Callable[[], object] = lambda: None
 
 
-class RemoteControl:
+class GrpcControlLink:
     """A ControlLink. ``_lock`` guards the session, the stream and what is said about them."""
 
     close_timeout_s = 5.0

@@ -19,21 +19,66 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from byteps_py.errors import JournalError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.cluster import ClusterConfig
+from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.core import SchedulerCore
-from byteps_py.scheduler.ending import Finish
-from byteps_py.scheduler.member import describe
-from byteps_py.scheduler.outbox import Outbox
-from byteps_py.scheduler.outgoing import Outgoing
-from byteps_py.scheduler.returning import Returning
-from byteps_py.scheduler.session import Sent, SessionRecord, check
-from byteps_py.scheduler.snapshot import freeze, thaw
+from byteps_py.scheduler.job import Finish, Outgoing
+from byteps_py.scheduler.roster import describe
+from byteps_py.scheduler.sessions.restart_wait import RestartWait
+from byteps_py.scheduler.sessions.session_protocol import Outbox
+from byteps_py.scheduler.sessions.snapshot import freeze, thaw
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """``message`` is to be sent on ``stream``; None: the stream is to be ended."""
+
+    stream: int
+    message: pb.SchedulerMessage | None
+    number: int = 0
+    received: int = 0
+
+    def stamped(self) -> pb.SchedulerMessage:
+        stamped = pb.SchedulerMessage(number=self.number, received=self.received)
+        if self.message is not None:
+            stamped.MergeFrom(self.message)
+        return stamped
+
+
+@dataclass(slots=True, eq=False)
+class SessionRecord:
+    id: int
+    stream: int | None
+    digest: bytes = b""  # of its token; empty until it has registered
+    member_id: int = 0
+    who: str = ""
+    outbox: Outbox[pb.SchedulerMessage] = field(default_factory=Outbox)
+    received: int = 0  # the last number of its messages
+    confirmed: int = 0  # … that it has been told to have come
+    away_until_s: float | None = None
+    away_why: str = ""
+    away_since_s: float = 0.0
+    over: str = ""  # why it can't be gone on with
+
+
+def check(out: Outgoing) -> int:
+    """A number for what the core says, the same whenever it says the same."""
+    value = 0
+    texts: dict[int, bytes] = {}
+    for connection, message in out:
+        text = texts.get(id(message))
+        if text is None:
+            text = texts[id(message)] = message.SerializeToString(deterministic=True)
+        value = zlib.crc32(text, zlib.crc32(connection.to_bytes(8, "little"), value))
+    return value
+
 
 #: What members say without a number, and the news that it may lead to. Both may be lost with a connection.
 _NEWS = ("heartbeat", "sight")
@@ -56,7 +101,7 @@ class Sessions:
         self._sessions: dict[int, SessionRecord] = {}  # also those that are over
         self._on_stream: dict[int, SessionRecord] = {}
         self._by_digest: dict[bytes, SessionRecord] = {}
-        self._returning = Returning(config.heartbeat_timeout_s)
+        self._restart_wait = RestartWait(config.heartbeat_timeout_s)
         self._next_id = 1
 
     # ---- events ----------------------------------------------------------------------------------------------
@@ -112,8 +157,8 @@ class Sessions:
         """Call a few times per second; all deadlines are checked here."""
         out: list[Sent] = []
         sessions = list(self._sessions.values())
-        nobody_is_back = self._returning.nobody_is_back
-        self._returning.tick(now_s, self.core.state in (states.FAILED, states.ENDED))
+        nobody_is_back = self._restart_wait.nobody_is_back
+        self._restart_wait.tick(now_s, self.core.state in (states.FAILED, states.ENDED))
         for session in sessions:
             if session.away_until_s is not None and now_s >= session.away_until_s and not nobody_is_back:
                 out += self._lose(session, session.away_why, now_s)
@@ -142,7 +187,7 @@ class Sessions:
                 # It has left, and its connection ended with the scheduler before this one.
                 self._do(JournalRecord(at_s=now_s, session=session.id, ended=True))
         missing = [s for s in self._sessions.values() if self.core.is_member(s.id)]
-        return_s = self._returning.begin(now_s, bool(missing), self.core.state == states.FORMING)
+        return_s = self._restart_wait.begin(now_s, bool(missing), self.core.state == states.FORMING)
         for session in missing:
             why = f"it did not come back within {return_s:g} s after the scheduler was started again"
             self._send_away(session, now_s, return_s, why)
@@ -183,10 +228,10 @@ class Sessions:
     @property
     def is_abandoned(self) -> bool:
         """This is a journal's job, and none of its members is there any more: begin a new one."""
-        return self._returning.is_abandoned
+        return self._restart_wait.is_abandoned
 
     def finished(self, now_s: float) -> Finish | None:
-        return None if self._returning.nobody_is_back else self.core.finished(now_s)
+        return None if self._restart_wait.nobody_is_back else self.core.finished(now_s)
 
     def status(self, now_s: float) -> pb.StatusReply:
         reply = self.core.status(now_s)
@@ -213,8 +258,8 @@ class Sessions:
                 "before: it was started without that job's journal (BYTEPS_JOURNAL_DIR), or for another job",
                 unknown=True,
             )
-        if self._returning.nobody_is_back:
-            self._returning.somebody_asks()
+        if self._restart_wait.nobody_is_back:
+            self._restart_wait.somebody_asks()
             return self._refuse(session, "RendezvousError", self._waiting_for(), later=True)
         stated = pb.Register()
         stated.CopyFrom(register)
@@ -248,7 +293,7 @@ class Sessions:
             out.append(Sent(known.stream, None))
         known.stream, self._on_stream[stream] = stream, known
         known.away_until_s = None
-        self._returning.is_back()
+        self._restart_wait.is_back()
         self.core.came_back(known.id, now_s)
         known.outbox.drop(register.received)
         known.confirmed = known.received

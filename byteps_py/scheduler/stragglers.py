@@ -174,7 +174,7 @@ class PaceWatch:
         return due
 
 
-def sentences(
+def slow_sentences(
     slow: Iterable[Slow], who: Callable[[Iterable[int]], str], servers: Mapping[int, str], ranks: int
 ) -> list[str]:
     """One sentence each. ``who`` names the processes of ranks, ``servers`` the services by member id; ``ranks``: in the

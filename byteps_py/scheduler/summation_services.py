@@ -11,16 +11,15 @@ from collections.abc import Iterable
 from byteps_py.errors import UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.elastic import Elastic
-from byteps_py.scheduler.job import Job, ranks_of
-from byteps_py.scheduler.member import MemberRecord
-from byteps_py.scheduler.outgoing import Outgoing, to_each
+from byteps_py.scheduler.job import Job, Outgoing, ranks_of, to_each
+from byteps_py.scheduler.roster import MemberRecord
 from byteps_py.wording import count_text
 
 #: A service that is started again is there after some seconds, on a busy machine after many.
 SUCCESSOR_S = 20.0
 
 
-class Services:
+class SummationServices:
     """``membership``: the latest epoch's."""
 
     def __init__(self, job: Job, elastic: Elastic | None) -> None:
