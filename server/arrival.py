@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-from byteps_py.dataplane.peer import Peer
-from byteps_py.server.partition import Contribution
+from byteps_py.dataplane.listener import Peer
+from byteps_py.server.round_state import Contribution
 from byteps_py.shm import Segment
 
 

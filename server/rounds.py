@@ -30,11 +30,22 @@ from collections.abc import Iterator
 from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError
-from byteps_py.server.actions import Action, Answer, Counters, Reduce, RefuseContributions, RoundStall, Want
-from byteps_py.server.admission_limit import AdmissionLimit
-from byteps_py.server.awaited import Awaited
-from byteps_py.server.checks import Facts, belated, difference, not_among, objection, rootless
-from byteps_py.server.partition import C, Contribution, PartitionRounds, Round, RoundState
+from byteps_py.server.admission import AdmissionLimit, Facts, belated, difference, not_among, objection, rootless
+from byteps_py.server.awaited_rounds import Awaited
+from byteps_py.server.round_state import (
+    Action,
+    Answer,
+    C,
+    Contribution,
+    Counters,
+    PartitionRounds,
+    Reduce,
+    RefuseContributions,
+    Round,
+    RoundStall,
+    RoundState,
+    Want,
+)
 from byteps_py.wire import Header, Kind, name_of
 
 #: Contributions that wait for news of a newer epoch; beyond either limit they are refused.

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import resource
+import time
+from pathlib import Path
 
 from byteps_py import last_words, machine
 from byteps_py.control_link import Connect, ControlEvents, ControlLink
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import (
     BytePSError,
@@ -36,15 +39,12 @@ from byteps_py.last_words import Blame
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.server.actions import Action, Answer, Reduce, RefuseContributions, Want
 from byteps_py.server.arrival import Arrival, PayloadMemory
-from byteps_py.server.awaited import AWAITED_AFTER_S
-from byteps_py.server.contribution_listener import ContributionListener
-from byteps_py.server.local import Local
-from byteps_py.server.partition import Round
+from byteps_py.server.awaited_rounds import AWAITED_AFTER_S
+from byteps_py.server.contribution_listeners import ContributionListener, LocalListener
 from byteps_py.server.reducer import Reducer, hand_on, plan
+from byteps_py.server.round_state import Action, Answer, Counters, Reduce, RefuseContributions, Round, Want
 from byteps_py.server.rounds import Rounds
-from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
 from byteps_py.wire import MAX_WAITED_US, Header, Kind, pack_names
 
@@ -87,11 +87,11 @@ class SummationService:
             host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
         )
         self._network.attach(self._loop)
-        self._local: Local | None = None
+        self._local: LocalListener | None = None
         if kind == pb.MACHINE_KIND_GPU:
             # Named after the process, too: machines that are told apart only by their index may share one host.
             name = f"{machine.local_socket(settings, 'ss')}-{self._runtime.getpid()}"
-            self._local = Local(
+            self._local = LocalListener(
                 name, settings, runtime, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
             )
         # Beside trainers, whose communication service says it too, it would be the same sentence once more.
@@ -339,3 +339,17 @@ class SummationService:
         self._has_ended = True
         self._status, self._reason = status, reason
         self._loop.stop()
+
+
+def statistics(traffic: Traffic, counters: Counters) -> pb.Statistics:
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pb.Statistics(
+        bytes_received=traffic.bytes_received,
+        bytes_sent=traffic.bytes_sent,
+        bytes_local=traffic.bytes_local,
+        rounds=counters.rounds,
+        bytes_summed=counters.bytes_summed,
+        cpu_s=time.process_time(),
+        resident_bytes=resident_pages * resource.getpagesize(),
+        bytes_in_flight=counters.bytes_in_flight,
+    )

@@ -15,8 +15,7 @@ from support.summation import SETTINGS
 
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.dataplane.handshake import Challenge, Doorkeeper
-from byteps_py.dataplane.listener import DataListener
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.listener import DataListener, Peer
 from byteps_py.dataplane.seal import Data
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ProtocolError

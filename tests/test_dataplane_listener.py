@@ -10,8 +10,7 @@ import zmq
 from support.data_plane import WAIT_S, Machine
 from support.summation import SETTINGS
 
-from byteps_py.dataplane.listener import _MOST_DAMAGED, DataListener
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.listener import _MOST_DAMAGED, DataListener, Peer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.unauthenticated import WATCH_S
 from byteps_py.wire import Header, Kind

@@ -16,9 +16,9 @@ from support.clusters import clean_environment
 
 from byteps_py import errors, last_words
 from byteps_py.last_words import Blame, LastWords
-from byteps_py.launch import options
+from byteps_py.launch import command_line
 from byteps_py.launch.failure_report import FailureReport
-from byteps_py.launch.output import OutputStream, WordsPipe
+from byteps_py.launch.process_output import OutputStream, WordsPipe
 from byteps_py.session import words
 
 PROGRAM = Path(__file__).parent / "programs" / "fails.py"
@@ -131,12 +131,12 @@ def test_a_traceback_ends_where_the_program_ends() -> None:
 
 def test_prefixes_are_the_default_and_can_be_switched_off() -> None:
     command = ["-np", "2", "python", "x.py"]
-    assert options.parse(command, {}).how.tag_output is None
-    assert options.parse(command, {"BYTEPS_TAG_OUTPUT": "0"}).how.tag_output is False
-    assert options.parse(["--tag-output", *command], {"BYTEPS_TAG_OUTPUT": "0"}).how.tag_output is True
-    assert options.parse(["--no-tag-output", *command], {}).how.tag_output is False
+    assert command_line.parse(command, {}).how.tag_output is None
+    assert command_line.parse(command, {"BYTEPS_TAG_OUTPUT": "0"}).how.tag_output is False
+    assert command_line.parse(["--tag-output", *command], {"BYTEPS_TAG_OUTPUT": "0"}).how.tag_output is True
+    assert command_line.parse(["--no-tag-output", *command], {}).how.tag_output is False
     with pytest.raises(errors.ConfigurationError, match="BYTEPS_TAG_OUTPUT='x' is not valid"):
-        options.parse(command, {"BYTEPS_TAG_OUTPUT": "x"})
+        command_line.parse(command, {"BYTEPS_TAG_OUTPUT": "x"})
 
 
 # ---- whole jobs -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from support.schedulers import TIMEOUT_S, Scheduler
 
 from byteps_py import __version__, jobs
 from byteps_py.cli.__main__ import main as bps
-from byteps_py.launch.options import parse
+from byteps_py.launch.command_line import parse
 from byteps_py.settings import Settings
 
 HOLDS = "import sys; from byteps_py import jobs; from byteps_py.settings import Settings\n"

@@ -12,7 +12,7 @@ import pytest
 from support.launching import launched, supervised
 from support.processes import children, command_line, family, kill, wait_gone
 
-from byteps_py.launch.policy import REPEAT_IGNORED_S
+from byteps_py.launch.supervision_policy import REPEAT_IGNORED_S
 
 WAIT = "import signal; print('ready'); signal.pause()"
 #: Tells who it is, starts a process in a session of its own, tells that one's number, waits.

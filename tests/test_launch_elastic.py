@@ -6,9 +6,9 @@ import signal
 
 from test_launch_policy import sends, words
 
-from byteps_py.launch import options
-from byteps_py.launch.policy import Phase, Policy
-from byteps_py.launch.spec import ProcessKind, ProcessSpec
+from byteps_py.launch import command_line
+from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
+from byteps_py.launch.supervision_policy import Phase, Policy
 
 
 def policy_of(ranks: int = 2, is_part: bool = True) -> Policy:
@@ -73,11 +73,11 @@ def test_a_machine_of_a_whole_cluster_may_lose_its_service() -> None:
 
 
 def test_what_the_command_line_says() -> None:
-    given = options.parse(["-np", "2", "--min-np", "1", "--reset-limit", "3", "x"], {})
+    given = command_line.parse(["-np", "2", "--min-np", "1", "--reset-limit", "3", "x"], {})
     assert given.how.elastic
     assert not given.how.is_part
     assert given.variables == {"BYTEPS_ELASTIC": "1", "BYTEPS_MIN_NP": "1", "BYTEPS_RESET_LIMIT": "3"}
-    given = options.parse(["x"], {"DMLC_ROLE": "worker", "HOROVOD_ELASTIC": "1"})
+    given = command_line.parse(["x"], {"DMLC_ROLE": "worker", "HOROVOD_ELASTIC": "1"})
     assert given.how.elastic
     assert given.how.is_part
-    assert not options.parse(["x"], {"DMLC_ROLE": "worker", "BYTEPS_ELASTIC": "0"}).how.elastic
+    assert not command_line.parse(["x"], {"DMLC_ROLE": "worker", "BYTEPS_ELASTIC": "0"}).how.elastic

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from byteps_py.launch.policy import Action, Phase, Policy, Say, Send, Start
-from byteps_py.launch.spec import ProcessKind, ProcessSpec
+from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
+from byteps_py.launch.supervision_policy import Action, Phase, Policy, Say, Send, Start
 
 
 def policy_of(ranks: int = 2, services: tuple[str, ...] = ("cs", "ss")) -> Policy:

@@ -14,8 +14,8 @@ from support.placement import BATCH, MB, PARTITION_BYTES, WEIGHTS, as_batch, che
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.models import entries, known_models, load_model
 from byteps_py.placement.packing import MIN_CUT_BYTES
+from byteps_py.placement.placement_table import MARGIN, PlacementTable
 from byteps_py.placement.shares import Optimum
-from byteps_py.placement.table import MARGIN, PlacementTable
 from byteps_py.tensors import PAGE_BYTES, key_of, split
 
 # ---- the table's rules -------------------------------------------------------------------------------------

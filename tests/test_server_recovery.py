@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from test_server_rounds import Actions, answered, given, reduction, refusal, started
 
-from byteps_py.server.actions import Want
-from byteps_py.server.partition import Contribution
+from byteps_py.server.round_state import Contribution, Want
 from byteps_py.server.rounds import WANT_AFTER_S, WANT_AGAIN_S, Rounds
 from byteps_py.wire import RESENT, SUPPLY, Kind
 

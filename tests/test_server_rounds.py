@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from byteps_py.server.actions import Action, Answer, Reduce, RefuseContributions
-from byteps_py.server.partition import Contribution, Round
+from byteps_py.server.round_state import Action, Answer, Contribution, Reduce, RefuseContributions, Round
 from byteps_py.server.rounds import HELD_COUNT, Rounds
 from byteps_py.tensors import DType, Op
 from byteps_py.wire import Header, Kind

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from byteps_py.placement.links import LinkOptimum
-    from byteps_py.placement.plan import Plan
+    from byteps_py.placement.link_optimum import LinkOptimum
+    from byteps_py.placement.placement_plan import Plan
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,9 +38,9 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigurationError or UsageError for arguments that make no cluster or no model."""
     from byteps_py.errors import UsageError
-    from byteps_py.placement.links import LinkOptimum
+    from byteps_py.placement.link_optimum import LinkOptimum
     from byteps_py.placement.models import entries, load_model, read_shapes
-    from byteps_py.placement.plan import plan
+    from byteps_py.placement.placement_plan import plan
 
     if (arguments.cpu_mbit and arguments.gpu_mbit is None) or (arguments.k and arguments.gpu_mbit is not None):
         raise UsageError("-n goes with -k (equal links), --gpu-mbit with --cpu-mbit (a rate for each)")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -19,7 +20,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
 from byteps_py.dataplane.handshake import WRONG, Challenge, Doorkeeper
-from byteps_py.dataplane.peer import Peer, reply
 from byteps_py.dataplane.seal import DamagedError, Seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
@@ -28,6 +28,32 @@ from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.unauthenticated import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.wire import Header, Kind
+
+
+class Peer(ABC):
+    """One connection of a CS. ``machine``: its index, proven by its HELLO."""
+
+    machine: int
+
+    @abstractmethod
+    def answer(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> None:
+        """Send what was asked for; None: it lies where the peer wants it, or the peer has it. ``digest``: of the
+        result, if there is one (seal.py). Never blocks."""
+
+    @abstractmethod
+    def tell(self, header: Header, payload: bytes = b"") -> None:
+        """Say what is no answer. Never blocks."""
+
+    @abstractmethod
+    def refuse(self, header: Header, reason: str) -> None:
+        """Say why a message was not accepted: ``ErrorType``, line break, sentence. Never blocks."""
+
+
+def reply(header: Header, kind: Kind) -> bytes:
+    """A request's header as it goes back: all as it came, but for the kind. The request is over."""
+    header.kind = kind
+    return header.pack()
+
 
 _NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine enums takes a microsecond
 # Messages taken in one go before timers and other sockets get their turn.

@@ -22,10 +22,10 @@ from byteps_py import jobs
 from byteps_py.jobs import TOKEN_VARIABLE
 from byteps_py.last_words import VARIABLE
 from byteps_py.launch.failure_report import FailureReport
-from byteps_py.launch.guard import ProcessGuard, die_with, sweep
-from byteps_py.launch.output import OutputStream, WordsPipe, open_streams, say, show
-from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say, Start, describe
-from byteps_py.launch.spec import ProcessKind, ProcessSpec
+from byteps_py.launch.process_guard import ProcessGuard, die_with, sweep
+from byteps_py.launch.process_output import OutputStream, WordsPipe, open_streams, say, show
+from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
+from byteps_py.launch.supervision_policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say, Start, describe
 
 _REAP_LIMIT_S = 5.0
 _MOST_GUARDS = 10

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from byteps_py.errors import ConfigurationError
-from byteps_py.placement.table import Entry
+from byteps_py.placement.placement_table import Entry
 from byteps_py.tensors import key_of
 
 #: Parameter names and shapes, in the model's order.

@@ -1,7 +1,7 @@
 """Where pieces of tensors go: a hash into weighted intervals, loads bounded by each server's share.
 
 Owns the hash and the rule for a server that is full. Servers are positions 0..N-1 here; keeps no tensors
-(table.py does). Integers only, so that every party computes the same on any platform. Pure; any thread.
+(placement_table.py does). Integers only, so that every party computes the same on any platform. Pure; any thread.
 
     piece, largest first ──hash──► server ──has room?──► it is placed
                             ▲        no │

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from byteps_py.placement.links import LinkOptimum
+from byteps_py.placement.link_optimum import LinkOptimum
 from byteps_py.settings import SLOW_FACTOR, Settings
 
 #: Version of the control protocol; a member that speaks another is refused.

@@ -2,7 +2,8 @@
 
 gRPC does not tell of a connection before it is authenticated. So the connections are found among the descriptors of the
 process, and are cut off by the limits of every listener (unauthenticated.py). gRPC waits for a request as long as its
-connection lives; RequestTimeout ends such calls, and an idle connection ends soon after its last call."""
+connection lives; RequestTimeout ends such calls, and an idle connection ends soon after its last call.
+"""
 
 from __future__ import annotations
 

@@ -4,13 +4,14 @@ Pure: time is an argument.
 
 Links are measured in turns. In a turn, a communication service sends to one summation service of another machine, which
 sends everything back; no machine is in two such pairs at once. A pair reaches the rate of the slower of its two links,
-so a machine's rate is the best that any of its pairs has reached."""
+so a machine's rate is the best that any of its pairs has reached.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from byteps_py.placement.links import classes
+from byteps_py.placement.link_optimum import classes
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.job import FORMING, Job, Outgoing, ranks_of
 from byteps_py.scheduler.roster import MemberRecord

@@ -2,7 +2,8 @@
 
 Every CS reports with its heartbeat the tensors that its ranks have waited for. Together the reports show whose
 contribution is missing. A tensor is warned about once its oldest wait has reached ``warn_s``, and then again every
-``warn_s`` while it lasts. How slow members are found: stragglers.py."""
+``warn_s`` while it lasts. How slow members are found: stragglers.py.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
        │                                │
        └── deadline, lost member ───────┴── lost member, broken protocol, report of a rank ──► FAILED
 
-``reason`` is one sentence on why the state is what it is. Status pages, logs and errors print this sentence."""
+``reason`` is one sentence on why the state is what it is. Status pages, logs and errors print this sentence.
+"""
 
 from __future__ import annotations
 

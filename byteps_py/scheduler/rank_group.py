@@ -1,6 +1,7 @@
 """The ranks that work together from one epoch that formed the group to the next: what they agree on. Pure.
 
-A group has declarations (declarations.py), barriers, ranks that have joined, and machines that shut down."""
+A group has declarations (declarations.py), barriers, ranks that have joined, and machines that shut down.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The members of the cluster: one record each, and the rules for admitting them and for opening epochs.
 
-Pure. Every decision comes with a sentence that explains it."""
+Pure. Every decision comes with a sentence that explains it.
+"""
 
 from __future__ import annotations
 

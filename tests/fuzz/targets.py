@@ -10,13 +10,11 @@ import zmq
 from byteps_py import launchers
 from byteps_py import rank_protocol as protocol
 from byteps_py.dataplane.handshake import Caller, Doorkeeper
-from byteps_py.dataplane.listener import DataListener
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.listener import DataListener, Peer
 from byteps_py.dataplane.seal import DamagedError, Protection, new_seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
-from byteps_py.server.actions import Answer, Reduce
-from byteps_py.server.partition import Contribution, Round
+from byteps_py.server.round_state import Answer, Contribution, Reduce, Round
 from byteps_py.server.rounds import HELD_BYTES, Rounds
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec

@@ -6,7 +6,8 @@ to the stall limit. The scheduler's end is scheduler_sessions.py. Pure: knows no
 call.
 
     connection 1:  Register ─►   ◄─ Welcome   Declare 1 ─►   ◄─ Membership 1   Arrive 2 ─►  ✂
-    connection 2:  Register, received 1 ─►   ◄─ Welcome, received 1   Arrive 2 ─►   ◄─ Verdicts 2"""
+    connection 2:  Register, received 1 ─►   ◄─ Welcome, received 1   Arrive 2 ─►   ◄─ Verdicts 2
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One piece of one tensor, and what machines gave to its rounds in flight. Pure data; the rules are in rounds.py."""
+"""What a summation server knows of a partition's rounds in flight, and what the rounds ask the shell to do.
+
+Pure data. The rules are in rounds.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from byteps_py.errors import BytePSError
 from byteps_py.wire import Header
 
 
@@ -69,3 +73,62 @@ class PartitionRounds(Generic[C]):
 
     def __str__(self) -> str:
         return f"partition {self.index} of tensor key {self.key:#018x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Generic[C]):
+    """Combine ``round.in_order()``, then report it with ``Rounds.reduced``."""
+
+    round: Round[C]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[C]):
+    """Send the result to all who contributed and lack it, in machine order."""
+
+    contributions: list[C]
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseContributions(Generic[C]):
+    """Tell these senders that, and why, their contributions are not used. ``error``: a type of byteps_py.errors."""
+
+    contributions: list[C]
+    error: type[BytePSError]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Ask ``machines`` for what they gave to a round; ``header``: of another machine's contribution to it."""
+
+    header: Header
+    machines: tuple[int, ...]
+
+
+Action = Reduce[C] | Answer[C] | RefuseContributions[C] | Want
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStall:
+    """A round that waits for machines. ``machines``: how many are to contribute; ``missing``: those of all that have
+    not, whether they are to or not."""
+
+    key: int
+    index: int
+    round: int
+    age_s: float
+    machines: int
+    missing: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start. ``bytes_summed``: bytes of results, each once."""
+
+    rounds: int = 0
+    bytes_summed: int = 0
+    duplicates: int = 0
+    refused: int = 0
+    wanted: int = 0
+    bytes_in_flight: int = 0

@@ -1,6 +1,8 @@
-"""What a single contribution must satisfy, and in what contributions to one round must agree. Pure; any thread.
+"""Which contributions a server accepts: what one must satisfy, in what those of one round must agree, and how many
+partitions may begin. Pure.
 
-Decisions come back as sentences: the refusal, the log and the error on the ranks say the same.
+Decisions come back as sentences: the refusal, the log and the error on the ranks say the same. AdmissionLimit belongs
+to one thread; any thread may call the functions.
 """
 
 from __future__ import annotations
@@ -105,3 +107,37 @@ def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: i
     if nbytes != expected:
         return f"{what}: its header announces {expected} bytes of payload, but {nbytes} came"
     return ""
+
+
+class AdmissionLimit:
+    """Counts them, by key."""
+
+    #: Far more than the tensors of any model; 1.8 KB each, beside what was given to them.
+    most_keys = 1 << 16
+    #: Of all keys: 16 GB in the smallest partitions.
+    most_partitions = 1 << 19
+
+    def __init__(self) -> None:
+        self._by_key: dict[int, int] = {}
+        self._partitions = 0
+
+    def objection(self, key: int) -> str:
+        """Why another one can't begin; empty if it can."""
+        if len(self._by_key) >= self.most_keys and key not in self._by_key:
+            what = f"{self.most_keys} others"
+        elif self._partitions >= self.most_partitions:
+            what = f"{self.most_partitions} partitions"
+        else:
+            return ""
+        return f"tensor key {key:#018x}: {what} have begun here that not all machines have given to"
+
+    def begun(self, key: int) -> None:
+        self._by_key[key] = self._by_key.get(key, 0) + 1
+        self._partitions += 1
+
+    def ended(self, key: int) -> None:
+        """One of its partitions was summed for the first time, or is forgotten."""
+        self._partitions -= 1
+        self._by_key[key] -= 1
+        if not self._by_key[key]:
+            del self._by_key[key]

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from byteps_py.placement.links import LinkOptimum
+from byteps_py.placement.link_optimum import LinkOptimum
 from byteps_py.placement.packing import Intervals
+from byteps_py.placement.placement_table import Entry, PlacementTable
 from byteps_py.placement.shares import Optimum, time_over_optimum
-from byteps_py.placement.table import Entry, PlacementTable
 from byteps_py.tensors import split
 
 
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def time_over_optimum(self) -> Fraction:
-        """How many times longer a reduction takes than with the best shares; see shares.py and links.py."""
+        """How many times longer a reduction takes than with the best shares; see shares.py and link_optimum.py."""
         if self.links is not None:
             return self.links.time_of(self.shares) / self.links.time
         return time_over_optimum(self.optimum.n, self.cpu, self.gpu)

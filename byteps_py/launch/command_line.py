@@ -9,7 +9,7 @@ from pathlib import Path
 
 from byteps_py import __version__
 from byteps_py.errors import ConfigurationError
-from byteps_py.launch.build import describe_build
+from byteps_py.launch.installation import describe_build
 from byteps_py.launch.supervisor import Supervision
 from byteps_py.variables import VARIABLES, Variable
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from byteps_py import launchers
 from byteps_py.errors import ConfigurationError
 from byteps_py.exit_status import GIVEN_UP_STATUS
-from byteps_py.launch.spec import ProcessKind, ProcessSpec, service_argv
+from byteps_py.launch.process_spec import ProcessKind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 from byteps_py.variables import VARIABLES
 

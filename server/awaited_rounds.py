@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from typing import Generic
 
-from byteps_py.server.partition import C, Round
+from byteps_py.server.round_state import C, Round
 from byteps_py.wire import MAX_NAMES, RoundName, name_of
 
 #: Machines that push in the same order give their parts at about the same time; one that has not by then has another.

@@ -1,7 +1,8 @@
-"""The server's side of the data plane inside a machine: a local channel, and memory that both processes map.
+"""The two ways in which contributions reach a server: over TCP, and from the CS of the same machine.
 
-Owns the listener, the channels and the segments they brought. Must not know what contributions mean. Loop thread
-only. A peer that breaks the protocol loses its connection; nothing it sends ends the process.
+A local CS sends messages over a local channel; payloads lie in shared memory that both processes map. LocalListener
+owns the local listener, the channels and the segments that they brought. This module must not know what contributions
+mean. Loop thread only. A peer that breaks the protocol loses its connection; nothing that it sends ends the process.
 """
 
 from __future__ import annotations
@@ -13,17 +14,42 @@ import zmq
 
 from byteps_py import auth
 from byteps_py.channel import Channel
-from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.dataplane.listener import DataListener, Peer, reply
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import PeerLostError, ProtocolError
 from byteps_py.log import logger
 from byteps_py.runtime import Runtime
-from byteps_py.server.arrival import Arrival, SharedMemory
+from byteps_py.server.arrival import Arrival, FrameMemory, SharedMemory
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
 from byteps_py.tensors import Op
 from byteps_py.unauthenticated import PATIENCE_S
 from byteps_py.wire import HEADER_BYTES, Header, Kind
+
+
+class ContributionListener(DataListener):
+    """``on_arrival``: a contribution came; ``on_gone``: a peer went away; ``on_withdraw``: one takes a
+    contribution back."""
+
+    def __init__(
+        self,
+        host: str,
+        settings: Settings,
+        traffic: Traffic,
+        on_arrival: Callable[[Arrival], None],
+        on_gone: Callable[[Peer], None],
+        on_withdraw: Callable[[Header], None],
+    ) -> None:
+        def on_message(header: Header, peer: Peer, frame: zmq.Frame) -> None:
+            if header.kind is Kind.WITHDRAW:
+                on_withdraw(header)
+                return
+            payload = FrameMemory(frame)
+            on_arrival(Arrival(header, peer, payload.nbytes, payload if payload.nbytes else None))
+
+        kinds = frozenset((Kind.PUSH, Kind.PULL, Kind.PASS, Kind.WITHDRAW))
+        super().__init__(host, settings, traffic, kinds, on_message, on_gone)
+
 
 _BATCH = 64
 _MAX_SEGMENTS = 4096
@@ -32,7 +58,7 @@ _MAX_SEGMENTS = 4096
 class LocalPeer(Peer):
     """A CS on this machine. Its messages are headers; payloads lie in segments it has handed over."""
 
-    def __init__(self, channel: Channel, local: Local) -> None:
+    def __init__(self, channel: Channel, local: LocalListener) -> None:
         self.machine = -1  # until its HELLO
         self.channel = channel
         self._local = local
@@ -112,7 +138,7 @@ class LocalPeer(Peer):
         return SharedMemory(segment, offset, header.length)
 
 
-class Local:
+class LocalListener:
     """Listens at the abstract socket ``name``. ``on_arrival``: a contribution came; ``on_gone``: a peer is gone;
     ``on_withdraw``: one takes a contribution back."""
 

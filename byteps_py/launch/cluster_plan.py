@@ -14,7 +14,7 @@ from pathlib import Path
 
 from byteps_py.errors import RendezvousError
 from byteps_py.exit_status import NO_JOURNAL_STATUS, UNUSABLE_STATUS
-from byteps_py.launch.plan import (
+from byteps_py.launch.machine_plan import (
     horovod_variables,
     rank_spec,
     scheduler_restarts,
@@ -22,7 +22,7 @@ from byteps_py.launch.plan import (
     services,
     torch_variables,
 )
-from byteps_py.launch.spec import ProcessKind, ProcessSpec, service_argv
+from byteps_py.launch.process_spec import ProcessKind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 
 _TRIES = 200
