@@ -14,14 +14,16 @@ from byteps_py.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class ControlEvents:
-    """All are called in the event loop's thread, and never after the link's ``close``.
+    """Callbacks of a link. The event loop's thread calls them, and never after the link's ``close``.
 
-    ``on_lost`` is called at most once, at the end: RendezvousError (no scheduler by ``Settings.start_timeout_s``, or
-        not with this secret; or one that has forgotten this process), PeerLostError (it went away before the cluster
-        was complete, for as long), the error of a refusal (after ``on_message`` got it).
-    ``heartbeat`` makes the next one.
-    ``on_away`` is called with a PeerLostError when the scheduler has been away for a while (not after it said Stop),
-        ``on_back`` when it is there again.
+    ``on_message``: a message of the scheduler has arrived.
+    ``on_lost``: the link is lost for good; called at most once, last. RendezvousError: no scheduler within
+        ``Settings.start_timeout_s``, or one with another secret, or one that does not know this process any more.
+        PeerLostError: the scheduler was away for that long before the cluster was complete. Or the error of a refusal,
+        after ``on_message`` got it.
+    ``heartbeat``: makes the next heartbeat.
+    ``on_away``: the scheduler has been away for a while, with a PeerLostError; not after Stop.
+    ``on_back``: it is connected again.
     """
 
     on_message: Callable[[pb.SchedulerMessage], None]
@@ -32,17 +34,19 @@ class ControlEvents:
 
 
 class ControlLink(Protocol):
-    """One member's link. ``send`` may be called by any thread, ``close`` by the loop's or once that has ended."""
+    """One member's link. Any thread may call ``send``. The loop's thread calls ``close``, or any thread once the loop
+    has ended."""
 
     def send(self, message: pb.MemberMessage) -> None:
-        """Send soon, in order, also while the scheduler is away. Dropped when the link is closed or lost for good."""
+        """Send a message soon and in order. While the scheduler is away, it waits; once the link is closed or lost for
+        good, it is dropped."""
 
     def close(self, reason: str = "") -> None:
-        """Leave the cluster and end the link; returns within seconds, whatever the scheduler does."""
+        """Leave the cluster and end the link. Returns within seconds, even if the scheduler does not answer."""
 
 
 class Connect(Protocol):
-    """``connect``, as services are given it."""
+    """The type of ``scheduler.client.connect``, which services get as an argument."""
 
     def __call__(
         self,

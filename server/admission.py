@@ -15,7 +15,7 @@ from byteps_py.wire import Header, Kind
 
 
 class Facts(NamedTuple):
-    """What all machines must say alike about a round of a partition. ``offset``, ``length`` in bytes; ``machines``:
+    """What the contributions to one round of a partition must agree on. ``offset``, ``length``: in bytes; ``machines``:
     how many contribute, 0 for all."""
 
     round: int
@@ -40,7 +40,7 @@ class Facts(NamedTuple):
 
 
 def difference(gave: list[tuple[int, Facts]]) -> str:
-    """One sentence on who gave what: the facts that differ, then each view and the machines that hold it."""
+    """One sentence: which facts differ, and the facts that each group of machines gave."""
     views: dict[Facts, list[int]] = {}
     for machine, facts in gave:
         views.setdefault(facts, []).append(machine)
@@ -53,12 +53,12 @@ def difference(gave: list[tuple[int, Facts]]) -> str:
 
 
 def not_among(header: Header, partition: object) -> str:
-    """A machine that gives to a round of which all are known that take part, and which are others."""
+    """Why a machine's contribution is refused when all machines that take part in the round are known already."""
     return f"machine {header.sender} is not among the machines that take part in round {header.round} of {partition}"
 
 
 def rootless(header: Header, machines: Collection[int]) -> str:
-    """Why these, all that take part, can't end the round that ``header`` is of; empty if they can."""
+    """Why ``machines``, which are all that take part, can't complete the round of ``header``; empty if they can."""
     if header.op is not Op.BROADCAST or header.root in machines:
         return ""
     who = ", ".join(map(str, sorted(machines)))
@@ -69,24 +69,24 @@ def rootless(header: Header, machines: Collection[int]) -> str:
 
 
 def belated(header: Header, since_epoch: int) -> str:
-    """Why it is no contribution of today's machines, which are the same since ``since_epoch``; empty if it may be."""
+    """Why a contribution is too old: the present machines work together since ``since_epoch``; empty if it is not."""
     if header.epoch >= max(since_epoch, 1):
         return ""
     return (
-        f"the other machines have gone on without this one: its contribution is of epoch {header.epoch}, and the job "
-        f"has had other machines since epoch {since_epoch}"
+        f"the other machines have gone on without this one: its contribution is of epoch {header.epoch}, and the job's "
+        f"machines have changed in epoch {since_epoch}"
     )
 
 
 def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: int) -> str:
-    """Why a contribution with ``nbytes`` of payload can't be used whatever the others give; empty if it can."""
+    """Why a contribution with ``nbytes`` of payload can't be used, whatever other machines give; empty if it can."""
     what = f"partition {header.index} of tensor key {header.key:#018x} from machine {header.sender}"
     if header.sender >= num_machines:
         return f"{what}: machines of this job are numbered 0 to {num_machines - 1}"
     if header.machines == 1:
-        return f"{what}: it says that one machine alone contributes, which needs no server"
+        return f"{what}: its header says that only one machine contributes, which needs no server"
     if header.machines > num_machines:
-        return f"{what}: it says that {header.machines} machines contribute, but the job has {num_machines}"
+        return f"{what}: its header says that {header.machines} machines contribute, but the job has {num_machines}"
     if not 0 < header.length <= partition_bytes:
         return f"{what}: its length is {header.length} bytes, but a partition has 1 to {partition_bytes}"
     if header.length % header.dtype.itemsize or header.offset % header.dtype.itemsize:
@@ -98,23 +98,28 @@ def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: i
         return f"{what}: every machine takes part in a broadcast, so none can pass"
     if header.op is Op.BROADCAST:
         if header.root >= num_machines:
-            return f"{what}: the broadcast's root is machine {header.root}, but the last one is {num_machines - 1}"
+            return f"{what}: the broadcast's root is machine {header.root}, but the last machine is {num_machines - 1}"
         if is_pull == (header.sender == header.root):
             return f"{what}: in a broadcast, machine {header.root}, the root, pushes and the others pull"
     elif is_pull:
         return f"{what}: only the result of a broadcast can be pulled, not that of a {header.op.name.lower()}"
     expected = 0 if is_pull or is_pass else header.length
     if nbytes != expected:
-        return f"{what}: its header announces {expected} bytes of payload, but {nbytes} came"
+        return f"{what}: its header announces {expected} bytes of payload, but {nbytes} arrived"
     return ""
 
 
 class AdmissionLimit:
-    """Counts them, by key."""
+    """How many partitions may exist that have not been summed for the first time.
 
-    #: Far more than the tensors of any model; 1.8 KB each, beside what was given to them.
+    A server does not know in advance which tensors there are. It learns of a tensor from the first machine that
+    contributes, and keeps the contribution until all machines have. Without a limit, a machine that invents keys or
+    indices would fill the server's memory.
+    """
+
+    #: Far more than the tensors of any model. Each takes 1.8 KB, beside its contributions.
     most_keys = 1 << 16
-    #: Of all keys: 16 GB in the smallest partitions.
+    #: Of all keys together: 16 GB in the smallest partitions.
     most_partitions = 1 << 19
 
     def __init__(self) -> None:
@@ -122,21 +127,22 @@ class AdmissionLimit:
         self._partitions = 0
 
     def objection(self, key: int) -> str:
-        """Why another one can't begin; empty if it can."""
+        """Why no other partition of ``key`` may begin; empty if one may."""
         if len(self._by_key) >= self.most_keys and key not in self._by_key:
-            what = f"{self.most_keys} others"
+            what = f"{self.most_keys} other tensors"
         elif self._partitions >= self.most_partitions:
             what = f"{self.most_partitions} partitions"
         else:
             return ""
-        return f"tensor key {key:#018x}: {what} have begun here that not all machines have given to"
+        return f"tensor key {key:#018x}: this server already holds {what} that wait for their first sum"
 
     def begun(self, key: int) -> None:
+        """A partition of ``key`` has its first contribution."""
         self._by_key[key] = self._by_key.get(key, 0) + 1
         self._partitions += 1
 
     def ended(self, key: int) -> None:
-        """One of its partitions was summed for the first time, or is forgotten."""
+        """A partition of ``key`` was summed for the first time, or is forgotten."""
         self._partitions -= 1
         self._by_key[key] -= 1
         if not self._by_key[key]:

@@ -1,10 +1,11 @@
-"""Rounds that have begun and wait for some machines, who are told so. Pure; time is an argument.
+"""Rounds that have begun and wait for some machines, which the server tells so. Pure; time is an argument.
 
-Machines push what is most urgent of what is ready, and gradients never become ready everywhere at the same moment. So
-one machine has begun with partitions that another one leaves for later, and the other way round: each holds memory
-and credit, and none has an answer. To complete what others have begun costs a machine one message, and gives all of
-them an answer; so that goes first (worker/credit.py). With four machines and computation that takes as long as
-communication, links that carried answers at two thirds of their rate during a backward pass carry nine tenths.
+Machines push the most urgent of the partitions that are ready, and gradients never become ready everywhere at the same
+moment. So one machine begins with partitions that another one leaves for later, and the other way round. Each such
+partition holds memory and credit, and gets no answer. A machine that completes rounds of others sends one message for
+each, and all machines get an answer; so those rounds go first (worker/credit.py). With four machines, and computation
+that takes as long as communication, links carried answers at two thirds of their rate during a backward pass without
+this, and at nine tenths with it.
 """
 
 from __future__ import annotations
@@ -15,35 +16,36 @@ from typing import Generic
 from byteps_py.server.round_state import C, Round
 from byteps_py.wire import MAX_NAMES, RoundName, name_of
 
-#: Machines that push in the same order give their parts at about the same time; one that has not by then has another.
+#: Machines that push in the same order contribute at about the same time. One that is later has another order.
 AWAITED_AFTER_S = 0.01
 
 
-class Awaited(Generic[C]):
-    """Each round's machines are told once. A machine that is not yet ready to give remembers.
+class AwaitedRounds(Generic[C]):
+    """Rounds whose missing machines have not been told yet. Each machine is told once per round; one that is not ready
+    to contribute remembers it.
 
-    ``after_s``: how long after it has begun.
+    ``after_s``: seconds from the first contribution until the others are told.
     """
 
     def __init__(self, after_s: float = AWAITED_AFTER_S) -> None:
         self.after_s = after_s
-        self._begun: dict[Round[C], None] = {}  # of which nobody was told; oldest first
+        self._begun: dict[Round[C], None] = {}  # oldest first
 
     def __bool__(self) -> bool:
-        """There will be somebody to tell, if nothing comes before ``due``."""
+        """True if there are rounds whose machines may have to be told."""
         return bool(self._begun)
 
     def begin(self, round_: Round[C]) -> None:
-        """The first contribution has come."""
+        """The round has its first contribution."""
         self._begun[round_] = None
 
     def end(self, round_: Round[C]) -> None:
-        """It waits for nobody any more."""
+        """The round waits for no machine any more."""
         self._begun.pop(round_, None)
 
     def due(self, now: float, machines: int) -> dict[int, list[RoundName]]:
-        """Whom to tell, and of which rounds, at most MAX_NAMES; of ``machines``, some of which may have no part in it.
-        Call it every AWAITED_AFTER_S."""
+        """By machine, the rounds to tell it about, at most MAX_NAMES. ``machines``: how many the job has; some may take
+        no part in a round. Call it every AWAITED_AFTER_S."""
         told: dict[int, list[RoundName]] = {}
         for round_ in list(itertools.islice(self._begun, MAX_NAMES)):
             if now < round_.since_s + self.after_s:

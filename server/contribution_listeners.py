@@ -28,8 +28,8 @@ from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 
 class ContributionListener(DataListener):
-    """``on_arrival``: a contribution came; ``on_gone``: a peer went away; ``on_withdraw``: one takes a
-    contribution back."""
+    """Contributions over TCP. ``on_arrival``: a contribution has arrived; ``on_gone``: a peer has disconnected;
+    ``on_withdraw``: a machine takes a contribution back."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ _MAX_SEGMENTS = 4096
 
 
 class LocalPeer(Peer):
-    """A CS on this machine. Its messages are headers; payloads lie in segments it has handed over."""
+    """A CS on this machine. Its messages are headers; payloads lie in segments that it has sent."""
 
     def __init__(self, channel: Channel, local: LocalListener) -> None:
         self.machine = -1  # until its HELLO
@@ -90,7 +90,7 @@ class LocalPeer(Peer):
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the peer takes it."""
+        """Send waiting messages until the peer's buffer is full."""
         try:
             while self._unsent and self.channel.try_send(self._unsent[0]):
                 self._unsent.popleft()
@@ -104,10 +104,12 @@ class LocalPeer(Peer):
     def accept_segment(self, header: Header, fds: list[int]) -> None:
         """Map a segment. Raises ProtocolError."""
         if len(fds) != 1 or not header.length:
-            raise ProtocolError(f"SEGMENT {header.segment} of {header.length} bytes with {len(fds)} descriptors")
+            raise ProtocolError(
+                f"SEGMENT {header.segment} of {header.length} bytes has {len(fds)} descriptors, not one"
+            )
         if header.segment in self._segments or len(self._segments) >= _MAX_SEGMENTS:
             raise ProtocolError(
-                f"SEGMENT {header.segment} is a repetition, or one too many after {len(self._segments)}"
+                f"SEGMENT {header.segment} was sent before, or is one too many after {len(self._segments)}"
             )
         try:
             segment = self._local.runtime.segment(fds[0], header.length)
@@ -115,11 +117,12 @@ class LocalPeer(Peer):
             raise ProtocolError(
                 f"segment {header.segment} of {header.length} bytes can't be mapped: {error}"
             ) from error
-        segment.fd = -1  # the mapping stays without it, until the last payload in it is forgotten
+        segment.fd = -1  # the memory stays mapped without it, until the last payload in it is forgotten
         self._segments[header.segment] = segment
 
     def arrival(self, header: Header) -> Arrival:
-        """The contribution that ``header`` places in shared memory. Raises ProtocolError if it lies outside."""
+        """The contribution that ``header`` places in shared memory. Raises ProtocolError if it lies outside a
+        segment."""
         payload = answer = None
         if header.kind is Kind.PUSH:
             payload = self._place(header, header.segment, header.segment_offset)
@@ -127,20 +130,22 @@ class LocalPeer(Peer):
         if wants and (header.op is not Op.BROADCAST or header.kind is Kind.PULL):
             answer = self._place(header, header.answer_segment, header.answer_offset)
             if payload and 0 < abs(payload.address - answer.address) < header.length:
-                raise ProtocolError("the answer's place overlaps the contribution")
+                raise ProtocolError("the memory for the answer overlaps the contribution")
         return Arrival(header, self, payload.nbytes if payload else 0, payload, answer)
 
     def _place(self, header: Header, number: int, offset: int) -> SharedMemory:
         segment = self._segments.get(number)
         if segment is None or offset + header.length > segment.nbytes or offset % header.dtype.itemsize:
             size = f"has {segment.nbytes} bytes" if segment else "was never sent"
-            raise ProtocolError(f"{header.length} bytes at {offset} of segment {number}, which {size}")
+            raise ProtocolError(
+                f"{header.length} bytes at offset {offset} do not lie in segment {number}, which {size}"
+            )
         return SharedMemory(segment, offset, header.length)
 
 
 class LocalListener:
-    """Listens at the abstract socket ``name``. ``on_arrival``: a contribution came; ``on_gone``: a peer is gone;
-    ``on_withdraw``: one takes a contribution back."""
+    """Listens at the abstract socket ``name``. ``on_arrival``: a contribution has arrived; ``on_gone``: a peer has
+    disconnected; ``on_withdraw``: a machine takes a contribution back."""
 
     def __init__(
         self,
@@ -165,7 +170,7 @@ class LocalListener:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def peer_of(self, machine: int) -> Peer | None:
-        """Its connection; None if it has none here."""
+        """The local connection of a machine; None if it has none."""
         return next((peer for peer in self._peers if peer.machine == machine), None)
 
     @property
@@ -176,7 +181,7 @@ class LocalListener:
         try:
             peer = LocalPeer(self._listener.accept(), self)
         except (ProtocolError, OSError) as error:
-            self._traffic.turned_away("a local stranger", error)
+            self._traffic.turned_away("an unknown local process", error)
             return
         self._peers.add(peer)
         self._loop.add_reader(peer.channel.fileno(), lambda: self._on_readable(peer))
@@ -184,7 +189,7 @@ class LocalListener:
 
     def _expire(self, peer: LocalPeer) -> None:
         if peer.machine < 0:
-            self.lose(peer, ProtocolError("it has not said who it is"))
+            self.lose(peer, ProtocolError(f"it sent no HELLO within {PATIENCE_S:g} s"))
 
     def _on_readable(self, peer: LocalPeer) -> None:
         try:
@@ -204,7 +209,7 @@ class LocalListener:
             self.lose(peer, error)
 
     def _receive(self, peer: LocalPeer, data: bytes, fds: list[int]) -> None:
-        """One message. Raises ProtocolError for what costs the peer its connection."""
+        """One message. Raises ProtocolError if the peer is to lose its connection."""
         header = Header.unpack(data[:HEADER_BYTES])
         if header.kind is Kind.HELLO and peer.machine < 0:
             token = data[HEADER_BYTES:].decode(errors="replace")
@@ -215,7 +220,9 @@ class LocalListener:
             peer.machine = header.sender
             logger.debug("machine %d has connected locally", header.sender)
         elif header.sender != peer.machine:
-            raise ProtocolError(f"{header.kind.name} in the name of machine {header.sender} before a HELLO as such")
+            raise ProtocolError(
+                f"it sent {header.kind.name} as machine {header.sender}, without a HELLO as that machine"
+            )
         elif header.kind is Kind.SEGMENT:
             peer.accept_segment(header, fds)
         elif header.kind in (Kind.PUSH, Kind.PULL, Kind.PASS) and len(data) == HEADER_BYTES:
@@ -223,7 +230,7 @@ class LocalListener:
         elif header.kind is Kind.WITHDRAW:
             self._on_withdraw(header)
         else:
-            raise ProtocolError(f"{header.kind.name} of {len(data)} bytes is not for it to send")
+            raise ProtocolError(f"a local peer must not send {header.kind.name} of {len(data)} bytes")
 
     def _contribution(self, peer: LocalPeer, header: Header) -> None:
         try:
@@ -236,7 +243,7 @@ class LocalListener:
         self._on_arrival(arrival)
 
     def wait_for_room(self, peer: LocalPeer, wanted: bool) -> None:
-        """Have the loop flush ``peer`` when it takes more, or stop that."""
+        """Let the loop flush ``peer`` once its buffer has room, or stop that."""
         if peer not in self._peers:
             return
         if wanted:
@@ -245,10 +252,11 @@ class LocalListener:
             self._loop.remove_writer(peer.channel.fileno())
 
     def lose(self, peer: LocalPeer, reason: Exception) -> None:
-        """The peer is gone, or is sent away. Its segments go with the last contribution that lies in them."""
+        """The peer has disconnected, or is disconnected now. Each of its segments stays mapped until the last
+        contribution in it is forgotten."""
         if peer not in self._peers:
             return
-        logger.info("%s, machine %d, is gone: %s", peer.name, peer.machine, str(reason))
+        logger.info("%s, machine %d, has disconnected: %s", peer.name, peer.machine, str(reason))
         self._peers.remove(peer)
         self._loop.remove(peer.channel.fileno())
         peer.close()

@@ -15,9 +15,9 @@ from byteps_py.wire import Header
 
 @dataclass(slots=True, eq=False)
 class Contribution:
-    """What one machine gave to one round. ``origin``: whom to answer, compared by identity.
+    """One machine's contribution to one round. ``origin``: the peer to answer, compared by identity.
 
-    ``nbytes``: the payload's true size. The shell adds where the payload lies in a subclass.
+    ``nbytes``: the size of the payload that arrived. In a subclass the shell adds where the payload lies.
     """
 
     header: Header
@@ -29,15 +29,21 @@ C = TypeVar("C", bound=Contribution)
 
 
 class RoundState(enum.Enum):
+    """See the table in rounds.py."""
+
     COLLECTING = "waiting for contributions"
-    REDUCING = "all contributions are there"
+    REDUCING = "has all contributions"
     DROPPED = "superseded"
 
 
 @dataclass(slots=True, eq=False)
 class Round(Generic[C]):
-    """One round in flight. ``is_resent``: a machine lacks its result, which others may have: who has not given within
-    a moment (``want_at``) is asked. ``redirected``: by machine, whom to answer instead of who gave."""
+    """One round in flight.
+
+    ``is_resent``: a machine lacks the result, which others may have. At ``want_at`` (s), machines that have not
+    contributed are asked for their contributions. ``redirected``: by machine, the contribution to answer instead of the
+    one that is summed.
+    """
 
     partition: PartitionRounds[C]
     number: int
@@ -53,15 +59,15 @@ class Round(Generic[C]):
         return [self.contributions[machine] for machine in sorted(self.contributions)]
 
     def waiting(self) -> list[C]:
-        """Whom to answer, in machine order."""
+        """The contributions to answer, in machine order."""
         asked = (self.redirected.get(c.header.sender, c) for c in self.in_order())
         return [c for c in asked if not c.header.is_supply]
 
 
 @dataclass(slots=True, eq=False)
 class PartitionRounds(Generic[C]):
-    """A piece of one generation of a tensor. ``last_round``: completed last; ``broken_round``: refused last, for
-    ``reason``; -1: none yet."""
+    """A piece of one generation of a tensor. ``last_round``: the last completed one; ``broken_round``: the last refused
+    one, for ``reason``; -1: none yet."""
 
     key: int
     generation: int
@@ -77,21 +83,21 @@ class PartitionRounds(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Generic[C]):
-    """Combine ``round.in_order()``, then report it with ``Rounds.reduced``."""
+    """Combine ``round.in_order()``, then call ``Rounds.reduced``."""
 
     round: Round[C]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[C]):
-    """Send the result to all who contributed and lack it, in machine order."""
+    """Send the result to these contributions' origins. They are in machine order."""
 
     contributions: list[C]
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseContributions(Generic[C]):
-    """Tell these senders that, and why, their contributions are not used. ``error``: a type of byteps_py.errors."""
+    """Tell these contributions' origins that, and why, the contributions are not used."""
 
     contributions: list[C]
     error: type[BytePSError]
@@ -100,7 +106,8 @@ class RefuseContributions(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Ask ``machines`` for what they gave to a round; ``header``: of another machine's contribution to it."""
+    """Ask ``machines`` to resend their contributions to a round; ``header``: of another machine's contribution to
+    it."""
 
     header: Header
     machines: tuple[int, ...]
@@ -111,8 +118,8 @@ Action = Reduce[C] | Answer[C] | RefuseContributions[C] | Want
 
 @dataclass(frozen=True, slots=True)
 class RoundStall:
-    """A round that waits for machines. ``machines``: how many are to contribute; ``missing``: those of all that have
-    not, whether they are to or not."""
+    """A round that waits for machines. ``machines``: how many take part; ``missing``: all machines of the job that have
+    not contributed, also those that take no part."""
 
     key: int
     index: int
@@ -124,7 +131,7 @@ class RoundStall:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start. ``bytes_summed``: bytes of results, each once."""
+    """Totals since the start. ``bytes_summed``: bytes of results, each counted once."""
 
     rounds: int = 0
     bytes_summed: int = 0

@@ -14,7 +14,7 @@ from support.data_plane import WAIT_S, BareListener, header_for
 from support.summation import SETTINGS
 
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
-from byteps_py.dataplane.handshake import Challenge, Doorkeeper
+from byteps_py.dataplane.handshake import Challenge, ListenerHandshake
 from byteps_py.dataplane.listener import DataListener, Peer
 from byteps_py.dataplane.seal import Data
 from byteps_py.dataplane.traffic import Traffic
@@ -26,7 +26,7 @@ from byteps_py.wire import HEADER_BYTES, Header, Kind
 PUSHED = bytes(3 * MOST_BYTES)
 
 
-class Caller(Owner):
+class CallerHandshake(Owner):
     """A Dialer whose owner pushes at once when its connection is open."""
 
     def __init__(self, address: str) -> None:
@@ -53,15 +53,15 @@ class Caller(Owner):
         self.context.term()
 
 
-Call = Callable[[str], Caller]
+Call = Callable[[str], CallerHandshake]
 
 
 @pytest.fixture(name="call")
 def calling() -> Iterator[Call]:
-    callers: list[Caller] = []
+    callers: list[CallerHandshake] = []
 
-    def call(address: str) -> Caller:
-        callers.append(Caller(address))
+    def call(address: str) -> CallerHandshake:
+        callers.append(CallerHandshake(address))
         return callers[-1]
 
     yield call
@@ -122,7 +122,7 @@ class Script:
     def __init__(self, listener: BareListener, call: Call) -> None:
         self.router = listener.router
         self.address = listener.address
-        self.keeper = Doorkeeper(SETTINGS)
+        self.keeper = ListenerHandshake(SETTINGS)
         self.challenge: Challenge
         self.pushed: list[bytes] = []
         self.caller = call(self.address)
@@ -203,12 +203,12 @@ def test_a_connection_may_end_in_the_middle_of_a_message(
     ("says", "text"),
     [
         ([Header(Kind.REFUSED, 0).pack(), b"ProtocolError\nnot you"], "the listener turned this process away: not you"),
-        ([Header(Kind.ANSWER, 0).pack(), b""], "the listener said ANSWER where a WELCOME was due"),
-        ([Header(Kind.WELCOME, 0).pack(), b""], "the listener sent a WELCOME without a seal, which anybody could"),
-        ([b"welcome"], "the listener sent 1 frames where a WELCOME was due"),
+        ([Header(Kind.ANSWER, 0).pack(), b""], "the listener sent ANSWER instead of a WELCOME"),
+        ([Header(Kind.WELCOME, 0).pack(), b""], "the listener sent a WELCOME that is not sealed"),
+        ([b"welcome"], "the listener sent 1 frames instead of a WELCOME"),
         (
             [bytes(200), b""],
-            "the listener sent something else than a WELCOME: message 0 of its connection came damaged",
+            "the listener sent a message that is not a WELCOME: message 0 of its connection came damaged",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_of_several_jobs_all_are_shown_and_one_must_be_named(capsys: pytest.Capt
         assert "0 of 3 workers" in shown
         for command in (["stop"], ["status", "--json"]):
             assert bps(command) == 2
-            assert "which job? Give --scheduler HOST:PORT: " in capsys.readouterr().err
+            assert "which job? Choose one with --scheduler HOST:PORT: " in capsys.readouterr().err
         assert bps(["stop", "--scheduler", one.settings.scheduler_address]) == 0
         assert one.ended()[0] == 0
         capsys.readouterr()
@@ -136,7 +136,7 @@ def test_a_job_without_a_scheduler_is_named(capsys: pytest.CaptureFixture[str]) 
     with jobs.announced(dataclasses.replace(Settings(), local_size=2)):
         assert bps(["status"]) == 2
         said = capsys.readouterr().err
-    assert f"a job of 2 ranks on this machine alone, process {os.getpid()}: " in said
+    assert f"a job of 2 ranks on this machine alone, process {os.getpid()} has no scheduler" in said
 
 
 @pytest.mark.parametrize("program", [bps, lambda arguments: parse(arguments, {})])

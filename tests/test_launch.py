@@ -179,7 +179,7 @@ class TestNothingStays:
             for _ in range(2):
                 kill(guard_of(job.process.pid))
                 said = job.process.stderr.readline()
-                assert "killed by SIGKILL (signal 9); another one has taken its place" in said
+                assert "killed by SIGKILL (signal 9); it is started again" in said
             members = family(job.process.pid)
             assert len(members) == 4  # launcher, guard, rank, daemon
             job.process.kill()

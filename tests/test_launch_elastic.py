@@ -8,16 +8,16 @@ from test_launch_policy import sends, words
 
 from byteps_py.launch import command_line
 from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
-from byteps_py.launch.supervision_policy import Phase, Policy
+from byteps_py.launch.supervision_policy import Phase, SupervisionPolicy
 
 
-def policy_of(ranks: int = 2, is_part: bool = True) -> Policy:
+def policy_of(ranks: int = 2, is_part: bool = True) -> SupervisionPolicy:
     specs = [
         ProcessSpec("cs", ProcessKind.SERVICE, "cs", ("x",), {}, is_dismissed=True),
         ProcessSpec("ss", ProcessKind.SERVICE, "ss", ("x",), {}, is_replaceable=True),
         *(ProcessSpec(f"rank {r}", ProcessKind.MAIN, str(r), ("x",), {}) for r in range(ranks)),
     ]
-    return Policy(specs, grace_s=5, own_error_s=10, elastic=True, is_part=is_part)
+    return SupervisionPolicy(specs, grace_s=5, own_error_s=10, elastic=True, is_part=is_part)
 
 
 def test_a_rank_that_is_killed_stops_no_other() -> None:
@@ -52,7 +52,7 @@ def test_ranks_that_come_to_no_commit_are_stopped() -> None:
     policy.exited("rank 1", -9, 0)
     policy.signalled(signal.SIGTERM, 0)
     actions = policy.ticked(5)
-    assert words(actions) == "rank 0 came to no commit within 5 s; stopping"
+    assert words(actions) == "rank 0 reached no commit within 5 s; stopping"
     assert sends(actions) == [(("rank 0",), signal.SIGTERM)]
     policy.exited("rank 0", -15, 6)
     assert policy.code == 0

@@ -99,9 +99,9 @@ def test_who_is_turned_away_is_logged_with_its_address(start: Factory) -> None:
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
     with pytest.raises(errors.RendezvousError, match="BYTEPS_SECRET"):
         query.status(dataclasses.replace(scheduler.settings, secret="wrong" * 4), TIMEOUT_S)
-    scheduler.wait_for("it has not shown that it knows the cluster secret")
+    scheduler.wait_for("it has not proven that it knows the cluster secret")
     own = stranger(scheduler)
-    scheduler.wait_for(f"turned away {own}: it has not shown that it knows the cluster secret")
+    scheduler.wait_for(f"turned away {own}: it has not proven that it knows the cluster secret")
     with pytest.raises(errors.RendezvousError, match="BYTEPS_JOB_ID"):
         query.status(dataclasses.replace(scheduler.settings, job_id="other"), TIMEOUT_S)
     scheduler.wait_for("the cluster secrets differ, or the jobs do")
@@ -152,8 +152,8 @@ def test_an_occupied_port_is_named(start: Factory) -> None:
     [
         ({"DMLC_PS_ROOT_URI": "0.0.0.0"}, "set BYTEPS_SECRET"),
         ({"DMLC_PS_ROOT_URI": "192.0.2.1", "BYTEPS_SECRET": "x" * 16}, "DMLC_PS_ROOT_URI=192.0.2.1"),
-        ({"DMLC_PS_ROOT_URI": "no.such.host.invalid", "BYTEPS_SECRET": "x" * 16}, "no.such.host.invalid is not known"),
-        ({"DMLC_PS_ROOT_URI": "", "DMLC_PS_ROOT_PORT": ""}, "needs DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
+        ({"DMLC_PS_ROOT_URI": "no.such.host.invalid", "BYTEPS_SECRET": "x" * 16}, "invalid can't be resolved"),
+        ({"DMLC_PS_ROOT_URI": "", "DMLC_PS_ROOT_PORT": ""}, "set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
     ],
 )
 def test_an_address_that_can_not_be_served_is_explained(changes: dict[str, str], text: str) -> None:
@@ -234,7 +234,7 @@ def test_bps_status_and_stop(start: Factory, attend: Attend, capsys: pytest.Capt
             assert member.beats.acquire(timeout=TIMEOUT_S)
     assert cli.main(["status", *where]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[0].startswith("running: all are there: 1 worker with 1 rank")
+    assert table[0].startswith("running: all members have registered: 1 worker with 1 rank")
     worker, server = table[-2:] if table[-2].startswith("worker") else table[:-3:-1]
     assert worker.split()[:2] == ["worker", "GPU"]
     assert f"{socket.gethostname()}:{os.getpid()}" in worker

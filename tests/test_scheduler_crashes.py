@@ -105,5 +105,5 @@ def _feed_until(plane: Plane, records: int) -> None:
 
 def scenario_left(plane: Plane, steps: int) -> None:
     """What members had not said yet, if they had said nothing."""
-    if plane.members[0].session.unheard == 0 and "release" not in plane.members[0].bodies():
+    if plane.members[0].session.unconfirmed == 0 and "release" not in plane.members[0].bodies():
         scenario(plane, random.Random(1), steps)

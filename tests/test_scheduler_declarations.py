@@ -31,7 +31,7 @@ DISAGREEMENTS = [
     (spec(), spec(op=Op.MAX), "ranks 2-3 gave max of float32[3]"),
     (spec(), spec(average=True), "ranks 2-3 gave average of float32[3]"),
     (spec(op=Op.BROADCAST, root=0), spec(op=Op.BROADCAST, root=1), "broadcast of float32[3] from rank 1"),
-    (spec(op=Op.BROADCAST, root=9), spec(op=Op.BROADCAST, root=9), "rank 9 was to broadcast it, but ranks end at 3"),
+    (spec(op=Op.BROADCAST, root=9), spec(op=Op.BROADCAST, root=9), "rank 9 is to broadcast it, but the last rank is 3"),
 ]
 
 

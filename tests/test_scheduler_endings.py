@@ -37,7 +37,7 @@ def test_ranks_that_have_ended_while_their_service_stays_are_told_of_like_a_work
     assert cluster.last(b).failure.message == text
     assert cluster.core.state == states.RUNNING
     cluster.say(s, gone=pb.Gone(ranks=[0, 1]))
-    assert "only communication services" in cluster.last(s).refused.message
+    assert "only a communication service" in cluster.last(s).refused.message
 
 
 def test_who_comes_back_before_the_others_have_left_is_to_try_again() -> None:
@@ -87,7 +87,7 @@ def test_a_server_that_ignores_the_end_is_not_waited_for_forever() -> None:
     finish = cluster.core.finished(cluster.now)
     assert finish is not None
     assert finish.exit_status == 0
-    assert "still there: server tcp://cpu0:1 (host h0, pid 200)" in finish.reason
+    assert "still connected: server tcp://cpu0:1 (host h0, pid 200)" in finish.reason
 
 
 def test_a_dead_worker_fails_the_job_for_everyone_else_once() -> None:

@@ -70,7 +70,7 @@ def test_after_the_last_server_another_one_may_come(comes: bool) -> None:
     cluster.tick(0.5, (*workers, late))
     assert cluster.core.state == (states.RUNNING if comes else states.FAILED)
     if not comes:
-        assert cluster.last(workers[0]).failure.message == f"{text}, and none came within 20 s"
+        assert cluster.last(workers[0]).failure.message == f"{text}, and none registered within 20 s"
 
 
 def test_a_server_that_comes_later_gets_its_share_and_the_membership() -> None:
@@ -161,7 +161,7 @@ def test_scale_lets_named_servers_go() -> None:
             cluster.core.scale(-1, addresses, cluster.now)
     cluster.take(cluster.core.scale(-1, ["cpu0:1"], cluster.now))
     assert list(weights(cluster.last(workers[0]))) == ["tcp://cpu1:1"]
-    with pytest.raises(UsageError, match="the job does not run: 0 of 2 workers"):
+    with pytest.raises(UsageError, match="the job is not running: 0 of 2 workers"):
         Cluster(num_servers=0).core.scale(0, [], 0.0)
 
 

@@ -55,4 +55,4 @@ def test_nobody_speaks_for_the_ranks_of_others() -> None:
     cluster, (a, _), _ = running()
     cluster.say(a, **beat(pace(2, 9.0, 0.0)))
     assert cluster.core.state == states.FAILED
-    assert "broke the protocol: it says how ranks keep up that are not its own" in cluster.core.reason
+    assert "broke the protocol: its heartbeat has the pace of ranks that are not its own" in cluster.core.reason

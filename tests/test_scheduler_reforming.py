@@ -95,11 +95,11 @@ def test_fewer_than_the_minimum_wait_and_then_give_up() -> None:
     group.ready(A.id, Waiting(1))
     waiting = group.decide([A], 50.0)
     assert isinstance(waiting, KeepWaiting)
-    assert "1 rank left, and at least 2 are wanted (BYTEPS_MIN_NP): waiting for others to join" in waiting.sentence
+    assert "1 rank left, but the job needs at least 2 (BYTEPS_MIN_NP): waiting for others to join" in waiting.sentence
     over = group.decide([A], 100.0)
     assert isinstance(over, GiveUp)
     assert over.sentence == (
-        "lost b; 1 rank left, and at least 2 are wanted (BYTEPS_MIN_NP); no others came within 100 s"
+        "lost b; 1 rank left, but the job needs at least 2 (BYTEPS_MIN_NP); no others joined within 100 s"
     )
     group.ready(NEW.id, Waiting(1))
     assert group.decide([A, NEW], 50.0) == Open(((1, 1), (9, 1)), (), is_continued=False)
@@ -114,7 +114,7 @@ def test_so_many_groups_and_no_more() -> None:
     group.ready(A.id, Waiting(1))
     over = group.decide([A], 1.0)
     assert isinstance(over, GiveUp)
-    assert over.sentence == "lost c; the group was formed anew 1 time (BYTEPS_RESET_LIMIT)"
+    assert over.sentence == "lost c; the group was already re-formed 1 time, the limit (BYTEPS_RESET_LIMIT)"
 
 
 def test_ranks_that_leave_of_one_mind_go_on_as_they_are() -> None:
@@ -311,7 +311,7 @@ def test_a_job_whose_ranks_have_all_ended_is_over_though_others_wait() -> None:
     assert cluster.core.state == states.RUNNING
     back(cluster, b, 0)
     assert cluster.core.state == states.ENDED
-    reason = "all ranks of the group have left, and others have yet to join it"
+    reason = "all ranks of the group have left, before others joined it"
     assert [cluster.last(connection).stop.reason for connection in (a, b, late)] == [reason] * 3
 
 

@@ -183,7 +183,7 @@ def test_a_job_that_was_killed_with_all_its_processes_is_not_waited_for(start: F
     member.leave()
     code, log = scheduler.ended()
     assert code == 0
-    assert "nobody of the journal's job has come back" in log
+    assert "no member of the journal's job came back" in log
 
 
 def test_connections_that_are_cut_again_and_again_lose_nothing_and_nobody(start: Factory, attend: Attend) -> None:

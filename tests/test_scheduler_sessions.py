@@ -44,17 +44,17 @@ def test_a_member_that_comes_back_misses_nothing_and_repeats_nothing() -> None:
     plane.settle()
     for member in (one, two):
         assert member.bodies()[2:] == ["verdicts", "release"]
-        assert member.session.unheard == 0
+        assert member.session.unconfirmed == 0
 
 
 def test_a_heartbeat_is_answered_with_what_has_come_for_good() -> None:
     plane, one, *_ = complete()
     one.say(arrive=pb.Arrive(sequence=1))
     plane.settle()
-    assert one.session.unheard == 1
+    assert one.session.unconfirmed == 1
     one.say(heartbeat=pb.Heartbeat(bare=True))
     plane.settle()
-    assert one.session.unheard == 0
+    assert one.session.unconfirmed == 0
     one.say(heartbeat=pb.Heartbeat(bare=True))
     plane.carry_up(one)
     plane.flush()
@@ -130,7 +130,7 @@ def test_who_comes_in_the_place_of_a_member_that_may_come_back_waits_for_that() 
 
 def test_a_member_that_confirms_nothing_is_lost() -> None:
     plane, one, two, _ = complete()
-    running(plane).most_unheard = 100
+    running(plane).most_unconfirmed = 100
     for sequence in range(1, 102):
         for member in (one, two):
             member.say(arrive=pb.Arrive(sequence=sequence))
@@ -148,11 +148,11 @@ def test_a_gap_is_no_way_to_go_on() -> None:
     one.up.clear()
     one.say(arrive=pb.Arrive(sequence=2))
     plane.settle()
-    assert "its message 2 came after message 0" in two.heard[-1].failure.message
+    assert "its message 2 arrived after message 0" in two.heard[-1].failure.message
     session = one.session
-    with pytest.raises(ProtocolError, match="message 9 of the scheduler came after message 2"):
+    with pytest.raises(ProtocolError, match="message 9 of the scheduler arrived after message 2"):
         session.hear(pb.SchedulerMessage(number=9, release=pb.Release(sequence=1)))
-    with pytest.raises(ProtocolError, match="opens epoch 1 after epoch 1"):
+    with pytest.raises(ProtocolError, match="opened epoch 1 after epoch 1"):
         session.hear(pb.SchedulerMessage(number=3, membership=pb.Membership(epoch=1)))
 
 
@@ -302,14 +302,14 @@ def test_a_journal_older_than_its_members_is_refused() -> None:
     plane.flush()
     plane.carry_down(one)
     assert one.heard[-1].refused.unknown
-    assert "has got 2 messages, the scheduler knows of 1" in one.heard[-1].refused.message
+    assert "has received 2 messages, but the scheduler knows only of 1" in one.heard[-1].refused.message
 
 
 def test_a_journal_that_leads_elsewhere_is_an_error() -> None:
     plane, *_ = complete()
     plane.disk[0].register.local_size = 7
     plane.disk[0].register.partition_bytes = 1
-    with pytest.raises(JournalError, match="does not lead to what it led to"):
+    with pytest.raises(JournalError, match="gives other messages than when it was written"):
         replay(Sessions(plane.config), plane.disk)
 
 

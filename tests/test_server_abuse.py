@@ -41,11 +41,11 @@ MALFORMED = [
 ]
 REFUSED = [
     (header_for(0, b"", length=1 << 40), bytes(4), "a partition has 1 to"),
-    (header_for(0, b"", length=8), bytes(4), "its header announces 8 bytes of payload, but 4 came"),
-    (header_for(0, b"", length=4), bytes(8), "its header announces 4 bytes of payload, but 8 came"),
-    (header_for(1, bytes(4)), bytes(4), "PUSH in the name of machine 1 is not for machine 0 to send"),
-    (Header(Kind.SEGMENT, 0, length=4), bytes(4), "SEGMENT in the name of machine 0 is not for"),
-    (Header(Kind.ANSWER, 0, length=4), bytes(4), "ANSWER in the name of machine 0 is not for"),
+    (header_for(0, b"", length=8), bytes(4), "its header announces 8 bytes of payload, but 4 arrived"),
+    (header_for(0, b"", length=4), bytes(8), "its header announces 4 bytes of payload, but 8 arrived"),
+    (header_for(1, bytes(4)), bytes(4), "machine 0 must not send PUSH as machine 1"),
+    (Header(Kind.SEGMENT, 0, length=4), bytes(4), "machine 0 must not send SEGMENT as machine 0"),
+    (Header(Kind.ANSWER, 0, length=4), bytes(4), "machine 0 must not send ANSWER as machine 0"),
     (header_for(0, bytes(4), epoch=0), bytes(4), "without this one: its contribution is of epoch 0"),
 ]
 
@@ -123,7 +123,7 @@ def test_a_future_round_of_a_key_that_nobody_has_used_is_not_added(server: Serve
         assert "disagree about round" in machine.refusal()
         assert "disagree about round" in other.refusal()
     else:
-        assert f"round {future} is under way, and all gave to those before" in other.refusal()
+        assert f"round {future} is in flight, and the rounds before it are complete" in other.refusal()
     assert server.link.statistics().rounds == 0
     assert_works(server, machine)
 

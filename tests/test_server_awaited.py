@@ -8,11 +8,11 @@ from support.summation import SETTINGS
 from test_server_rounds import given, started
 
 from byteps_py.errors import ProtocolError
-from byteps_py.server.awaited_rounds import Awaited
+from byteps_py.server.awaited_rounds import AwaitedRounds
 from byteps_py.tensors import Op
 from byteps_py.wire import MAX_NAMES, Header, Kind, RoundName, pack_names, unpack_names
 
-SOON, LATER = Awaited().after_s / 2, Awaited().after_s
+SOON, LATER = AwaitedRounds().after_s / 2, AwaitedRounds().after_s
 
 
 def name(key: int = 7, index: int = 0, round_: int = 1) -> RoundName:

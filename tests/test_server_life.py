@@ -157,7 +157,7 @@ def run_program(module: str, environment: dict[str, str], *arguments: str) -> su
 @pytest.mark.parametrize(
     ("environment", "status", "line"),
     [
-        ({}, 2, "byteps_py server: ConfigurationError: a summation server finds its workers through the scheduler"),
+        ({}, 2, "byteps_py server: ConfigurationError: a summation server needs the scheduler's address"),
         ({"DMLC_NUM_WORKER": "many"}, 2, "byteps_py server: ConfigurationError: DMLC_NUM_WORKER='many'"),
         (
             {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9", "BYTEPS_START_TIMEOUT_S": "0.3"},

@@ -202,7 +202,7 @@ def test_what_is_left_of_a_round_that_all_have_does_not_count(flags: int) -> Non
     assert not rounds.is_wanting
     machines, text = refusal(rounds.contribution(given(0, round=5, flags=flags), 0.0))
     assert machines == [0]
-    assert "round 7 is under way" in text
+    assert "round 7 is in flight" in text
     round_ = reduction(rounds.contribution(given(0, round=7), 0.1))
     assert [c.header.round for c in round_.in_order()] == [7, 7]
 

@@ -133,22 +133,22 @@ def test_a_broadcast_among_machines_of_which_none_is_its_root_is_refused() -> No
 
 REFUSED_ALONE = [
     ({"sender": 2}, "from machine 2: machines of this job are numbered 0 to 1"),
-    ({"epoch": 2}, "its contribution is of epoch 2, and the job has had other machines since epoch 3"),
+    ({"epoch": 2}, "its contribution is of epoch 2, and the job's machines have changed in epoch 3"),
     ({"length": 0}, "its length is 0 bytes, but a partition has 1 to 4096"),
     ({"length": PARTITION_BYTES + 4}, "its length is 4100 bytes, but a partition has 1 to 4096"),
     ({"length": 62}, "its length, 62, and its offset, 0, must be multiples of 4, the size of float32"),
     ({"offset": 2}, "its length, 64, and its offset, 2, must be multiples of 4, the size of float32"),
     ({"kind": Kind.PASS, "op": Op.BROADCAST, "root": 1}, "every machine takes part in a broadcast, so none can pass"),
-    ({"kind": Kind.PASS, "nbytes": 4}, "announces 0 bytes of payload, but 4 came"),
-    ({"machines": 1}, "it says that one machine alone contributes"),
-    ({"machines": 3}, "it says that 3 machines contribute, but the job has 2"),
-    ({"nbytes": 60}, "its header announces 64 bytes of payload, but 60 came"),
-    ({"nbytes": 1 << 40}, "its header announces 64 bytes of payload, but 1099511627776 came"),
+    ({"kind": Kind.PASS, "nbytes": 4}, "announces 0 bytes of payload, but 4 arrived"),
+    ({"machines": 1}, "its header says that only one machine contributes"),
+    ({"machines": 3}, "its header says that 3 machines contribute, but the job has 2"),
+    ({"nbytes": 60}, "its header announces 64 bytes of payload, but 60 arrived"),
+    ({"nbytes": 1 << 40}, "its header announces 64 bytes of payload, but 1099511627776 arrived"),
     ({"kind": Kind.PULL}, "only the result of a broadcast can be pulled, not that of a sum"),
-    ({"op": Op.BROADCAST, "root": 2}, "root is machine 2, but the last one is 1"),
+    ({"op": Op.BROADCAST, "root": 2}, "root is machine 2, but the last machine is 1"),
     ({"op": Op.BROADCAST, "root": 1}, "machine 1, the root, pushes and the others pull"),
     ({"op": Op.BROADCAST, "root": 0, "kind": Kind.PULL}, "machine 0, the root, pushes and the others pull"),
-    ({"op": Op.BROADCAST, "root": 1, "kind": Kind.PULL, "nbytes": 4}, "announces 0 bytes of payload, but 4 came"),
+    ({"op": Op.BROADCAST, "root": 1, "kind": Kind.PULL, "nbytes": 4}, "announces 0 bytes of payload, but 4 arrived"),
 ]
 
 
@@ -282,17 +282,17 @@ def test_keys_that_one_machine_alone_gives_to_are_bounded() -> None:
 
     for key in range(3):
         assert give(0, key) == []
-    assert "key 0x0000000000000003: 3 others have begun here" in refusal(give(0, 3))[1]
+    assert "key 0x0000000000000003: this server already holds 3 other tensors" in refusal(give(0, 3))[1]
     assert give(0, 2, index=1) == []  # of one that has begun
     reduced = rounds.reduced(reduction(give(1, 0)))
     assert len(answered(reduced)) == 2
     assert give(0, 3) == []
-    assert "3 others have begun here" in refusal(give(1, 4))[1]
+    assert "already holds 3 other tensors" in refusal(give(1, 4))[1]
     assert give(0, 0, round=2) == []  # one that is known
     rounds.withdraw(given(0, key=3).header)
     assert give(0, 4) == []
     assert give(0, 4, generation=2) == []  # in the place of the first
-    assert "3 others have begun here" in refusal(give(0, 5))[1]
+    assert "already holds 3 other tensors" in refusal(give(0, 5))[1]
     rounds.gone(ORIGINS[0])
     for key in (5, 6, 7):
         assert give(0, key) == []
@@ -307,7 +307,7 @@ def test_partitions_that_one_machine_alone_gives_to_are_bounded() -> None:
     rounds.admission_limit.most_partitions = 3
     for index in range(3):
         assert rounds.contribution(given(0, index=index), 0.0) == []
-    assert "3 partitions have begun here" in refusal(rounds.contribution(given(0, index=3), 0.0))[1]
+    assert "already holds 3 partitions" in refusal(rounds.contribution(given(0, index=3), 0.0))[1]
 
 
 def test_rounds_outlive_an_epoch_of_the_same_machines_and_no_other() -> None:

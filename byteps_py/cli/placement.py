@@ -1,4 +1,5 @@
-"""`bps placement`: what each machine would hold of a model, and how near the optimum that is. Starts nothing."""
+"""`bps placement`: how much each machine would hold of a model, and how close that is to the optimum. Starts
+nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan. Raises ConfigurationError or UsageError for arguments that make no cluster or no model."""
+    """Print the plan. Raises ConfigurationError or UsageError if the arguments describe no valid cluster or model."""
     from byteps_py.errors import UsageError
     from byteps_py.placement.link_optimum import LinkOptimum
     from byteps_py.placement.models import entries, load_model, read_shapes
@@ -72,7 +73,7 @@ def _partition_bytes(given: int | None) -> int:
 
     if given is None:
         return Settings().max_partition_bytes
-    try:  # the rules for the variable that a real cluster reads
+    try:  # the same rules as for the variable of a real cluster
         return Settings.from_env({"BYTEPS_PARTITION_BYTES": str(given)}).max_partition_bytes
     except ConfigurationError as error:
         raise ConfigurationError(f"--partition-bytes {given}: {error}") from error
@@ -126,7 +127,8 @@ def _as_text(plan: Plan, model: str, tensors: int, nbytes: int) -> str:
 
 
 def _explain_links(plan: Plan, links: LinkOptimum, nbytes: int) -> list[str]:
-    """The table for links of different rates: what each machine would carry, for how long, and who is the limit."""
+    """The table for links of different rates: how much each machine would carry, for how long, and which link
+    limits."""
     from byteps_py.placement.shares import carried
 
     seconds = 8 * nbytes / 1e6  # for one Mbit/s

@@ -35,12 +35,14 @@ class CommandError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one job to its end. Returns the exit code described by ``bpslaunch --help``.
+    """Run one job to its end. Returns the exit code that ``bpslaunch --help`` describes.
 
-    A signal ends this program with an exit code before, and after, there are processes to pass it on to. Once the job
-    is over it changes nothing.
+    While there are no processes to pass it on to, a signal ends this program with an exit code. Once the job is over, a
+    signal changes nothing.
     """
-    taken = [signum for signum in ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup's stay
+    taken = [
+        signum for signum in ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
+    ]  # nohup's stay ignored
     with handle_signals(taken, _exit):
         return _code(sys.argv[1:] if arguments is None else arguments)
 
@@ -70,7 +72,7 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
     given = command_line.parse(arguments, outer_environ)
     environ = {**outer_environ, **given.variables}
     if given.ranks and not (environ.get("BYTEPS_SECRET") or environ.get("BYTEPS_SECRET_FILE")):
-        # Only this job's processes know it: other users of this machine can't join the job, or end it.
+        # Only this job's processes know the secret: other users of this machine can't join the job, or end it.
         environ = {"BYTEPS_LOCAL_SECRET": secrets.token_hex(32), **environ}
     command = resolve(given.command, environ)
     for sentence in ignored_variables(environ):

@@ -1,7 +1,7 @@
 """A whole cluster on this host's loopback: what ``bpslaunch -np RANKS --machines N --servers K`` starts.
 
-Each emulated machine is told its own BYTEPS_MACHINE_ID, and otherwise gets the variables that somebody who
-starts it by hand would set. Pure, except ``free_port``. Any thread.
+Each emulated machine has its own BYTEPS_MACHINE_ID, and otherwise the variables that a user who starts it by hand would
+set. Pure, except ``free_port``. Any thread.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ def _scheduler(common: Mapping[str, str], restarts: int) -> ProcessSpec:
 
 
 def free_port(taken: int = 0) -> int:
-    """A loopback port, not ``taken``, that nobody uses, below the range from which the system gives out ports.
+    """A free loopback port, other than ``taken``, below the range from which the system assigns ports.
 
-    So only a program that asks for this very port can take it before the scheduler does; the launcher starts
-    over when one did. Raises RendezvousError.
+    So only a program that asks for this very port can take it before the scheduler does; then the launcher starts over.
+    Raises RendezvousError if it finds none.
     """
     first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     low, high = (16384, first_ephemeral) if first_ephemeral > 18000 else (32768, 65536)
@@ -140,6 +140,6 @@ def free_port(taken: int = 0) -> int:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
-                continue  # taken: that is what the probe is for
+                continue  # the port is in use
         return port
     raise RendezvousError(f"no free loopback port found among {_TRIES} tried between {low} and {high}")

@@ -16,7 +16,7 @@ from byteps_py.variables import VARIABLES, Variable
 _TAG_VARIABLE = "BYTEPS_TAG_OUTPUT"
 
 _DESCRIPTION = """\
-Start the processes of a training job on this machine, watch them, end them together.
+Start the processes of a training job on this machine, watch them, and end them together.
 
 With DMLC_ROLE set, it starts what this machine runs in that role:
   worker     the communication service, this machine's share of summation (when DMLC_NUM_SERVER is below
@@ -42,8 +42,8 @@ machines the last two are the scheduler's address and the port before its own: s
 run on the machine of DMLC_WORKER_ID=0. Only the first rank reads this terminal's input. When CMD's name is python and
 no such program is found, the Python that runs bpslaunch is used.
 
-The lines of several ranks have prefixes ([0], [1], ...). When a job fails, what the first rank that failed said comes
-last, once; what other ranks say because of that is left out (--output-filename keeps it).
+The lines of several ranks have prefixes ([0], [1], ...). When a job fails, the error of the first rank that failed
+comes last, once; errors of other ranks that follow from it are left out (--output-filename keeps them).
 
 exit code: that of the first rank that failed (128 + signal number if a signal killed it); 2 when the configuration
 is unusable; 126 or 127 when CMD can't be run or found. When a rank fails, the others have 15 s to end with an error
@@ -57,7 +57,7 @@ started ends with the job.
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """``ranks`` is 0 when DMLC_ROLE says what to start. ``variables`` are set in every process."""
+    """The parsed command line. ``ranks``: 0 if DMLC_ROLE says what to start; ``variables``: to set in every process."""
 
     command: tuple[str, ...]
     ranks: int
@@ -69,14 +69,15 @@ class LaunchOptions:
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
-    """Raises ConfigurationError; argparse itself ends the program (status 2, usage) on a malformed option."""
+    """Parse a command line. Raises ConfigurationError for options that do not fit together; on a malformed option
+    argparse itself ends the program with status 2."""
     given = _parser().parse_args(arguments)
     command = tuple(given.command[1:] if given.command[:1] == ["--"] else given.command)
     role = _role(environ)
     if given.hosts:
         raise ConfigurationError(
-            "bpslaunch starts processes on this machine only; on several machines, start it on each with DMLC_ROLE "
-            "and its companions set (see --help)"
+            "bpslaunch starts processes on this machine only. For several machines, start it on each one, with "
+            "DMLC_ROLE and its companion variables set (see --help)"
         )
     if role and (given.ranks or given.machines or given.servers is not None):
         raise ConfigurationError(
@@ -120,7 +121,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
 
 
 def _tag_output(given: bool | None, environ: Mapping[str, str]) -> bool | None:
-    """None: as many ranks as there are decide. Raises ConfigurationError."""
+    """None: the number of ranks decides. Raises ConfigurationError."""
     text = environ.get(_TAG_VARIABLE, "")
     if given is not None or not text:
         return given
@@ -128,13 +129,13 @@ def _tag_output(given: bool | None, environ: Mapping[str, str]) -> bool | None:
 
 
 def _role(environ: Mapping[str, str]) -> str:
-    """Empty where DMLC_ROLE is not set. Raises ConfigurationError."""
+    """DMLC_ROLE; empty if it is not set. Raises ConfigurationError."""
     variable = next(each for each in VARIABLES if each.field == "role")
     return str(variable.parse("DMLC_ROLE", environ["DMLC_ROLE"])) if environ.get("DMLC_ROLE", "").strip() else ""
 
 
 def _is_elastic(environ: Mapping[str, str]) -> bool:
-    """As the variable says it. Raises ConfigurationError."""
+    """True if the environment makes the job elastic. Raises ConfigurationError."""
     variable = next(each for each in VARIABLES if each.field == "elastic")
     return any(bool(variable.parse(name, environ[name])) for name in variable.names if environ.get(name))
 
@@ -153,13 +154,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--machines", type=_count(1), metavar="N", help="GPU machines to emulate (default 1)")
     add("--servers", type=_count(0), metavar="K", help="CPU machines to emulate, which only sum (default 0)")
     add("--partition-bytes", metavar="B", help="sets BYTEPS_PARTITION_BYTES")
-    add("--report", type=Path, metavar="FILE", help="sets BYTEPS_REPORT: who carried what, as JSON, at the end")
+    add(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="sets BYTEPS_REPORT: the traffic of each process, as JSON, at the end",
+    )
     add("--timeout", "--start-timeout", dest="start_timeout", metavar="S", help="sets BYTEPS_START_TIMEOUT_S")
     add("--elastic", action="store_true", help="go on without ranks that are lost, and with new ones (BYTEPS_ELASTIC)")
-    add("--min-np", "--min-num-proc", metavar="R", help="elastic, with BYTEPS_MIN_NP: wait if there are fewer ranks")
-    add("--max-np", "--max-num-proc", metavar="R", help="elastic, with BYTEPS_MAX_NP: let no more ranks join")
+    add("--min-np", "--min-num-proc", metavar="R", help="sets BYTEPS_MIN_NP, elastic: wait while there are fewer ranks")
+    add("--max-np", "--max-num-proc", metavar="R", help="sets BYTEPS_MAX_NP, elastic: let no more ranks join")
     add("--elastic-timeout", metavar="S", help="sets BYTEPS_ELASTIC_TIMEOUT_S: how long to wait for ranks")
-    add("--reset-limit", metavar="N", help="sets BYTEPS_RESET_LIMIT: so many changes of the ranks, and no more")
+    add("--reset-limit", metavar="N", help="sets BYTEPS_RESET_LIMIT: how often the ranks may change")
     add("--log-level", metavar="LEVEL", help="sets BYTEPS_LOG_LEVEL")
     add(
         "--tag-output", "--prefix-output", action="store_true", default=None,
@@ -171,10 +177,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.R/stdout and stderr")
     add("--grace-period", type=_seconds, default=5.0, metavar="S", help="from SIGTERM to SIGKILL (default 5)")
-    add("-v", "--verbose", action="store_true", help="say what is started, with which variables")
+    add("-v", "--verbose", action="store_true", help="print what is started, with its variables")
     add("-H", "--hosts", "-hostfile", "--hostfile", dest="hosts", help=argparse.SUPPRESS)
     add("--version", action="version", version=f"byteps_py {__version__}")
-    add("-cb", "--check-build", action=_CheckBuild, nargs=0, help="say what this installation can do, and end")
+    add("-cb", "--check-build", action=_CheckBuild, nargs=0, help="print what this installation can do, and exit")
     add("command", nargs=argparse.REMAINDER, metavar="CMD", help="the training program and its arguments")
     return parser
 

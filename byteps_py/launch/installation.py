@@ -19,7 +19,7 @@ _ASK_TIMEOUT_S = 20.0
 
 
 def ask_driver() -> int:
-    """What nvidia-smi counts; 0 without the program, or when it can't reach a driver."""
+    """The number of GPUs that nvidia-smi lists; 0 without the program, or if it can't reach a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return 0
@@ -31,19 +31,20 @@ def ask_driver() -> int:
 
 
 def visible_gpus(environ: Mapping[str, str], ask: Callable[[], int] = ask_driver) -> int:
-    """CUDA_VISIBLE_DEVICES, else NVIDIA_VISIBLE_DEVICES, else the driver, says it. 0: none."""
+    """The number of GPUs, from CUDA_VISIBLE_DEVICES, else NVIDIA_VISIBLE_DEVICES, else ``ask``, which asks the
+    driver."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         listed = environ.get("NVIDIA_VISIBLE_DEVICES")
         if listed is None or listed.strip() == "all":
             return ask()
     names = (name.strip() for name in listed.split(","))
-    # As in CUDA, the list ends at the first entry that is none.
+    # As in CUDA, the list ends at the first entry that names no device.
     return len(list(itertools.takewhile(lambda name: name not in ("", "-1", "none", "void", "NoDevFiles"), names)))
 
 
 def describe_build() -> str:
-    """Asks what is installed; imports none of it."""
+    """The text that ``bpslaunch --check-build`` prints, as horovodrun's option of that name does."""
     torch = _version("torch")
     gpus = visible_gpus(os.environ)
     frameworks = [(bool(torch), f"PyTorch {torch}" if torch else "PyTorch: pip install 'byteps-py[torch]'")]
@@ -57,7 +58,7 @@ def describe_build() -> str:
     devices = [(True, "CPU"), (gpus > 0, f"CUDA, visible: {gpus}")]
     sections = (
         ("Frameworks that can train", frameworks),
-        ("Ways of the tensors", transports),
+        ("Transports", transports),
         ("Kernels that sum", kernels),
         ("Devices", devices),
     )

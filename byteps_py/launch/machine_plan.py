@@ -1,6 +1,6 @@
-"""From one machine's role to the processes that it runs: DMLC_ROLE and its companions, as started by hand.
+"""From one machine's role to the processes that it runs: what DMLC_ROLE and its companion variables ask for.
 
-Pure: the environment and the number of GPUs come in, process descriptions go out. Any thread.
+Pure: the environment and the number of GPUs go in, process descriptions come out. Any thread.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from byteps_py.launch.process_spec import ProcessKind, ProcessSpec, service_argv
 from byteps_py.settings import Settings
 from byteps_py.variables import VARIABLES
 
-#: Not for ever: something kills it.
+#: Not for ever: a scheduler that dies this often is killed by something that does not stop.
 _SCHEDULER_RESTARTS = 1000
-_SERVER_RESTARTS = 1000  # CPU machines that are lent may be taken back many times
+_SERVER_RESTARTS = 1000  # spare CPU machines may be taken away and given back many times
 _BY_FIELD = {variable.field: variable for variable in VARIABLES}
-#: What a cluster manager may have said of a machine's only rank.
+#: Variables that a cluster manager may have set for a machine's only rank.
 _PLACE = ("RANK", "WORLD_SIZE")
 _EXAMPLES = {
     "role": "worker",
@@ -36,12 +36,12 @@ def role_plan(
     """The processes of this machine, in the order in which to start them.
 
     ``token`` is a random word that names this machine's local socket; ``port``: a free one. Raises ConfigurationError
-    naming every missing variable, or the one that is malformed.
+    that names every missing variable, or the malformed one.
     """
-    # Of the machine; who asks bpslaunch for a machine's ranks has left their number to it.
+    # Only the facts about the machine: with bpslaunch, the number of its ranks is bpslaunch's.
     machine = {"DMLC_NUM_WORKER", "DMLC_WORKER_ID"}
-    told = {name: text for name, text in launchers.facts(environ).items() if name in machine}
-    environ = {**told, **{name: text for name, text in environ.items() if text}}
+    known = {name: text for name, text in launchers.facts(environ).items() if name in machine}
+    environ = {**known, **{name: text for name, text in environ.items() if text}}
     require(environ, "role")
     role = str(_BY_FIELD["role"].parse("DMLC_ROLE", environ["DMLC_ROLE"]))
     if role == "scheduler":
@@ -62,7 +62,7 @@ def _worker_plan(
 ) -> list[ProcessSpec]:
     alone = _value(environ, "num_workers") == "1" and _value(environ, "num_servers") in ("", "0")
     if alone:
-        # One machine needs no scheduler, so nothing has to be said about where it is.
+        # One machine needs no scheduler, and so not its address.
         environ = {"DMLC_WORKER_ID": "0", "DMLC_NUM_SERVER": "0", **environ}
     else:
         require(environ, "num_workers", "num_servers", "worker_id", "scheduler_host", "scheduler_port")
@@ -84,18 +84,18 @@ def _worker_plan(
         server_env = {**env, "DMLC_ROLE": "server"}
         specs.insert(0, server_spec("the summation service of a CPU machine", "ss-cpu", server_env))
     many = settings.num_workers > 1
-    meeting = _meeting(settings) if many else ("127.0.0.1", port)
+    meeting = _torch_address(settings) if many else ("127.0.0.1", port)
     kept = {} if settings.local_size > 1 else {name: environ[name] for name in _PLACE if environ.get(name)}
     for local_rank in range(settings.local_size):
         place = (local_rank, settings.local_size, settings.worker_id, settings.num_workers)
-        told = {**torch_variables(*place, *meeting, environ), **kept}
-        told |= {} if many else horovod_variables(*place)
+        place_variables = {**torch_variables(*place, *meeting, environ), **kept}
+        place_variables |= {} if many else horovod_variables(*place)
         specs.append(
             rank_spec(
                 f"local rank {local_rank}{where}" if many else f"rank {local_rank}",
                 f"{settings.worker_id}.{local_rank}" if many else str(local_rank),
                 command,
-                {**env, **told, **_socket(token)},
+                {**env, **place_variables, **_socket(token)},
                 local_rank,
                 reads_stdin=local_rank == 0,
                 threads=str(environ.get("OMP_NUM_THREADS") or max(1, cores // settings.local_size)),
@@ -105,28 +105,28 @@ def _worker_plan(
 
 
 def scheduler_restarts(environ: Mapping[str, str]) -> int:
-    """How often a killed scheduler is started again: with its journal it goes on where it stopped."""
+    """How often a killed scheduler is started again: only with a journal can it resume the job."""
     return 0 if environ.get("BYTEPS_JOURNAL_DIR") == "none" else _SCHEDULER_RESTARTS
 
 
 def server_spec(
     name: str, label: str, env: Mapping[str, str], *arguments: str, kind: ProcessKind = ProcessKind.SERVICE
 ) -> ProcessSpec:
-    """A summation service: others do its work when it dies, and it is started again to take its part."""
+    """A summation service. When it dies, others take over its work, and it is started again to take its share back."""
     return ProcessSpec(
         name,
         kind,
         label,
         service_argv("server", *arguments),
         env,
-        is_replaceable=kind is ProcessKind.SERVICE,  # a launcher of its own has nothing else to go on with
+        is_replaceable=kind is ProcessKind.SERVICE,  # alone under a launcher it is the whole job
         restarts=_SERVER_RESTARTS,
         again_status=GIVEN_UP_STATUS,
     )
 
 
 def services(settings: Settings, env: Mapping[str, str], token: str, where: str, label: str) -> list[ProcessSpec]:
-    """What a GPU machine runs besides its ranks: its CS, and its SS where the placement gives it a share."""
+    """The services of a GPU machine: its CS, and its SS where the placement gives it a share."""
     if settings.is_alone:
         return []
     env = {**env, **_socket(token)}
@@ -134,7 +134,7 @@ def services(settings: Settings, env: Mapping[str, str], token: str, where: str,
     if settings.gpu_machines_sum:
         name = f"the summation service{where}"
         specs.append(server_spec(name, f"ss{label}", env, "--gpu-machine"))
-    # It stays while the launcher does: ranks may shut down and come back.
+    # It stays as long as the launcher: ranks may shut down and initialize again.
     argv = service_argv("worker", "--stay")
     name = f"the communication service{where}"
     specs.append(ProcessSpec(name, ProcessKind.SERVICE, f"cs{label}", argv, env, is_dismissed=True))
@@ -142,7 +142,7 @@ def services(settings: Settings, env: Mapping[str, str], token: str, where: str,
 
 
 def horovod_variables(local_rank: int, local_size: int, machine: int, machines: int) -> dict[str, str]:
-    """What horovodrun tells a rank, for scripts that read it; machines have equally many ranks.
+    """The variables that horovodrun sets for a rank, for scripts that read them. All machines have as many ranks.
 
     >>> horovod_variables(1, 2, 1, 3)["HOROVOD_RANK"]
     '3'
@@ -160,8 +160,8 @@ def horovod_variables(local_rank: int, local_size: int, machine: int, machines: 
 def torch_variables(
     local_rank: int, local_size: int, machine: int, machines: int, host: str, port: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """What torchrun tells a rank, for ``init_process_group`` with its usual init_method, ``env://``: there the first
-    rank listens at ``host`` and ``port``, unless ``environ`` says where. Machines have equally many ranks.
+    """The variables that torchrun sets for a rank, for ``init_process_group`` with its usual init_method ``env://``:
+    rank 0 listens at ``host`` and ``port``, unless ``environ`` has another address. All machines have as many ranks.
 
     >>> torch_variables(1, 2, 1, 3, "10.0.0.1", 8999, {})["RANK"]
     '3'
@@ -176,9 +176,10 @@ def torch_variables(
     }
 
 
-def _meeting(settings: Settings) -> tuple[str, int]:
-    """What all machines can tell without asking: beside the scheduler, which the first machine is expected to run. The
-    reverse of what torchrun's ranks do, whose scheduler is beside MASTER_PORT."""
+def _torch_address(settings: Settings) -> tuple[str, int]:
+    """The address for torch.distributed, which all machines derive from the scheduler's: that host, and the port
+    before. The first machine is expected to run the scheduler. Under torchrun it is the other way round: the
+    scheduler's port follows from MASTER_PORT."""
     port = settings.scheduler_port
     return settings.scheduler_host, port - 1 if port > 1 else port + 1
 
@@ -198,11 +199,11 @@ def rank_spec(
 
 
 def require(environ: Mapping[str, str], *wanted: str) -> None:
-    """Raises ConfigurationError that explains each of these settings that no variable gives."""
+    """Raises ConfigurationError that explains each of the ``wanted`` settings that no variable sets."""
     missing = [_BY_FIELD[field] for field in wanted if not _value(environ, field)]
     if not missing:
         return
-    # Its default is that of a process that nobody starts in a role.
+    # The default in the meaning is for processes that are started without a role.
     meanings = [v.meaning.partition("; default:")[0] for v in missing]
     lines = [
         f"  {v.names[0]:<18} {meaning} (for example {_EXAMPLES[v.field]}); {v.allowed()}"
@@ -214,7 +215,7 @@ def require(environ: Mapping[str, str], *wanted: str) -> None:
 
 
 def _value(environ: Mapping[str, str], field: str) -> str:
-    """What the first set variable of this setting says; empty when none is set."""
+    """The value of this setting's first variable that is set; empty if none is."""
     return next((environ[name].strip() for name in _BY_FIELD[field].names if environ.get(name)), "")
 
 

@@ -1,7 +1,7 @@
-"""The output of many processes on one terminal, in whole lines, and in a file per process and stream.
+"""The output of many processes: in whole lines on one terminal, and in a file per process and stream.
 
-``LineTagger`` is pure. An ``OutputStream`` reads one pipe without blocking and writes to its sinks; the launcher's
-thread owns it.
+``LineTagger`` is pure. An ``OutputStream`` reads one pipe without blocking, and writes to the terminal and a file; the
+launcher's thread owns it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from byteps_py.last_words import LastWords
 
-#: A line longer than this is shown in pieces: the launcher does not hoard what a process writes.
+#: A longer line is shown in pieces: the launcher's memory is limited.
 MAX_LINE_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-#: More than a pipe holds, so a dead process's last words are read at once; a flood must not starve the others.
+#: More than a pipe holds, so that the last output of a dead process is read at once. More would delay other processes.
 _READS_AT_ONCE = 16
 # A progress bar ends its line with a carriage return alone.
 _TRACEBACK = rb"(Traceback \(most recent call last\):|Exception ignored in|Process \S+:$)"
@@ -34,9 +34,9 @@ class LineTagger:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that ``data`` completes."""
+        """The lines that ``data`` completes, each with its prefix."""
         text = self._rest + data
-        # What a carriage return at the very end means is known when the next byte is there.
+        # The next byte decides whether a carriage return at the very end is a line end of its own.
         held = b"\r" if text.endswith(b"\r") else b""
         *lines, self._rest = _LINE_END.split(text[: len(text) - len(held)])
         self._rest += held
@@ -46,13 +46,13 @@ class LineTagger:
         return b"".join(self._prefix + line + b"\n" for line in lines)
 
     def flush(self) -> bytes:
-        """What is left at the end, as a line."""
+        """The incomplete line at the end of the output, as a line."""
         rest, self._rest = self._rest.rstrip(b"\r"), b""
         return self._prefix + rest + b"\n" if rest else b""
 
 
 class WordsPipe:
-    """Through which a process says why it fails. ``writer`` is the process's end, to be closed after its start."""
+    """The pipe through which a process says why it fails. ``writer`` is the process's end; close it after the start."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
@@ -62,7 +62,7 @@ class WordsPipe:
         self._rest = b""
 
     def read(self) -> list[LastWords]:
-        """The words that have come. ``is_over`` once all ends that write are closed."""
+        """The messages that have arrived. ``is_over`` is set once all writing ends are closed."""
         for _ in range(_READS_AT_ONCE):
             try:
                 data = os.read(self.reader, _READ_BYTES)
@@ -73,7 +73,7 @@ class WordsPipe:
                 break
             self._rest += data
             if len(self._rest) > _MAX_WORDS_BYTES:
-                self._rest = b""  # nothing of ours
+                self._rest = b""  # not a message of this package
         *lines, self._rest = self._rest.split(b"\n")
         return [words for line in lines if (words := LastWords.unpack(line)) is not None]
 
@@ -96,7 +96,7 @@ class OutputStream:
         self._file = None if file is None else os.open(file, _CREATE | (os.O_APPEND if again else os.O_TRUNC), 0o666)
 
     def pump(self) -> bool:
-        """Pass on what there is. False when the pipe is at its end."""
+        """Show and store the output that is there. False when the pipe is at its end."""
         for _ in range(_READS_AT_ONCE):
             try:
                 data = os.read(self.pipe, _READ_BYTES)
@@ -110,12 +110,12 @@ class OutputStream:
         return True
 
     def keep(self, text: str) -> None:
-        """What the process has said in another way belongs into the file, too."""
+        """Store a message that the process has sent through its WordsPipe in the file of stderr, too."""
         if self._is_error and self._file is not None:
             _write_all(self._file, text.encode(errors="replace"))
 
     def expect_interrupt(self) -> None:
-        """The process is told to end. How its Python does so is of no interest: nothing failed."""
+        """The process gets a signal to end. From now on, do not show the traceback of its KeyboardInterrupt."""
         self._is_interrupted = self._is_error
 
     def _pass_on(self, data: bytes) -> None:
@@ -144,16 +144,16 @@ class OutputStream:
         try:
             _write_all(self._terminal, data)
         except BrokenPipeError:
-            self._terminal = None  # nobody reads any more (`| head`); that is no reason to end a training
+            self._terminal = None  # the reader has ended (`| head`), but the training goes on
 
 
 def open_streams(
     label: str, *, tag: bool, folder: Path | None, again: bool = False
 ) -> tuple[Sequence[int], list[OutputStream]]:
-    """(descriptors for a child's stdout and stderr, to be closed after its start; the streams that read them).
-    ``again``: files go on where those of the process before it ended.
+    """(descriptors for a child's stdout and stderr, to close after its start; the streams that read them). ``again``:
+    the process is started again, so its output is appended to the files.
 
-    Nothing is returned when neither prefixes nor files are wanted: the child then writes to the terminal itself.
+    Both are empty without prefixes and files: then the child writes to the terminal itself.
     """
     if not tag and folder is None:
         return (), []
@@ -171,15 +171,15 @@ def open_streams(
 
 
 def show(text: str, prefix: str) -> None:
-    """Somebody's last words, on stderr, in one piece."""
+    """Write the error of a process to stderr, in one piece."""
     tagger = LineTagger(prefix.encode())
     with contextlib.suppress(BrokenPipeError):
         _write_all(2, tagger.feed(text.encode(errors="replace")) + tagger.flush())
 
 
 def say(text: str) -> None:
-    """The launcher's own words, on stderr, in one piece."""
-    with contextlib.suppress(BrokenPipeError):  # as in Stream: nobody reads any more
+    """Write a message of the launcher to stderr, in one piece."""
+    with contextlib.suppress(BrokenPipeError):  # the reader has ended
         _write_all(2, "".join(f"bpslaunch: {line}\n" for line in text.splitlines()).encode(errors="replace"))
 
 

@@ -1,4 +1,4 @@
-"""What one process of a job is. Pure data; any thread."""
+"""The description of one process of a job. Pure data; any thread."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 
 class ProcessKind(enum.Enum):
-    MAIN = "main"  # the job is over when all of these have ended, and their exit codes are the launcher's
-    SERVICE = "service"  # exists for the others; leaves by itself when they have left
+    MAIN = "main"  # the job is over when all of these have ended; their exit codes decide the launcher's
+    SERVICE = "service"  # serves the others; exits by itself when they have left
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +24,16 @@ class ProcessSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     reads_stdin: bool = False
-    is_dismissed: bool = False  # a service that stays until it is told to end, once all ranks have
+    is_dismissed: bool = False  # a service that stays until it gets SIGTERM, once all ranks have ended
     is_vital: bool = True  # a service without which the ranks can't go on for long
-    is_replaceable: bool = False  # others take over its work
-    restarts: int = 0  # how often it is started again, if a signal killed it while ranks were at work
+    is_replaceable: bool = False  # a service whose work others take over
+    restarts: int = 0  # how often it is started again if a signal killed it while the ranks ran
     again_status: int | None = None  # … or if it ended with this exit status
-    retry_status: int | None = None  # this exit status, before any other process ended, means: start over
-    hopeless_status: int | None = None  # … and this one: the job can't begin, and would not the next time either
+    retry_status: int | None = None  # this exit status, before any other process ended: start the whole job over
+    hopeless_status: int | None = None  # … and this one: the job can't begin, now or later
 
 
 def service_argv(module: str, *arguments: str) -> tuple[str, ...]:
-    """How to run a program of this package. ``-P``: a file in the user's folder must not shadow a module."""
+    """The command that runs a program of this package. ``-P``: files in the user's folder must not shadow its
+    modules."""
     return (sys.executable, "-P", "-m", f"byteps_py.{module}", *arguments)

@@ -1,7 +1,7 @@
 """What the launcher does when a process ends, a signal arrives or time passes.
 
-A pure state machine: events and the time come in, actions go out. It starts nothing and sends nothing; the
-supervisor's thread alone calls it.
+A pure state machine: events and the time go in, actions come out. It starts nothing and sends nothing. Only the
+supervisor's thread calls it.
 
     RUNNING ──────────────────a signal came──────────────► STOPPING ──grace over──► KILLING
        │ └─a rank failed, a service died─► LOSING ──time over──┘                       │
@@ -9,12 +9,11 @@ supervisor's thread alone calls it.
        └─all ranks ended, 0──────────────────┴──► DRAINING ──drain over──► ENDING ◄────┘
                                                                              └──grace over──► KILLING ──► OVER
 
-RUNNING: nothing happened yet, but that a process that can go on where it stopped was killed and started again.
-LOSING: a rank or a service is gone; the ranks notice by themselves and say what they miss. LEAVING (elastic jobs,
-SIGTERM): the communication service was told that the ranks are to leave at their next commit. DRAINING: services that
-stay for the ranks' sake are told to end, the others follow by themselves, once the ranks of other machines have ended,
-too: those need not be as quick. After LEAVING all are told to end, in order.
-ENDING: all are told to, whatever state they are in. OVER: what survived SIGKILL is left.
+RUNNING: nothing has failed, or only processes that could be started again. LOSING: a rank or a service has failed; the
+other ranks notice it by themselves and report what they miss. LEAVING (elastic jobs, SIGTERM): the communication
+service knows that the ranks are to leave at their next commit. DRAINING: services that stay for the ranks' sake get
+SIGTERM. The others exit by themselves, once the ranks of other machines have ended, too, which may take longer. After
+LEAVING all get SIGTERM. ENDING: all get SIGTERM, whatever they do. OVER: processes that survived SIGKILL are left.
 """
 
 from __future__ import annotations
@@ -31,24 +30,28 @@ from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Signals that only the ranks can have a meaning for; passed on, nothing else happens.
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-#: A wrapper that forwards Ctrl-C makes it arrive twice at once. That is not a user who asks twice.
+#: A wrapper that forwards Ctrl-C makes it arrive twice at once. A second one within this time is not the user's.
 REPEAT_IGNORED_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """Send a signal to these processes."""
+
     names: tuple[str, ...]
     signum: int
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
+    """Write this to stderr."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """This process ended; start it once more."""
+    """Start this process, which has ended, once more."""
 
     name: str
 
@@ -57,6 +60,8 @@ Action = Send | Say | Start
 
 
 class Phase(enum.Enum):
+    """See the diagram of this module."""
+
     RUNNING = enum.auto()
     LEAVING = enum.auto()
     LOSING = enum.auto()
@@ -68,7 +73,7 @@ class Phase(enum.Enum):
 
 
 def describe(status: int) -> str:
-    """A wait status of ``subprocess`` (negative: a signal) in words."""
+    """An exit status of ``subprocess`` (negative: a signal) in words."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -82,11 +87,15 @@ def exit_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-class Policy:
-    """``code`` is the launcher's exit code so far, ``deadline`` (same clock as ``now``) when to call ``ticked``.
+class SupervisionPolicy:
+    """Decides for one job. Times are in seconds of any steady clock.
 
-    ``elastic``: ranks go on without one that failed, and all is well if one ends well. ``is_part``: other launchers run
-    the rest of the job; if it is elastic, it goes on without the ranks of this one, and SIGTERM asks these to leave.
+    ``code``: the launcher's exit code so far. ``deadline``: when to call ``ticked``. ``retry``: start the whole job
+    over.
+
+    ``elastic``: the other ranks go on without one that failed, and the job succeeds if one rank does. ``is_part``:
+    other launchers run the rest of the job; if it is elastic, it goes on without the ranks of this one, and SIGTERM
+    asks these ranks to leave.
     """
 
     def __init__(
@@ -100,27 +109,27 @@ class Policy:
     ) -> None:
         self.code = 0
         self.deadline: float | None = None
-        self.retry = False  # the whole job is to be started once more
+        self.retry = False
         self.phase = Phase.RUNNING
         self._grace_s, self._own_error_s, self._drain_s = grace_s, own_error_s, drain_s
         self._elastic, self._is_part = elastic, is_part
         self._one_ended_well = False
-        self._is_leaving = False  # others go on without these ranks, as they were asked to
+        self._is_leaving = False  # SIGTERM asked these ranks to leave; others go on without them
         self._alive = {spec.name: spec for spec in specs}
         self._mains_over = False
         self._no_main_ended = True
         self._signalled_at: float | None = None
         self._stop_signals: set[int] = set()
         self._restarted: dict[str, int] = {}  # how often, by name
-        self._is_headless = False  # nobody is left who would tell the services that all is over
-        self._reason_code = 0  # for a rank that ends by a signal which came from here
+        self._is_headless = False  # the scheduler has ended: the services do not hear from it that the job is over
+        self._reason_code = 0  # the exit code for ranks that end by a signal of this launcher
 
     @property
     def finished(self) -> bool:
         return not self._alive or self.phase is Phase.OVER
 
     def exited(self, name: str, status: int, now: float) -> list[Action]:
-        """A process ended; ``status`` as subprocess gives it."""
+        """A process has ended; ``status`` as ``subprocess`` gives it."""
         if self._goes_on(self._alive[name], status):
             again = self._restarted[name] = self._restarted.get(name, 0) + 1
             count = f"{again} of at most {self._alive[name].restarts} times"
@@ -140,7 +149,7 @@ class Policy:
 
     @property
     def _is_well(self) -> bool:
-        """All ranks have ended, of an elastic job: does it matter how?"""
+        """All ranks have ended: True if the job succeeded whatever their exit codes."""
         if not self._elastic or self._is_leaving:
             return self._is_leaving
         return self._one_ended_well and self._signalled_at is None
@@ -176,7 +185,7 @@ class Policy:
                 text = f"{', '.join(self._mains())} went on for {self._own_error_s:g} s without it; stopping"
                 return [Say(text), *self._stop_mains(signal.SIGTERM, now)]
             case Phase.LEAVING:
-                text = f"{', '.join(self._mains())} came to no commit within {self._grace_s:g} s; stopping"
+                text = f"{', '.join(self._mains())} reached no commit within {self._grace_s:g} s; stopping"
                 return [Say(text), *self._stop_mains(signal.SIGTERM, now)]
             case Phase.STOPPING:
                 mains = self._mains()
@@ -195,13 +204,14 @@ class Policy:
                 return [Say(f"{late} could not be killed: the system holds it in an uninterruptible wait")]
 
     def _goes_on(self, spec: ProcessSpec, status: int) -> bool:
-        """It is to be started again: it was killed, or given up, and nobody had asked it to end."""
+        """True if it is to be started again: it was killed or given up, and had not been asked to end."""
         was_killed = (status < 0 and -status not in ENDING_SIGNALS) or status == spec.again_status
         return self.phase is Phase.RUNNING and was_killed and self._restarted.get(spec.name, 0) < spec.restarts
 
     def _main_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:
         if self.code == 0:
-            # An uncaught exception: KeyboardInterrupt, or that another rank was quicker to end.
+            # After a signal, status 1 is an uncaught exception: KeyboardInterrupt, or the loss of a rank that ended
+            # first.
             is_ours = status == 1 and self._signalled_at is not None and self.phase is Phase.STOPPING
             is_ours = is_ours or (status < 0 and -status in self._stop_signals)
             self.code = self._reason_code if is_ours else exit_code(status)
@@ -220,12 +230,12 @@ class Policy:
         return [Say(text)]
 
     def _service_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:
-        # Status 0 is no loss: the ranks said goodbye and go on without it, to save a model for example.
+        # Status 0 is no loss: the ranks have shut down and go on without it, to save a model for example.
         if status == 0:
             return []
         text = f"{spec.name} {describe(status)}"
-        # Possibly why a rank failed, though seen after it. One that is told to end, or to whom the failed rank is
-        # a failure of the job, says what there is to say itself.
+        # A crash may be why a rank failed, even if it is seen after that. A service that gets SIGTERM, or hears of the
+        # failed rank, ends with a message of its own.
         is_crash = status < 0 and status != -signal.SIGTERM
         is_first = self._no_main_ended and spec.name not in self._restarted
         if self.phase is Phase.RUNNING and status == spec.retry_status and is_first:
@@ -236,7 +246,7 @@ class Policy:
             self.code = UNUSABLE_STATUS
             return [Say(f"{spec.name} can't begin; its own message is above"), *self._kill_all(now)]
         if spec.is_replaceable:
-            if self.phase is Phase.RUNNING and is_crash:  # else it has said itself why, or the job has failed
+            if self.phase is Phase.RUNNING and is_crash:  # else it has reported why, or the job has failed
                 return [Say(f"{text}; the other summation services take over, if there are any")]
         elif not spec.is_vital:
             self._is_headless = True
@@ -256,14 +266,15 @@ class Policy:
 
     @property
     def _draining_s(self) -> float:
-        """Ranks of other machines may end later. But a machine that is asked to leave may have little time."""
+        """How long services may take after the ranks: ranks of other machines may end later. But a machine that was
+        asked to leave may have little time."""
         return self._drain_s if self._is_part and not self._is_leaving else self._grace_s
 
     def _after_mains(self, now: float) -> list[Action]:
         orderly = (Phase.RUNNING, Phase.LEAVING, Phase.LOSING)
         if self.code == 0 and self.phase in orderly and not self._is_headless:
             self._enter(Phase.DRAINING, now, self._draining_s)
-            # A machine that leaves while others go on waits in vain to hear that the job is over.
+            # On a machine that leaves while others go on, services do not hear that the job is over: the job is not.
             return self._send(tuple(self._alive) if self._is_leaving else self._dismissed(), signal.SIGTERM)
         return self._end_services(now)
 

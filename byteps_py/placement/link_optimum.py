@@ -4,9 +4,9 @@
                           1 + (n−2)·x ≤ t·B      for every GPU machine
                           all x together = 1
 
-For a given t every machine has a largest share of its own, so the least t is where these add up to 1: a sum of
-lines with a kink each, solved exactly, without a solver. A GPU machine whose link is so slow that it takes
-longer for the model alone holds nothing, and the others share as if it were not there. Pure; any thread.
+For a given t every machine has a largest share, so the least t is where these shares add up to 1. Each share is a
+function of t with one kink, so the sum is solved exactly, without a solver. A GPU machine whose link is so slow that
+the model alone takes longer holds nothing, and the others share as if it did not exist. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fractions import Fraction
 from byteps_py.errors import UsageError
 from byteps_py.placement.shares import Optimum, carried
 
-#: Rates that differ by less count as one: a measurement is no better than that, and even shares are worth more.
+#: Rates whose ratio is above this count as equal: measurements are not more precise, and even shares are worth more.
 _SAME = 0.85
 _WEIGHT_BITS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class LinkOptimum:
-    """The best placement for CPU and GPU machines with these rates, each way, in any one unit.
+    """The best placement for CPU and GPU machines with links of these rates, in each direction, in any one unit.
 
     ``gpu_machines_sum`` False: only CPU machines hold anything (the classical parameter server). Raises UsageError
-    for less than one GPU machine, a rate that is not above 0, or several GPU machines and nobody to sum.
+    without a GPU machine, for a rate that is not above 0, or for several GPU machines and no machine that sums.
 
     >>> best = LinkOptimum([400, 100], [400, 400, 400, 200])
     >>> [str(share) for share in best.shares], str(best.time * 400)
@@ -50,14 +50,14 @@ class LinkOptimum:
         if any(not math.isfinite(rate) or rate <= 0 for rate in (*cpu, *gpu)):
             raise UsageError(f"the rate of a link must be above 0: {[float(rate) for rate in (*cpu, *gpu)]}")
         if len(gpu) > 1 and not cpu and not gpu_machines_sum:
-            raise UsageError("without CPU machines GPU machines have to sum")
+            raise UsageError("without CPU machines, the GPU machines have to sum")
         object.__setattr__(self, "gpu_machines_sum", gpu_machines_sum)
         object.__setattr__(self, "cpu", tuple(Fraction(rate) for rate in cpu))
         object.__setattr__(self, "gpu", tuple(Fraction(rate) for rate in gpu))
 
     @property
     def are_equal(self) -> bool:
-        """All links have one rate: the formula of shares.py holds."""
+        """True if all links have one rate: then the formula of shares.py holds."""
         return len({*self.cpu, *self.gpu}) == 1
 
     @property
@@ -95,7 +95,8 @@ class LinkOptimum:
         return (1 - offset) / slope
 
     def _shares_of_two(self) -> tuple[Fraction, ...]:
-        """Two GPU machines each carry the whole model whatever they hold; CPU machines take what they can by then."""
+        """The shares for two GPU machines. Each carries the whole model whatever it holds; CPU machines hold as much as
+        they can carry in that time."""
         total = sum(self.cpu, Fraction(0))
         room = total / min(self.gpu) / 2
         scale = min(Fraction(1), room) / total if total else Fraction(0)
@@ -109,7 +110,7 @@ class LinkOptimum:
         return self.time_of(self.shares)
 
     def time_of(self, shares: Sequence[Fraction | int]) -> Fraction:
-        """The same for other shares: the time of the machine that takes longest."""
+        """The time of one reduction with other shares: that of the machine that takes longest."""
         k = len(self.cpu)
         loads = carried(len(self.gpu), shares[:k], shares[k:])
         if len(self.gpu) == 1:
@@ -125,7 +126,7 @@ class LinkOptimum:
 
 
 def classes(rates: Sequence[float]) -> list[float]:
-    """Measured rates with those that hardly differ made equal: each becomes the highest of its class.
+    """Measured rates, with rates that hardly differ made equal: each becomes the highest rate of its class.
 
     >>> classes([391.0, 398.5, 196.0, 402.0])
     [402.0, 402.0, 196.0, 402.0]

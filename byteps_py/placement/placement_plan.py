@@ -1,7 +1,7 @@
-"""A placement worked out in advance: what each machine of n + k would hold, and what it costs in time.
+"""A placement computed in advance: how much each of n + k machines would hold, and how long a reduction would take.
 
-Owns the comparison of a real table with the optimum; `bps placement` and benchmarks/placement.py print it.
-Starts nothing and sends nothing. Pure; any thread.
+Owns the comparison of a real table with the optimum. `bps placement` and benchmarks/placement.py print it. Starts
+nothing and sends nothing. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from byteps_py.tensors import split
 class Plan:
     """``held``: bytes of every machine's server, CPU machines first, 0 for a machine that holds nothing.
 
-    ``partitions``: into how many pieces the model is cut; with one machine it is not. ``links``: where they are
-    not equal, and the optimum is theirs.
+    ``partitions``: into how many pieces the model is cut; 0 with one machine. ``links``: the optimum for unequal links;
+    None if all links are equal.
     """
 
     optimum: Optimum
@@ -40,17 +40,17 @@ class Plan:
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
-        """Part of the model that every machine holds."""
+        """The share of the model that each machine holds."""
         return tuple(Fraction(held, sum(self.held) or 1) for held in self.held)
 
     @property
     def best_shares(self) -> tuple[Fraction, ...]:
-        """What the machines should hold: by the formula, or by the linear program where links are not equal."""
+        """The optimal shares: by the formula, or by the linear program if links are not equal."""
         return self.links.shares if self.links is not None else self.optimum.shares
 
     @property
     def fullest(self) -> Fraction:
-        """The largest of all servers' loads, each relative to the share that it should have."""
+        """The largest load of a server, relative to its optimal share."""
         pairs = zip(self.shares, self.best_shares, strict=True)
         return max((share / best for share, best in pairs if best), default=Fraction(1))
 
@@ -76,7 +76,7 @@ def plan(tensors: Sequence[Entry], n: int, k: int, partition_bytes: int, links: 
 
 
 def plain_hash_plan(tensors: Sequence[Entry], n: int, k: int, partition_bytes: int) -> Plan:
-    """What hashing alone would give, without bounds on loads and without extra cuts: the bar to be better than."""
+    """The placement by hashing alone, without bounds on loads and without extra cuts, for comparison."""
     optimum = Optimum(n, k)
     if not optimum.server_weights:
         return Plan(optimum, (0,) * (k + n), 0)
@@ -91,6 +91,6 @@ def plain_hash_plan(tensors: Sequence[Entry], n: int, k: int, partition_bytes: i
 
 
 def _every_machine(optimum: Optimum, loads: Sequence[int]) -> tuple[int, ...]:
-    """Loads of the servers, spread to the machines that have one; 0 for the others."""
+    """The loads of all machines, from those of the servers; 0 for machines without a server."""
     servers = iter(loads)
     return tuple(next(servers) if weight else 0 for weight in optimum.weights)

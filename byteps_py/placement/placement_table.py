@@ -1,9 +1,8 @@
 """The placement table: which summation server holds which part of which tensor.
 
-Owns the cuts of every tensor and the server of every partition. A replicated state machine: every party of a
-job applies the same sequence of ``add`` and ``rebalance`` and so obtains the same table, on any platform. Knows
-no processes, epochs or messages; the weights come from shares.py, or from wherever links are measured. Pure;
-one thread at a time.
+Owns the cuts of every tensor and the server of every partition. The table is a replicated state machine: every party of
+a job applies the same sequence of ``add`` and ``rebalance``, and so has the same table, on any platform. Knows no
+processes, epochs or messages. The weights come from shares.py or link_optimum.py. Pure; one thread at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.packing import MIN_CUT_BYTES, Packer, Piece, excess_of
 from byteps_py.tensors import split
 
-#: A server may be above its share by 1/32 of what it held before: evener would cost more, in moves or in cuts.
+#: A server may exceed its share by 1/32 of what it held before: a smaller margin would cost more moves or cuts.
 MARGIN = 32
 
 
 class Entry(NamedTuple):
-    """A tensor that enters the table: its 64-bit ``key``, its size and the bytes of one element."""
+    """A tensor to enter in the table: its 64-bit ``key``, its size and that of one element, in bytes."""
 
     key: int
     nbytes: int
@@ -56,10 +55,10 @@ class _Tensor:
 class PlacementTable:
     """The table of one job.
 
-    ``servers``: (id, weight) of each, CPU machines first; ids are distinct integers that stay with a server for
-    life, weights are its part of the hash values (``Optimum(n, k).server_weights``). ``partition_bytes``: no
-    partition is longer. Raises UsageError for a repeated id, a negative weight or no weight at all (one machine
-    alone has no servers and needs no table).
+    ``servers``: (id, weight) of each server, CPU machines first. Ids are distinct integers that a server keeps for
+    life; weights are the numbers of its hash values (``Optimum(n, k).server_weights``). ``partition_bytes``: the length
+    of the longest partition. Raises UsageError for a repeated id, a negative weight, or if no weight is above 0 (one
+    machine alone has no servers and needs no table).
 
     >>> table = PlacementTable([(7, 6), (8, 2)], partition_bytes=4096)
     >>> table.add([(1, 8192, 4), (2, 16384, 4)])
@@ -69,7 +68,7 @@ class PlacementTable:
     (20480, 4096)
     """
 
-    #: What is too little to be cut off is also too little to move.
+    #: An excess that is too small to cut off is also too small to move.
     margin_bytes = 2 * MIN_CUT_BYTES
 
     def __init__(self, servers: Iterable[tuple[int, int]], partition_bytes: int) -> None:
@@ -88,28 +87,30 @@ class PlacementTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in the table."""
+        """The bytes of all tensors in the table."""
         return sum(self._loads)
 
     def has(self, key: int) -> bool:
         return key in self._tensors
 
     def partitions(self, key: int) -> tuple[Partition, ...]:
-        """The partitions of ``key`` by offset; none for an empty tensor. Raises UsageError for an unknown key."""
+        """The partitions of ``key`` by offset; empty for a tensor without elements. Raises UsageError for an unknown
+        key."""
         try:
             return self._tensors[key].parts
         except KeyError:
             raise UsageError(f"key {key:#x} is not in the placement table: its declaration was not accepted") from None
 
     def owner(self, key: int, index: int) -> int:
-        """Id of the server that sums partition ``index`` of ``key``. Raises UsageError if there is no such one."""
+        """The id of the server that sums partition ``index`` of ``key``. Raises UsageError if there is no such
+        partition."""
         parts = self.partitions(key)
         if not 0 <= index < len(parts):
-            raise UsageError(f"key {key:#x} has {len(parts)} partitions, there is none numbered {index}")
+            raise UsageError(f"key {key:#x} has {len(parts)} partitions, and none with the index {index}")
         return parts[index].server
 
     def load(self, server: int) -> int:
-        """Bytes that the server with this id holds. Raises UsageError for an unknown id."""
+        """The bytes that the server with this id holds. Raises UsageError for an unknown id."""
         try:
             return self._loads[self._positions[server]]
         except KeyError:
@@ -118,10 +119,10 @@ class PlacementTable:
     # ---- events ------------------------------------------------------------------------------------------
 
     def add(self, batch: Iterable[tuple[int, int, int]]) -> None:
-        """Enter tensors, (key, nbytes, itemsize) each; the order within a batch doesn't matter.
+        """Enter tensors, (key, nbytes, itemsize) each. The order within a batch does not matter.
 
-        A key that is there already stays as it is if its size is the same, else it is cut and placed anew; of a
-        key given twice the last counts. Raises UsageError, and changes nothing, for impossible sizes.
+        A key that is in the table stays as it is if its size is the same; otherwise it is cut and placed again. If a
+        batch has a key twice, the last entry counts. Raises UsageError, and changes nothing, for impossible sizes.
         """
         entries = {entry.key: entry for entry in (_checked(Entry(*each)) for each in batch)}
         pieces = []
@@ -143,10 +144,10 @@ class PlacementTable:
             self._replace(key, sorted(unordered))
 
     def rebalance(self, servers: Iterable[tuple[int, int]]) -> list[Move]:
-        """Go over to these servers, see the constructor. Returns what moved, by key and index.
+        """Change to these servers, see the constructor. Returns the moves, by key and index.
 
-        Cuts never change. A partition stays where it is, unless its server is gone (or has weight 0), or holds
-        more than its new share and a margin and would not without this partition's leaving.
+        Cuts never change. A partition stays where it is, unless its server is not among these (or has weight 0), or
+        unless the server exceeds its new share plus a margin and has to give this partition away.
         """
         total = self.nbytes
         self._set_servers(servers)
@@ -168,7 +169,7 @@ class PlacementTable:
         return self._settle(homeless, self._bounds(total, 0))
 
     def _settle(self, homeless: Sequence[tuple[int, int]], bounds: Sequence[int]) -> list[Move]:
-        """Place partitions that have no server now, whole; the moves among them."""
+        """Place partitions that have no server, without cutting them. Returns those that moved."""
         numbers = {}
         for key, index in homeless:
             tensor = self._tensors[key]
@@ -201,7 +202,7 @@ class PlacementTable:
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any]) -> PlacementTable:
-        """The table that ``snapshot`` was taken of. Raises ProtocolError for one that no table has given."""
+        """The table of which ``snapshot`` was taken. Raises ProtocolError if it is malformed."""
         try:
             table = cls([(int(i), int(w)) for i, w in snapshot["servers"]], int(snapshot["partition_bytes"]))
             for key, nbytes, itemsize, parts in snapshot["tensors"]:
@@ -209,9 +210,9 @@ class PlacementTable:
                 placed = tuple(Partition(int(o), int(n), int(s)) for o, n, s in parts)
                 ends = [0, *(p.offset + p.length for p in placed)]
                 if entry.key in table._tensors:
-                    raise ProtocolError(f"a snapshot of the placement table has key {entry.key:#x} twice")
+                    raise ProtocolError(f"a snapshot of the placement table has the key {entry.key:#x} twice")
                 if [*(p.offset for p in placed), entry.nbytes] != ends or any(p.length < 1 for p in placed):
-                    raise ProtocolError(f"the partitions of key {entry.key:#x} don't cover its {entry.nbytes} bytes")
+                    raise ProtocolError(f"the partitions of key {entry.key:#x} do not cover its {entry.nbytes} bytes")
                 table._tensors[entry.key] = _Tensor(entry.itemsize, entry.nbytes, placed)
                 table._account(placed, 1)
         except (UsageError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -226,16 +227,17 @@ class PlacementTable:
         if len(set(ids)) != len(ids):
             raise UsageError(f"a placement table's servers must be distinct, got ids {ids}")
         if any(weight < 0 for weight in weights) or not sum(weights):
-            raise UsageError(f"a placement table needs weights of at least 0, one above it; got {weights}")
+            raise UsageError(f"a placement table needs weights of at least 0, and one above 0; got {weights}")
         self._ids, self._weights = ids, weights
         self._positions = {server: position for position, server in enumerate(ids)}
         self._loads = [0] * len(ids)
 
     def _bounds(self, total: int, before: int) -> list[int]:
-        """Bytes that each server should hold at most: its share of ``total`` plus 1/MARGIN of that of ``before``.
+        """The most bytes that each server should hold: its share of ``total``, plus 1/MARGIN of its share of
+        ``before``.
 
-        ``before`` is what was placed before. So a model that enters in one batch is placed evenly, and tensors
-        that come one by one are not each cut into a slice for every server.
+        ``before``: the bytes that were placed before. So a model that enters in one batch is placed evenly, and tensors
+        that enter one by one are not each cut into a slice for every server.
         """
         whole = sum(self._weights)
         return [-(-total * weight // whole) + before * weight // (whole * MARGIN) for weight in self._weights]
@@ -253,5 +255,7 @@ def _checked(entry: Entry) -> Entry:
     if not 0 <= entry.key < 1 << 64:
         raise UsageError(f"a key has 64 bits, got {entry.key:#x}")
     if entry.itemsize < 1 or entry.nbytes < 0 or entry.nbytes % entry.itemsize:
-        raise UsageError(f"key {entry.key:#x}: {entry.nbytes} bytes are not elements of {entry.itemsize} bytes")
+        raise UsageError(
+            f"key {entry.key:#x}: {entry.nbytes} bytes are not a multiple of the element size, {entry.itemsize} bytes"
+        )
     return entry

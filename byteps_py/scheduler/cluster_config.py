@@ -1,4 +1,4 @@
-"""What the scheduler is told about its cluster before anybody comes. Pure; any thread."""
+"""What the scheduler knows of its cluster before any member registers. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from byteps_py.placement.link_optimum import LinkOptimum
 from byteps_py.settings import SLOW_FACTOR, Settings
 
-#: Version of the control protocol; a member that speaks another is refused.
+#: Version of the control protocol; a member with another version is refused.
 PROTOCOL_VERSION = 4
 
 
@@ -16,12 +16,12 @@ PROTOCOL_VERSION = 4
 class ClusterConfig:
     """``num_workers`` GPU machines (n), ``num_servers`` CPU machines (k); times in seconds.
 
-    ``partition_bytes`` is not here: the scheduler moves no tensors, so the first member that registers decides it.
+    ``partition_bytes`` is not among them: the scheduler moves no tensors, so the first member that registers decides.
     """
 
     num_workers: int
     num_servers: int = 0
-    servers_only: bool = False  # GPU machines sum nothing, whatever the formula says
+    servers_only: bool = False  # GPU machines sum nothing, whatever share the formula gives them
     job: str = ""
     start_timeout_s: float = 60.0
     heartbeat_interval_s: float = 0.2
@@ -66,8 +66,8 @@ class ClusterConfig:
         return self.num_workers > 1 and self.num_servers < self.num_workers and not self.servers_only
 
     def weights(self, cpu_mbit: Sequence[float], gpu_mbit: Sequence[float]) -> tuple[int, ...]:
-        """What part of the keys each machine gets, relative to the others, for links of these rates: CPU machines
-        first, then GPU machines; 0 for none. Raises UsageError if nobody is left who could hold any."""
+        """The share of the keys that each machine gets, relative to the others, for links of these rates: CPU machines
+        first, then GPU machines; 0 for none. Raises UsageError if no machine could hold any."""
         if len(gpu_mbit) == 1:
             return (0,) * (len(cpu_mbit) + 1)
         return LinkOptimum(cpu_mbit, gpu_mbit, not self.servers_only and len(cpu_mbit) < len(gpu_mbit)).weights

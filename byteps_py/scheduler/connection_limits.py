@@ -22,15 +22,18 @@ import grpc.aio
 from byteps_py.unauthenticated import MOST, UnauthenticatedConnections, duplicate
 
 _DESCRIPTORS = "/proc/self/fd"
-#: Between two looks, and while many connect.
+#: Seconds between two looks, and while many connect.
 _LOOK_S, _HURRIED_S = 0.05, 0.005
 _MANY = MOST // 4
-#: Of those that have gone without a token, so many are remembered until ``take_refused``.
+#: How many connections that ended without a token are remembered until ``take_refused``.
 _MOST_REFUSED = 100
 
 
 class SchedulerConnections:
-    """``port``: where the scheduler listens. What ``admit`` has not named in time is cut off."""
+    """Finds the connections to ``port``, where the scheduler listens, and cuts off those that are not admitted in time.
+
+    Any thread may call ``handshake_begins``; the other methods are for the scheduler's thread.
+    """
 
     def __init__(self, port: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
@@ -39,13 +42,15 @@ class SchedulerConnections:
         self._waiting = UnauthenticatedConnections(clock)
         self._waiting.port = port
         self._port = port
-        self._known: dict[int, tuple[int, str]] = {}  # by descriptor: its socket's inode, its peer; "": no connection
+        self._known: dict[
+            int, tuple[int, str]
+        ] = {}  # by descriptor: (inode of its socket, its peer; "" if it is no connection to the port)
         self._admitted: set[str] = set()
         self._explained: set[str] = set()
         self._refused: list[str] = []
 
     def handshake_begins(self) -> None:
-        """Of TLS: it may fail so soon that only now there is anything to see of the connection."""
+        """A TLS handshake begins. It may fail so soon that the connection is not seen unless it is looked for now."""
         with self._lock:
             if len(self._waiting) <= _MANY or self._clock() - self._looked_s >= _HURRIED_S:
                 self._look()
@@ -56,13 +61,13 @@ class SchedulerConnections:
             self._admitted.add(address_of(peer))
 
     def explained(self, peer: str) -> None:
-        """``peer`` was told why it is refused, and the log says so: ``take_refused`` does not."""
+        """``peer`` got an answer that says why it is refused, and the log has it: ``take_refused`` leaves it out."""
         with self._lock:
             self._explained.add(address_of(peer))
 
     def look(self) -> float:
-        """Find new connections, forget those that have ended, and cut off what is over a limit. Returns in how many
-        seconds to look again."""
+        """Find new connections, forget those that have ended, and cut off those that exceed a limit. Returns in how
+        many seconds to look again."""
         with self._lock:
             self._look()
             return _HURRIED_S if len(self._waiting) > _MANY else _LOOK_S
@@ -106,7 +111,7 @@ class SchedulerConnections:
             with duplicate(fd, self._port) as end:
                 host, port, *_ = end.getpeername()
         except OSError:
-            return inode, ""  # it listens, or is none of the scheduler's
+            return inode, ""  # it listens, or belongs to another port
         self._waiting.came(fd)
         host = host.removeprefix("::ffff:")
         return inode, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -120,19 +125,19 @@ def address_of(peer: str) -> str:
     return urllib.parse.unquote(peer).partition(":")[2]
 
 
-#: Together with the time that an idle connection has (rpc.py), less than the 5 s that strangers have.
+#: Together with the time that an idle connection has (rpc.py), this is less than the 5 s for unauthenticated processes.
 REQUEST_PATIENCE_S = 2.0
 
 
 class RequestTimeout(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """For a server's calls with a single request and a single answer."""
+    """Ends calls with a single request and a single answer whose request does not come within REQUEST_PATIENCE_S."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler = await continuation(handler_call_details)  # a grpc.RpcMethodHandler, or None for what is unknown
+        handler = await continuation(handler_call_details)  # a grpc.RpcMethodHandler; None for an unknown method
         if handler is None or handler.unary_unary is None:
             return handler
 
@@ -144,5 +149,5 @@ class RequestTimeout(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call came without its request")
             return await handler.unary_unary(request, context)
 
-        # On the wire they are alike. But a stream's handler runs before there is a request.
+        # On the wire both kinds of calls are equal, but the handler of a stream runs before the request is there.
         return grpc.stream_unary_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)

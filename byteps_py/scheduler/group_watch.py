@@ -20,13 +20,14 @@ from byteps_py.scheduler.stragglers import PaceWatch, Slow, slow_sentences
 from byteps_py.tensors import UNNAMED
 from byteps_py.wording import names_text, ranks_text
 
-#: Ranks that have waited for so long have said so, all of them.
+#: After this time all ranks that wait have reported it.
 _SURE_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """One tensor that waits for ``missing`` ranks. None missing: all have given, and the result does not come."""
+    """One tensor that waits for ``missing`` ranks. If none is missing, all have handed it over and the result is
+    late."""
 
     name: str  # empty: a barrier
     age_s: float
@@ -35,13 +36,15 @@ class Stall:
 
 
 class StallWatch:
+    """Which tensors and barriers have waited for ``warn_s`` seconds or longer."""
+
     def __init__(self, warn_s: float) -> None:
         self._warn_s = warn_s
         self._reports: dict[int, list[pb.Waiting]] = {}
-        self._told_s: dict[str, float] = {}
+        self._warned_s: dict[str, float] = {}
 
     def report(self, member_id: int, waiting: Iterable[pb.Waiting]) -> None:
-        """Replace what this member waits for; an empty report means that it waits for nothing."""
+        """Replace this member's report; an empty one means that it waits for nothing."""
         entries = list(waiting)
         if entries:
             self._reports[member_id] = entries
@@ -51,8 +54,8 @@ class StallWatch:
     def stalls(
         self, size: int, undecided_voters: Callable[[str], set[int] | None], joined: Collection[int] = ()
     ) -> list[Stall]:
-        """All tensors whose oldest wait has reached ``warn_s``, of a job with ``size`` ranks. Nobody waits for those
-        that have ``joined``.
+        """All tensors whose oldest wait has reached ``warn_s``, of a job with ``size`` ranks. Ranks that have
+        ``joined`` are not missing.
 
         ``undecided_voters``: the ranks that have voted on a name, None when no vote on it is open.
         """
@@ -76,12 +79,12 @@ class StallWatch:
         return found
 
     def contradiction(self, size: int, what: Callable[[str], str]) -> str:
-        """Which ranks are at different unnamed operations; empty if none are known to be.
+        """Which ranks wait in different unnamed operations, in words; empty if none are known to.
 
-        These are matched in the order of their calls. So if a rank waits at one of a kind without having come to
-        another, where a second rank waits that has not come to the first one, they don't call alike, and will wait for
-        ever. ``what``: a tensor that has been declared, in words; empty for gathers and exchanges, whose names don't
-        depend on what they are.
+        Unnamed operations are matched in the order of the calls. If one rank waits in an operation that a second rank
+        has not called, and the second waits in another one of the same kind that the first has not called, their calls
+        differ and both would wait for ever. ``what``: gives a declared tensor in words; empty for gathers and
+        exchanges, whose names do not depend on their contents.
         """
         kinds: dict[tuple[str, tuple[int, ...]], dict[str, list[pb.Waiting]]] = {}
         for entry in (entry for entries in self._reports.values() for entry in entries):
@@ -98,25 +101,25 @@ class StallWatch:
                     return (
                         f"Mismatched unnamed operations: {ranks_text(sorted(first))} gave {what(one)}, "
                         f"{ranks_text(sorted(second))} gave {what(other)} as the same call; make the same calls in the "
-                        "same order on every rank, or give them names"
+                        "same order on every rank, or name the operations"
                     )
         return ""
 
     def due(self, stalls: list[Stall], now_s: float) -> list[Stall]:
-        """Those of ``stalls`` that are to be warned about now; they then count as told."""
-        self._told_s = {s.name: self._told_s[s.name] for s in stalls if s.name in self._told_s}
-        due = [s for s in stalls if now_s - self._told_s.get(s.name, -float("inf")) >= self._warn_s]
-        self._told_s.update((s.name, now_s) for s in due)
+        """The ``stalls`` to warn about now; they count as warned about afterwards."""
+        self._warned_s = {s.name: self._warned_s[s.name] for s in stalls if s.name in self._warned_s}
+        due = [s for s in stalls if now_s - self._warned_s.get(s.name, -float("inf")) >= self._warn_s]
+        self._warned_s.update((s.name, now_s) for s in due)
         return due
 
 
 def stall_sentences(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str]) -> list[str]:
-    """One sentence per group of tensors that wait for the same ranks. ``who`` names the processes of ranks."""
+    """One sentence for all tensors that wait for the same ranks. ``who`` names the processes of ranks."""
     return [sentence for sentence, _ in stall_warnings(stalls, who)]
 
 
 def stall_warnings(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str]) -> list[tuple[str, tuple[int, ...]]]:
-    """The same, each with the ranks that it says are missing."""
+    """The same sentences, each with the ranks that are missing."""
     groups: dict[tuple[tuple[int, ...], bool, bool], list[Stall]] = {}
     for stall in stalls:
         groups.setdefault((stall.missing, stall.undeclared, not stall.name), []).append(stall)
@@ -127,11 +130,13 @@ def stall_warnings(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str])
         age = f"{age_s:.0f}" if age_s >= 10 else f"{age_s:.2g}"
         waited = f"{names} {'has' if len(group) == 1 else 'have'} waited {age} s"
         if not missing:
-            text = f"{waited} although all ranks have given their part: a summation service or the network is slow"
+            text = (
+                f"{waited} although all ranks have handed over their part: a summation service or the network is slow"
+            )
             lines.append((text, missing))
             continue
         it = "it" if len(group) == 1 else "them"
-        done = f"declared {it}" if undeclared else "come to it" if is_barrier else f"handed {it} over"
+        done = f"declared {it}" if undeclared else "reached it" if is_barrier else f"handed {it} over"
         text = (
             f"{waited} for {ranks_text(missing)}, which {'has' if len(missing) == 1 else 'have'} not {done} "
             f"({who(missing)}): slow, stuck, or on another path of the program"
@@ -140,12 +145,12 @@ def stall_warnings(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str])
     return lines
 
 
-#: A slow member shows after seconds, and each of many machines tells of as many servers.
+#: How often slow members are looked for. It takes time: each of many machines reports on as many servers.
 _COMPARE_S = 0.5
 
 
 class GroupWatch:
-    """Over one group."""
+    """The reports of one group's members. Decides nothing about them."""
 
     def __init__(self, job: Job, group: RankGroup) -> None:
         self._job, self._group = job, group
@@ -159,7 +164,7 @@ class GroupWatch:
         member.statistics = heartbeat.statistics
         self._stalls.report(member.id, heartbeat.waiting)
         if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
-            raise ProtocolError("it says how ranks keep up that are not its own")
+            raise ProtocolError("its heartbeat has the pace of ranks that are not its own")
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         roster, out = self._job.roster, Outgoing()
         if now_s - self._compared_s >= _COMPARE_S:
@@ -175,27 +180,27 @@ class GroupWatch:
         return out
 
     def sight(self, member: MemberRecord, sight: pb.Sight) -> Outgoing:
-        """What a rank is doing, which others wait for."""
+        """What a rank is doing for which others wait."""
         if sight.rank not in ranks_of(member):
-            raise ProtocolError(f"it says what rank {sight.rank} is doing, which is not its own")
+            raise ProtocolError(f"it sent Sight of rank {sight.rank}, which is not one of its ranks")
         return to_each(self._job.roster.workers(), pb.SchedulerMessage(sight=sight))
 
     def gone(self, member: MemberRecord) -> None:
-        """It waits for nothing any more."""
+        """The member has left or is lost: it waits for nothing."""
         self._stalls.report(member.id, [])
 
     def contradiction(self) -> str:
-        """Why ranks wait in vain, as far as heartbeats show; empty if they don't."""
+        """Why ranks wait in vain, as far as heartbeats show it; empty if they do not."""
         if not self._job.is_running:
             return ""
         return self._stalls.contradiction(self._job.roster.size, self._group.declarations.describe)
 
     def stalled(self) -> list[str]:
-        """Sentences on what waits for too long."""
+        """Sentences on tensors and barriers that have waited for too long."""
         return stall_sentences(self._current_stalls(), self._who) if self._job.is_running else []
 
     def slow(self) -> list[str]:
-        """Sentences on who is slow."""
+        """Sentences on ranks and summation services that are slow."""
         return self._sentences(self._slow())
 
     def _current_stalls(self) -> list[Stall]:

@@ -1,7 +1,7 @@
 """A member's link to the scheduler over gRPC; see client.py.
 
-Threads: ``byteps-control`` reads one stream after the other, gRPC's own thread takes what a stream is to send, and
-sends heartbeats, which so come whatever the event loop is busy with. Both end with the link.
+Threads: ``byteps-control`` reads one stream after another. A thread of gRPC sends the messages of a stream, and
+heartbeats, so that heartbeats are sent even while the event loop is busy. Both threads end with the link.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import grpc
 
@@ -26,13 +27,13 @@ from byteps_py.scheduler.sessions.session_protocol import MemberSession
 from byteps_py.settings import Settings
 
 RETRY_S = 0.1
-#: Absences so short are not told, and after so many tries there is no hurry any more.
+#: A shorter absence of the scheduler is not reported.
 SHORT_S = 0.5
-_HURRIED_TRIES = 100
+_HURRIED_TRIES = 100  # after so many, the link tries less often
 
 
 class _Stream:
-    """One connection, from this side: what it is to send. None ends it."""
+    """The member's end of one connection. ``outgoing``: the messages to send; None ends it."""
 
     def __init__(self) -> None:
         self.outgoing: queue.SimpleQueue[pb.MemberMessage | None] = queue.SimpleQueue()
@@ -40,12 +41,21 @@ class _Stream:
         self.cancel: Callable[[], object] = lambda: None
 
 
+@dataclass(slots=True, eq=False)
+class _Absence:
+    """The time since the connection to the scheduler broke. ``is_reported``: ``on_away`` has been called."""
+
+    since_s: float
+    why: str = ""
+    is_reported: bool = False
+
+
 class GrpcControlLink:
-    """A ControlLink. ``_lock`` guards the session, the stream and what is said about them."""
+    """A ControlLink. ``_lock`` guards the session, the stream and the flags about them."""
 
     close_timeout_s = 5.0
 
-    #: How long a scheduler may be away until processes that end don't wait for it any more, to say that they leave.
+    #: A process that ends waits for an absent scheduler, to send Leave, until it has been away for this long.
     away_close_s = 2.0
 
     def __init__(
@@ -67,11 +77,9 @@ class GrpcControlLink:
         self._is_dismissed = False  # the scheduler said Stop: the end of the stream is no loss
         self._is_late = False  # the deadline for the first answer has passed
         self._is_over = False
-        self._put_off: BytePSError | None = None  # what a scheduler said that may accept this process later
-        self._away_since_s: float | None = None
-        self._away_why = ""
-        self._is_told = False  # ``on_away`` has been called, and ``on_back`` has not
-        self._is_asked = False  # the loop's thread is to take a heartbeat, and has not yet
+        self._put_off: BytePSError | None = None  # the refusal of a scheduler that may accept this process later
+        self._absence: _Absence | None = None  # of the scheduler, once it has welcomed this member
+        self._is_heartbeat_due = False  # the loop's thread is to make a heartbeat, and has not yet
         self._closing = threading.Event()
         self._gives_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="byteps-control", daemon=True)
@@ -86,7 +94,7 @@ class GrpcControlLink:
                 self._say(message)
 
     def close(self, reason: str = "") -> None:
-        last = pb.MemberMessage(heartbeat=self._events.heartbeat())  # so that a report at the job's end is complete
+        last = pb.MemberMessage(heartbeat=self._events.heartbeat())  # so that the report at the job's end is complete
         with self._lock:
             if self._closing.is_set():
                 return
@@ -96,8 +104,8 @@ class GrpcControlLink:
             self._closing.set()
             if self._stream is not None:
                 self._stream.outgoing.put(None)
-        if is_member and not self._is_over:  # the scheduler ends the stream once it has our Leave
-            away_s = 0.0 if self._away_since_s is None else time.monotonic() - self._away_since_s
+        if is_member and not self._is_over:  # the scheduler ends the stream once it has received Leave
+            away_s = 0.0 if self._absence is None else time.monotonic() - self._absence.since_s
             self._thread.join(self.close_timeout_s if is_here else max(0.0, self.away_close_s - away_s))
         with self._lock:
             self._gives_up.set()
@@ -128,7 +136,7 @@ class GrpcControlLink:
             self._post(lambda: self._events.on_lost(error))
 
     def _attend(self, stub: control_pb2_grpc.SchedulerStub) -> BytePSError | None:
-        """One stream after the other. Returns why the link is lost for good, None if it ends in order."""
+        """Read one stream after another. Returns why the link is lost for good; None if it ends in order."""
         started_s = time.monotonic()
         tries = 0
         while True:
@@ -137,26 +145,29 @@ class GrpcControlLink:
             with self._lock:
                 was_here, self._stream = self._stream is not None, None
             stream.outgoing.put(None)
-            if self._gives_up.is_set() or (self._closing.is_set() and self._is_heard(failure)):
+            if self._gives_up.is_set() or (self._closing.is_set() and self._has_left(failure)):
                 return None
             if isinstance(failure, BytePSError) or self._is_dismissed:
                 return failure if isinstance(failure, BytePSError) else None
             if self._session.is_member:
                 tries = 0 if was_here else tries + 1
-                # Whatever answers there meanwhile: the scheduler may come back, and nothing waits for it.
-                if error := self._absence("" if failure is None else failure.details() or ""):
+                # Whatever the address answers meanwhile: the scheduler may be started again, and nothing is lost by
+                # trying.
+                if error := self._wait_for_scheduler("" if failure is None else failure.details() or ""):
                     return error
             elif error := self._first_failure(failure, time.monotonic() - started_s):
                 return error
             self._gives_up.wait(0.0 if was_here else RETRY_S if tries < _HURRIED_TRIES else 5 * RETRY_S)
 
-    def _is_heard(self, failure: BytePSError | grpc.RpcError | None) -> bool:
-        """While closing: the scheduler knows, does not care, or has never known this process."""
+    def _has_left(self, failure: BytePSError | grpc.RpcError | None) -> bool:
+        """While closing: True if the scheduler has Leave, has ended the stream, or has never known this process."""
         with self._lock:
-            return not isinstance(failure, grpc.RpcError) or not self._session.is_member or not self._session.unheard
+            return (
+                not isinstance(failure, grpc.RpcError) or not self._session.is_member or not self._session.unconfirmed
+            )
 
     def _first_failure(self, failure: grpc.RpcError | None, waited_s: float) -> BytePSError | None:
-        """Before the first Welcome: why there is no point in going on; None if it may only be too early."""
+        """Before the first Welcome: the error that ends the link; None if the scheduler may only be late."""
         details = "" if failure is None else failure.details() or ""
         if self._is_late or waited_s >= self._settings.start_timeout_s:
             return self._put_off or rpc.absent(self._address, self._settings.start_timeout_s, details)
@@ -165,7 +176,7 @@ class GrpcControlLink:
         return None
 
     def _read_stream(self, stub: control_pb2_grpc.SchedulerStub, stream: _Stream) -> BytePSError | grpc.RpcError | None:
-        """One attempt. Returns the refusal or the error that ended it, None if the scheduler ended it."""
+        """One connection. Returns the refusal or the error that ended it; None if the scheduler ended it."""
         with self._lock:
             register = self._session.register()
         call = stub.Attend(self._requests(register, stream), metadata=rpc.metadata(self._settings))
@@ -210,40 +221,40 @@ class GrpcControlLink:
         self._post(lambda: self._events.on_message(message))
 
     def _welcomed(self, message: pb.SchedulerMessage, stream: _Stream) -> None:
-        """On this stream both sides go on. With the lock held."""
+        """The session goes on, on this stream. With the lock held."""
         for kept in self._session.welcomed(message):
             stream.outgoing.put(kept)
         stream.outgoing.put(self._session.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True))))
         self._stream = stream
         if self._closing.is_set():
             stream.outgoing.put(None)
-        if self._away_since_s is not None:
-            away_s = time.monotonic() - self._away_since_s
-            told, self._is_told, self._away_since_s = self._is_told, False, None
-            text = "the scheduler at %s is back after %.1f s: all that waited goes on"
-            if told:
+        if self._absence is not None:
+            absence, self._absence = self._absence, None
+            away_s = time.monotonic() - absence.since_s
+            text = "the scheduler at %s is back after %.1f s: messages that waited for it are sent"
+            if absence.is_reported:
                 logger.warning(text, self._address, away_s)
                 self._post(self._events.on_back)
             else:
                 logger.info(text, self._address, away_s)
 
-    def _absence(self, details: str) -> BytePSError | None:
-        """The scheduler is away. Why there is no point in waiting for it any longer; None if there is."""
+    def _wait_for_scheduler(self, details: str) -> BytePSError | None:
+        """The scheduler is away. Returns the error that ends the link; None while the link waits for it."""
         now_s = time.monotonic()
         with self._lock:
-            self._away_why = details or self._away_why
-            if self._away_since_s is None:
-                since_s = self._away_since_s = now_s
-                self._post(lambda: self._loop.call_later(SHORT_S, lambda: self._tell(since_s)))
-            is_waiting = bool(self._session.epoch) or now_s - self._away_since_s < self._settings.start_timeout_s
-            return None if is_waiting else rpc.lost(self._address, self._away_why)
+            if (absence := self._absence) is None:
+                absence = self._absence = _Absence(now_s)
+                self._post(lambda: self._loop.call_later(SHORT_S, lambda: self._report_absence(absence)))
+            absence.why = details or absence.why
+            is_waiting = bool(self._session.epoch) or now_s - absence.since_s < self._settings.start_timeout_s
+            return None if is_waiting else rpc.lost(self._address, absence.why)
 
     def _requests(self, register: pb.MemberMessage, stream: _Stream) -> Iterator[pb.MemberMessage]:
         # Runs in gRPC's thread.
         stream.sender = threading.current_thread()
         interval_s = self._settings.heartbeat_interval_s
         yield register
-        message = stream.outgoing.get()  # nothing before the scheduler's Welcome, which puts something there
+        message = stream.outgoing.get()  # Welcome puts the first message there: nothing is sent before it
         next_beat_s = time.monotonic()
         while message is not None:
             yield message
@@ -252,7 +263,7 @@ class GrpcControlLink:
                 left_s = next_beat_s - time.monotonic()
                 if left_s <= 0:
                     next_beat_s += interval_s - left_s
-                    if (bare := self._ask_for_heartbeat()) is not None:
+                    if (bare := self._request_heartbeat()) is not None:
                         yield bare
                     continue
                 with contextlib.suppress(queue.Empty):
@@ -260,12 +271,13 @@ class GrpcControlLink:
                     if message is None:
                         return
 
-    def _ask_for_heartbeat(self) -> pb.MemberMessage | None:
-        """The loop's thread knows what to say. While it is too busy for that, the process lives all the same."""
+    def _request_heartbeat(self) -> pb.MemberMessage | None:
+        """Let the loop's thread make a heartbeat. While it is too busy for that, return a bare one: the process
+        lives."""
         with self._lock:
-            if self._is_asked:
+            if self._is_heartbeat_due:
                 return self._session.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True)))
-            self._is_asked = True
+            self._is_heartbeat_due = True
         self._loop.post(self._report)
         return None
 
@@ -279,16 +291,16 @@ class GrpcControlLink:
             return
         heartbeat = pb.MemberMessage(heartbeat=self._events.heartbeat())
         with self._lock:
-            self._is_asked = False
+            self._is_heartbeat_due = False
             self._say(heartbeat)
 
-    def _tell(self, since_s: float) -> None:
-        """Unless it was a short absence."""
+    def _report_absence(self, absence: _Absence) -> None:
+        """Report an absence of the scheduler, unless it was short."""
         with self._lock:
-            if self._is_over or self._is_dismissed or self._away_since_s != since_s:
+            if self._is_over or self._is_dismissed or self._absence is not absence:
                 return
-            self._is_told = True
-            error = rpc.lost(self._address, self._away_why)
+            absence.is_reported = True
+            error = rpc.lost(self._address, absence.why)
         self._events.on_away(error)
 
     def _expire(self) -> None:

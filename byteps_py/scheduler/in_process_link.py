@@ -1,6 +1,6 @@
-"""The control link of a single machine without a scheduler: the scheduler's core, in the member's own process.
+"""A member's link on a single machine without a scheduler: the scheduler's core in the member's own process.
 
-The loop's thread owns the core; ``send`` and ``close`` may be called by any thread.
+The loop's thread owns the core. Any thread may call ``send`` and ``close``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ONLY_CONNECTION = 1
 
 
 class InProcessControlLink:
-    """A ControlLink; see ``client.connect``. Raises ConfigurationError if the cluster has more machines."""
+    """A ControlLink; see ``client.connect``. Raises ConfigurationError if the cluster has other machines."""
 
     def __init__(
         self,

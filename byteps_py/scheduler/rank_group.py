@@ -16,17 +16,17 @@ from byteps_py.wording import ranks_text
 
 
 class Barriers:
-    """Barrier numbers rise by one; a machine arrives at each at most once. Machines all of whose ranks have joined
-    are not waited for, and count as having been there."""
+    """Which machines have arrived at which barriers. Barrier numbers rise by one; a machine arrives at each at most
+    once. Barriers do not wait for machines whose ranks have all joined."""
 
     def __init__(self, num_machines: int) -> None:
         self._num_machines = num_machines
         self._latest: dict[int, int] = {}
-        self._arrived: dict[int, set[int]] = {}  # barrier → machines there
+        self._arrived: dict[int, set[int]] = {}  # barrier → the machines that have arrived
         self._excused: set[int] = set()
 
     def arrive(self, machine_index: int, sequence: int) -> bool:
-        """True if this machine was the last one. Raises ProtocolError when it comes a second time."""
+        """True if this machine was the last one. Raises ProtocolError if it has arrived there before."""
         latest = self._latest.get(machine_index, -1)
         if sequence <= latest:
             raise ProtocolError(f"it arrived at barrier {sequence} after barrier {latest}")
@@ -35,12 +35,12 @@ class Barriers:
         return self._is_over(sequence)
 
     def excuse(self, machine_index: int) -> list[int]:
-        """All ranks of a machine have joined. Returns the barriers that waited only for it."""
+        """All ranks of a machine have joined. Returns the barriers that waited only for this machine."""
         self._excused.add(machine_index)
         return [sequence for sequence in sorted(self._arrived) if self._is_over(sequence)]
 
     def expect_all(self) -> None:
-        """Nobody is excused any more."""
+        """From now on barriers wait for all machines again."""
         self._excused.clear()
 
     def _is_over(self, sequence: int) -> bool:
@@ -51,6 +51,12 @@ class Barriers:
 
 
 class JoinTracker:
+    """Ranks that have no more data.
+
+    A rank that has joined votes on nothing, and no barrier waits for it. The join is over when all ranks have joined
+    and every machine is idle: none of its ranks waits for a round that it had handed over.
+    """
+
     def __init__(self, num_machines: int) -> None:
         self._num_machines = num_machines
         self._order: dict[int, None] = {}
@@ -59,13 +65,14 @@ class JoinTracker:
 
     @property
     def ranks(self) -> set[int]:
-        """Those that have joined."""
+        """The ranks that have joined."""
         return set(self._order)
 
     def join(self, ranks: range, rank: int) -> bool:
-        """A rank of a machine with ``ranks`` has joined. False if it had before, and only more is said about it."""
+        """A rank of a machine with ``ranks`` has joined. False if it had joined before. Raises ProtocolError for a rank
+        of another machine."""
         if rank not in ranks:
-            raise ProtocolError(f"it says that rank {rank} has joined, which is none of its own")
+            raise ProtocolError(f"it sent Join for rank {rank}, which is not one of its ranks")
         is_new = rank not in self._order
         self._order[rank] = None
         return is_new
@@ -73,10 +80,11 @@ class JoinTracker:
     def idle(self, machine_index: int, ranks: range, direct_round: int) -> pb.AllJoined | None:
         """A machine is idle. ``direct_round``: the highest round of its gathers and exchanges.
 
-        Returns the end of it all if it is the last one, and everybody starts anew.
+        Returns the message that ends the join if this machine is the last one; then no rank has joined any more. Raises
+        ProtocolError if a rank of the machine has not joined.
         """
         if not self.ranks.issuperset(ranks):
-            raise ProtocolError("it is idle, but not all of its ranks have joined")
+            raise ProtocolError("it sent Idle before all of its ranks had joined")
         self._idle.add(machine_index)
         self._direct_round = max(self._direct_round, direct_round)
         if len(self._idle) < self._num_machines:
@@ -88,35 +96,49 @@ class JoinTracker:
 
 
 class ShutdownTracker:
+    """Which machines may exit. A machine whose ranks have all shut down stays a while: others may need once more what
+    its ranks gave last.
+
+    The machine may exit once every other machine has said that it lacks no result of those ranks, or has shut down
+    itself.
+
+    An answer that is in flight when a server dies, or a connection breaks, is lost. Then the sum is taken again from
+    what each machine has kept. Only the machine that lacks the result knows that it does.
+    """
+
     def __init__(self) -> None:
-        self._gone: set[int] = set()  # ranks
-        self._settled: dict[int, set[int]] = {}  # by member id: gone ranks of which it lacks nothing
-        self._told: set[int] = set()  # member ids
+        self._gone: set[int] = set()  # ranks that have shut down
+        self._settled: dict[int, set[int]] = {}  # by member id: ranks that have shut down and of which it lacks nothing
+        self._dismissed: set[int] = set()  # member ids
 
     def gone(self, ranks: Iterable[int]) -> None:
-        """These have shut down."""
+        """These ranks have shut down."""
         self._gone.update(ranks)
 
     def settled(self, member: MemberRecord, ranks: Iterable[int]) -> None:
-        """A machine lacks no result of rounds that these, which are gone, took part in."""
+        """A machine lacks no result of the rounds in which these ranks, which have shut down, took part."""
         self._settled.setdefault(member.id, set()).update(ranks)
 
     def free(self, workers: Sequence[MemberRecord]) -> list[MemberRecord]:
-        """Those of all present ``workers`` that may go, and have not been told."""
+        """The ``workers``, all that are connected, that may exit and have not been dismissed yet."""
         leaving = [worker for worker in workers if self._gone.issuperset(worker.ranks)]
         others = [worker for worker in workers if worker not in leaving]
         free = [
             worker
             for worker in leaving
-            if worker.id not in self._told
+            if worker.id not in self._dismissed
             and all(self._settled.get(other.id, set()).issuperset(worker.ranks) for other in others)
         ]
-        self._told.update(worker.id for worker in free)
+        self._dismissed.update(worker.id for worker in free)
         return free
 
 
 class RankGroup:
-    """``size`` ranks on ``num_machines`` machines. Starts with nothing declared."""
+    """``size`` ranks on ``num_machines`` machines. Starts with nothing declared.
+
+    The methods take a member and its message, and return what to send. They raise ProtocolError for a message that no
+    correct member sends.
+    """
 
     def __init__(self, job: Job, num_machines: int, size: int) -> None:
         self._job = job
@@ -143,7 +165,7 @@ class RankGroup:
         return self._to_all(pb.SchedulerMessage(verdicts=pb.Verdicts(verdicts=verdicts))) if verdicts else []
 
     def arrive(self, member: MemberRecord, sequence: int) -> Outgoing:
-        """A machine is at a barrier."""
+        """A machine has arrived at a barrier."""
         if not self._job.takes("arrive"):
             return []
         ranks_of(member)
@@ -170,22 +192,22 @@ class RankGroup:
         return out
 
     def idle(self, member: MemberRecord, idle: pb.Idle) -> Outgoing:
-        """All ranks of a machine have joined, and none waits for anything."""
+        """All ranks of a machine have joined, and none waits for a round."""
         if not self._job.takes("idle"):
             return []
         over = self.joining.idle(member.facts.machine_index, ranks_of(member), idle.direct_round)
         if over is None:
             return []
-        self.declarations.start_anew()
+        self.declarations.void_all()
         self._barriers.expect_all()
         return self._to_all(pb.SchedulerMessage(all_joined=over))
 
     def gone(self, member: MemberRecord, gone: pb.Gone) -> Outgoing:
-        """Its ranks have ended and won't come back. To others that is no different from a worker that left."""
+        """Ranks of a machine have shut down for good. To others that is the same as a worker that has left."""
         if not self._job.takes("gone"):
             return []
         if not gone.ranks or not set(gone.ranks) <= set(ranks_of(member)):
-            raise ProtocolError(f"it says that {ranks_text(gone.ranks)} have shut down, which are not all its own")
+            raise ProtocolError(f"it sent Gone for {ranks_text(gone.ranks)}, which are not all its own ranks")
         if set(gone.ranks) == set(member.ranks):
             count = len(gone.ranks)
             text = f"{member.describe()} has shut down: its {'rank has' if count == 1 else 'ranks have'} ended"
@@ -196,19 +218,19 @@ class RankGroup:
         return to_each(others, failure("PeerLostError", text, gone.ranks)) + self._dismiss()
 
     def left(self, member: MemberRecord, text: str) -> Outgoing:
-        """The machine is no member any more. Orderly: others raise ``text`` only if they still want something, so
-        that at a normal end nobody sees it."""
+        """The machine has left in order. Others raise ``text`` as an error only if they still wait for its ranks, so
+        that nobody sees it at a normal end."""
         self._shutdown_tracker.gone(member.ranks)
         return self._to_all(failure("PeerLostError", text, member.ranks)) + self._dismiss()
 
     def settled(self, member: MemberRecord, settled: pb.Gone) -> Outgoing:
-        """It lacks no result of what these ranks, which are gone, took part in."""
+        """The machine lacks no result of the rounds of these ranks, which have shut down."""
         ranks_of(member)
         self._shutdown_tracker.settled(member, settled.ranks)
         return self._dismiss()
 
     def _dismiss(self) -> Outgoing:
-        """Machines whose ranks have shut down, once no other machine needs what they have kept."""
+        """Let machines exit whose ranks have shut down, once no other machine needs what they have kept."""
         free = self._shutdown_tracker.free(self._job.roster.workers())
         return to_each(free, pb.SchedulerMessage(dismissed=pb.Dismissed()))
 

@@ -1,9 +1,10 @@
-"""Who is much slower than the others: ranks and summation services. Pure.
+"""Ranks and summation services that are much slower than the others. Pure.
 
-Communication services report with their heartbeats what is typical, and the least of the latest (worker/pace.py). Slow
-is who takes BYTEPS_STRAGGLER times as long as the median of the others, or in each of the last steps half as much again
-(a rank also lately, on average); a rank only if these wait for it meanwhile. It is warned about at once, then again
-every ``again_s`` while it lasts.
+Communication services report typical times with their heartbeats, and the shortest of the latest times
+(worker/pace.py). A member is slow if it takes BYTEPS_STRAGGLER times as long as the median of the others. It is also
+slow if it takes 1.5 times that long in each of its last steps; a rank also if it does so lately, on average. A rank is
+slow only if the others wait for it meanwhile. A slow member is warned about at once, and then again every ``again_s``
+while it lasts.
 """
 
 from __future__ import annotations
@@ -15,23 +16,22 @@ from typing import NamedTuple
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.wording import count_text, ranks_text
 
-#: A member that is so much slower in a step, or with an answer, may be so because the operating system keeps it
-#: waiting. Where there are more processes than processors, that is nobody's fault and changes all the time.
+#: A member that takes less than this longer, for a step or an answer, may only have waited for a processor. Where there
+#: are more processes than processors, that happens to all members in turn.
 LEAST_STEP_S = 0.1
 LEAST_ANSWER_S = 0.05
-#: That is not so for one that takes as long each time, without a quicker one in between.
+#: The same for a member that takes longer every time, without a quick step or answer in between.
 LEAST_ROW_STEP_S = 0.002
 LEAST_ROW_ANSWER_S = 0.01
-#: What has lasted for a second, or two steps, is told only of who is slower by this factor than who always has been.
+#: A member that has been slow only for a second, or two steps, must be slower by this factor.
 _LATELY = 1.5
-#: Of the time that a slow rank takes longer, others must spend this part waiting.
+#: Others must spend this part of the time that a slow rank takes longer waiting.
 _WAITING = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """One rank, or one summation service: what it takes and what the others do, in seconds, and how often as long it
-    takes."""
+    """One rank, or one summation service: the seconds that it takes, those that the others take, and the ratio."""
 
     is_rank: bool
     who: int  # rank, or member id
@@ -42,16 +42,17 @@ class Slow:
 
 
 class _Answers(NamedTuple):
-    """What one machine says of one server."""
+    """One machine's report on one server."""
 
-    times: float  # as much as the others
+    times: float  # how many times as long as the others it takes
     takes_s: float
     others_s: float
     awaited: float
 
 
 def _median(said: Iterable[_Answers]) -> _Answers:
-    """Weighted by how much was waited for: who comes first and waits for others sees little of a server's work."""
+    """The median report, weighted by how much was waited for: a machine that gives first and waits for others sees
+    little of a server's own time."""
     ordered = sorted(said)
     half = sum(answers.awaited for answers in ordered) / 2
     for answers in ordered:
@@ -62,7 +63,7 @@ def _median(said: Iterable[_Answers]) -> _Answers:
 
 
 def _median_without(ordered: Sequence[float], one: float) -> float:
-    """The lower median of ``ordered``, of which ``one`` is to be left out."""
+    """The lower median of ``ordered`` without ``one`` of its values."""
     middle = (len(ordered) - 2) // 2
     return ordered[middle + (one <= ordered[middle])]
 
@@ -102,7 +103,7 @@ def _slow_ranks(paces: Sequence[_RankReports], factor: float) -> Iterator[Slow]:
 
 
 def _slow_in_a_row(paces: Sequence[pb.RankPace], factor: float) -> Iterator[Slow]:
-    """Who works most of the time, while the others wait most of it, and takes so much longer in each step."""
+    """Ranks that work most of the time, while the others wait most of it, and take longer in each step."""
     if len(paces) < 2:
         return
     steps_s, waited = sorted(pace.row_step_s for pace in paces), sorted(pace.row_waited for pace in paces)
@@ -114,11 +115,11 @@ def _slow_in_a_row(paces: Sequence[pb.RankPace], factor: float) -> Iterator[Slow
 
 
 def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float, least_s: float) -> Iterator[Slow]:
-    """``reports``: of each machine; ``least_s``: what differs by less is no evidence."""
+    """``reports``: one of each machine; ``least_s``: smaller differences are no evidence."""
     evidence: dict[int, list[_Answers]] = {}
     for report in reports:
-        # As the same machine finds the others, so that it makes no server slow by being slow itself. It may know
-        # none, where each has the server of the other.
+        # Servers are compared as one machine sees them, so that a slow machine makes no server look slow. A machine may
+        # use a single server, where two machines have the servers of each other.
         others = report
         if len(report) == 1:
             others = [*report, *(p for each in reports for p in each if p.member_id != report[0].member_id)]
@@ -127,7 +128,7 @@ def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float, least_s: 
         ratios = sorted(other.ratio for other in others)
         answers_s = sorted(other.answer_s for other in others)
         for pace in report:
-            # Measured against 1 at least: who is faster than its link should be makes nobody slow.
+            # Compared with 1 at least: others that are faster than their links should be make no server slow.
             usual = max(1.0, _median_without(ratios, pace.ratio))
             others_s = _median_without(answers_s, pace.answer_s)
             answers = _Answers(pace.ratio / usual, pace.answer_s, others_s, pace.awaited)
@@ -139,19 +140,21 @@ def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float, least_s: 
 
 
 class PaceWatch:
+    """The latest reports of all members. ``factor``: BYTEPS_STRAGGLER; ``again_s``: seconds between two warnings."""
+
     def __init__(self, factor: float, again_s: float) -> None:
         self._factor = factor
         self._again_s = again_s
         self._ranks: dict[int, list[pb.RankPace]] = {}
         self._servers: dict[int, list[pb.ServerPace]] = {}
-        self._told_s: dict[tuple[bool, int], float] = {}
+        self._warned_s: dict[tuple[bool, int], float] = {}
 
     def report(self, member_id: int, ranks: Iterable[pb.RankPace], servers: Iterable[pb.ServerPace]) -> None:
-        """Replace what this member has said before."""
+        """Replace this member's reports."""
         self._ranks[member_id], self._servers[member_id] = list(ranks), list(servers)
 
     def slow(self, present: Collection[int]) -> list[Slow]:
-        """Who is slow, of the members with these ids."""
+        """The slow ranks and services of the members with these ids."""
         here = frozenset(present)
         ranks = [pace for member in present for pace in self._ranks.get(member, ())]
         servers = [[pace for pace in self._servers.get(member, ()) if pace.member_id in here] for member in present]
@@ -168,17 +171,17 @@ class PaceWatch:
         return list({(each.is_rank, each.who): each for each in reversed(slow)}.values())[::-1]
 
     def due(self, slow: list[Slow], now_s: float) -> list[Slow]:
-        """Those of ``slow`` that are to be warned about now; they then count as told."""
-        due = [s for s in slow if now_s - self._told_s.get((s.is_rank, s.who), -float("inf")) >= self._again_s]
-        self._told_s.update(((s.is_rank, s.who), now_s) for s in due)
+        """The ``slow`` members to warn about now; they count as warned about afterwards."""
+        due = [s for s in slow if now_s - self._warned_s.get((s.is_rank, s.who), -float("inf")) >= self._again_s]
+        self._warned_s.update(((s.is_rank, s.who), now_s) for s in due)
         return due
 
 
 def slow_sentences(
     slow: Iterable[Slow], who: Callable[[Iterable[int]], str], servers: Mapping[int, str], ranks: int
 ) -> list[str]:
-    """One sentence each. ``who`` names the processes of ranks, ``servers`` the services by member id; ``ranks``: in the
-    job."""
+    """One sentence each. ``who`` names the processes of ranks, ``servers`` the services by member id; ``ranks``: number
+    of the job's ranks."""
     lines = []
     for each in slow:
         if each.is_rank:

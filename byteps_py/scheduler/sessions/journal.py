@@ -1,13 +1,13 @@
-"""The scheduler's journal on disk: an append-only file of checked frames, its owner's only.
+"""The scheduler's journal on disk: an append-only log of frames with checksums, which only its owner may read.
 
-Owns the file, from the scheduler's start to the job's end in order, when it is deleted. Knows nothing of what is in the
-records. One thread at a time may call; ``flush`` waits for the disk.
+Owns the file from the scheduler's start until the job ends in order; then the file is deleted. Knows nothing of the
+contents of the records. One thread at a time may call; ``flush`` waits for the disk.
 
     file   the magic line, then frames
     frame  length and CRC-32 of what follows (4 bytes each, little-endian), then a JournalFrame
 
-A crash may leave the last frame incomplete, nothing else: nobody was told what followed from it, so it is dropped. What
-is wrong elsewhere is damage, and an error.
+A crash may leave the last frame incomplete, and nothing else. No message that follows from that frame was sent, so it
+is dropped. Damage elsewhere is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from byteps_py.proto.journal_pb2 import JournalFrame, JournalRecord
 from byteps_py.settings import Settings
 
 NO_JOURNAL = "none"
-#: A hundred thousand records, which take about a second to go through again.
+#: A hundred thousand records, which take about a second to replay.
 COMPACT_BYTES = 4 << 20
 _STALE_S = 7 * 86400.0
 _MAGIC = b"byteps journal 1\n"
@@ -45,17 +45,17 @@ def encode(frame: JournalFrame) -> bytes:
 
 
 def decode(data: bytes) -> tuple[list[JournalFrame], int]:
-    """The frames of a whole file, and the length of what is good of it. Raises JournalError."""
+    """The frames of a whole file, and the length of the valid part in bytes. Raises JournalError."""
     if len(data) < len(_MAGIC) and _MAGIC.startswith(data):
-        return [], 0  # the crash came early
+        return [], 0  # a crash while the file was begun
     if not data.startswith(_MAGIC):
-        raise JournalError("it does not begin as a journal does")
+        raise JournalError("it does not begin with the header of a journal")
     frames: list[JournalFrame] = []
     at = len(_MAGIC)
     while at < len(data):
         body = data[at + _HEAD.size :]
         length, crc = _HEAD.unpack(data[at : at + _HEAD.size]) if len(data) - at >= _HEAD.size else (0, 0)
-        is_last = len(body) <= length or not any(data[at:])  # a file may have grown before its content was there
+        is_last = len(body) <= length or not any(data[at:])  # zeros: the file's length was on disk before its content
         frame = _parse(body[:length], crc) if 0 < length <= len(body) else None
         if frame is None and not is_last:
             raise JournalError(f"frame {len(frames) + 1}, at byte {at} of {len(data)}, is damaged")
@@ -76,8 +76,8 @@ def _parse(body: bytes, crc: int) -> JournalFrame | None:
 
 
 def journal_path(settings: Settings) -> Path | None:
-    """Where this job's journal is; None if there is to be none, or if there is no place for it. Makes the folder, and
-    clears it of what jobs have left that were killed long ago. Raises JournalError if the folder that was told is bad.
+    """The path of this job's journal; None if there is to be none, or no folder can be used. Makes the folder, and
+    deletes old journals of killed jobs from it. Raises JournalError if BYTEPS_JOURNAL_DIR can't be used.
     """
     if settings.journal_dir == NO_JOURNAL:
         return None
@@ -98,14 +98,14 @@ def journal_path(settings: Settings) -> Path | None:
             continue
         _clear(folder)
         return folder / name
-    logger.warning("no journal: a killed scheduler can't go on (%s)", why)
+    logger.warning("no journal: a killed scheduler can't be resumed (%s)", why)
     return None
 
 
 def _clear(folder: Path) -> None:
-    """Of journals that nobody has written to for long, and nobody has open."""
+    """Delete journals that have not been written to for a week and that no scheduler has open."""
     for path in folder.glob("*.journal"):
-        with contextlib.suppress(OSError):  # in use, or gone
+        with contextlib.suppress(OSError):  # in use, or deleted by another process
             if time.time() - path.stat().st_mtime > _STALE_S:
                 with path.open("rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +113,7 @@ def _clear(folder: Path) -> None:
 
 
 def _folder(path: Path, is_shared: bool = False) -> Path:
-    """Make it, if need be. ``is_shared``: anybody may have made it before us."""
+    """Make the folder if it does not exist. ``is_shared``: another user may have made it first. Raises JournalError."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat() if is_shared else path.stat()
@@ -134,10 +134,11 @@ def _unusable(path: Path, error: OSError) -> JournalError:
 
 
 class Journal:
-    """``frames``: what was there already. ``compact_bytes``: so long it is before it may be replaced by a snapshot."""
+    """One journal file, locked. ``frames``: those that it had when it was opened. ``compact_bytes``: the length from
+    which it may be replaced by a snapshot."""
 
     def __init__(self, path: Path, compact_bytes: int = COMPACT_BYTES) -> None:
-        """Open or create it. Raises JournalError: damaged, somebody else's, or in use by another scheduler."""
+        """Open or create it. Raises JournalError if it is damaged, another user's, or in use by another scheduler."""
         self.path = path
         self._compact_bytes = compact_bytes
         self._waiting: list[JournalRecord] = []
@@ -155,7 +156,9 @@ class Journal:
     def _read(self) -> list[JournalFrame]:
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise JournalError(f"the scheduler's journal {self.path} must be a file of its owner's only (mode 0600)")
+            raise JournalError(
+                f"the scheduler's journal {self.path} must be a file that only its owner can read (mode 0600)"
+            )
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = os.pread(self._fd, found.st_size, 0)
@@ -163,8 +166,8 @@ class Journal:
                 frames, good = decode(data)
             except JournalError as error:
                 raise JournalError(
-                    f"the scheduler's journal {self.path} is damaged: {error}. Move it away to begin the job anew; "
-                    "processes that belong to it go on without a scheduler"
+                    f"the scheduler's journal {self.path} is damaged: {error}. Move it away to begin a new job; the "
+                    "processes of the old one go on without a scheduler"
                 ) from None
             os.ftruncate(self._fd, good)
             os.lseek(self._fd, good, os.SEEK_SET)
@@ -181,17 +184,17 @@ class Journal:
 
     @property
     def is_long(self) -> bool:
-        """It is time for ``replace``: much more has been written than a snapshot takes."""
+        """True when it is time for ``replace``: the journal is much longer than a snapshot."""
         return self._size > max(self._compact_bytes, 4 * self._first_size)
 
     def replace(self, first: JournalFrame) -> None:
-        """A journal that begins with this, at once in the place of this one: a crash leaves the one or the other.
+        """Replace the journal atomically by one that begins with ``first``: a crash leaves the old one or the new one.
 
-        Nothing may be waiting. Raises OSError; the journal is as it was then.
+        Call it after ``flush``. Raises OSError; then the journal is unchanged.
         """
         path = self.path.with_suffix(".new")
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # a crash left it
+            path.unlink()  # left by a crash
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,11 +210,11 @@ class Journal:
 
     @property
     def is_behind(self) -> bool:
-        """There are records that ``flush`` has to write."""
+        """True if there are records that ``flush`` has to write."""
         return bool(self._waiting)
 
     def begin(self, first: JournalFrame) -> None:
-        """A new journal in the place of the old one. Raises OSError."""
+        """Empty the journal and begin it with ``first``. Raises OSError."""
         os.ftruncate(self._fd, 0)
         os.lseek(self._fd, 0, os.SEEK_SET)
         self._waiting.clear()
@@ -221,7 +224,7 @@ class Journal:
         self._sync_folder()
 
     def _sync_folder(self) -> None:
-        """The file's name is as safe as what is in it."""
+        """Make the file's name as durable as its content."""
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
@@ -232,7 +235,7 @@ class Journal:
         self._waiting.append(record)
 
     def flush(self) -> None:
-        """All that was appended is safe. Raises OSError."""
+        """Write all appended records to the disk, and wait for it. Raises OSError."""
         if self._waiting:
             data = encode(JournalFrame(records=self._waiting))
             _write(self._fd, data)
@@ -240,8 +243,8 @@ class Journal:
             self._waiting.clear()
 
     def delete(self) -> None:
-        """The job is over. Close it, too."""
-        with contextlib.suppress(OSError):  # the folder is gone, and the file with it
+        """The job is over: delete the file. It still has to be closed."""
+        with contextlib.suppress(OSError):  # the folder was deleted, and the file with it
             os.unlink(self.path)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""From a journal to the state that it tells of, and to a new job in its place. Pure, but for the journal given.
+"""Recovery from a journal: the sessions that it describes, or a new job in its place. Pure, except for the journal.
 
-A journal of a job that was configured otherwise is another job's, killed long ago: it is not gone on with.
+The journal of a job with another configuration belongs to another job, killed long ago: it is given up.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from byteps_py.scheduler.sessions.journal import Journal
 from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 
 VERSION = 3
-#: What makes two jobs different. Times don't: a job goes on with those it was begun with.
+#: Settings that make two jobs different. Times do not: a job goes on with the times that it began with.
 _IDENTITY = ("num_workers", "num_servers", "servers_only", "job", "elastic")
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """``config``: the job's. ``at_s``: the time of the scheduler's clock at which it goes on. ``records``: how many
-    were replayed."""
+    """``config``: that of the job. ``at_s``: the time of the scheduler's clock at which the job goes on. ``records``:
+    how many records were replayed."""
 
     sessions: Sessions
     config: ClusterConfig
@@ -41,14 +41,14 @@ def restore(config: ClusterConfig, journal: Journal | None) -> Restored:
     header = journal.frames[0].header
     known = _config(header)
     if known is None or any(getattr(known, name) != getattr(config, name) for name in _IDENTITY):
-        logger.warning("the journal %s is of a job that was configured otherwise: it is given up", journal.path)
+        logger.warning("the journal %s belongs to a job with another configuration: a new job begins", journal.path)
         return begin(config, journal, 0, 0.0)
     records = [record for frame in journal.frames for record in frame.records]
     try:
         sessions = Sessions(known)
         at_s = replay(sessions, records, journal.frames[0].snapshot)
     except JournalError as error:
-        raise JournalError(f"{error} ({journal.path}; move it away to begin the job anew)") from None
+        raise JournalError(f"{error} ({journal.path}; move it away to begin a new job)") from None
     journal.frames.clear()
     sessions.write = journal.append
     sessions.restart(at_s)
@@ -56,7 +56,7 @@ def restore(config: ClusterConfig, journal: Journal | None) -> Restored:
 
 
 def replay(sessions: Sessions, records: list[JournalRecord], snapshot: bytes = b"") -> float:
-    """Bring new sessions to where these records end. Returns the time of the last one. Raises JournalError."""
+    """Apply a snapshot and records to new sessions. Returns the time of the last record. Raises JournalError."""
     at_s = sessions.restore(snapshot) if snapshot else 0.0
     for record in records:
         sessions.replay(record)
@@ -64,12 +64,12 @@ def replay(sessions: Sessions, records: list[JournalRecord], snapshot: bytes = b
 
 
 def compact(config: ClusterConfig, journal: Journal, sessions: Sessions, at_s: float) -> None:
-    """Put the state in the place of all records that led to it. Raises OSError; the old journal is good then."""
+    """Replace the journal's records by a snapshot. Raises OSError; then the old journal stays valid."""
     journal.replace(JournalFrame(header=_header(config), snapshot=sessions.snapshot(at_s)))
 
 
 def begin(config: ClusterConfig, journal: Journal | None, last_epoch: int, at_s: float) -> Restored:
-    """A new job; its epochs come after ``last_epoch``. Raises OSError."""
+    """A new job, whose epochs come after ``last_epoch``. Raises OSError."""
     sessions = Sessions(config, None if journal is None else journal.append)
     if journal is not None:
         journal.begin(JournalFrame(header=_header(config)))
@@ -84,7 +84,7 @@ def _header(config: ClusterConfig) -> JournalHeader:
 
 
 def _config(header: JournalHeader) -> ClusterConfig | None:
-    """As it was then; None if this version of the package can't go on with it."""
+    """The configuration in the header; None if this version of the package can't resume the job."""
     if header.version != VERSION:
         return None
     stated = json.loads(header.config)

@@ -1,55 +1,64 @@
-"""Whether the members of a journal's job come back to a scheduler that was started again, and when to give up. Pure.
+"""After a restart of the scheduler: do the members of the journal's job come back, or does a new job begin? Pure.
 
-The same job and address may also be a new job's, after one that was killed with all its processes: then nobody comes
-back, and whoever comes is a stranger. UnauthenticatedConnections are put off until it is clear which of both it is.
+A new job may have the name and the address of one that was killed with all its processes. Then no member comes back,
+and every process that registers is a stranger. The scheduler puts strangers off until it knows which of the two it is.
 
-    started again ──a member is back──► the job goes on; who is still away has until the limit, then is lost
-                  ──nobody, a stranger asks, 2 timeouts over──► abandoned: a new job
-                  ──nobody, limit──► abandoned; if the job was over anyway, it ends
+    NOT_WAITING ──restart──► WAITING ──a member is back──► NOT_WAITING  the job goes on; members that are still away
+                                │                                       have until the limit, and are lost then
+                                ├──no member, a stranger asks, 2 timeouts over──► ABANDONED  a new job begins
+                                ├──no member, limit over──► ABANDONED
+                                └──no member, limit over, the job was over──► NOT_WAITING  it ends
 """
 
 from __future__ import annotations
 
-#: In heartbeat timeouts.
+import enum
+
+#: In heartbeat timeouts: how long members have to come back, and how long strangers wait for them.
 LIMIT = 5
 STRANGERS_WAIT = 2
 
 
+class WaitState(enum.Enum):
+    """See the diagram of this module."""
+
+    NOT_WAITING = "not waiting"
+    WAITING = "no member is back yet"
+    ABANDONED = "no member came back"
+
+
 class RestartWait:
-    """``nobody_is_back``: members of a journal's job are waited for, and none has come yet."""
+    """One scheduler's wait for the members of its journal's job. Times are in seconds of the scheduler's clock."""
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
         self._limit_s = LIMIT * heartbeat_timeout_s
-        self._wait_s = STRANGERS_WAIT * heartbeat_timeout_s
+        self._strangers_wait_s = STRANGERS_WAIT * heartbeat_timeout_s
         self._began_s = -float("inf")
-        self._asked = False
-        self.nobody_is_back = False
-        self.is_abandoned = False
+        self._has_stranger = False  # a process that is no member has asked to become one
+        self.state = WaitState.NOT_WAITING
 
     def begin(self, now_s: float, has_members: bool, is_forming: bool) -> float:
-        """Started again at ``now_s``. How long members have to come back."""
+        """The scheduler has restarted at ``now_s``. Returns how long members have to come back."""
         self._began_s = now_s
-        self.nobody_is_back = has_members or not is_forming
+        if has_members or not is_forming:
+            self.state = WaitState.WAITING
         if not has_members:
-            self._limit_s = self._wait_s
+            self._limit_s = self._strangers_wait_s
         return self._limit_s
 
-    def is_back(self) -> None:
-        self.nobody_is_back = False
+    def member_is_back(self) -> None:
+        if self.state is WaitState.WAITING:
+            self.state = WaitState.NOT_WAITING
 
-    def somebody_asks(self) -> None:
+    def stranger_asks(self) -> None:
         """A process that is no member wants to become one."""
-        self._asked = True
-
-    def is_open(self, now_s: float) -> bool:
-        """True while members may yet come back."""
-        return now_s - self._began_s < self._limit_s
+        self._has_stranger = True
 
     def tick(self, now_s: float, job_is_over: bool) -> None:
-        if not self.nobody_is_back:
+        if self.state is not WaitState.WAITING:
             return
-        gave_up = not self.is_open(now_s)
-        if gave_up and job_is_over and not self._asked:
-            self.nobody_is_back = False  # they have gone, as they should
-        elif gave_up or (self._asked and now_s - self._began_s >= self._wait_s):
-            self.is_abandoned = True
+        waited_s = now_s - self._began_s
+        if waited_s >= self._limit_s and job_is_over and not self._has_stranger:
+            self.state = WaitState.NOT_WAITING  # its members have left, as they should
+        elif waited_s >= self._limit_s or (self._has_stranger and waited_s >= self._strangers_wait_s):
+            self.state = WaitState.ABANDONED

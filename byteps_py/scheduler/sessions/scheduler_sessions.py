@@ -1,18 +1,18 @@
-"""Members as the scheduler's core knows them, whatever happens to their connections or to the scheduler itself.
+"""Sessions of members with the scheduler: they outlive connections, and restarts of the scheduler.
 
-A session is one member's life, a stream one connection of it; the core's "connections" are sessions. Pure: events of
-streams and the time go in, what to send on which stream comes out. Knows no sockets, files or clocks; one thread at a
-time may call.
+A session is one member's life; a stream is one connection of it. What the core calls a connection is a session. Pure:
+events of streams and the time go in, what to send on which stream comes out. Knows no sockets, files or clocks. One
+thread at a time may call.
 
-    stream opens, Register ──► session, on that stream ──stream ends──► away ──Register, same token──► on another one
-                                     │                                    └──grace over──► lost: the core is told
+    stream opens, Register ──► session, on that stream ──stream ends──► away ──Register, same token──► on a new stream
+                                     │                                    └──grace over──► lost: the core hears of it
                                      └──Leave, or lost, and the stream ends──► ended
 
-What changes the core's state is first applied, then written down (``write``), and only then may be said: the caller
-sends nothing of what comes out here before all that was written is safe. From the records alone ``replay`` leads to
-the same state and to the same messages with the same numbers, so a scheduler that is started anew owes its members
-exactly what the one before it had not told them. What is not written (heartbeats) must not change what is said, but for
-messages without a number.
+The core is a replicated state machine. An event that changes its state is first applied, then logged (``write``). The
+caller sends the messages that follow from it only once the log is safe. ``replay`` of the records alone leads to the
+same state and to the same messages with the same numbers, so a restarted scheduler sends its members exactly what the
+one before it had not sent. Events that are not logged (heartbeats) must not change what is sent, except messages
+without a number.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.job import Finish, Outgoing
 from byteps_py.scheduler.roster import describe
-from byteps_py.scheduler.sessions.restart_wait import RestartWait
+from byteps_py.scheduler.sessions.restart_wait import RestartWait, WaitState
 from byteps_py.scheduler.sessions.session_protocol import Outbox
 from byteps_py.scheduler.sessions.snapshot import freeze, thaw
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """``message`` is to be sent on ``stream``; None: the stream is to be ended."""
+    """Send ``message`` on ``stream``; None: end the stream."""
 
     stream: int
     message: pb.SchedulerMessage | None
@@ -52,24 +52,33 @@ class Sent:
         return stamped
 
 
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A member without a connection. ``until_s``: when it is lost; ``why``: the reason of that."""
+
+    since_s: float
+    until_s: float
+    why: str
+
+
 @dataclass(slots=True, eq=False)
 class SessionRecord:
+    """One member's session. ``stream``: its connection, None if it has none."""
+
     id: int
     stream: int | None
     digest: bytes = b""  # of its token; empty until it has registered
     member_id: int = 0
     who: str = ""
     outbox: Outbox[pb.SchedulerMessage] = field(default_factory=Outbox)
-    received: int = 0  # the last number of its messages
-    confirmed: int = 0  # … that it has been told to have come
-    away_until_s: float | None = None
-    away_why: str = ""
-    away_since_s: float = 0.0
-    over: str = ""  # why it can't be gone on with
+    received: int = 0  # the number of its last message that has arrived
+    confirmed: int = 0  # the number up to which the scheduler has confirmed its messages
+    away: Away | None = None
+    over: str = ""  # why nobody can resume it; empty: it is not over
 
 
 def check(out: Outgoing) -> int:
-    """A number for what the core says, the same whenever it says the same."""
+    """A checksum of what the core says."""
     value = 0
     texts: dict[int, bytes] = {}
     for connection, message in out:
@@ -80,17 +89,20 @@ def check(out: Outgoing) -> int:
     return value
 
 
-#: What members say without a number, and the news that it may lead to. Both may be lost with a connection.
-_NEWS = ("heartbeat", "sight")
+#: What members say without a number, and what the scheduler may say because of it. Both may be lost with a connection.
+_UNNUMBERED = ("heartbeat", "sight")
 _FLEETING = ("stalled", "sight", "slow")
 
 
 class Sessions:
-    """``core_class``, as similar attributes of other classes: what it makes; a subclass may name another."""
+    """All sessions of one scheduler, and the core behind them.
+
+    ``core_class``: the class of the core; tests name another one in a subclass.
+    """
 
     core_class: type[SchedulerCore] = SchedulerCore
-    #: Messages that a member has not confirmed; one that takes none of so many is lost.
-    most_unheard = 10_000
+    #: A member that leaves more messages than this unconfirmed is lost.
+    most_unconfirmed = 10_000
 
     def __init__(self, config: ClusterConfig, write: Callable[[JournalRecord], None] | None = None) -> None:
         self.core = self.core_class(config)
@@ -98,7 +110,7 @@ class Sessions:
         self.restarts = 0
         self._timeout_s = config.heartbeat_timeout_s
         self._grace_s = min(1.0, self._timeout_s / 2)
-        self._sessions: dict[int, SessionRecord] = {}  # also those that are over
+        self._sessions: dict[int, SessionRecord] = {}  # by id; also sessions that are over
         self._on_stream: dict[int, SessionRecord] = {}
         self._by_digest: dict[bytes, SessionRecord] = {}
         self._restart_wait = RestartWait(config.heartbeat_timeout_s)
@@ -117,7 +129,7 @@ class Sessions:
         """Never raises for what a member sends."""
         session = self._on_stream.get(stream)
         if session is None:
-            return []  # another stream has taken its place
+            return []  # the member has resumed on another stream
         if not session.digest:
             if message.HasField("register"):
                 return self._register(session, message.register, now_s)
@@ -126,19 +138,19 @@ class Sessions:
         if not self.core.is_member(session.id):
             return []
         self.core.heard(session.id, now_s)
-        if message.HasField("register"):  # not again; and nobody's token is written down
+        if message.HasField("register"):  # a repetition; no token may be logged
             message = pb.MemberMessage(register=pb.Register())
         if message.number and message.number <= session.received:
             return self._confirm(session)
         if message.number > session.received + 1:
-            why = f"its message {message.number} came after message {session.received}"
+            why = f"its message {message.number} arrived after message {session.received}"
             return self._do(JournalRecord(at_s=now_s, session=session.id, lost=why))
-        is_news_only = message.WhichOneof("body") in _NEWS
-        out = self._do(JournalRecord(at_s=now_s, session=session.id, message=message), is_news_only)
+        is_unnumbered = message.WhichOneof("body") in _UNNUMBERED
+        out = self._do(JournalRecord(at_s=now_s, session=session.id, message=message), is_unnumbered)
         return [*out, *(self._confirm(session) if message.HasField("heartbeat") else ())]
 
     def closed(self, stream: int, now_s: float) -> list[Sent]:
-        """The stream is gone, or cut off, for whatever reason."""
+        """The stream has ended, or was cut off, for whatever reason."""
         session = self._on_stream.pop(stream, None)
         if session is None:
             return []
@@ -148,7 +160,7 @@ class Sessions:
             return self._pass(session, self.core.on_disconnected(session.id, now_s))
         if not self.core.is_member(session.id):
             return self._do(JournalRecord(at_s=now_s, session=session.id, ended=True))
-        # Where heartbeats are late, so are new connections.
+        # A member whose heartbeats are late also needs longer for a new connection.
         grace_s = self._grace_s * self.core.timeout_s(session.id) / self._timeout_s
         self._send_away(session, now_s, grace_s, "its connection ended; see its log for why")
         return []
@@ -157,34 +169,34 @@ class Sessions:
         """Call a few times per second; all deadlines are checked here."""
         out: list[Sent] = []
         sessions = list(self._sessions.values())
-        nobody_is_back = self._restart_wait.nobody_is_back
+        may_lose = self._restart_wait.state is WaitState.NOT_WAITING
         self._restart_wait.tick(now_s, self.core.state in (states.FAILED, states.ENDED))
         for session in sessions:
-            if session.away_until_s is not None and now_s >= session.away_until_s and not nobody_is_back:
-                out += self._lose(session, session.away_why, now_s)
-            elif len(session.outbox) > self.most_unheard and session.stream is not None:
+            if session.away is not None and now_s >= session.away.until_s and may_lose:
+                out += self._lose(session, session.away.why, now_s)
+            elif len(session.outbox) > self.most_unconfirmed and session.stream is not None:
                 out += self._lose(session, f"it has confirmed none of {len(session.outbox)} messages", now_s)
         for connection, why in self.core.silent(now_s):
-            if self._sessions[connection].stream is not None:  # whoever is away has a deadline of its own
+            if self._sessions[connection].stream is not None:  # a member that is away has its own deadline
                 out += self._do(JournalRecord(at_s=now_s, session=connection, lost=why))
         if why := self.core.contradiction():
             out += self._do(JournalRecord(at_s=now_s, contradiction=why))
         return out + self._do(JournalRecord(at_s=now_s, tick=True), True)
 
     def stop(self, reason: str, now_s: float) -> list[Sent]:
-        """End the job in order: every member is told to leave."""
+        """End the job in order: every member gets Stop."""
         return self._do(JournalRecord(at_s=now_s, stop=reason))
 
     def scale(self, request: pb.ScaleRequest, now_s: float) -> list[Sent]:
-        """Let CPU machines go. Raises UsageError, as the core does; nothing is written then."""
+        """Drain servers of CPU machines. Raises UsageError, as the core does; then nothing is logged."""
         return self._do(JournalRecord(at_s=now_s, scale=request))
 
     def restart(self, now_s: float) -> None:
-        """All records have been replayed: members that these tell of may now come back."""
+        """All records have been replayed: from now on the members of the job may come back."""
         self._do(JournalRecord(at_s=now_s, restart=True))
         for session in self._sessions.values():
             if not self.core.is_member(session.id) and self.core.is_connected(session.id):
-                # It has left, and its connection ended with the scheduler before this one.
+                # It has left, and its connection ended with the previous scheduler.
                 self._do(JournalRecord(at_s=now_s, session=session.id, ended=True))
         missing = [s for s in self._sessions.values() if self.core.is_member(s.id)]
         return_s = self._restart_wait.begin(now_s, bool(missing), self.core.state == states.FORMING)
@@ -193,28 +205,30 @@ class Sessions:
             self._send_away(session, now_s, return_s, why)
 
     def skip_epochs(self, last: int, now_s: float) -> None:
-        """Processes of an earlier cluster have been in epoch ``last``."""
+        """Processes of an earlier cluster have seen epoch ``last``: epochs of this one come after it."""
         self._do(JournalRecord(at_s=now_s, beyond_epoch=last))
 
     def replay(self, record: JournalRecord) -> None:
-        """Go through it once more. Raises JournalError if that does not lead to what it led to then."""
+        """Apply a logged event again. Raises JournalError if the messages that follow are not those of the first
+        time."""
         out = self._run(record)
         self._number(out)
         if check(out) != record.check:
             raise JournalError(
-                f"the scheduler's journal does not lead to what it led to when it was written (at {record.at_s:.1f} s, "
-                f"{record.WhichOneof('body')}): was it written by another version of byteps_py?"
+                "replaying the scheduler's journal gives other messages than when it was written (at "
+                f"{record.at_s:.1f} s, {record.WhichOneof('body')}): did another version of byteps_py write it?"
             )
 
     def snapshot(self, now_s: float) -> bytes:
-        """The state, in the place of all that was written so far. Connections are no part of it."""
-        members = [dataclasses.replace(s, stream=None, away_until_s=None) for s in self._sessions.values() if s.digest]
+        """The state without the connections. It replaces all records so far. ``restore`` reads it."""
+        members = [dataclasses.replace(s, stream=None, away=None) for s in self._sessions.values() if s.digest]
         strangers = [s.id for s in self._sessions.values() if not s.digest]
         return freeze({"core": self.core, "members": members, "strangers": strangers, "next": self._next_id,
                        "restarts": self.restarts, "at_s": now_s})  # fmt: skip
 
     def restore(self, snapshot: bytes) -> float:
-        """To be called first. The time when it was made. Raises JournalError."""
+        """Take over the state of a ``snapshot``; call it before all else. Returns when it was made, in seconds of the
+        scheduler's clock. Raises JournalError."""
         state = thaw(snapshot)
         self.core, self.restarts, self._next_id = state["core"], state["restarts"], state["next"]
         for session in state["members"]:
@@ -227,22 +241,23 @@ class Sessions:
 
     @property
     def is_abandoned(self) -> bool:
-        """This is a journal's job, and none of its members is there any more: begin a new one."""
-        return self._restart_wait.is_abandoned
+        """True if this is the job of a journal and none of its members came back: begin a new job."""
+        return self._restart_wait.state is WaitState.ABANDONED
 
     def finished(self, now_s: float) -> Finish | None:
-        return None if self._restart_wait.nobody_is_back else self.core.finished(now_s)
+        """See ``SchedulerCore.finished``."""
+        return self.core.finished(now_s) if self._restart_wait.state is WaitState.NOT_WAITING else None
 
     def status(self, now_s: float) -> pb.StatusReply:
         reply = self.core.status(now_s)
         reply.restarts = self.restarts
-        away = {s.member_id: now_s - s.away_since_s for s in self._sessions.values() if s.away_until_s is not None}
+        away = {s.member_id: now_s - s.away.since_s for s in self._sessions.values() if s.away is not None}
         for member in reply.members:
             if (since_s := away.get(member.member.member_id)) is not None:
                 member.doubt = f"disconnected for {since_s:.1f} s"
         return reply
 
-    # ---- registering and coming back ---------------------------------------------------------------------------
+    # ---- registering and resuming ---------------------------------------------------------------------------
 
     def _register(self, session: SessionRecord, register: pb.Register, now_s: float) -> list[Sent]:
         digest = hashlib.sha256(register.token).digest() if register.token else b""
@@ -254,12 +269,12 @@ class Sessions:
             return self._refuse(
                 session,
                 "RendezvousError",
-                f"this scheduler does not know {describe(register)}, which was member {register.member_id} of its job "
-                "before: it was started without that job's journal (BYTEPS_JOURNAL_DIR), or for another job",
+                f"this scheduler does not know {describe(register)}, which was member {register.member_id} of its job: "
+                "it was started without the job's journal (BYTEPS_JOURNAL_DIR), or for another job",
                 unknown=True,
             )
-        if self._restart_wait.nobody_is_back:
-            self._restart_wait.somebody_asks()
+        if self._restart_wait.state is not WaitState.NOT_WAITING:
+            self._restart_wait.stranger_asks()
             return self._refuse(session, "RendezvousError", self._waiting_for(), later=True)
         stated = pb.Register()
         stated.CopyFrom(register)
@@ -267,7 +282,7 @@ class Sessions:
         record = JournalRecord(at_s=now_s, session=session.id, register=stated)
         out = self._run(record)
         if not session.digest:
-            if any(other.away_until_s is not None for other in self._sessions.values()):  # its place may become free
+            if any(other.away is not None for other in self._sessions.values()):  # one of their places may become free
                 return self._refuse(session, "RendezvousError", self._waiting_for(), later=True)
             return self._pass(session, out)
         return self._keep(record, out)
@@ -281,8 +296,8 @@ class Sessions:
             return self._refuse(
                 newcomer,
                 "RendezvousError",
-                f"{known.who} has got {register.received} messages, the scheduler knows of {known.outbox.last}: it was "
-                "started with an old copy of its journal (BYTEPS_JOURNAL_DIR)",
+                f"{known.who} has received {register.received} messages, but the scheduler knows only of "
+                f"{known.outbox.last}: it was started with an old copy of its journal (BYTEPS_JOURNAL_DIR)",
                 unknown=True,
             )
         del self._sessions[newcomer.id]
@@ -292,8 +307,8 @@ class Sessions:
             del self._on_stream[known.stream]
             out.append(Sent(known.stream, None))
         known.stream, self._on_stream[stream] = stream, known
-        known.away_until_s = None
-        self._restart_wait.is_back()
+        known.away = None
+        self._restart_wait.member_is_back()
         self.core.came_back(known.id, now_s)
         known.outbox.drop(register.received)
         known.confirmed = known.received
@@ -307,24 +322,24 @@ class Sessions:
         return self._pass(session, [(session.id, refusal)])
 
     def _waiting_for(self) -> str:
-        who = [s.who for s in self._sessions.values() if s.away_until_s is not None]
+        who = [s.who for s in self._sessions.values() if s.away is not None]
         some = ", ".join(who[:4]) + (", …" if len(who) > 4 else "")
         return f"the scheduler waits for members of its job to come back: {some or 'any'}"
 
     def _send_away(self, session: SessionRecord, now_s: float, grace_s: float, why: str) -> None:
-        session.away_since_s, session.away_until_s, session.away_why = now_s, now_s + grace_s, why
+        session.away = Away(now_s, now_s + grace_s, why)
 
     def _lose(self, session: SessionRecord, why: str, now_s: float) -> list[Sent]:
-        session.away_until_s = None
+        session.away = None
         out = self._do(JournalRecord(at_s=now_s, session=session.id, lost=why))
         if session.stream is None:
             out += self._do(JournalRecord(at_s=now_s, session=session.id, ended=True))
         return out
 
-    # ---- what is written and what is said ------------------------------------------------------------------------
+    # ---- what is logged and what is sent -------------------------------------------------------------------------
 
     def _do(self, record: JournalRecord, may_be_nothing: bool = False) -> list[Sent]:
-        """Let something happen that must not be forgotten; perhaps, once it has, it turns out to be nothing."""
+        """Apply an event and log it. ``may_be_nothing``: do not log it if it changed nothing that must be kept."""
         before = (self.core.state, self.core.reason)
         out = self._run(record)
         is_nothing = may_be_nothing and before == (self.core.state, self.core.reason)
@@ -339,7 +354,7 @@ class Sessions:
         return self._number(out)
 
     def _to_members(self, out: Outgoing) -> Outgoing:
-        """Without what is said to strangers, of whom nothing is written."""
+        """Without messages to strangers, about whom nothing is logged."""
         return [(connection, message) for connection, message in out if self._sessions[connection].digest]
 
     def _run(self, record: JournalRecord) -> Outgoing:
@@ -401,7 +416,7 @@ class Sessions:
         return sent
 
     def _pass(self, session: SessionRecord, out: Outgoing) -> list[Sent]:
-        """Say something that need not be known to have come."""
+        """Send messages without a number: nobody has to know whether they arrived."""
         sent: list[Sent] = []
         if session.stream is None:
             return sent
@@ -412,7 +427,7 @@ class Sessions:
         return sent
 
     def _confirm(self, session: SessionRecord) -> list[Sent]:
-        """Tell a member what has come of what it keeps, if that is news to it."""
+        """Confirm what has arrived of a member's messages, if the member does not know it yet."""
         if session.confirmed == session.received or session.stream is None:
             return []
         session.confirmed = session.received

@@ -23,7 +23,8 @@ M = TypeVar("M")
 
 
 class Outbox(Generic[M]):
-    """Messages are numbered from 1, in order; those up to ``last`` have been put in, the older ones dropped.
+    """The messages of one side that the other side has not confirmed. They are numbered from 1; ``last``: the number of
+    the newest.
 
     >>> box = Outbox[str]()
     >>> box.put("a"), box.put("b")
@@ -44,28 +45,28 @@ class Outbox(Generic[M]):
         return enumerate(self._kept, self.last - len(self._kept) + 1)
 
     def put(self, message: M) -> int:
-        """Keep a message; its number."""
+        """Keep a message until it is confirmed. Returns its number."""
         self._kept.append(message)
         self.last += 1
         return self.last
 
     def has(self, received: int) -> bool:
-        """True if the other side, which has got all up to ``received``, can be told all that comes after it."""
+        """True if all messages after number ``received``, the other side's last one, are still here."""
         return self.last - len(self._kept) <= received <= self.last
 
     def drop(self, received: int) -> None:
-        """The other side has got all up to this number."""
+        """The other side has received all messages up to this number."""
         while self._kept and self.last - len(self._kept) < received:
             self._kept.popleft()
 
 
 TOKEN_BYTES = 16
-#: News that are worth nothing later: not kept, not numbered.
+#: Reports that a newer one soon replaces: they are not kept and have no number.
 _FLEETING = ("heartbeat", "sight")
 
 
 class MemberSession:
-    """``is_member``: the scheduler has welcomed it."""
+    """A member's end of its session with the scheduler."""
 
     def __init__(
         self, register: pb.Register, new_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES)
@@ -78,25 +79,27 @@ class MemberSession:
 
     @property
     def is_member(self) -> bool:
+        """True once the scheduler has accepted its registration."""
         return self._register.member_id > 0
 
     @property
     def epoch(self) -> int:
-        """Of the last membership that has come; 0: the cluster is not complete, as far as is known here."""
+        """The epoch of the last Membership that has arrived; 0: none has."""
         return self._register.epoch
 
     @property
-    def unheard(self) -> int:
-        """How many messages the scheduler may not have got."""
+    def unconfirmed(self) -> int:
+        """How many messages the scheduler may not have received."""
         return len(self._outbox)
 
     def register(self) -> pb.MemberMessage:
-        """The first message of a connection, the first one or a later one."""
+        """The first message of every connection."""
         self._register.received = self._received
         return pb.MemberMessage(register=self._register)
 
     def say(self, message: pb.MemberMessage) -> pb.MemberMessage:
-        """The message as it is to be sent, if there is a connection on which the scheduler has said Welcome."""
+        """Number a message and keep it. Returns it as it is to be sent on a connection with a Welcome, if there is
+        one."""
         stamped = pb.MemberMessage(received=self._received)
         stamped.MergeFrom(message)
         if message.WhichOneof("body") not in _FLEETING:
@@ -104,34 +107,34 @@ class MemberSession:
         return stamped
 
     def welcomed(self, message: pb.SchedulerMessage) -> list[pb.MemberMessage]:
-        """Welcome has come on a new connection: what is to be sent there, before anything else.
+        """Welcome has arrived on a new connection. Returns the messages to send there before any other.
 
-        Raises ProtocolError if the scheduler has forgotten what it had confirmed.
+        Raises ProtocolError if the scheduler has forgotten messages that it had confirmed.
         """
         if not self._outbox.has(message.received):
             raise ProtocolError(
-                f"the scheduler has got {message.received} messages of this process and had confirmed more before: "
-                "it goes on from an old copy of its journal"
+                f"the scheduler has {message.received} messages of this process, but had confirmed more: it was "
+                "restarted with an old copy of its journal"
             )
         self._register.member_id = message.welcome.member_id
         self._outbox.drop(message.received)
         return [kept for _, kept in self._outbox]
 
     def hear(self, message: pb.SchedulerMessage) -> bool:
-        """True if this message is news, False if it has come before or says nothing.
+        """True if this message is new and has a body.
 
-        Raises ProtocolError if one before it is missing, or if epochs go backwards.
+        Raises ProtocolError if a message before it is missing, or if epochs go backwards.
         """
         self._outbox.drop(message.received)
         if message.number:
             if message.number <= self._received:
                 return False
             if message.number != self._received + 1:
-                raise ProtocolError(f"message {message.number} of the scheduler came after message {self._received}")
+                raise ProtocolError(f"message {message.number} of the scheduler arrived after message {self._received}")
             self._received = message.number
         if message.HasField("membership"):
             epoch = message.membership.epoch
             if epoch <= self._register.epoch:
-                raise ProtocolError(f"the scheduler opens epoch {epoch} after epoch {self._register.epoch}")
+                raise ProtocolError(f"the scheduler opened epoch {epoch} after epoch {self._register.epoch}")
             self._register.epoch = epoch
         return message.WhichOneof("body") is not None

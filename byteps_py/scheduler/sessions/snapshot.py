@@ -1,8 +1,8 @@
-"""A scheduler's whole state as bytes, so that a long job's journal does not grow for ever. Pure.
+"""A scheduler's whole state as bytes, so that the journal of a long job does not grow for ever. Pure.
 
-The state is whatever its parts hold: nothing has to be kept in step here when these change. It is read back only from
-the scheduler's own file, by the same version of the package, and only into classes of this package's scheduler and
-those on the shared ground that it holds.
+The parts of the state are pickled as they are: when they change, nothing has to change here. A snapshot is read only
+from the scheduler's own file, by the same version of the package, and only into classes of the scheduler and of the
+modules in ``_PACKAGES``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PLAIN = {("builtins", "set"), ("builtins", "frozenset"), ("builtins", "range"),
 
 
 def freeze(state: dict[str, Any]) -> bytes:
-    """The bytes from which ``thaw`` makes an equal state. Objects that are one stay one."""
+    """The bytes from which ``thaw`` makes an equal state. References to one object stay references to one object."""
     file = io.BytesIO()
     _Pickler(file, protocol=5).dump({**state, "version": __version__})
     return file.getvalue()
 
 
 def thaw(data: bytes) -> dict[str, Any]:
-    """Raises JournalError: another version's, or nothing of ours."""
+    """The state of these bytes. Raises JournalError if another version wrote them, or if they are not a snapshot."""
     try:
         state = _Unpickler(io.BytesIO(data)).load()
         version = state.pop("version")
@@ -38,7 +38,7 @@ def thaw(data: bytes) -> dict[str, Any]:
     except Exception as error:
         raise JournalError(f"the snapshot in the scheduler's journal can't be read: {error!r}") from error
     if version != __version__:
-        raise JournalError(f"the scheduler's journal is of byteps_py {version}, and this is {__version__}")
+        raise JournalError(f"byteps_py {version} wrote the scheduler's journal, and this is {__version__}")
     return state  # type: ignore[no-any-return]
 
 
@@ -61,7 +61,9 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module.startswith(_PACKAGES):
             found = super().find_class(module, name)
-            # Its own classes, none that it has imported: a module's namespace holds more than its own.
+            # Only classes that the module defines: its namespace also holds what it imports.
             if found is message or (isinstance(found, type) and found.__module__ == module):
                 return found
-        raise JournalError(f"the snapshot in the scheduler's journal wants {module}.{name}, which is no part of it")
+        raise JournalError(
+            f"the snapshot in the scheduler's journal names {module}.{name}, which is not allowed in a snapshot"
+        )
