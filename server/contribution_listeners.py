@@ -26,6 +26,9 @@ from byteps_py.tensors import Op
 from byteps_py.unauthenticated import PATIENCE_S
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
+_BATCH = 64
+_MAX_SEGMENTS = 4096
+
 
 class ContributionListener(DataListener):
     """Contributions over TCP. ``on_arrival``: a contribution has arrived; ``on_gone``: a peer has disconnected;
@@ -49,10 +52,6 @@ class ContributionListener(DataListener):
 
         kinds = frozenset((Kind.PUSH, Kind.PULL, Kind.PASS, Kind.WITHDRAW))
         super().__init__(host, settings, traffic, kinds, on_message, on_gone)
-
-
-_BATCH = 64
-_MAX_SEGMENTS = 4096
 
 
 class LocalPeer(Peer):

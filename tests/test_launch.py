@@ -67,7 +67,7 @@ class TestExitCodes:
     )
     def test_first_failing_rank(self, code: str, status: int, words: str) -> None:
         with supervised(WAIT, code, own_error_s=0.1) as job:
-            told = f"{words}; the other rank has 0.1 s to end with an error that says so"
+            told = f"{words}; the other rank has 0.1 s to end with an error of its own"
             late = "rank 0 went on for 0.1 s without it; stopping"
             assert job.finish()[::2] == (status, f"bpslaunch: {told}\nbpslaunch: {late}\n")
 

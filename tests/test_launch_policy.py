@@ -125,7 +125,7 @@ class TestPolicy:
         first = policy.exited("rank 1", status, 0)
         assert sends(first) == []
         assert "rank 1 " in words(first)
-        assert "the other 2 ranks have 10 s to end with an error that says so" in words(first)
+        assert "the other 2 ranks have 10 s to end with an error of their own" in words(first)
         assert words(policy.exited("cs", 1, 0)) == ""  # to it this is a failure of the job
         assert policy.exited("rank 0", 7, 1) == [Say("rank 0 exited with status 7")]
         assert policy.ticked(9.9) == []

@@ -314,6 +314,6 @@ def test_the_sentences() -> None:
     assert slow_sentences(slow, lambda ranks: f"worker of {list(ranks)}", {9: "server tcp://h:1"}, 8) == [
         "rank 3 (process 4711; worker of [3]) takes 2.1 s from step to step, 10 times the 212 ms of the others: "
         "7 ranks wait for it",
-        "server tcp://h:1 answers after 350 ms, the others after 31 ms: for what is on the way to it, 11 times theirs; "
-        "it, its machine or the network to it is slow",
+        "server tcp://h:1 answers after 350 ms, the others after 31 ms: relative to the bytes in flight, it "
+        "takes 11 times as long; the service, its machine or the network to it is slow",
     ]

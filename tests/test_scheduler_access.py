@@ -104,7 +104,7 @@ def test_who_is_turned_away_is_logged_with_its_address(start: Factory) -> None:
     scheduler.wait_for(f"turned away {own}: it has not proven that it knows the cluster secret")
     with pytest.raises(errors.RendezvousError, match="BYTEPS_JOB_ID"):
         query.status(dataclasses.replace(scheduler.settings, job_id="other"), TIMEOUT_S)
-    scheduler.wait_for("the cluster secrets differ, or the jobs do")
+    scheduler.wait_for("the cluster secrets or the jobs differ")
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
     scheduler.process.terminate()
     found = re.findall(r"turned away 127\.0\.0\.1:\d+: ", scheduler.ended()[1])

@@ -34,8 +34,8 @@ def test_a_slow_rank_and_a_slow_server_are_told_to_all_workers_once() -> None:
         for sentence in (
             "rank 3 (process 1003; worker 1 (ranks 2-3, host gpu1, pid 101)) takes 2.1 s from step to step, 10 times "
             "the 200 ms of the others: 3 ranks wait for it",
-            "server tcp://cpu0:1 (host h0, pid 200) answers after 400 ms, the others after 30 ms: for what is on the "
-            "way to it, 13 times theirs; it, its machine or the network to it is slow",
+            "server tcp://cpu0:1 (host h0, pid 200) answers after 400 ms, the others after 30 ms: relative to "
+            "the bytes in flight, it takes 13 times as long; the service, its machine or the network to it is slow",
         )
         for to in (a, b)
     ]

@@ -146,8 +146,8 @@ def _explain_links(plan: Plan, links: LinkOptimum, nbytes: int) -> list[str]:
         "",
         f"partitions              {plan.partitions}",
         f"optimum time            {float(links.time) * seconds:.3f} s",
-        f"formula's shares        {float(links.time_of(plan.optimum.shares)) * seconds:.3f} s  (they take all links to "
-        "be equal)",
+        f"formula's shares        {float(links.time_of(plan.optimum.shares)) * seconds:.3f} s  (they assume equal "
+        "links)",
         f"time over optimum       {float(plan.time_over_optimum):.4f}",
     ]
     if links.time == 1 / slowest:

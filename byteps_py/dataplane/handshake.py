@@ -43,6 +43,9 @@ CHALLENGE_BYTES = _NONCE_BYTES + _POINT_BYTES + _PROOF_BYTES
 WRONG = "its proof of membership is wrong: do job and secret agree?"
 
 
+_LISTENER, _CALLER = b"listener", b"communication service"
+
+
 def protection_of(settings: Settings) -> Protection:
     """What every connection of this process must have."""
     if not settings.secret:
@@ -125,9 +128,6 @@ class _Transcript:
         digest_key = _digest_key(self.membership_key, self.listener_public)
         up, down = (new_seal(self.protection, self.key(shared, way), digest_key) for way in (b"up", b"down"))
         return up, down
-
-
-_LISTENER, _CALLER = b"listener", b"communication service"
 
 
 class CallerHandshake:

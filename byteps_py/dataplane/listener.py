@@ -30,6 +30,22 @@ from byteps_py.settings import Settings
 from byteps_py.unauthenticated import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.wire import Header, Kind
 
+_NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining enums takes a microsecond
+# Messages taken in one go before timers and other sockets get their turn.
+_BATCH = 64
+# A message may be this much longer than a partition. Longer ones never reach this process's memory.
+_SLACK_BYTES = 4096
+# A machine sends few probes before the first one returns, and machines take turns.
+_HELD_PROBES = 64
+# Refusals to unauthenticated peers per second: enough to show a wrong configuration, too few to be abused.
+_STRANGER_REFUSALS_PER_S = 100
+#: Handshakes at the same time. If there are more, the oldest must begin again.
+_MOST_CHALLENGES = 256
+#: Of how many disconnected peers late messages are dropped without a log line.
+_REMEMBERED = 256
+#: Damaged messages in a row after which a connection is cut. On the next one the peer sends everything again.
+_MOST_DAMAGED = 16
+
 
 class Peer(ABC):
     """One connection of a CS. ``machine``: its index, proven by its HELLO."""
@@ -54,23 +70,6 @@ def reply(header: Header, kind: Kind) -> bytes:
     """A request's header as the header of its reply: only the kind differs. Changes ``header``."""
     header.kind = kind
     return header.pack()
-
-
-_NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining enums takes a microsecond
-# Messages taken in one go before timers and other sockets get their turn.
-_BATCH = 64
-# A message may be this much longer than a partition. Longer ones never reach this process's memory.
-_SLACK_BYTES = 4096
-# A machine sends few probes before the first one returns, and machines take turns.
-_HELD_PROBES = 64
-# Refusals to unauthenticated peers per second: enough to show a wrong configuration, too few to be abused.
-_STRANGER_REFUSALS_PER_S = 100
-#: Handshakes at the same time. If there are more, the oldest must begin again.
-_MOST_CHALLENGES = 256
-#: Of how many disconnected peers late messages are dropped without a log line.
-_REMEMBERED = 256
-#: Damaged messages in a row after which a connection is cut. On the next one the peer sends everything again.
-_MOST_DAMAGED = 16
 
 
 class RemotePeer(Peer):
@@ -153,7 +152,7 @@ class DataListener:
             self.close()
             raise ConfigurationError(
                 f"this process can't listen at {host}: {zmq.strerror(error.errno or 0)}. DMLC_NODE_HOST, or else "
-                "DMLC_INTERFACE, must say an address of this machine"
+                "DMLC_INTERFACE, must name an address of this machine"
             ) from error
         self.address = f"tcp://{host}:{port}"
 

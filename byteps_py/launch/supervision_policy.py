@@ -225,8 +225,8 @@ class SupervisionPolicy:
             return [Say(f"{text}; the others go on without it")]
         if others:
             self._enter(Phase.LOSING, now, self._own_error_s)
-            whom = f"the other {others} ranks have" if others > 1 else "the other rank has"
-            text += f"; {whom} {self._own_error_s:g} s to end with an error that says so"
+            whom, whose = (f"the other {others} ranks have", "their") if others > 1 else ("the other rank has", "its")
+            text += f"; {whom} {self._own_error_s:g} s to end with an error of {whose} own"
         return [Say(text)]
 
     def _service_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:

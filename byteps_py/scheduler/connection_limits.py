@@ -29,6 +29,10 @@ _MANY = MOST // 4
 _MOST_REFUSED = 100
 
 
+#: Together with the time that an idle connection has (rpc.py), this is less than the 5 s for unauthenticated processes.
+REQUEST_PATIENCE_S = 2.0
+
+
 class SchedulerConnections:
     """Finds the connections to ``port``, where the scheduler listens, and cuts off those that are not admitted in time.
 
@@ -123,10 +127,6 @@ def address_of(peer: str) -> str:
     ('10.0.0.1:4242', '[fd00::1]:4242')
     """
     return urllib.parse.unquote(peer).partition(":")[2]
-
-
-#: Together with the time that an idle connection has (rpc.py), this is less than the 5 s for unauthenticated processes.
-REQUEST_PATIENCE_S = 2.0
 
 
 class RequestTimeout(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

@@ -199,7 +199,10 @@ def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int]) ->
         if spec.group and spec.group[-1] >= size:
             raise ProtocolError(f"tensor {ballot.name!r}: {spec.describe()}, but the last rank is {size - 1}")
         if not set(voters) <= set(spec.members(size)):
-            raise ProtocolError(f"tensor {ballot.name!r}: {ranks_text(voters)} voted for {spec.describe()}")
+            raise ProtocolError(
+                f"tensor {ballot.name!r}: {ranks_text(voters)} voted for {spec.describe()}, "
+                "but not all of them are in that group"
+            )
     due = [rank for rank in ranks if any(rank in spec.members(size) for _, spec in votes)]
     due = [rank for rank in due if rank in voted or not (len(groups) > 1 or rank in joined)]
     if not voted or voted != due:

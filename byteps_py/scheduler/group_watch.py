@@ -24,6 +24,10 @@ from byteps_py.wording import names_text, ranks_text
 _SURE_S = 4.0
 
 
+#: How often slow members are looked for. It takes time: each of many machines reports on as many servers.
+_COMPARE_S = 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class Stall:
     """One tensor that waits for ``missing`` ranks. If none is missing, all have handed it over and the result is
@@ -143,10 +147,6 @@ def stall_warnings(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str])
         )
         lines.append((text, missing))
     return lines
-
-
-#: How often slow members are looked for. It takes time: each of many machines reports on as many servers.
-_COMPARE_S = 0.5
 
 
 class GroupWatch:

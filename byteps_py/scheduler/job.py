@@ -23,6 +23,12 @@ FAILED = pb.StatusReply.STATE_FAILED
 ENDED = pb.StatusReply.STATE_ENDED
 
 
+#: In order of sending. After a Refused the connection is to be closed.
+Outgoing = list[tuple[int, pb.SchedulerMessage]]
+END_LINGER_S = 10.0  # how long members may take to leave a job that has ended
+FAILED_LINGER_S = 30.0  # … and one that has failed: trainers notice it at their next operation
+
+
 class Job:
     """What the parts of the scheduler share. ``over_s``: when it ended or failed; None while it goes on."""
 
@@ -62,7 +68,7 @@ class Job:
         """True if messages that only members of a running job send are to be handled: after the end, nobody needs the
         answer. Raises ProtocolError before the first membership, when ranks have no numbers yet."""
         if self.state == FORMING:
-            raise ProtocolError(f"sent {what} before the cluster was complete")
+            raise ProtocolError(f"it sent {what} before the cluster was complete")
         return self.is_running
 
 
@@ -71,10 +77,6 @@ def ranks_of(member: MemberRecord) -> range:
     if not member.is_worker:
         raise ProtocolError("only a communication service may send this: it speaks of ranks")
     return member.ranks
-
-
-#: In order of sending. After a Refused the connection is to be closed.
-Outgoing = list[tuple[int, pb.SchedulerMessage]]
 
 
 def to_each(members: Iterable[MemberRecord], message: pb.SchedulerMessage) -> Outgoing:
@@ -89,10 +91,6 @@ def failure(error: str, message: str, left: Iterable[int] = ()) -> pb.SchedulerM
     """``left``: the ranks that have shut down in order, if that is the only reason."""
     ranks = list(left)
     return pb.SchedulerMessage(failure=pb.Failure(error=error, message=message, orderly=bool(ranks), ranks=ranks))
-
-
-END_LINGER_S = 10.0  # how long members may take to leave a job that has ended
-FAILED_LINGER_S = 30.0  # … and one that has failed: trainers notice it at their next operation
 
 
 @dataclass(frozen=True, slots=True)

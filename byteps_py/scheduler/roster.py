@@ -15,6 +15,10 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster_config import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.wording import count_text, ranks_text
 
+MAX_LOCAL_SIZE = 1024
+#: The machine index of a GPU machine outside the group: it waits to join an elastic job, or was left behind.
+OUTSIDE = -1
+
 
 def describe(facts: pb.Register, ranks: range = range(0)) -> str:
     """A process that registers, or has registered, in words."""
@@ -122,11 +126,6 @@ class MemberRecord:
             statistics=self.statistics,
             doubt=doubt,
         )
-
-
-MAX_LOCAL_SIZE = 1024
-#: The machine index of a GPU machine outside the group: it waits to join an elastic job, or was left behind.
-OUTSIDE = -1
 
 
 @dataclass(frozen=True, slots=True)

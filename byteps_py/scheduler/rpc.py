@@ -41,6 +41,10 @@ _COMMON: Options = [
 ]
 
 
+_TCP_THIN_LINEAR_TIMEOUTS = 16  # of linux/tcp.h; six attempts, then it doubles again
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
 def token(settings: Settings) -> str:
     """The token that a caller shows to the scheduler; empty without a secret."""
     return auth.token(settings, "control")
@@ -183,10 +187,6 @@ def lost(address: str, details: str) -> PeerLostError:
     """The error for an established connection that broke and can't be made again."""
     why = reason(details) or "it ended the connection"
     return PeerLostError(f"lost the scheduler at {address}: {why}; see its log")
-
-
-_TCP_THIN_LINEAR_TIMEOUTS = 16  # of linux/tcp.h; six attempts, then it doubles again
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def retry_steadily(port: int) -> int:

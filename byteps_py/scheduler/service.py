@@ -303,13 +303,13 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
     async def _authenticate(self, context: Context) -> None:
         shown = dict(context.invocation_metadata() or ()).get(rpc.TOKEN_KEY, "")
         if not auth.is_valid(str(shown), self._settings, "control"):
-            why = "the cluster secrets differ" if shown else "it shows no cluster secret"
+            why = "the cluster secrets or the jobs differ" if shown else "it shows no cluster secret"
             self._connections.explained(context.peer())
-            self._strangers.note("turned away", address_of(context.peer()), f"{why}, or the jobs do")
+            self._strangers.note("turned away", address_of(context.peer()), why)
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
-                f"{why}, or the jobs do: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE, and the same BYTEPS_JOB_ID "
-                "or scheduler address, everywhere",
+                f"{why}: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE, and the same BYTEPS_JOB_ID or scheduler "
+                "address, everywhere",
             )
         self._connections.admit(context.peer())
 

@@ -193,8 +193,8 @@ def slow_sentences(
         else:
             lines.append(
                 f"{servers.get(each.who, 'a summation service')} answers after {_seconds(each.takes_s)}, the others "
-                f"after {_seconds(each.others_s)}: for what is on the way to it, {_times(each.times)} theirs; it, its "
-                "machine or the network to it is slow"
+                f"after {_seconds(each.others_s)}: relative to the bytes in flight, it takes {_times(each.times)} as "
+                "long; the service, its machine or the network to it is slow"
             )
     return lines
 

@@ -35,6 +35,10 @@ from byteps_py.scheduler.sessions.restart_wait import RestartWait, WaitState
 from byteps_py.scheduler.sessions.session_protocol import Outbox
 from byteps_py.scheduler.sessions.snapshot import freeze, thaw
 
+#: What members say without a number, and what the scheduler may say because of it. Both may be lost with a connection.
+_UNNUMBERED = ("heartbeat", "sight")
+_FLEETING = ("stalled", "sight", "slow")
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
@@ -87,11 +91,6 @@ def check(out: Outgoing) -> int:
             text = texts[id(message)] = message.SerializeToString(deterministic=True)
         value = zlib.crc32(text, zlib.crc32(connection.to_bytes(8, "little"), value))
     return value
-
-
-#: What members say without a number, and what the scheduler may say because of it. Both may be lost with a connection.
-_UNNUMBERED = ("heartbeat", "sight")
-_FLEETING = ("stalled", "sight", "slow")
 
 
 class Sessions:

@@ -22,6 +22,11 @@ from byteps_py.proto import control_pb2 as pb
 M = TypeVar("M")
 
 
+TOKEN_BYTES = 16
+#: Reports that a newer one soon replaces: they are not kept and have no number.
+_FLEETING = ("heartbeat", "sight")
+
+
 class Outbox(Generic[M]):
     """The messages of one side that the other side has not confirmed. They are numbered from 1; ``last``: the number of
     the newest.
@@ -58,11 +63,6 @@ class Outbox(Generic[M]):
         """The other side has received all messages up to this number."""
         while self._kept and self.last - len(self._kept) < received:
             self._kept.popleft()
-
-
-TOKEN_BYTES = 16
-#: Reports that a newer one soon replaces: they are not kept and have no number.
-_FLEETING = ("heartbeat", "sight")
 
 
 class MemberSession:
