@@ -1,4 +1,5 @@
-"""Who calls, in the handshake: nothing is sent before it is welcome, and who answers otherwise is none of ours."""
+"""The calling end of a connection: it sends nothing before it is welcome, and refuses a listener that breaks the
+handshake."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ def test_a_connection_that_ends_before_it_is_used_is_made_again(monkeypatch: pyt
 
 
 class Script:
-    """Listens, and proves itself to who calls. What it says to a proof, others decide."""
+    """Listens, and authenticates itself to callers. The test decides how it answers a proof."""
 
     def __init__(self, listener: BareListener, call: Call) -> None:
         self.router = listener.router
@@ -189,7 +190,7 @@ class Ended:
 def test_a_connection_may_end_in_the_middle_of_a_message(
     listener: BareListener, call: Call, monkeypatch: pytest.MonkeyPatch, parts: int
 ) -> None:
-    """It happens once in thousands of kills. Whoever sends hears that it broke."""
+    """It happens once in thousands of kills. The sender hears that the connection broke."""
     script = Welcoming(listener, call)
     script.caller.run()
     dialer = script.caller.dialer
@@ -212,7 +213,7 @@ def test_a_connection_may_end_in_the_middle_of_a_message(
         ),
     ],
 )
-def test_who_says_something_else_to_a_proof_is_none_of_ours(
+def test_a_listener_that_answers_a_proof_otherwise_is_refused(
     listener: BareListener, call: Call, says: list[bytes], text: str
 ) -> None:
     """A few attempts, then an error: once may be chance."""
@@ -223,7 +224,7 @@ def test_who_says_something_else_to_a_proof_is_none_of_ours(
 
 
 class BusyListener:
-    """Looks at its strangers whenever something has come, before it reads it."""
+    """Looks at its unauthenticated peers whenever a message has arrived, before it reads it."""
 
     def __init__(self, call: Call) -> None:
         self.listener = DataListener(
@@ -247,8 +248,8 @@ class BusyListener:
         self.caller.loop.stop()
 
 
-def test_a_busy_listener_cuts_off_nobody_who_has_proven_itself(call: Call) -> None:
-    """Who has much to say does not say it before its proof has been read."""
+def test_a_busy_listener_cuts_off_no_authenticated_peer(call: Call) -> None:
+    """A caller with large messages does not send them before its proof has been read."""
     busy = BusyListener(call)
     busy.caller.run()
     cut_off = busy.listener._strangers.cut_off

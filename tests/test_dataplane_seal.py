@@ -42,7 +42,7 @@ def shake(caller: CallerHandshake, keeper: ListenerHandshake, machine: int = 3, 
 
 @pytest.mark.parametrize("protection", Protection)
 @pytest.mark.parametrize("size", [0, 1, 16, 17, 100_000])
-def test_what_is_sealed_is_opened_in_order_and_nothing_else_is(protection: Protection, size: int) -> None:
+def test_sealed_messages_are_opened_in_order_and_no_others_are(protection: Protection, size: int) -> None:
     out, back = new_seal(protection, KEY, DIGEST_KEY), new_seal(protection, KEY, DIGEST_KEY)
     payloads = [os.urandom(size) for _ in range(3)]
     messages = [out.seal(HEADER, payload) for payload in payloads]
@@ -84,7 +84,7 @@ def test_payloads_can_not_be_left_out_or_exchanged(protection: Protection) -> No
 
 @pytest.mark.parametrize("size", [0, 1, 100_000])
 @pytest.mark.parametrize("protection", Protection)
-def test_what_many_are_sent_is_read_once(protection: Protection, size: int) -> None:
+def test_a_payload_for_many_peers_is_read_once(protection: Protection, size: int) -> None:
     """By one digest, which is of no use for another payload, on another connection, or a second time."""
     digest = new_digester(protection, DIGEST_KEY)
     payload, other = os.urandom(size), os.urandom(size + 1)
@@ -198,7 +198,7 @@ def test_an_overheard_handshake_can_not_be_repeated() -> None:
 
 
 @pytest.mark.parametrize(("mine", "theirs"), list(itertools.permutations((OPEN, SIGNED, ENCRYPTED), 2)))
-def test_nobody_can_be_talked_into_less(mine: Settings, theirs: Settings) -> None:
+def test_the_protection_can_not_be_lowered(mine: Settings, theirs: Settings) -> None:
     caller = CallerHandshake(mine, 3, ADDRESS)
     with pytest.raises(ProtocolError, match="set BYTEPS_SECRET and BYTEPS_ENCRYPT to the same values everywhere"):
         ListenerHandshake(theirs).challenge(caller.hello, 3, ADDRESS)
@@ -222,7 +222,7 @@ def test_a_handshake_of_wrong_lengths_is_refused(length: int) -> None:
 
 
 def test_a_point_of_low_order_is_no_key() -> None:
-    """With one, anybody would know the shared key; but nobody without the secret gets so far."""
+    """With one, any process would know the shared key; but no process without the secret gets that far."""
     keeper, caller = ListenerHandshake(SIGNED), CallerHandshake(SIGNED, 3, ADDRESS)
     caller._keys.public = bytes(32)
     text, challenge = keeper.challenge(caller.hello, 3, ADDRESS)

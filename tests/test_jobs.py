@@ -72,7 +72,7 @@ def test_the_note_of_a_killed_process_is_taken_away(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_what_is_no_note_is_left_out(folder: Path) -> None:
+def test_files_that_are_not_notes_are_left_out(folder: Path) -> None:
     with jobs.announced(Settings(job_id="mine")):
         (path,) = notes(folder)
         for number, text in enumerate(("", "[]", '{"pid": 1}', "\0")):
@@ -82,7 +82,7 @@ def test_what_is_no_note_is_left_out(folder: Path) -> None:
         assert [job.job_id for job in jobs.find()] == ["mine"]
 
 
-def test_a_folder_of_somebody_else_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_of_another_user_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
     with caplog.at_level("DEBUG", "byteps_py"), jobs.announced(Settings()):

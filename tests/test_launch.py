@@ -191,7 +191,7 @@ class TestNothingStays:
                     kill(pid)
 
     @pytest.mark.parametrize(("code", "status"), [("", 0), ("sys.exit(6)", 6)])
-    def test_what_a_rank_left_behind(self, code: str, status: int) -> None:
+    def test_processes_that_a_rank_left_behind(self, code: str, status: int) -> None:
         with supervised(WITH_DAEMON + code) as job:
             daemon = int(job.line())
             assert job.finish()[0] == status
@@ -246,7 +246,7 @@ class TestOutput:
         assert out in ("a\nb\n", "")  # rank 0 may be stopped before it speaks
         assert (tmp_path / "log/rank.1/stderr").read_text() == "bad\n"
 
-    def test_last_words_come_before_the_launchers(self) -> None:
+    def test_the_output_of_a_dead_process_comes_before_the_launchers(self) -> None:
         with supervised("import sys; sys.exit('x' * 5000)", tag_output=True) as job:
             err = job.finish()[2]
         assert err == "[0] " + "x" * 5000 + "\nbpslaunch: rank 0 exited with status 1\n"

@@ -36,7 +36,7 @@ def test_a_job_whose_ranks_all_fail_has_failed() -> None:
     assert policy.code == 137
 
 
-def test_a_part_of_a_job_leaves_when_it_is_told_to_end() -> None:
+def test_a_part_of_a_job_leaves_at_sigterm() -> None:
     policy = policy_of()
     actions = policy.signalled(signal.SIGTERM, 0)
     assert words(actions) == "received SIGTERM; the ranks leave at their next commit, within 5 s"
@@ -47,7 +47,7 @@ def test_a_part_of_a_job_leaves_when_it_is_told_to_end() -> None:
     assert (policy.phase, policy.code, policy.deadline) == (Phase.DRAINING, 0, 6)  # others may want the machine soon
 
 
-def test_ranks_that_come_to_no_commit_are_stopped() -> None:
+def test_ranks_that_reach_no_commit_are_stopped() -> None:
     policy = policy_of()
     policy.exited("rank 1", -9, 0)
     policy.signalled(signal.SIGTERM, 0)
@@ -72,7 +72,7 @@ def test_a_machine_of_a_whole_cluster_may_lose_its_service() -> None:
     assert policy.phase is Phase.RUNNING
 
 
-def test_what_the_command_line_says() -> None:
+def test_options_of_elastic_jobs() -> None:
     given = command_line.parse(["-np", "2", "--min-np", "1", "--reset-limit", "3", "x"], {})
     assert given.how.elastic
     assert not given.how.is_part

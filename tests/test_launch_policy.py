@@ -1,4 +1,5 @@
-"""What the launcher decides when processes end, signals come and time passes: tables of events, a hand-moved clock."""
+"""What the launcher decides when processes end, signals arrive and time passes: tables of events, a hand-moved
+clock."""
 
 from __future__ import annotations
 
@@ -243,7 +244,7 @@ class TestPolicy:
         assert sends(policy.signalled(signal.SIGUSR1, 0)) == [(("rank 0", "rank 1"), signal.SIGUSR1)]
         assert policy.phase is Phase.RUNNING
 
-    def test_what_survives_sigkill_is_named_and_left(self) -> None:
+    def test_processes_that_survive_sigkill_are_named_and_left(self) -> None:
         policy = policy_of(ranks=1)
         policy.signalled(signal.SIGTERM, 0)
         policy.ticked(5)

@@ -1,4 +1,4 @@
-"""The scheduler as a process: who is not let in, who finds nobody there, and its command line."""
+"""The scheduler as a process: which processes it refuses, what callers see without one, and its command line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def attend() -> Iterator[Callable[..., Member]]:
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_comes_as_its_typed_error(start: Factory, attend: Attend) -> None:
+def test_a_refusal_is_raised_as_its_typed_error(start: Factory, attend: Attend) -> None:
     scheduler = start(num_workers=2).wait_listening()
     first = attend(scheduler.settings, as_worker())
     first.wait("welcome")
@@ -79,7 +79,7 @@ def test_a_refusal_comes_as_its_typed_error(start: Factory, attend: Attend) -> N
 
 
 @pytest.mark.parametrize("secret", ["", "not what they know"])
-def test_without_the_secret_nobody_gets_in(start: Factory, attend: Attend, secret: str) -> None:
+def test_without_the_secret_no_process_is_admitted(start: Factory, attend: Attend, secret: str) -> None:
     scheduler = start(num_workers=1, secret="known to members").wait_listening()
     # Without a secret nothing says why the other end hangs up: the process tries until it is late, then names it.
     settings = dataclasses.replace(scheduler.settings, secret=secret, start_timeout_s=5.0)
@@ -93,8 +93,8 @@ def test_without_the_secret_nobody_gets_in(start: Factory, attend: Attend, secre
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
 
 
-def test_who_is_turned_away_is_logged_with_its_address(start: Factory) -> None:
-    """One that fails TLS's handshake, one that does not begin it, one of another job; nobody else."""
+def test_refused_processes_are_logged_with_their_addresses(start: Factory) -> None:
+    """One that fails TLS's handshake, one that does not begin it, one of another job; no others."""
     scheduler = start(num_workers=1, secret="right" * 4).wait_listening()
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
     with pytest.raises(errors.RendezvousError, match="BYTEPS_SECRET"):
@@ -172,7 +172,7 @@ def test_an_address_that_can_not_be_served_is_explained(changes: dict[str, str],
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_no_scheduler_is_an_error_at_the_deadline(attend: Attend, is_frozen: bool) -> None:
-    """Nobody listens, or somebody does and never says a word."""
+    """No process listens, or one does and never answers."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         if is_frozen:

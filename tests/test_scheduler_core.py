@@ -112,7 +112,7 @@ def test_a_process_that_does_not_fit_is_refused_and_the_others_go_on(
     assert cluster.core.state == states.RUNNING
 
 
-def test_nobody_joins_a_complete_cluster() -> None:
+def test_no_worker_joins_a_complete_cluster() -> None:
     cluster, _, _ = running()
     late = cluster.join(worker(0, k=0))
     assert "complete already" in cluster.last(late).refused.message
@@ -156,7 +156,7 @@ def test_the_rendezvous_deadline_names_exactly_who_is_missing(members: list[pb.R
     assert "this job is over" in cluster.last(late).refused.message
 
 
-def test_who_leaves_before_the_start_frees_the_place() -> None:
+def test_a_member_that_leaves_before_the_start_frees_its_place() -> None:
     cluster = Cluster(num_servers=0, start_timeout_s=20.0)
     first = cluster.join(worker(0, k=0))
     cluster.say(first, leave=pb.Leave(reason="changed its mind"))
@@ -168,7 +168,7 @@ def test_who_leaves_before_the_start_frees_the_place() -> None:
     assert cluster.core.state == states.RUNNING
 
 
-def test_who_dies_before_the_start_fails_the_job_at_once() -> None:
+def test_a_member_that_dies_before_the_start_fails_the_job_at_once() -> None:
     cluster = Cluster()
     first, second = cluster.join(worker(0)), cluster.join(worker(1))
     cluster.drop(first)
@@ -195,7 +195,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("body", "text"), BROKEN, ids=[text for _, text in BROKEN])
-def test_who_breaks_the_protocol_is_refused_and_the_job_fails_for_all(body: dict[str, object], text: str) -> None:
+def test_a_member_that_breaks_the_protocol_is_refused_and_the_job_fails(body: dict[str, object], text: str) -> None:
     cluster, (a, b), _ = running()
     cluster.say(a, **body)
     assert cluster.last(a).refused.error == "ProtocolError"
@@ -213,7 +213,7 @@ def test_ranks_have_no_say_before_the_cluster_is_complete(body: dict[str, object
     assert "before the cluster was complete" in cluster.last(early).refused.message
 
 
-def test_a_server_does_not_speak_for_ranks_and_nobody_arrives_twice() -> None:
+def test_a_server_does_not_speak_for_ranks_and_no_machine_arrives_twice() -> None:
     cluster, (a, _), _ = running()
     cluster.say(a, arrive=pb.Arrive(sequence=3))
     cluster.say(a, arrive=pb.Arrive(sequence=3))

@@ -1,4 +1,5 @@
-"""The scheduler's state machine: votes on tensors of some of the ranks, and disagreement about who they are."""
+"""The scheduler's state machine: votes on tensors of some of the ranks, and disagreement about which ranks these
+are."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def test_a_vote_that_crosses_the_verdict_changes_nothing() -> None:
     assert cluster.core.state == states.RUNNING
 
 
-def test_the_verdict_says_which_rounds_are_yet_to_come() -> None:
+def test_the_verdict_has_the_rounds_that_are_still_to_be_delivered() -> None:
     cluster, (a, b), _ = running()
     cluster.say(a, **declare(ballot([0, 1])))
     cluster.say(b, **declare(ballot([2, 3])))

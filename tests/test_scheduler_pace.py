@@ -1,4 +1,4 @@
-"""The scheduler's state machine: who is slow is told to all workers, once, and stands in the status."""
+"""The scheduler's state machine: all workers hear once of slow members, and the status names them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def beat(*ranks: pb.RankPace, servers: tuple[pb.ServerPace, ...] = ()) -> dict[s
     return {"heartbeat": pb.Heartbeat(ranks=ranks, servers=servers)}
 
 
-def test_a_slow_rank_and_a_slow_server_are_told_to_all_workers_once() -> None:
+def test_all_workers_hear_once_of_a_slow_rank_and_a_slow_server() -> None:
     cluster, (a, b), _ = running(k=2)
     slow, quick = (m.member_id for m in cluster.last(a).membership.servers)
     answers = (
@@ -51,7 +51,7 @@ def test_a_slow_rank_and_a_slow_server_are_told_to_all_workers_once() -> None:
     assert list(cluster.core.status(cluster.now).slow) == []
 
 
-def test_nobody_speaks_for_the_ranks_of_others() -> None:
+def test_no_machine_speaks_for_the_ranks_of_others() -> None:
     cluster, (a, _), _ = running()
     cluster.say(a, **beat(pace(2, 9.0, 0.0)))
     assert cluster.core.state == states.FAILED

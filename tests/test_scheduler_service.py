@@ -176,7 +176,7 @@ def test_a_rendezvous_that_fails_ends_all(start: Factory, attend: Attend) -> Non
     assert failure.message in log
 
 
-def test_a_member_may_come_before_the_scheduler(start: Factory, attend: Attend) -> None:
+def test_a_member_may_start_before_the_scheduler(start: Factory, attend: Attend) -> None:
     scheduler = start(num_workers=1)
     member = attend(scheduler.settings, as_worker())
     member.link.send(ballot(0))  # waits for its turn, after the registration
@@ -199,7 +199,7 @@ def test_a_signal_ends_the_job_in_order(start: Factory, attend: Attend, number: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_that_come_while_it_ends_leave_its_status_alone(start: Factory, number: signal.Signals) -> None:
+def test_signals_that_arrive_while_it_exits_do_not_change_its_status(start: Factory, number: signal.Signals) -> None:
     scheduler = start(num_workers=1).wait_listening()
     while scheduler.process.poll() is None:
         scheduler.process.send_signal(number)

@@ -47,7 +47,7 @@ def test_a_member_that_comes_back_misses_nothing_and_repeats_nothing() -> None:
         assert member.session.unconfirmed == 0
 
 
-def test_a_heartbeat_is_answered_with_what_has_come_for_good() -> None:
+def test_the_answer_to_a_heartbeat_confirms_messages() -> None:
     plane, one, *_ = complete()
     one.say(arrive=pb.Arrive(sequence=1))
     plane.settle()
@@ -61,7 +61,7 @@ def test_a_heartbeat_is_answered_with_what_has_come_for_good() -> None:
     assert not one.down
 
 
-def test_what_comes_twice_counts_once() -> None:
+def test_a_message_that_arrives_twice_counts_once() -> None:
     plane, one, two, _ = complete()
     one.say(arrive=pb.Arrive(sequence=1))
     plane.carry_up(one)
@@ -110,7 +110,7 @@ def test_a_stranger_can_not_take_a_members_place() -> None:
     assert one.is_welcome
 
 
-def test_who_comes_in_the_place_of_a_member_that_may_come_back_waits_for_that() -> None:
+def test_a_process_in_the_place_of_an_absent_member_waits() -> None:
     plane = Plane(num_workers=2, num_servers=2, servers_only=True)
     for register in (worker(0, k=2), worker(1, k=2), server(0, k=2), server(1, k=2)):
         plane.add(register)
@@ -225,7 +225,7 @@ def test_a_restarted_scheduler_does_not_wait_for_the_connections_of_those_who_ha
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_journal_whose_members_are_all_gone_is_given_up(asked: bool) -> None:
+def test_a_journal_without_living_members_is_given_up(asked: bool) -> None:
     plane, *members = complete()
     plane.crash()
     plane.start()
@@ -267,7 +267,7 @@ def test_a_job_that_was_over_is_over(everybody_left: bool) -> None:
     assert not running(plane).is_abandoned
 
 
-def test_an_unknown_member_is_refused_and_later_epochs_come_after_its() -> None:
+def test_an_unknown_member_is_refused_and_later_epochs_follow_its_own() -> None:
     plane, one, *_ = complete()
     plane.crash()
     plane.disk.clear()

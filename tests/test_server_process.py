@@ -75,7 +75,7 @@ def test_a_broadcast_reaches_all_but_its_root(server: Server, length: int) -> No
     assert (root.result(), other.result()) == (b"", data)
 
 
-def test_contributions_that_come_before_the_membership_wait_for_it() -> None:
+def test_contributions_that_arrive_before_the_membership_wait_for_it() -> None:
     with Server(SETTINGS, num_machines=0) as server:
         machine = server.machine(0)
         machine.push(b"\0\0\x80?")

@@ -17,7 +17,7 @@ ORIGINS = [f"connection of machine {i}" for i in range(8)]
 
 
 def given(sender: int, *, nbytes: int | None = None, origin: object = None, **facts: object) -> Contribution:
-    """A PUSH of a float32 sum of 64 bytes in round 1, epoch 1, unless told otherwise."""
+    """A PUSH of a float32 sum of 64 bytes in round 1, epoch 1, unless the test says otherwise."""
     values: dict[str, object] = {
         "epoch": 1, "dtype": DType.FLOAT32, "key": 7, "generation": 1, "round": 1, "length": 64, **facts
     }  # fmt: skip
@@ -35,7 +35,7 @@ def started(num_machines: int, epoch: int = 1) -> Rounds[Contribution]:
 
 
 def refusal(actions: Actions) -> tuple[list[int], str]:
-    """(who is refused, why) of the one action there is."""
+    """(machines that are refused, why) of the only action."""
     (action,) = actions
     assert isinstance(action, RefuseContributions)
     return [c.header.sender for c in action.contributions], action.text
@@ -77,7 +77,7 @@ def test_of_a_group_as_many_machines_as_it_says_contribute_and_they_alone_are_an
     assert answered(rounds.reduced(round_)) == contributions[::-1]
 
 
-def test_machines_whose_ranks_have_joined_give_nothing_and_are_told_when_to_say_so_again() -> None:
+def test_machines_that_pass_contribute_nothing_and_resend_their_pass_when_asked() -> None:
     rounds = started(3)
     contributions = [given(0, kind=Kind.PASS, nbytes=0), given(1), given(2, kind=Kind.PASS, nbytes=0)]
     assert rounds.contribution(contributions[0], 0.0) == []
@@ -89,7 +89,7 @@ def test_machines_whose_ranks_have_joined_give_nothing_and_are_told_when_to_say_
         assert rounds.contribution(given(machine, kind=Kind.PASS, nbytes=0, round=2), 0.0) == []
 
 
-def test_who_is_not_of_a_group_adds_nothing_where_all_of_it_pass() -> None:
+def test_a_machine_outside_a_group_adds_nothing_where_all_of_it_pass() -> None:
     rounds = started(3)
     for machine in (0, 1):
         assert rounds.contribution(given(machine, machines=2, kind=Kind.PASS), 0.0) == []
@@ -153,7 +153,7 @@ REFUSED_ALONE = [
 
 
 @pytest.mark.parametrize(("facts", "reason"), REFUSED_ALONE)
-def test_what_can_not_be_used_is_refused_and_leaves_no_trace(facts: dict[str, object], reason: str) -> None:
+def test_unusable_contributions_are_refused_and_leave_no_trace(facts: dict[str, object], reason: str) -> None:
     rounds = started(2, epoch=3)
     sender, text = refusal(rounds.contribution(given(**{"sender": 0, "epoch": 3, **facts}), 0.0))  # type: ignore[arg-type]
     assert reason in text
@@ -175,7 +175,7 @@ DISAGREEMENTS = [
 
 
 @pytest.mark.parametrize(("facts", "reason"), DISAGREEMENTS)
-def test_disagreement_is_refused_to_all_and_to_those_who_come_late(facts: dict[str, object], reason: str) -> None:
+def test_disagreement_is_refused_to_all_and_to_later_ones(facts: dict[str, object], reason: str) -> None:
     rounds = started(4)
     rounds.contribution(given(0), 0.0)
     rounds.contribution(given(2), 0.0)
@@ -263,7 +263,7 @@ def test_contributions_of_a_newer_epoch_wait_for_its_membership() -> None:
     assert rounds.num_machines == 2
 
 
-def test_what_waits_for_an_epoch_is_bounded() -> None:
+def test_contributions_that_wait_for_an_epoch_are_bounded() -> None:
     rounds: Rounds[Contribution] = Rounds(PARTITION_BYTES)
     for index in range(HELD_COUNT):
         assert rounds.contribution(given(0, index=index), 0.0) == []

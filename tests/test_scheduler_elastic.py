@@ -38,7 +38,7 @@ def broken(**limits: int) -> Reforming:
 # ---- decisions -------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_left_is_the_next_group_once_all_are_back() -> None:
+def test_the_remaining_machines_form_the_next_group_once_all_are_back() -> None:
     group = broken()
     group.ready(C.id, Waiting(2))
     waiting = group.decide([A, C], 1.0)
@@ -48,7 +48,7 @@ def test_who_is_left_is_the_next_group_once_all_are_back() -> None:
     assert group.decide([A, C], 1.0) == Open(((1, 1), (3, 2)), (), is_continued=False)
 
 
-def test_who_does_not_come_back_is_left_behind_at_the_deadline() -> None:
+def test_a_machine_that_does_not_come_back_is_left_behind_at_the_deadline() -> None:
     group = broken()
     group.ready(A.id, Waiting(1))
     assert isinstance(group.decide([A, C], 99.0), KeepWaiting)
@@ -62,7 +62,7 @@ def test_newcomers_come_after_the_others_and_are_not_waited_for() -> None:
     assert group.decide([NEW, C, Candidate(4, -1)], 0.0) == Open(((3, 1), (9, 4)), (), is_continued=False)
 
 
-def test_who_has_the_latest_state_comes_first() -> None:
+def test_the_machine_with_the_latest_state_comes_first() -> None:
     """B's rank joined late and got it, A's was in the group and never got it; C's is from a group before that."""
     group = broken()
     group.ready(A.id, Waiting(1))
@@ -129,7 +129,7 @@ def test_ranks_that_leave_of_one_mind_go_on_as_they_are() -> None:
 
 
 def test_a_rank_that_starts_late_is_not_equal_to_the_others() -> None:
-    """Its machine was in the group, and nobody else comes."""
+    """Its machine was in the group, and no other joins."""
     group = reforming()
     group.begin("hosts leave", planned=True, now_s=0.0)
     group.ready(A.id, Waiting(2, has_newcomers=True))
@@ -142,8 +142,8 @@ def test_a_rank_that_starts_late_is_not_equal_to_the_others() -> None:
     assert group.decide([A, B], 3.0) == Open(((1, 2), (2, 1)), (), is_continued=True)
 
 
-def test_who_has_shut_down_may_come_back_soon() -> None:
-    """All ranks shut down and initialize again, or are done: nobody knows before."""
+def test_ranks_that_have_shut_down_may_come_back_soon() -> None:
+    """All ranks shut down and initialize again, or are done: that is not known before."""
     group = reforming()
     group.begin("ranks come back", planned=True, now_s=5.0)
     group.ready(A.id, Waiting(1, has_newcomers=True))
@@ -155,7 +155,7 @@ def test_who_has_shut_down_may_come_back_soon() -> None:
     assert group.decide([A, B], 6.0) == Open(((1, 1), (2, 1)), (), is_continued=False)
 
 
-def test_who_does_not_follow_the_others_is_told() -> None:
+def test_a_machine_that_does_not_follow_the_others_breaks_the_group() -> None:
     group = reforming()
     group.begin("new hosts", planned=True, now_s=5.0)
     group.ready(A.id, Waiting(1))
@@ -189,7 +189,7 @@ def back(cluster: Cluster, connection: int, ranks: int = 2) -> None:
     cluster.say(connection, gathered=pb.Gathered(ranks=ranks, epoch=epoch))
 
 
-def test_a_lost_machine_is_gone_on_without() -> None:
+def test_the_job_goes_on_without_a_lost_machine() -> None:
     cluster, (a, b, c) = elastic()
     cluster.say(a, declare=declare_of([0, 1]))
     cluster.drop(b)
@@ -234,7 +234,7 @@ def test_one_machine_alone_needs_no_server_and_others_may_join_it() -> None:
     assert memberships(cluster, late) == [membership]
 
 
-def test_a_machine_that_is_told_to_leave_is_left_out() -> None:
+def test_a_draining_machine_is_left_out() -> None:
     cluster, (a, b, c) = elastic()
     cluster.say(b, drain=pb.Drain(reason="SIGTERM"))
     assert cluster.last(a).hosts == pb.Hosts(removed=True)
@@ -248,7 +248,7 @@ def test_a_machine_that_is_told_to_leave_is_left_out() -> None:
     assert cluster.core.state == states.RUNNING
 
 
-def test_a_machine_that_leaves_while_there_is_no_group_ends_nobody() -> None:
+def test_a_machine_that_leaves_between_groups_ends_no_other() -> None:
     cluster, (a, b, c) = elastic()
     cluster.drop(b)
     assert cluster.say(c, leave=pb.Leave(reason="told to")) == []
@@ -288,7 +288,7 @@ def test_all_that_are_left_may_end_the_job() -> None:
     assert cluster.core.state == states.ENDED
 
 
-def test_what_is_said_of_a_group_that_is_over_is_not_heard() -> None:
+def test_messages_about_a_group_that_is_over_are_ignored() -> None:
     """A rank that had shut down ends when its machine is in the next group, with another rank, already."""
     cluster, (a, b) = elastic(2)
     old = memberships(cluster, b)[-1].workers_since
@@ -323,8 +323,8 @@ def in_group(cluster: Cluster, alive: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_happens_a_group_is_what_its_members_said(seed: int) -> None:
-    """Machines are lost, come, leave, and come back in any order, in a job that goes on to its end."""
+def test_after_any_faults_a_group_is_what_its_members_said(seed: int) -> None:
+    """Machines are lost, join, leave, and return in any order, in a job that goes on to its end."""
     rng = random.Random(seed)
     cluster, alive = elastic(4)
     ranks = dict.fromkeys(alive, 2)

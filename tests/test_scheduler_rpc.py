@@ -33,5 +33,5 @@ def test_the_schedulers_connections_and_no_others(family: socket.AddressFamily, 
         assert not is_steady(other)
 
 
-def test_nobody_there_is_no_error() -> None:
+def test_a_port_without_sockets_is_no_error() -> None:
     assert retry_steadily(1) == 0

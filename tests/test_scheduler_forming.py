@@ -50,7 +50,7 @@ def test_slow_links_are_found() -> None:
     assert slow == 200.0
 
 
-def test_what_is_told_is_not_measured_and_who_says_nothing_counts_as_fast() -> None:
+def test_configured_rates_are_not_measured_and_silent_machines_count_as_fast() -> None:
     survey = Survey(2, 1, True)
     survey.next_turn(0.0)
     survey.measured(0, survey.turn, 90.0)
@@ -90,7 +90,7 @@ def test_the_job_starts_when_the_links_are_measured() -> None:
     assert membership.partition_bytes == 128 << 10
 
 
-def test_who_does_not_report_is_not_waited_for() -> None:
+def test_missing_reports_are_not_waited_for() -> None:
     cluster = gather()
     for _ in range(TURNS):
         assert cluster.core.state == states.FORMING
@@ -108,7 +108,7 @@ def test_a_member_that_leaves_is_waited_for_again() -> None:
     assert "turn 1 of" in cluster.core.reason
 
 
-def test_told_rates_need_no_turns() -> None:
+def test_configured_rates_need_no_turns() -> None:
     cluster = gather(link_mbit=100.0, partition_bytes=0)
     assert cluster.core.state == states.RUNNING
     assert cluster.core.status(0.0).partition_bytes == 64 << 10
