@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Callable
 
 from byteps_py.placement.models import entries, known_models, load_model
-from byteps_py.placement.plan import Plan, plain_hash_plan, plan
+from byteps_py.placement.placement_plan import Plan, plain_hash_plan, plan
+from byteps_py.placement.placement_table import Entry, PlacementTable
 from byteps_py.placement.shares import Optimum
-from byteps_py.placement.table import Entry, PlacementTable
 
 GRID = [(n, k) for n in (2, 4, 8, 16, 32, 64) for k in sorted({0, n // 4, n // 2, n - 1, n})]
 MODELS = {name: entries(load_model(name)) for name in known_models()}

@@ -28,7 +28,7 @@ from pathlib import Path
 import zmq
 
 from byteps_py.dataplane.authenticator import show_password
-from byteps_py.dataplane.handshake import Caller
+from byteps_py.dataplane.handshake import CallerHandshake
 from byteps_py.dataplane.seal import Seal
 from byteps_py.loop import EventLoop
 from byteps_py.malloc import keep_freed_memory
@@ -108,7 +108,7 @@ def serve_echo() -> None:
 
 
 def shake_hands(dealer: zmq.Socket[bytes], address: str, index: int) -> tuple[Seal, Seal]:
-    caller = Caller(settings(index + 1), index, address)
+    caller = CallerHandshake(settings(index + 1), index, address)
     dealer.send_multipart([Header(Kind.HELLO, index).pack(), caller.hello])
     proof, out, back = caller.answer(dealer.recv_multipart()[1])
     dealer.send_multipart([Header(Kind.PROOF, index).pack(), proof])

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from byteps_py.launch.guard import TOKEN_VARIABLE, carriers
+from byteps_py.launch.process_guard import TOKEN_VARIABLE, carriers
 
 LIMIT_S = 120.0
 _MOST_BYTES = 4096

@@ -60,30 +60,30 @@ class SchedulerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attend(self, request_iterator, context):
-        """One member, for as long as the connection holds. The first message is Register. A stream that ends without Leave
-        may be followed by another one of the same member (same token), which goes on where the one before it broke off;
-        if none comes soon, the member counts as dead.
+        """One connection of one member. The first message is Register. After a stream that ends without Leave, the member may
+        open another one (with the same token), which goes on where the first broke off. If it does not do so soon, the
+        member counts as dead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Who is there, what they carried, what they wait for. For `bps status`, health checks and the demo.
+        """The members, their traffic and what they wait for. For `bps status`, health checks and the demo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """End the job in order: every member is told to leave, then the scheduler exits.
+        """End the job in order: every member gets Stop, then the scheduler exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Let CPU machines go: their keys move, then their servers end. For `bps scale`.
+        """Remove CPU machines: their keys move, then their servers exit. For `bps scale`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,12 +14,12 @@ from byteps_py.malloc import keep_freed_memory
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.settings import Settings
 
-# Freed messages that are kept for the next ones, beyond what is in flight.
+# How much freed memory the allocator keeps for the next messages, beyond what is in flight.
 _RETAINED_BYTES = 1 << 30
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 the job ended in order, 1 it failed, 2 the configuration is wrong."""
+    """Run a summation server. Exit status: 0 the job ended in order, 1 it failed, 2 the configuration is wrong."""
     parser = argparse.ArgumentParser(prog="python -m byteps_py.server", description="byteps_py summation server")
     parser.add_argument(
         "--gpu-machine", action="store_true", help="it runs beside trainers, on machine number DMLC_WORKER_ID"
@@ -37,8 +37,8 @@ def _serve(is_gpu_machine: bool) -> int:
     configure(settings.log_level, f"server of machine {settings.worker_id}" if is_gpu_machine else "server")
     logger.debug("settings:\n%s", settings.describe())
     if not keep_freed_memory(_RETAINED_BYTES):
-        logger.info("this C library's allocator can't be tuned; large messages cost more")
-    # Late: what starts threads or loads a compiler comes after the allocator was told what to do.
+        logger.info("the allocator of this C library can't be tuned; large messages take more time")
+    # Imported late: the allocator must be tuned before anything starts threads or loads a compiler.
     from byteps_py.runtime import Runtime
     from byteps_py.scheduler.client import connect
     from byteps_py.server.service import SummationService

@@ -1,8 +1,9 @@
-"""Where a contribution's bytes lie, and whom its result goes to: what the shell adds to the pure core's view.
+"""A contribution with its memory: what the shell adds to the pure core's view.
 
-Two kinds of memory: a message that ZeroMQ received (ours: the sum is written into it, and the same message is
-sent on), and a shared segment of this machine's CS (the CS's: read, and written only where it wants the answer).
-Owned by the loop thread; engine threads read and write the memory while a round is being reduced.
+There are two kinds of memory. A message that ZeroMQ received belongs to this process: the sum is written into it, and
+the same message is sent on. A shared segment belongs to the CS of this machine: it is read, and written only where the
+CS wants the answer. The loop's thread owns these objects; engine threads read and write the memory while a round is
+being reduced.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-from byteps_py.dataplane.peer import Peer
-from byteps_py.server.partition import Contribution
+from byteps_py.dataplane.listener import Peer
+from byteps_py.server.round_state import Contribution
 from byteps_py.shm import Segment
 
 
@@ -23,7 +24,7 @@ class PayloadMemory(ABC):
 
     address: int
     nbytes: int
-    digest: bytes  # of what is to be sent from it; empty if none has been made
+    digest: bytes  # of the bytes to send from it; empty if none has been made
 
     @abstractmethod
     def message(self) -> zmq.Frame:
@@ -31,7 +32,7 @@ class PayloadMemory(ABC):
 
 
 class FrameMemory(PayloadMemory):
-    """The payload of a received message. May be overwritten: nobody else has it."""
+    """The payload of a received message. It may be overwritten: no other process has it."""
 
     __slots__ = ("_frame", "address", "digest", "nbytes")
 
@@ -46,13 +47,13 @@ class FrameMemory(PayloadMemory):
 
 
 class SharedMemory(PayloadMemory):
-    """A piece of a segment that another process owns. The caller has checked its bounds."""
+    """A piece of a segment that another process owns. The caller checks the bounds."""
 
     __slots__ = ("_offset", "_segment", "address", "digest", "nbytes")
 
     def __init__(self, segment: Segment, offset: int, nbytes: int) -> None:
         self.digest = b""
-        self._segment = segment  # keeps the mapping
+        self._segment = segment  # keeps the memory mapped
         self._offset = offset
         self.nbytes = nbytes
         self.address = segment.address + offset
@@ -64,9 +65,9 @@ class SharedMemory(PayloadMemory):
 @dataclass(slots=True, eq=False)
 class Arrival(Contribution):
     """A contribution with its memory. ``answer``: where a local peer wants the result; None for a remote one.
-    ``came_s``: when it was taken from the network."""
+    ``arrived_s``: when it was taken from the network, on the loop's clock."""
 
     origin: Peer
     payload: PayloadMemory | None = None
     answer: PayloadMemory | None = None
-    came_s: float = 0.0
+    arrived_s: float = 0.0

@@ -1,8 +1,8 @@
 """Carries out a round's sum: which memory is read, which is written, and by which thread.
 
-Knows the kernels and where payloads lie; nothing of rounds, peers or sockets. ``start`` is for the loop thread;
-``done`` is called there, too. The sum is taken in place, in one pass: into the first received message, which is
-then sent to every remote machine, and at once into the place where a local machine wants it.
+Knows the kernels and where payloads lie, and nothing of rounds, peers or sockets. The loop's thread calls ``start``,
+and ``done`` is called there. The sum is taken in place and in one pass: into the first received message, which is then
+sent to all remote machines, and at the same time into the memory where a local machine wants it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from byteps_py.runtime import Kernels, Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
 from byteps_py.tensors import Checks, DType, Op
 
-#: The error, if there was one, and who is to blame for a result that is not finite (see blame.py).
+#: Gets the error, if there was one, and the machines to blame for a result that is not finite (see blame.py).
 Done = Callable[[BaseException | None, int], None]
 
-# Nobody tells a server what is declared, so it gets ready for sums, the likely ones first. What else comes is
-# prepared when first seen: in milliseconds where a communication service has left it on the same disk.
+# A server does not hear of declarations, so it prepares the sums of these likely types. Other kernels are prepared when
+# they are first needed: in milliseconds where a communication service has stored them on the same disk.
 _LIKELY = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.INT32, DType.INT64)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One kernel call. ``result``: what remote machines are sent; None if there are none.
-    ``outputs`` is empty when the result lies there already. ``blames``: who is to blame if an input is not finite;
-    empty if nobody wants to know."""
+    """One kernel call. ``inputs``, ``outputs``: addresses. ``result``: the memory that is sent to remote machines; None
+    if there are none. ``outputs`` is empty when the result lies there already. ``blames``: for each input, the machines
+    to blame if it is not finite; empty if that is not checked."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -43,7 +43,7 @@ class KernelCall:
         return Checks.FINITE if self.blames else Checks.NONE
 
     def carry_out(self, kernels: Kernels, op: Op, dtype: DType, count: int) -> int:
-        """Returns who is to blame if the result is not finite. Any thread."""
+        """Run the kernel. Returns the machines to blame if the result is not finite, else 0. Any thread."""
         if not self.blames:
             kernels.reduce(op, dtype, self.inputs, self.outputs, count)
             return 0
@@ -55,7 +55,7 @@ class KernelCall:
 
 
 def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
-    """Who reads and writes what. ``arrivals``: all machines' contributions, in machine order."""
+    """The kernel call for these contributions of all machines, in machine order."""
     givers = [a for a in arrivals if a.payload is not None]
     payloads = [a.payload for a in givers if a.payload is not None]
     inputs = tuple(payload.address for payload in payloads)
@@ -72,8 +72,9 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
 def hand_on(
     runtime: Runtime, arrivals: Sequence[Arrival], waiting: Sequence[Arrival], result: PayloadMemory | None
 ) -> None:
-    """A machine of this host that connected again while its round was being reduced wants the result where it says now,
-    not where the kernel wrote it. ``arrivals``, ``result``: as in ``plan``; ``waiting``: who is answered."""
+    """Copy a result for local machines that connected again while their round was being reduced: they want it in
+    another place than the one where the kernel wrote it. ``arrivals``, ``result``: as in ``plan``; ``waiting``: the
+    contributions to answer."""
     for arrival in waiting:
         if arrival.answer is None or arrival in arrivals:
             continue
@@ -83,7 +84,7 @@ def hand_on(
 
 
 class Reducer:
-    """The kernels and their threads. ``digest``: makes the results' digests, while they are in the caches.
+    """The kernels and their threads. ``digest``: makes the digest of a result while it is in the processor's caches.
     ``on_prepared``: called once, when the likely kernels are loaded or compiled."""
 
     def __init__(self, runtime: Runtime, threads: int, digest: Digester, on_prepared: Callable[[], None]) -> None:
@@ -96,7 +97,7 @@ class Reducer:
         self._ready.when_done(on_prepared)
 
     def _failed(self, error: BaseException) -> None:
-        logger.warning("a summing kernel can't be compiled, rounds that need it will fail: %r", error)
+        logger.warning("a summing kernel can't be compiled; rounds that need it will fail: %r", error)
 
     def start(self, op: Op, dtype: DType, nbytes: int, plan: KernelCall, done: Done) -> None:
         """Carry out ``plan`` over ``nbytes`` per input, then call ``done``: at once, or later from the loop."""
@@ -129,5 +130,5 @@ class Reducer:
             plan.result.digest = self._digest(plan.result.message().buffer)
 
     def close(self) -> None:
-        """Waits for the sum in hand, at most one partition per thread."""
+        """End the threads. Waits for the sums under way, at most one partition per thread. Raises StallError."""
         self._engine.close()

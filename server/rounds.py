@@ -1,27 +1,28 @@
-"""The life of every partition on a summation server. Pure: no sockets, threads, clocks; time is an argument.
+"""The rounds of every partition on a summation server. Pure: no sockets, threads or clocks; time is an argument.
 
-Owns which contributions belong together, when they are complete, and who is answered or refused. Must not know
-where a contribution's bytes lie or how an answer travels: it passes the shell's objects through. One thread.
+Owns which contributions belong together, when they are complete, and which are answered or refused. Must not know where
+a contribution's bytes lie or how an answer travels: it passes the shell's objects through. One thread.
 
 A round of a partition begins with its first contribution, and its state is one of
 
-    COLLECTING  ──all machines gave────► REDUCING    the engine reads and writes the contributions' memory
-    COLLECTING  ──all who wait gone────► forgotten
-    COLLECTING  ──a round two later────► forgotten   who gave is refused, and does not mind: it was answered elsewhere
-    COLLECTING  ──machines disagree────► broken      all who gave are refused; late ones get the same sentence
-    REDUCING    ──reduced──────────────► forgotten   all are answered, it is the last completed round
-    REDUCING    ──the engine failed────► broken      until a newer round, or a newer epoch
-    any         ──newer generation of the key, or other machines──► DROPPED, and forgotten
+    COLLECTING  ──all machines contributed──────► REDUCING   the engine reads and writes the contributions' memory
+    COLLECTING  ──all waiting peers disconnected► forgotten
+    COLLECTING  ──a round two later begins──────► forgotten  its contributions are refused; another server answered them
+    COLLECTING  ──contributions disagree────────► broken     all are refused; later ones get the same sentence
+    REDUCING    ──reduced───────────────────────► forgotten  all are answered; it is the last completed round
+    REDUCING    ──the engine failed─────────────► broken     until a newer round, or a newer epoch
+    any state   ──newer generation of the key, or other machines──► DROPPED, and forgotten
 
-All machines give, or as many as their messages say; who they are is for them to agree on (the control plane's vote).
-Each is identified by its machine: what one gives twice counts once. A machine whose ranks have joined gives nothing,
-and says so; a round in which all say so never ends. Memory is held for rounds in flight only; it is
-given back when the last reference to a contribution goes, so there is no action that says so.
+All machines contribute, or as many as their messages say; which ones is agreed by vote on the control plane. A machine
+counts once per round, even if it contributes twice. A machine whose ranks have all joined sends PASS instead; a round
+in which all machines pass never ends. Memory is held for rounds in flight only. It is released with the last reference
+to a contribution, so no action is needed for it.
 
-Nothing is kept that was sent, and nothing has to be. A machine that lacks a result (its server died, its connection
-broke, the partition moved) gives its part once more, RESENT. If others have the result already, they are asked for
-theirs (WANT), which they keep until the next round is complete, and the sum is taken again: the same bits, for it does
-not depend on who adds. Until then these others may be one round ahead, so a partition can have two rounds in flight.
+Results are not kept after they are sent, and need not be. A machine that lacks a result (its server died, its
+connection broke, the partition moved) contributes again, with RESENT. If other machines have the result already, the
+server asks them for their contributions (WANT), which they keep until the next round is complete, and sums again. The
+result has the same bits, because it does not depend on the server. Until then those machines may be one round ahead, so
+a partition can have two rounds in flight.
 """
 
 from __future__ import annotations
@@ -30,23 +31,37 @@ from collections.abc import Iterator
 from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError
-from byteps_py.server.actions import Action, Answer, Counters, Reduce, RefuseContributions, RoundStall, Want
-from byteps_py.server.admission_limit import AdmissionLimit
-from byteps_py.server.awaited import Awaited
-from byteps_py.server.checks import Facts, belated, difference, not_among, objection, rootless
-from byteps_py.server.partition import C, Contribution, PartitionRounds, Round, RoundState
+from byteps_py.server.admission import AdmissionLimit, Facts, belated, difference, not_among, objection, rootless
+from byteps_py.server.awaited_rounds import AwaitedRounds
+from byteps_py.server.round_state import (
+    Action,
+    Answer,
+    C,
+    Contribution,
+    Counters,
+    PartitionRounds,
+    Reduce,
+    RefuseContributions,
+    Round,
+    RoundStall,
+    RoundState,
+    Want,
+)
 from byteps_py.wire import Header, Kind, name_of
 
-#: Contributions that wait for news of a newer epoch; beyond either limit they are refused.
+#: Limits for contributions of an epoch that this server does not know yet; beyond either they are refused.
 HELD_COUNT = 4096
 HELD_BYTES = 256 << 20
-#: Machines that send a round once more do so at about the same time; only who has not by then is asked for it.
+#: Machines that resend a round do so at about the same time. Only machines that have not by then are asked.
 WANT_AFTER_S = 0.02
 WANT_AGAIN_S = 0.25
 
 
 class Rounds(Generic[C]):
-    """All partitions of one server. Events are methods; each returns what is to be done, in order."""
+    """All partitions of one server. Events are methods; each returns the actions to perform, in order.
+
+    ``round_class``: the class of rounds; tests name another one in a subclass.
+    """
 
     round_class: type[Round[C]] = Round
 
@@ -54,20 +69,22 @@ class Rounds(Generic[C]):
         self.epoch = 0
         self.num_machines = 0
         self.counters = Counters()
-        self.awaited: Awaited[C] = Awaited()
+        self.awaited: AwaitedRounds[C] = AwaitedRounds()
         self._partition_bytes = partition_bytes
-        self._since_epoch = 0  # the machines are the same since then
-        self._generations: dict[int, dict[int, PartitionRounds[C]]] = {}  # by key: the newest generation's, by index
+        self._since_epoch = 0  # the epoch since which the machines are the same
+        self._generations: dict[
+            int, dict[int, PartitionRounds[C]]
+        ] = {}  # by key: the partitions of the newest generation, by index
         self.admission_limit = AdmissionLimit()
-        self._wanting: dict[Round[C], None] = {}  # resent, and not complete
+        self._wanting: dict[Round[C], None] = {}  # rounds that are resent and not complete
         self._held: list[C] = []
         self._held_bytes = 0
 
     # ---- events ------------------------------------------------------------------------------------------
 
     def membership(self, epoch: int, num_machines: int, now: float, since_epoch: int = 0) -> list[Action[C]]:
-        """A newer membership. ``since_epoch``: the machines are the same since then, and their rounds in flight
-        stay; rounds of other machines are dropped."""
+        """A newer membership. ``since_epoch``: the epoch since which the machines are the same; their rounds in flight
+        stay. If the machines have changed, all rounds are dropped."""
         if epoch <= self.epoch:
             return []
         if num_machines != self.num_machines or since_epoch != self._since_epoch:
@@ -83,7 +100,7 @@ class Rounds(Generic[C]):
         return [action for contribution in held for action in self.contribution(contribution, now)]
 
     def contribution(self, new: C, now: float) -> list[Action[C]]:
-        """A machine gave its part of a round, or, for a broadcast, asks for the result."""
+        """A machine contributed to a round, or, for a broadcast, asks for the result."""
         header = new.header
         if header.epoch > self.epoch:
             return self._hold(new)
@@ -97,7 +114,7 @@ class Rounds(Generic[C]):
             return self._refuse([new], ProtocolError, text)
         partition = self._find(header)
         if partition is None and (header.kind is Kind.PASS or header.is_supply):
-            return []  # it does not know yet that the others have moved on without it, and misses nothing
+            return []  # the machine does not know yet that the tensor was declared again, and lacks nothing
         if partition is None:
             return self._refuse([new], ProtocolError, f"stale: tensor key {header.key:#018x} was declared again")
         if header.round < partition.last_round + (not header.is_resent):
@@ -110,17 +127,18 @@ class Rounds(Generic[C]):
         latest = max(partition.rounds, default=0)
         if latest > header.round + 1:
             text = (
-                f"stale: round {header.round} of {partition}; round {latest} is under way, and all gave to those before"
+                f"stale: round {header.round} of {partition}; round {latest} is in flight, and the rounds before it "
+                "are complete"
             )
             return self._refuse([new], ProtocolError, text)
         overtaken = self._overtake(partition, new)
         return [*overtaken, *([] if self._is_overtaken(partition, new) else self._accept(partition, new, now))]
 
     def reduced(self, round_: Round[C], error: BaseException | None = None) -> list[Action[C]]:
-        """The engine is done with a round's memory, well or with ``error``."""
+        """The engine has reduced a round, or failed with ``error``, and does not use its memory any more."""
         partition, contributions, waiting = round_.partition, round_.in_order(), round_.waiting()
         self._forget(round_)
-        if round_.state is not RoundState.REDUCING:  # dropped meanwhile: nobody waits for the result
+        if round_.state is not RoundState.REDUCING:  # dropped meanwhile: no machine waits for the result
             return []
         if error is not None:
             partition.broken_round = round_.number
@@ -134,7 +152,7 @@ class Rounds(Generic[C]):
         return [Answer(waiting)]
 
     def withdraw(self, header: Header) -> None:
-        """What a machine gave to a round goes to another server."""
+        """A machine takes its contribution back, because it goes to another server."""
         self._release([c for c in self._held if _is_same(c.header, header)])
         partition = self._generations.get(header.key, {}).get(header.index)
         if partition is None or partition.generation != header.generation:
@@ -145,7 +163,8 @@ class Rounds(Generic[C]):
             self._tidy(partition)
 
     def gone(self, origin: object) -> None:
-        """Nobody can be answered at ``origin`` any more. What is being reduced goes on, for the others."""
+        """The peer ``origin`` has disconnected: it can't be answered. Rounds that are being reduced go on, for the
+        others."""
         self._release([c for c in self._held if c.origin is origin])
         for round_ in self._rounds(RoundState.COLLECTING):
             for machine in [m for m, c in round_.contributions.items() if c.origin is origin]:
@@ -153,7 +172,8 @@ class Rounds(Generic[C]):
             self._tidy(round_.partition)
 
     def tick(self, now: float) -> list[Action[C]]:
-        """Call it soon after a contribution that is RESENT, and as long as ``is_wanting``."""
+        """Ask for missing contributions of resent rounds. Call it soon after a contribution that is RESENT, and while
+        ``is_wanting``."""
         actions: list[Action[C]] = []
         for round_ in self._wanting:
             if now < round_.want_at:
@@ -168,11 +188,11 @@ class Rounds(Generic[C]):
 
     @property
     def is_wanting(self) -> bool:
-        """Rounds that some machines lack wait for others to give their part once more."""
+        """True if resent rounds wait for contributions of machines that have their results already."""
         return bool(self._wanting)
 
     def stalled(self, now: float, older_than_s: float = 0.0) -> list[RoundStall]:
-        """Rounds that have waited ``older_than_s`` or longer, and for which machines; the oldest first."""
+        """The rounds that have waited ``older_than_s`` seconds or longer, the oldest first."""
         stalls = [
             RoundStall(
                 round_.partition.key,
@@ -190,7 +210,8 @@ class Rounds(Generic[C]):
     # ---- inside ------------------------------------------------------------------------------------------
 
     def _find(self, header: Header) -> PartitionRounds[C] | None:
-        """The partition that ``header`` names; None if its key has a newer generation. A newer one takes over."""
+        """The partition that ``header`` names, made if need be; None if its key has a newer generation. A newer
+        generation replaces an older one."""
         partitions = self._generations.setdefault(header.key, {})
         partition = partitions.get(header.index)
         if partition is None or partition.generation != header.generation:
@@ -209,7 +230,7 @@ class Rounds(Generic[C]):
         round_ = partition.rounds.get(header.round)
         if round_ is None:
             if header.is_supply:
-                return []  # it was asked for twice
+                return []  # it was asked twice
             if text := self._out_of_step(partition, new):
                 return self._break(partition, new, text)
             round_ = partition.rounds[header.round] = self.round_class(partition, header.round, now)
@@ -226,11 +247,11 @@ class Rounds(Generic[C]):
             round_.is_resent, round_.want_at = True, now + WANT_AFTER_S
         if (known := others.get(machine)) is not None:
             self.counters.duplicates += 1
-            if not self._is_asked_anew(known, new):
+            if not self._wants_another_answer(known, new):
                 return []
             self.counters.bytes_in_flight -= known.nbytes
         count = new.header.machines or self.num_machines
-        if known is None and len(others) == count:  # they all pass: there is nothing that it could add to
+        if known is None and len(others) == count:  # they all pass: there is no sum to add to
             return self._refuse([new], ProtocolError, not_among(new.header, round_.partition))
         if known is None and len(others) == count - 1 and (text := rootless(new.header, {*others, machine})):
             return self._break(round_.partition, new, text)
@@ -241,31 +262,31 @@ class Rounds(Generic[C]):
                 self._wanting[round_] = None
             return []
         if all(contribution.header.kind is Kind.PASS for contribution in others.values()):
-            return []  # all ranks of the group have joined: there will be nothing to sum
+            return []  # all ranks of the group have joined: there is nothing to sum
         round_.state = RoundState.REDUCING
         self._wanting.pop(round_, None)
         self.awaited.end(round_)
         for other in [r for r in round_.partition.rounds.values() if r.number < round_.number]:
-            if (
-                other.state is RoundState.COLLECTING
-            ):  # all have its result by now: it came from the server before this one
+            # All machines have its result by now, from the server that had the partition before.
+            if other.state is RoundState.COLLECTING:
                 self._forget(other)
         return [Reduce(round_)]
 
     def _late(self, round_: Round[C], new: C) -> list[Action[C]]:
-        """All machines have given, and the result is on its way: a repetition."""
+        """A contribution to a round that is being reduced: all machines have contributed, so it is a repetition."""
         known = round_.contributions.get(new.header.sender)
         if known is None:
             return self._refuse([new], ProtocolError, not_among(new.header, round_.partition))
         self.counters.duplicates += 1
-        if self._is_asked_anew(round_.redirected.get(new.header.sender, known), new):
+        if self._wants_another_answer(round_.redirected.get(new.header.sender, known), new):
             round_.redirected[new.header.sender] = new
         return []
 
     @staticmethod
-    def _is_asked_anew(known: Contribution, new: Contribution) -> bool:
-        """The same bits, but an answer to another place: the machine has connected again and repeats itself, or the
-        partition has left and come back. Or it wanted none when it gave what others lacked, and now does."""
+    def _wants_another_answer(known: Contribution, new: Contribution) -> bool:
+        """True if a repeated contribution, which has the same bits, wants its answer elsewhere: the machine has
+        connected again, or the partition moved to another server and back. Or if the first one wanted no answer (it was
+        resent for others) and this one does."""
         is_elsewhere = known.origin is not new.origin or known.header.answer_place != new.header.answer_place
         return not new.header.is_supply and (is_elsewhere or known.header.is_supply)
 
@@ -273,9 +294,11 @@ class Rounds(Generic[C]):
         return tuple(m for m in range(self.num_machines) if m not in round_.contributions)
 
     def _overtake(self, partition: PartitionRounds[C], new: C) -> list[Action[C]]:
-        """A machine that gives to a round has the result of the one before, to which all gave, who have those before
-        that: what is left of these here was answered elsewhere. Whoever waits for it all the same has been counting
-        rounds in another way, and ends the job with what it is told."""
+        """Forget rounds that are two or more older than a new contribution's.
+
+        A machine that contributes to a round has the result of the round before. All machines contributed to that one,
+        so all have the results of those before it: another server answered them. A machine that still waits for one
+        counts rounds differently; the refusal ends its job."""
         actions: list[Action[C]] = []
         for other in [r for r in partition.rounds.values() if r.number < new.header.round - 1]:
             if other.state is RoundState.COLLECTING:
@@ -285,45 +308,49 @@ class Rounds(Generic[C]):
         return actions
 
     def _is_overtaken(self, partition: PartitionRounds[C], new: C) -> bool:
-        """A machine that gives to a round has the results of those before it. What it gave to these on an earlier
-        connection, and what any machine gave in an earlier epoch, is left from the time when another server took the
-        partition over: it was taken back, but that got lost with the connection, or comes only now."""
+        """True if a later round shows that ``new`` is out of date. Also removes out-of-date contributions to older
+        rounds.
+
+        A machine that contributes to a round has the results of those before it. Its contributions to these on an
+        earlier connection, and any machine's of an earlier epoch, date from the time when another server took over the
+        partition. They were withdrawn, but the withdrawal got lost with the connection, or has not arrived yet."""
         header = new.header
         for other in [r for r in partition.rounds.values() if r.state is RoundState.COLLECTING]:
             given = other.contributions.get(header.sender)
-            is_left = given is not None and not given.header.is_supply and given.origin is not new.origin
-            if is_left and other.number > header.round:
+            is_outdated = given is not None and not given.header.is_supply and given.origin is not new.origin
+            if is_outdated and other.number > header.round:
                 return True
             if other.number < header.round:
-                earlier = [m for m, c in other.contributions.items() if _is_left(c.header, header.epoch)]
-                for machine in [*earlier, *([header.sender] if is_left else [])]:
+                earlier = [m for m, c in other.contributions.items() if _is_outdated(c.header, header.epoch)]
+                for machine in [*earlier, *([header.sender] if is_outdated else [])]:
                     self._take_back(other, machine)
         return False
 
     def _out_of_step(self, partition: PartitionRounds[C], new: C) -> str:
-        """Why a round can't begin beside those in flight. Machines may be one apart only where one lacks a result."""
+        """Why a round can't begin beside those in flight; empty if it can. Machines may be one round apart only if one
+        of them lacks a result."""
         for other in partition.rounds.values():
             if other.number < new.header.round - 1:
-                continue  # all have its result, and only the engine does not know: see _overtake
+                continue  # all machines have its result, only the engine is not done: see _overtake
             if other.is_resent if other.number < new.header.round else new.header.is_resent:
                 continue
             if other.state is not RoundState.REDUCING:
                 return self._disagreement(other, new)
-            given = other.contributions.get(new.header.sender)  # perhaps before another server answered it, and faster
-            if given is None or not _is_left(given.header, new.header.epoch):
+            given = other.contributions.get(new.header.sender)  # perhaps another server took over and answered first
+            if given is None or not _is_outdated(given.header, new.header.epoch):
                 return f"round {new.header.round} of {partition}: round {other.number} is not delivered yet"
         return ""
 
     def _disagreement(self, round_: Round[C], new: C) -> str:
         facts = Facts.of(new.header)
         first = next(iter(round_.contributions.values()))
-        if Facts.of(first.header) == facts:  # the first speaks for all that are there
+        if Facts.of(first.header) == facts:  # those that are there agree with each other
             return ""
         gave = [(c.header.sender, Facts.of(c.header)) for c in round_.in_order()]
         return f"{round_.partition}: {difference([*gave, (new.header.sender, facts)])}"
 
     def _break(self, partition: PartitionRounds[C], new: C, text: str) -> list[Action[C]]:
-        """Refuse ``new``, and all that is not being reduced."""
+        """Refuse ``new``, and all contributions to the partition that are not being reduced."""
         refused = []
         for round_ in [r for r in partition.rounds.values() if r.state is RoundState.COLLECTING]:
             refused += round_.in_order()
@@ -335,7 +362,9 @@ class Rounds(Generic[C]):
 
     def _hold(self, new: C) -> list[Action[C]]:
         if len(self._held) >= HELD_COUNT or self._held_bytes + new.nbytes > HELD_BYTES:
-            text = f"epoch {new.header.epoch} is not known here yet (epoch {self.epoch} is), and too much waits for it"
+            text = (
+                f"this server does not know epoch {new.header.epoch} yet (only {self.epoch}), and too much waits for it"
+            )
             return self._refuse([new], ProtocolError, text)
         self._held.append(new)
         self._held_bytes += new.nbytes
@@ -357,10 +386,10 @@ class Rounds(Generic[C]):
         if given is not None:
             self.counters.bytes_in_flight -= given.nbytes
         if all(contribution.header.is_supply for contribution in round_.contributions.values()):
-            self._forget(round_)  # nobody waits for its result
+            self._forget(round_)  # no machine waits for its result
 
     def _tidy(self, partition: PartitionRounds[C]) -> None:
-        """Forget a partition if all that was given to it was taken back."""
+        """Forget a partition if all contributions to it were taken back."""
         if partition.rounds or partition.last_round >= 0 or partition.broken_round >= 0:
             return
         partitions = self._generations[partition.key]
@@ -374,7 +403,7 @@ class Rounds(Generic[C]):
             if partition.last_round < 0:
                 self.admission_limit.ended(partition.key)
             for round_ in list(partition.rounds.values()):
-                if round_.state is RoundState.COLLECTING:  # else the engine still works in its memory
+                if round_.state is RoundState.COLLECTING:  # else the engine still uses its memory
                     self._forget(round_)
                 round_.state = RoundState.DROPPED
 
@@ -393,12 +422,12 @@ class Rounds(Generic[C]):
         return [r for partition in self._partitions() for r in partition.rounds.values() if r.state is state]
 
 
-def _is_left(given: Header, epoch: int) -> bool:
-    """In an earlier epoch, by a machine that has got the result if another one has. (Who says that it lacks it may have
-    said so in an epoch that left the partition where it was.)"""
+def _is_outdated(given: Header, epoch: int) -> bool:
+    """True for a contribution of an earlier epoch, by a machine that has the result if another one has. (A RESENT
+    contribution may be of an epoch that did not move the partition.)"""
     return given.epoch < epoch and not given.is_resent
 
 
 def _is_same(one: Header, other: Header) -> bool:
-    """Both are of one machine, and of one round of one partition."""
+    """True if both headers are of one machine, and of one round of one partition."""
     return (one.sender, name_of(one)) == (other.sender, name_of(other))

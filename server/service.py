@@ -1,26 +1,31 @@
 """The summation service: sockets, engine and control link around the pure rounds.
 
-Owns the process's life: it registers, serves, and says when and how the process ends. One thread, the loop's;
-``stop`` may be called by any other and by a signal handler. What ends a server, so that none outlives its job:
+Owns the process's life: it registers, serves, and decides when and how the process ends. Everything runs in the loop's
+thread; any thread, and a signal handler, may call ``stop``. What ends a server, so that none outlives its job, and the
+exit status:
 
     Stop from the scheduler: the job is over                          0
     ``stop``: SIGTERM, SIGINT                                         0, after Leave; if it may hold keys, once they
                                                                       have moved, or after ``DRAIN_LIMIT_S``; sooner
-                                                                      if no scheduler comes back to say where
+                                                                      if the scheduler is away and stays away
     Failure from the scheduler: the job can't go on                   1
-    Refused by the scheduler, which had taken it for dead             75: it may be started again
+    Refused by the scheduler, which had counted it as dead            75: it may be started again
     Refused, or the scheduler lost before the cluster was complete    the error is raised
-    the scheduler away later, and no worker connected any more        0; until then sums go on
-    (the launcher that started it is gone: the kernel's parent-death signal, set by the launcher)
+    the scheduler away later, and no worker connected any more        0; until then it goes on summing
+    (the launcher that started it died: the kernel's parent-death signal, set by the launcher)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import resource
+import time
+from pathlib import Path
 
 from byteps_py import last_words, machine
-from byteps_py.dataplane.peer import Peer
+from byteps_py.control_link import Connect, ControlEvents, ControlLink
+from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import (
     BytePSError,
@@ -35,27 +40,25 @@ from byteps_py.last_words import Blame
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.scheduler.client import Connect, ControlLink
-from byteps_py.scheduler.control_events import ControlEvents
-from byteps_py.server.actions import Action, Answer, Reduce, RefuseContributions, Want
 from byteps_py.server.arrival import Arrival, PayloadMemory
-from byteps_py.server.awaited import AWAITED_AFTER_S
-from byteps_py.server.contribution_listener import ContributionListener
-from byteps_py.server.local import Local
-from byteps_py.server.partition import Round
+from byteps_py.server.awaited_rounds import AWAITED_AFTER_S
+from byteps_py.server.contribution_listeners import ContributionListener, LocalListener
 from byteps_py.server.reducer import Reducer, hand_on, plan
+from byteps_py.server.round_state import Action, Answer, Counters, Reduce, RefuseContributions, Round, Want
 from byteps_py.server.rounds import Rounds
-from byteps_py.server.statistics import statistics
 from byteps_py.settings import Settings
 from byteps_py.wire import MAX_WAITED_US, Header, Kind, pack_names
 
 _ORPHAN_CHECK_S = 0.5
-DRAIN_LIMIT_S = 30.0  # for so long it goes on after SIGTERM if nobody takes its keys
-_ORPHAN_S = 10.0  # at most: workers reconnect, and a scheduler is started again, within less
+DRAIN_LIMIT_S = 30.0  # how long it goes on after SIGTERM if no other server takes its keys
+_ORPHAN_S = 10.0  # how long it waits without scheduler and workers; these come back sooner, if at all
 
 
 class SummationService:
-    """One summation server of the machine kind ``kind``. ``run`` serves until the job ends."""
+    """One summation server on a machine of this ``kind``. ``run`` serves until the job ends.
+
+    ``rounds_class``, ``network_class``: the classes of its parts; tests name others in a subclass.
+    """
 
     rounds_class: type[Rounds[Arrival]] = Rounds
     network_class: type[ContributionListener] = ContributionListener
@@ -64,7 +67,7 @@ class SummationService:
         """Binds its sockets. Raises ConfigurationError or RendezvousError."""
         if not settings.scheduler_address:
             raise ConfigurationError(
-                "a summation server finds its workers through the scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
+                "a summation server needs the scheduler's address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
             )
         self._settings = settings
         self._kind = kind
@@ -88,14 +91,14 @@ class SummationService:
             host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
         )
         self._network.attach(self._loop)
-        self._local: Local | None = None
+        self._local: LocalListener | None = None
         if kind == pb.MACHINE_KIND_GPU:
-            # Named after the process, too: machines that are told apart only by their index may share one host.
+            # The name has the process id, too: machines with different indices may share one host.
             name = f"{machine.local_socket(settings, 'ss')}-{self._runtime.getpid()}"
-            self._local = Local(
+            self._local = LocalListener(
                 name, settings, runtime, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
             )
-        # Beside trainers, whose communication service says it too, it would be the same sentence once more.
+        # On a GPU machine the communication service logs the same error already.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
         self._reducer = Reducer(runtime, settings.server_threads, self._network.digest, self._prepared)
 
@@ -105,7 +108,7 @@ class SummationService:
         return self._network.address
 
     def run(self) -> int:
-        """Serve; the exit status. Raises the typed error that kept the cluster from coming together."""
+        """Serve until the job ends. Returns the exit status. Raises the error that kept the cluster from forming."""
         try:
             self._link = self._connect(self._settings, self._registration(), self._loop, self.control_events())
             if self._is_prepared:
@@ -133,8 +136,8 @@ class SummationService:
             self._link.send(pb.MemberMessage(ready=pb.Ready()))
 
     def stop(self, reason: str) -> None:
-        """Leave the job and let ``run`` return 0: at once when asked twice, else when its keys have moved to others.
-        Any thread; also a signal handler."""
+        """Leave the job, so that ``run`` returns 0: once its keys have moved to others, or at once at the second call.
+        Any thread, or a signal handler, may call it."""
         self._loop.post(lambda: self._drain(reason))
 
     def _drain(self, reason: str) -> None:
@@ -143,7 +146,7 @@ class SummationService:
             self._loop.stop()
             return
         self._is_draining = True
-        # Where the scheduler is away, the next one hears it: who left now would be missed, with nobody to say where to.
+        # If the scheduler is away, the next one gets this. Leaving now would leave the keys without a server.
         self._link.send(pb.MemberMessage(drain=pb.Drain(reason=reason)))
         self._loop.call_later(_ORPHAN_S, lambda: self._loop.stop() if self._is_headless else None)
         self._loop.call_later(DRAIN_LIMIT_S, self._loop.stop)
@@ -151,13 +154,13 @@ class SummationService:
     def _close(self) -> None:
         if self._link is not None:
             self._link.close(self._reason)
-        # Before the loop: its threads post there. Before connections: who sees these end relies on it that nothing is
-        # written into its memory any more.
+        # Before the loop, because its threads post there. Before the connections: a local CS whose connection ends
+        # relies on it that nobody writes into its memory any more.
         try:
             self._reducer.close()
         except StallError as error:
-            # A machine so busy that a kernel is not compiled, or a partition not summed, in that time. The process
-            # ends, its threads before its connections, and its status or error says why, which this must not hide.
+            # The machine is too busy to compile a kernel, or to sum a partition, in that time. The process ends with
+            # its own status or error, which this one must not replace; its threads end before its connections.
             logger.warning("%s", error)
             return
         self._network.close()
@@ -168,8 +171,8 @@ class SummationService:
     # ---- data plane --------------------------------------------------------------------------------------
 
     def _on_arrival(self, arrival: Arrival) -> None:
-        arrival.came_s = self._loop.time()
-        self._perform(self._rounds.contribution(arrival, arrival.came_s), None)
+        arrival.arrived_s = self._loop.time()
+        self._perform(self._rounds.contribution(arrival, arrival.arrived_s), None)
         self._tick_while_needed()
 
     def _tick_while_needed(self) -> None:
@@ -178,7 +181,7 @@ class SummationService:
             self._loop.call_later(AWAITED_AFTER_S, self._tick)
 
     def _tick(self) -> None:
-        """Others may have to give their parts, or those of machines that lack results once more."""
+        """Ask machines for contributions that others wait for, or that are needed once more."""
         self._has_tick = False
         now = self._loop.time()
         self._perform(self._rounds.tick(now), None)
@@ -190,7 +193,7 @@ class SummationService:
         peer = self._network.peer_of(index)
         if peer is None and self._local is not None:
             peer = self._local.peer_of(index)
-        if peer is not None:  # else what it is wanted for is said again, and it connects to give what it is awaited for
+        if peer is not None:  # else WANT is repeated later, and AWAITED is not needed: it connects when it contributes
             peer.tell(header, payload)
 
     def _on_gone(self, peer: Peer) -> None:
@@ -199,7 +202,8 @@ class SummationService:
     def _perform(
         self, actions: list[Action[Arrival]], result: PayloadMemory | None, blame: int = 0, complete_s: float = 0.0
     ) -> None:
-        """``blame`` says through whom ``result`` is not finite; all machines had given by ``complete_s``."""
+        """``blame``: the machines through which ``result`` is not finite; ``complete_s``: when the last contribution
+        arrived."""
         for action in actions:
             match action:
                 case Reduce(round_):
@@ -210,11 +214,11 @@ class SummationService:
                 case Answer(contributions):
                     message, digest = (result.message(), result.digest) if result is not None else (None, b"")
                     for arrival in contributions:
-                        # A local machine has it in its memory by now, and a broadcast's root had it all along.
+                        # A local machine has the result in its memory, and a broadcast's root always had it.
                         header = arrival.header
                         is_needed = arrival.answer is None and header.sender != header.root
                         is_needed = is_needed and header.kind is not Kind.PASS
-                        waited_s = max(0.0, complete_s - arrival.came_s)
+                        waited_s = max(0.0, complete_s - arrival.arrived_s)
                         header.blame, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
                         arrival.origin.answer(header, message if is_needed else None, digest)
                 case RefuseContributions(contributions, error, text):
@@ -251,12 +255,12 @@ class SummationService:
     # ---- control plane -----------------------------------------------------------------------------------
 
     def control_events(self) -> ControlEvents:
-        """Whom its link to the scheduler calls."""
+        """The callbacks of its link to the scheduler."""
         return ControlEvents(self._on_message, self._on_lost, self._heartbeat, self._on_away, self._on_back)
 
     def _registration(self) -> pb.Register:
         is_gpu = self._kind == pb.MACHINE_KIND_GPU
-        return pb.Register(  # the link fills in what is the same for all members
+        return pb.Register(  # the link fills in the fields that are the same for all members
             role=pb.ROLE_SUMMATION,
             kind=self._kind,
             machine_index=self._settings.worker_id if is_gpu else -1,
@@ -291,15 +295,15 @@ class SummationService:
     def _on_membership(self, membership: pb.Membership) -> None:
         if membership.partition_bytes > self._settings.max_partition_bytes:
             self._error = ProtocolError(
-                f"the scheduler says partitions of {membership.partition_bytes} bytes; "
-                f"this server was started for at most {self._settings.max_partition_bytes}"
+                f"the scheduler's partitions have {membership.partition_bytes} bytes, but this server was started for "
+                f"at most {self._settings.max_partition_bytes}: set BYTEPS_PARTITION_BYTES to the same value everywhere"
             )
             self._end(1, "the partition size differs")
             return
         logger.info("epoch %d: %d machines", membership.epoch, len(membership.workers))
         count, since = len(membership.workers), membership.workers_since
         self._perform(self._rounds.membership(membership.epoch, count, self._loop.time(), since), None)
-        self._tick_while_needed()  # what waited for news of this epoch may have been given once more
+        self._tick_while_needed()  # contributions that waited for this epoch may be RESENT
 
     def _on_lost(self, error: BytePSError) -> None:
         if self._rounds.epoch == 0:
@@ -310,7 +314,7 @@ class SummationService:
 
     def _on_away(self, error: BytePSError) -> None:
         if self._rounds.epoch == 0:
-            return  # nobody depends on this server yet, and the link ends by itself if the scheduler does not return
+            return  # no worker depends on this server yet, and the link fails if the scheduler does not return
         logger.log(self._bad_news, "%s; sums go on until the last worker has disconnected", error)
         self._orphaned_since_s = self._loop.time()
         if not self._is_headless:
@@ -321,22 +325,37 @@ class SummationService:
         self._is_headless = False
 
     def _end_if_orphaned(self) -> None:
-        """Without a scheduler nobody says Stop. A while without any worker, who may connect again, says it too."""
+        """Without a scheduler no Stop arrives. So the server ends when no worker has been connected for a while."""
         if not self._is_headless:
             return
         now = self._loop.time()
         if self._network.connections or (self._local is not None and self._local.connections):
             self._orphaned_since_s = now
         elif self._is_draining or now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.patience_s):
-            logger.warning("neither a scheduler nor a worker is left")
-            self._end(0, "nobody is left")
+            logger.warning("no scheduler and no worker is connected any more: this server ends")
+            self._end(0, "no scheduler and no worker is left")
             return
         self._loop.call_later(_ORPHAN_CHECK_S, self._end_if_orphaned)
 
     def _end(self, status: int, reason: str) -> None:
-        """The first reason counts: a job that has failed also says Stop, before this loop has ended."""
+        """End ``run``. Only the first call counts: Stop also follows a Failure, before this loop has ended."""
         if self._has_ended:
             return
         self._has_ended = True
         self._status, self._reason = status, reason
         self._loop.stop()
+
+
+def statistics(traffic: Traffic, counters: Counters) -> pb.Statistics:
+    """The counters that a heartbeat brings to the scheduler."""
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pb.Statistics(
+        bytes_received=traffic.bytes_received,
+        bytes_sent=traffic.bytes_sent,
+        bytes_local=traffic.bytes_local,
+        rounds=counters.rounds,
+        bytes_summed=counters.bytes_summed,
+        cpu_s=time.process_time(),
+        resident_bytes=resident_pages * resource.getpagesize(),
+        bytes_in_flight=counters.bytes_in_flight,
+    )

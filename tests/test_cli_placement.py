@@ -79,7 +79,7 @@ def test_own_shapes_and_partition_bytes(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "alexnet", "-n", "2"], "known are resnet50, vgg16, bert-large, gpt2"),
+        (["--model", "alexnet", "-n", "2"], "known models are resnet50, vgg16, bert-large, gpt2"),
         (["--model", "gpt2", "-n", "0"], "must be at least 1, got 0"),
         (["--model", "gpt2", "-n", "2", "-k", "-1"], "can't be negative"),
         (["--model", "gpt2", "-n", "2", "--partition-bytes", "5000"], "--partition-bytes 5000"),

@@ -236,9 +236,9 @@ def test_answers_that_are_always_damaged_are_an_error_that_names_the_way(line: L
 @pytest.mark.parametrize(
     ("says", "text"),
     [
-        ([b"hello"], "sent 1 frames where a CHALLENGE was due"),
-        ([b"hello", b"x"], "sent something else than a CHALLENGE: a header has"),
-        ([Header(Kind.ANSWER, 0).pack(), b""], "said ANSWER where a CHALLENGE was due"),
+        ([b"hello"], "sent 1 frames instead of a CHALLENGE"),
+        ([b"hello", b"x"], "sent a message that is not a CHALLENGE: a header has"),
+        ([Header(Kind.ANSWER, 0).pack(), b""], "sent ANSWER instead of a CHALLENGE"),
         ([Header(Kind.CHALLENGE, 0).pack(), bytes(96)], "could not prove that it belongs to this cluster: its proof"),
         ([Header(Kind.CHALLENGE, 0).pack(), b"short"], "a CHALLENGE has 96 bytes, got 5"),
     ],

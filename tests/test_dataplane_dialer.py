@@ -1,4 +1,5 @@
-"""Who calls, in the handshake: nothing is sent before it is welcome, and who answers otherwise is none of ours."""
+"""The calling end of a connection: it sends nothing before it is welcome, and refuses a listener that breaks the
+handshake."""
 
 from __future__ import annotations
 
@@ -14,9 +15,8 @@ from support.data_plane import WAIT_S, BareListener, header_for
 from support.summation import SETTINGS
 
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
-from byteps_py.dataplane.handshake import Challenge, Doorkeeper
-from byteps_py.dataplane.listener import DataListener
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.handshake import Challenge, ListenerHandshake
+from byteps_py.dataplane.listener import DataListener, Peer
 from byteps_py.dataplane.seal import Data
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ProtocolError
@@ -27,7 +27,7 @@ from byteps_py.wire import HEADER_BYTES, Header, Kind
 PUSHED = bytes(3 * MOST_BYTES)
 
 
-class Caller(Owner):
+class CallerHandshake(Owner):
     """A Dialer whose owner pushes at once when its connection is open."""
 
     def __init__(self, address: str) -> None:
@@ -54,15 +54,15 @@ class Caller(Owner):
         self.context.term()
 
 
-Call = Callable[[str], Caller]
+Call = Callable[[str], CallerHandshake]
 
 
 @pytest.fixture(name="call")
 def calling() -> Iterator[Call]:
-    callers: list[Caller] = []
+    callers: list[CallerHandshake] = []
 
-    def call(address: str) -> Caller:
-        callers.append(Caller(address))
+    def call(address: str) -> CallerHandshake:
+        callers.append(CallerHandshake(address))
         return callers[-1]
 
     yield call
@@ -118,12 +118,12 @@ def test_a_connection_that_ends_before_it_is_used_is_made_again(monkeypatch: pyt
 
 
 class Script:
-    """Listens, and proves itself to who calls. What it says to a proof, others decide."""
+    """Listens, and authenticates itself to callers. The test decides how it answers a proof."""
 
     def __init__(self, listener: BareListener, call: Call) -> None:
         self.router = listener.router
         self.address = listener.address
-        self.keeper = Doorkeeper(SETTINGS)
+        self.keeper = ListenerHandshake(SETTINGS)
         self.challenge: Challenge
         self.pushed: list[bytes] = []
         self.caller = call(self.address)
@@ -190,7 +190,7 @@ class Ended:
 def test_a_connection_may_end_in_the_middle_of_a_message(
     listener: BareListener, call: Call, monkeypatch: pytest.MonkeyPatch, parts: int
 ) -> None:
-    """It happens once in thousands of kills. Whoever sends hears that it broke."""
+    """It happens once in thousands of kills. The sender hears that the connection broke."""
     script = Welcoming(listener, call)
     script.caller.run()
     dialer = script.caller.dialer
@@ -204,16 +204,16 @@ def test_a_connection_may_end_in_the_middle_of_a_message(
     ("says", "text"),
     [
         ([Header(Kind.REFUSED, 0).pack(), b"ProtocolError\nnot you"], "the listener turned this process away: not you"),
-        ([Header(Kind.ANSWER, 0).pack(), b""], "the listener said ANSWER where a WELCOME was due"),
-        ([Header(Kind.WELCOME, 0).pack(), b""], "the listener sent a WELCOME without a seal, which anybody could"),
-        ([b"welcome"], "the listener sent 1 frames where a WELCOME was due"),
+        ([Header(Kind.ANSWER, 0).pack(), b""], "the listener sent ANSWER instead of a WELCOME"),
+        ([Header(Kind.WELCOME, 0).pack(), b""], "the listener sent a WELCOME that is not sealed"),
+        ([b"welcome"], "the listener sent 1 frames instead of a WELCOME"),
         (
             [bytes(200), b""],
-            "the listener sent something else than a WELCOME: message 0 of its connection came damaged",
+            "the listener sent a message that is not a WELCOME: message 0 of its connection came damaged",
         ),
     ],
 )
-def test_who_says_something_else_to_a_proof_is_none_of_ours(
+def test_a_listener_that_answers_a_proof_otherwise_is_refused(
     listener: BareListener, call: Call, says: list[bytes], text: str
 ) -> None:
     """A few attempts, then an error: once may be chance."""
@@ -224,7 +224,7 @@ def test_who_says_something_else_to_a_proof_is_none_of_ours(
 
 
 class BusyListener:
-    """Looks at its strangers whenever something has come, before it reads it."""
+    """Looks at its unauthenticated peers whenever a message has arrived, before it reads it."""
 
     def __init__(self, call: Call) -> None:
         self.listener = DataListener(
@@ -248,8 +248,8 @@ class BusyListener:
         self.caller.loop.stop()
 
 
-def test_a_busy_listener_cuts_off_nobody_who_has_proven_itself(call: Call) -> None:
-    """Who has much to say does not say it before its proof has been read."""
+def test_a_busy_listener_cuts_off_no_authenticated_peer(call: Call) -> None:
+    """A caller with large messages does not send them before its proof has been read."""
     busy = BusyListener(call)
     busy.caller.run()
     cut_off = busy.listener._strangers.cut_off

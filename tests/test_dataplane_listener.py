@@ -1,4 +1,4 @@
-"""Who listens, without a loop: what is read of connections that have ended."""
+"""The listening end of connections, without a loop: what is read of connections that have ended."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import zmq
 from support.data_plane import WAIT_S, Machine
 from support.summation import SETTINGS
 
-from byteps_py.dataplane.listener import _MOST_DAMAGED, DataListener
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.listener import _MOST_DAMAGED, DataListener, Peer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.unauthenticated import WATCH_S
 from byteps_py.wire import Header, Kind
@@ -64,7 +63,7 @@ def heard(listener: Listener, context: zmq.Context[zmq.Socket[bytes]]) -> Machin
     return machine
 
 
-def test_the_last_words_of_who_is_gone_are_dropped_without_a_warning(
+def test_late_messages_of_a_disconnected_peer_are_dropped_without_a_warning(
     listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     machine = heard(listener, context)
@@ -78,7 +77,7 @@ def test_the_last_words_of_who_is_gone_are_dropped_without_a_warning(
     assert (listener.heard, listener.gone, listener.traffic.malformed) == ([peer], [peer], 0)
 
 
-def test_a_connection_on_which_all_comes_damaged_is_cut(
+def test_a_connection_on_which_every_message_is_damaged_is_cut(
     listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     """And what is left of it is dropped without a warning; on its next one the machine is known again."""
@@ -103,10 +102,10 @@ def test_a_connection_on_which_all_comes_damaged_is_cut(
     again.close()
 
 
-def test_a_connection_is_gone_when_its_machine_has_a_newer_one(
+def test_a_connection_ends_when_its_machine_has_a_newer_one(
     listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    """What was given there can't be answered, and is given again: nobody waits for the operating system to say so."""
+    """Requests on the older one can't be answered, and are sent again; the operating system is not waited for."""
     first = heard(listener, context)
     second = Machine(context, listener.listener.address, 0, SETTINGS)
     listener.welcome(second)
@@ -118,7 +117,7 @@ def test_a_connection_is_gone_when_its_machine_has_a_newer_one(
         machine.close()
 
 
-def test_who_wakes_in_a_group_that_is_over_does_not_take_the_place_of_another(
+def test_a_machine_of_a_group_that_is_over_does_not_replace_another(
     listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     """Both are machine 1, each of its own group."""

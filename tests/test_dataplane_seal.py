@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from byteps_py.dataplane import handshake
-from byteps_py.dataplane.handshake import Caller, Doorkeeper
+from byteps_py.dataplane.handshake import CallerHandshake, ListenerHandshake
 from byteps_py.dataplane.seal import DamagedError, Protection, Seal, new_digester, new_seal
 from byteps_py.errors import ConfigurationError, ProtocolError
 from byteps_py.settings import Settings
@@ -33,7 +33,7 @@ def opened(seal: Seal, sealed: tuple[bytes, object]) -> tuple[bytes, bytes]:
     return header, frame.bytes
 
 
-def shake(caller: Caller, keeper: Doorkeeper, machine: int = 3, address: str = ADDRESS) -> list[Seal]:
+def shake(caller: CallerHandshake, keeper: ListenerHandshake, machine: int = 3, address: str = ADDRESS) -> list[Seal]:
     """The seals of both ends: CS out, CS in, listener in, listener out."""
     text, challenge = keeper.challenge(caller.hello, machine, address)
     proof, *mine = caller.answer(text)
@@ -42,7 +42,7 @@ def shake(caller: Caller, keeper: Doorkeeper, machine: int = 3, address: str = A
 
 @pytest.mark.parametrize("protection", Protection)
 @pytest.mark.parametrize("size", [0, 1, 16, 17, 100_000])
-def test_what_is_sealed_is_opened_in_order_and_nothing_else_is(protection: Protection, size: int) -> None:
+def test_sealed_messages_are_opened_in_order_and_no_others_are(protection: Protection, size: int) -> None:
     out, back = new_seal(protection, KEY, DIGEST_KEY), new_seal(protection, KEY, DIGEST_KEY)
     payloads = [os.urandom(size) for _ in range(3)]
     messages = [out.seal(HEADER, payload) for payload in payloads]
@@ -84,7 +84,7 @@ def test_payloads_can_not_be_left_out_or_exchanged(protection: Protection) -> No
 
 @pytest.mark.parametrize("size", [0, 1, 100_000])
 @pytest.mark.parametrize("protection", Protection)
-def test_what_many_are_sent_is_read_once(protection: Protection, size: int) -> None:
+def test_a_payload_for_many_peers_is_read_once(protection: Protection, size: int) -> None:
     """By one digest, which is of no use for another payload, on another connection, or a second time."""
     digest = new_digester(protection, DIGEST_KEY)
     payload, other = os.urandom(size), os.urandom(size + 1)
@@ -126,15 +126,15 @@ def test_several_threads_make_digests_at_once(protection: Protection) -> None:
 def test_digests_are_made_with_a_key_of_their_listener_that_only_members_know() -> None:
     payload = b"weights" * 100
     for settings in (SIGNED, OPEN, ENCRYPTED):
-        keeper = Doorkeeper(settings)
+        keeper = ListenerHandshake(settings)
         digest = keeper.digest(payload)
         for machine in (3, 4):
-            _, down, _, out = shake(Caller(settings, machine, ADDRESS), keeper, machine)
+            _, down, _, out = shake(CallerHandshake(settings, machine, ADDRESS), keeper, machine)
             assert opened(down, out.seal(HEADER, payload, digest)) == (HEADER, payload)
-    keeper = Doorkeeper(SIGNED)
+    keeper = ListenerHandshake(SIGNED)
     guessed = new_digester(Protection.SIGNED, handshake._digest_key(b"guessed", keeper._keys.public))
-    for other in (guessed, Doorkeeper(SIGNED).digest):
-        _, down, _, out = shake(Caller(SIGNED, 3, ADDRESS), keeper)
+    for other in (guessed, ListenerHandshake(SIGNED).digest):
+        _, down, _, out = shake(CallerHandshake(SIGNED, 3, ADDRESS), keeper)
         with pytest.raises(DamagedError):
             opened(down, out.seal(HEADER, payload, other(payload)))
     assert keeper.digest(payload) != keeper.digest(payload)  # no nonce comes twice
@@ -150,9 +150,9 @@ def test_encrypted_payloads_and_signed_headers_can_not_be_read() -> None:
 
 def test_both_ends_get_the_same_keys_and_each_connection_its_own() -> None:
     for settings in (SIGNED, ENCRYPTED, OPEN):
-        keeper = Doorkeeper(settings)
-        first = shake(Caller(settings, 3, ADDRESS), keeper)
-        second = shake(Caller(settings, 3, ADDRESS), keeper)
+        keeper = ListenerHandshake(settings)
+        first = shake(CallerHandshake(settings, 3, ADDRESS), keeper)
+        second = shake(CallerHandshake(settings, 3, ADDRESS), keeper)
         message = first[0].seal(HEADER, b"payload")
         assert opened(first[2], message) == (HEADER, b"payload")
         assert opened(first[1], first[3].seal(HEADER, b"answer")) == (HEADER, b"answer")
@@ -174,19 +174,19 @@ def test_both_ends_get_the_same_keys_and_each_connection_its_own() -> None:
 )
 def test_a_proof_is_of_no_use_elsewhere(changes: dict[str, str], machine: int, address: str, group: int) -> None:
     """Another secret, another job, another machine, another listener, another group: both ends see it."""
-    caller = Caller(SIGNED, 3, ADDRESS)
-    keeper = Doorkeeper(dataclasses.replace(SIGNED, **changes))
+    caller = CallerHandshake(SIGNED, 3, ADDRESS)
+    keeper = ListenerHandshake(dataclasses.replace(SIGNED, **changes))
     text, challenge = keeper.challenge(caller.hello, machine, address, group)
     with pytest.raises(ProtocolError, match=handshake.WRONG):
         caller.answer(text)
-    good = Caller(SIGNED, 3, ADDRESS)
-    proof = good.answer(Doorkeeper(SIGNED).challenge(good.hello, 3, ADDRESS)[0])[0]  # overheard
+    good = CallerHandshake(SIGNED, 3, ADDRESS)
+    proof = good.answer(ListenerHandshake(SIGNED).challenge(good.hello, 3, ADDRESS)[0])[0]  # overheard
     with pytest.raises(ProtocolError, match=handshake.WRONG):
         challenge.accept(proof)
 
 
 def test_an_overheard_handshake_can_not_be_repeated() -> None:
-    keeper, caller = Doorkeeper(SIGNED), Caller(SIGNED, 3, ADDRESS)
+    keeper, caller = ListenerHandshake(SIGNED), CallerHandshake(SIGNED, 3, ADDRESS)
     text, challenge = keeper.challenge(caller.hello, 3, ADDRESS)
     proof = caller.answer(text)[0]
     challenge.accept(proof)
@@ -194,16 +194,16 @@ def test_an_overheard_handshake_can_not_be_repeated() -> None:
     with pytest.raises(ProtocolError):
         second.accept(proof)
     with pytest.raises(ProtocolError):
-        Caller(SIGNED, 3, ADDRESS).answer(text)  # the same CHALLENGE, to another's HELLO
+        CallerHandshake(SIGNED, 3, ADDRESS).answer(text)  # the same CHALLENGE, to another's HELLO
 
 
 @pytest.mark.parametrize(("mine", "theirs"), list(itertools.permutations((OPEN, SIGNED, ENCRYPTED), 2)))
-def test_nobody_can_be_talked_into_less(mine: Settings, theirs: Settings) -> None:
-    caller = Caller(mine, 3, ADDRESS)
-    with pytest.raises(ProtocolError, match="set BYTEPS_SECRET and BYTEPS_ENCRYPT alike everywhere"):
-        Doorkeeper(theirs).challenge(caller.hello, 3, ADDRESS)
+def test_the_protection_can_not_be_lowered(mine: Settings, theirs: Settings) -> None:
+    caller = CallerHandshake(mine, 3, ADDRESS)
+    with pytest.raises(ProtocolError, match="set BYTEPS_SECRET and BYTEPS_ENCRYPT to the same values everywhere"):
+        ListenerHandshake(theirs).challenge(caller.hello, 3, ADDRESS)
     # Whoever changes it on the way makes the proofs wrong.
-    keeper = Doorkeeper(theirs)
+    keeper = ListenerHandshake(theirs)
     text, _ = keeper.challenge(bytes((keeper.protection,)) + caller.hello[1:], 3, ADDRESS)
     if mine.secret:
         with pytest.raises(ProtocolError, match=handshake.WRONG):
@@ -213,20 +213,20 @@ def test_nobody_can_be_talked_into_less(mine: Settings, theirs: Settings) -> Non
 @pytest.mark.parametrize("length", [0, 1, 32, 34, 200])
 def test_a_handshake_of_wrong_lengths_is_refused(length: int) -> None:
     with pytest.raises(ProtocolError):
-        Doorkeeper(SIGNED).challenge(os.urandom(length), 3, ADDRESS)
+        ListenerHandshake(SIGNED).challenge(os.urandom(length), 3, ADDRESS)
     with pytest.raises(ProtocolError):
-        Caller(SIGNED, 3, ADDRESS).answer(os.urandom(length))
-    caller = Caller(SIGNED, 3, ADDRESS)
+        CallerHandshake(SIGNED, 3, ADDRESS).answer(os.urandom(length))
+    caller = CallerHandshake(SIGNED, 3, ADDRESS)
     with pytest.raises(ProtocolError):
-        Doorkeeper(SIGNED).challenge(caller.hello, 3, ADDRESS)[1].accept(os.urandom(length))
+        ListenerHandshake(SIGNED).challenge(caller.hello, 3, ADDRESS)[1].accept(os.urandom(length))
 
 
 def test_a_point_of_low_order_is_no_key() -> None:
-    """With one, anybody would know the shared key; but nobody without the secret gets so far."""
-    keeper, caller = Doorkeeper(SIGNED), Caller(SIGNED, 3, ADDRESS)
+    """With one, any process would know the shared key; but no process without the secret gets that far."""
+    keeper, caller = ListenerHandshake(SIGNED), CallerHandshake(SIGNED, 3, ADDRESS)
     caller._keys.public = bytes(32)
     text, challenge = keeper.challenge(caller.hello, 3, ADDRESS)
-    with pytest.raises(ProtocolError, match="its public key is none"):
+    with pytest.raises(ProtocolError, match="its public key is invalid"):
         challenge.accept(caller.answer(text)[0])
 
 
@@ -236,7 +236,7 @@ def test_encryption_needs_a_key() -> None:
 
 
 def test_nothing_that_is_printed_shows_a_secret() -> None:
-    caller, keeper = Caller(ENCRYPTED, 3, ADDRESS), Doorkeeper(ENCRYPTED)
+    caller, keeper = CallerHandshake(ENCRYPTED, 3, ADDRESS), ListenerHandshake(ENCRYPTED)
     text, challenge = keeper.challenge(caller.hello, 3, ADDRESS)
     seals = caller.answer(text)[1:]
     things = (ENCRYPTED, ENCRYPTED.describe(), caller, keeper, challenge, challenge._said, keeper._keys, *seals)

@@ -24,7 +24,7 @@ from numba.core.caching import CacheImpl
 
 from byteps_py.kernels import __main__ as compile_kernels
 from byteps_py.kernels import compiled
-from byteps_py.launch.cluster import free_port
+from byteps_py.launch.cluster_plan import free_port
 from byteps_py.tensors import DType, Op
 
 ROOT = Path(__file__).parent.parent

@@ -16,9 +16,9 @@ from support.clusters import clean_environment
 
 from byteps_py import errors, last_words
 from byteps_py.last_words import Blame, LastWords
-from byteps_py.launch import options
+from byteps_py.launch import command_line
 from byteps_py.launch.failure_report import FailureReport
-from byteps_py.launch.output import OutputStream, WordsPipe
+from byteps_py.launch.process_output import OutputStream, WordsPipe
 from byteps_py.session import words
 
 PROGRAM = Path(__file__).parent / "programs" / "fails.py"
@@ -38,12 +38,12 @@ def test_the_cause_is_shown_and_not_its_consequences() -> None:
     assert report.take() == []
 
 
-def test_who_fails_alike_is_shown_once_and_the_first_last() -> None:
+def test_equal_errors_are_shown_once_and_the_first_error_last() -> None:
     report = heard(("2", Blame.OWN, "x"), ("0", Blame.OWN, "y"), ("1", Blame.OWN, "x"), ("4", Blame.OWN, "x"))
     assert report.take() == [("0", "y of 0"), ("1-2,4", "x of 2")]
 
 
-def test_where_nobody_says_it_for_itself_one_consequence_is_shown() -> None:
+def test_without_a_cause_of_its_own_one_consequence_is_shown() -> None:
     said = [("scheduler", Blame.SERVICE, "failed"), ("3", Blame.OTHERS, "rank 9 died"), ("2", Blame.OTHERS, "gone")]
     assert heard(*said).take() == [("3", "rank 9 died of 3")]
     assert heard(said[0]).take() == [("scheduler", "failed of scheduler")]
@@ -131,12 +131,12 @@ def test_a_traceback_ends_where_the_program_ends() -> None:
 
 def test_prefixes_are_the_default_and_can_be_switched_off() -> None:
     command = ["-np", "2", "python", "x.py"]
-    assert options.parse(command, {}).how.tag_output is None
-    assert options.parse(command, {"BYTEPS_TAG_OUTPUT": "0"}).how.tag_output is False
-    assert options.parse(["--tag-output", *command], {"BYTEPS_TAG_OUTPUT": "0"}).how.tag_output is True
-    assert options.parse(["--no-tag-output", *command], {}).how.tag_output is False
+    assert command_line.parse(command, {}).how.tag_output is None
+    assert command_line.parse(command, {"BYTEPS_TAG_OUTPUT": "0"}).how.tag_output is False
+    assert command_line.parse(["--tag-output", *command], {"BYTEPS_TAG_OUTPUT": "0"}).how.tag_output is True
+    assert command_line.parse(["--no-tag-output", *command], {}).how.tag_output is False
     with pytest.raises(errors.ConfigurationError, match="BYTEPS_TAG_OUTPUT='x' is not valid"):
-        options.parse(command, {"BYTEPS_TAG_OUTPUT": "x"})
+        command_line.parse(command, {"BYTEPS_TAG_OUTPUT": "x"})
 
 
 # ---- whole jobs -----------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def lines_of(process: subprocess.Popen[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("-np 2", "0-1"), (CLUSTER, "0-3")])
-def test_a_mismatch_is_told_once_in_a_few_lines(layout: str, ranks: str) -> None:
+def test_a_mismatch_is_shown_once_in_a_few_lines(layout: str, ranks: str) -> None:
     lines = lines_of(process := job("mismatch", layout))
     assert process.returncode == 1
     assert len(lines) < 20, lines
@@ -168,7 +168,7 @@ def test_a_mismatch_is_told_once_in_a_few_lines(layout: str, ranks: str) -> None
 
 
 @pytest.mark.parametrize("layout", ["-np 2", CLUSTER])
-def test_an_exception_is_told_once_and_last(layout: str) -> None:
+def test_an_exception_is_shown_once_and_last(layout: str) -> None:
     lines = lines_of(process := job("raises", layout))
     assert process.returncode == 1
     assert lines[-1] == "[1] ValueError: bad batch", lines

@@ -18,7 +18,7 @@ from support.breaking import ERROR_STATUS as ERROR
 from support.breaking import Job, alone, launch, service
 from support.clusters import ROOT
 
-from byteps_py.launch.cluster import free_port
+from byteps_py.launch.cluster_plan import free_port
 
 CLUSTER = "-np 1 --machines 2 --servers 1"  # every kind of process, and few of them
 
@@ -70,9 +70,9 @@ def test_a_rank_by_itself_says_which_variable_is_wrong(environ: dict[str, str], 
 
 
 OF_SERVICES = [
-    ("server", {}, "a summation server finds its workers through the scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT"),
+    ("server", {}, "a summation server needs the scheduler's address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT"),
     ("worker", {"DMLC_NUM_WORKER": "2"}, "needs a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
-    ("scheduler", {}, "a scheduler needs DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT: where it listens"),
+    ("scheduler", {}, "a scheduler needs the address to listen on: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
     ("scheduler", {"DMLC_PS_ROOT_URI": "0.0.0.0", "DMLC_PS_ROOT_PORT": "9000"}, "set BYTEPS_SECRET or BYTEPS_SECRET_"),
     ("server", addressed(9, DMLC_NODE_HOST="192.0.2.77", BYTEPS_SECRET="x" * 16), "can't listen at 192.0.2.77: Canno"),
 ]  # fmt: skip
@@ -192,7 +192,7 @@ def test_ranks_that_disagree_all_learn_who_gave_what(options: str, odd: int, ran
     ]:
         gave = [f"{others} gave {common}", f"rank {odd} gave {different}"]
         text = ", ".join(sorted(gave, key=lambda words: (odd == 0) == words.startswith(others)))
-        hint = "give it the same shape, dtype and operation on every rank"
+        hint = "use the same shape, dtype and operation on every rank"
         for rank in range(ranks):
             assert f"{rank}: {what}: tensor 'w': {text}; {hint}" in job.said
     for rank in range(ranks):

@@ -64,5 +64,8 @@ def test_no_deadline_reads_the_wall_clock() -> None:
         if wall.search(line)
     ]
     # One says when it was, the other how old a file is.
-    allowed = ("byteps_py/torch/timeline.py: ", "byteps_py/scheduler/journal.py: if time.time() - path.stat().st_mtime")
+    allowed = (
+        "byteps_py/torch/timeline.py: ",
+        "byteps_py/scheduler/sessions/journal.py: if time.time() - path.stat().st_mtime",
+    )
     assert all(line.startswith(allowed) for line in found), found

@@ -8,7 +8,7 @@ import sys
 from support.breaking import command, launch
 from support.clusters import ROOT
 
-from byteps_py.launch.cluster import free_port
+from byteps_py.launch.cluster_plan import free_port
 
 
 def reduce_under(*faults: str) -> tuple[str, str]:

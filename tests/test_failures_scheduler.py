@@ -10,7 +10,7 @@ from pathlib import Path
 from programs.rank import first_weights, gradients_of
 from support.breaking import launch, service
 
-from byteps_py.launch.cluster import free_port
+from byteps_py.launch.cluster_plan import free_port
 
 
 def test_the_launcher_starts_a_killed_scheduler_again_and_again() -> None:
@@ -21,7 +21,7 @@ def test_the_launcher_starts_a_killed_scheduler_again_and_again() -> None:
             pid = job.pid("byteps_py.scheduler")
             os.kill(pid, signal.SIGKILL)
             job.until(f"bpslaunch: the scheduler was killed by SIGKILL (signal 9); starting it again ({again} of")
-            job.until("scheduler WARNING: goes on where a scheduler before it stopped, by the journal")
+            job.until("scheduler WARNING: resuming the job of the journal")
             step = int(job.until("0: step ").rpartition(" ")[2])
             job.until(f"0: step {step + 5}", f"1: step {step + 5}")
         assert job.end() == 0

@@ -17,7 +17,7 @@ from support.schedulers import TIMEOUT_S, Scheduler
 
 from byteps_py import __version__, jobs
 from byteps_py.cli.__main__ import main as bps
-from byteps_py.launch.options import parse
+from byteps_py.launch.command_line import parse
 from byteps_py.settings import Settings
 
 HOLDS = "import sys; from byteps_py import jobs; from byteps_py.settings import Settings\n"
@@ -72,7 +72,7 @@ def test_the_note_of_a_killed_process_is_taken_away(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_what_is_no_note_is_left_out(folder: Path) -> None:
+def test_files_that_are_not_notes_are_left_out(folder: Path) -> None:
     with jobs.announced(Settings(job_id="mine")):
         (path,) = notes(folder)
         for number, text in enumerate(("", "[]", '{"pid": 1}', "\0")):
@@ -82,7 +82,7 @@ def test_what_is_no_note_is_left_out(folder: Path) -> None:
         assert [job.job_id for job in jobs.find()] == ["mine"]
 
 
-def test_a_folder_of_somebody_else_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_of_another_user_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
     with caplog.at_level("DEBUG", "byteps_py"), jobs.announced(Settings()):
@@ -122,7 +122,7 @@ def test_of_several_jobs_all_are_shown_and_one_must_be_named(capsys: pytest.Capt
         assert "0 of 3 workers" in shown
         for command in (["stop"], ["status", "--json"]):
             assert bps(command) == 2
-            assert "which job? Give --scheduler HOST:PORT: " in capsys.readouterr().err
+            assert "which job? Choose one with --scheduler HOST:PORT: " in capsys.readouterr().err
         assert bps(["stop", "--scheduler", one.settings.scheduler_address]) == 0
         assert one.ended()[0] == 0
         capsys.readouterr()
@@ -136,7 +136,7 @@ def test_a_job_without_a_scheduler_is_named(capsys: pytest.CaptureFixture[str]) 
     with jobs.announced(dataclasses.replace(Settings(), local_size=2)):
         assert bps(["status"]) == 2
         said = capsys.readouterr().err
-    assert f"a job of 2 ranks on this machine alone, process {os.getpid()}: " in said
+    assert f"a job of 2 ranks on this machine alone, process {os.getpid()} has no scheduler" in said
 
 
 @pytest.mark.parametrize("program", [bps, lambda arguments: parse(arguments, {})])

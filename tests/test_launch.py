@@ -12,7 +12,7 @@ import pytest
 from support.launching import launched, supervised
 from support.processes import children, command_line, family, kill, wait_gone
 
-from byteps_py.launch.policy import REPEAT_IGNORED_S
+from byteps_py.launch.supervision_policy import REPEAT_IGNORED_S
 
 WAIT = "import signal; print('ready'); signal.pause()"
 #: Tells who it is, starts a process in a session of its own, tells that one's number, waits.
@@ -67,7 +67,7 @@ class TestExitCodes:
     )
     def test_first_failing_rank(self, code: str, status: int, words: str) -> None:
         with supervised(WAIT, code, own_error_s=0.1) as job:
-            told = f"{words}; the other rank has 0.1 s to end with an error that says so"
+            told = f"{words}; the other rank has 0.1 s to end with an error of its own"
             late = "rank 0 went on for 0.1 s without it; stopping"
             assert job.finish()[::2] == (status, f"bpslaunch: {told}\nbpslaunch: {late}\n")
 
@@ -179,7 +179,7 @@ class TestNothingStays:
             for _ in range(2):
                 kill(guard_of(job.process.pid))
                 said = job.process.stderr.readline()
-                assert "killed by SIGKILL (signal 9); another one has taken its place" in said
+                assert "killed by SIGKILL (signal 9); it is started again" in said
             members = family(job.process.pid)
             assert len(members) == 4  # launcher, guard, rank, daemon
             job.process.kill()
@@ -191,7 +191,7 @@ class TestNothingStays:
                     kill(pid)
 
     @pytest.mark.parametrize(("code", "status"), [("", 0), ("sys.exit(6)", 6)])
-    def test_what_a_rank_left_behind(self, code: str, status: int) -> None:
+    def test_processes_that_a_rank_left_behind(self, code: str, status: int) -> None:
         with supervised(WITH_DAEMON + code) as job:
             daemon = int(job.line())
             assert job.finish()[0] == status
@@ -246,7 +246,7 @@ class TestOutput:
         assert out in ("a\nb\n", "")  # rank 0 may be stopped before it speaks
         assert (tmp_path / "log/rank.1/stderr").read_text() == "bad\n"
 
-    def test_last_words_come_before_the_launchers(self) -> None:
+    def test_the_output_of_a_dead_process_comes_before_the_launchers(self) -> None:
         with supervised("import sys; sys.exit('x' * 5000)", tag_output=True) as job:
             err = job.finish()[2]
         assert err == "[0] " + "x" * 5000 + "\nbpslaunch: rank 0 exited with status 1\n"

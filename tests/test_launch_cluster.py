@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.launching import launched
 
-from byteps_py.launch.cluster import free_port
+from byteps_py.launch.cluster_plan import free_port
 
 TRAIN = """
 import torch, byteps_py as bps
@@ -69,7 +69,7 @@ def test_role_by_role(train: Path) -> None:
 def test_taken_port_asks_to_start_over() -> None:
     program = """
 import os, sys
-from byteps_py.launch.cluster import ClusterSize, cluster_plan
+from byteps_py.launch.cluster_plan import ClusterSize, cluster_plan
 from byteps_py.launch.supervisor import Supervision, Supervisor
 command = (sys.executable, '-S', '-c', 'import signal; signal.pause()')
 port = int(sys.argv[1])

@@ -6,18 +6,18 @@ import signal
 
 from test_launch_policy import sends, words
 
-from byteps_py.launch import options
-from byteps_py.launch.policy import Phase, Policy
-from byteps_py.launch.spec import ProcessKind, ProcessSpec
+from byteps_py.launch import command_line
+from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
+from byteps_py.launch.supervision_policy import Phase, SupervisionPolicy
 
 
-def policy_of(ranks: int = 2, is_part: bool = True) -> Policy:
+def policy_of(ranks: int = 2, is_part: bool = True) -> SupervisionPolicy:
     specs = [
         ProcessSpec("cs", ProcessKind.SERVICE, "cs", ("x",), {}, is_dismissed=True),
         ProcessSpec("ss", ProcessKind.SERVICE, "ss", ("x",), {}, is_replaceable=True),
         *(ProcessSpec(f"rank {r}", ProcessKind.MAIN, str(r), ("x",), {}) for r in range(ranks)),
     ]
-    return Policy(specs, grace_s=5, own_error_s=10, elastic=True, is_part=is_part)
+    return SupervisionPolicy(specs, grace_s=5, own_error_s=10, elastic=True, is_part=is_part)
 
 
 def test_a_rank_that_is_killed_stops_no_other() -> None:
@@ -36,7 +36,7 @@ def test_a_job_whose_ranks_all_fail_has_failed() -> None:
     assert policy.code == 137
 
 
-def test_a_part_of_a_job_leaves_when_it_is_told_to_end() -> None:
+def test_a_part_of_a_job_leaves_at_sigterm() -> None:
     policy = policy_of()
     actions = policy.signalled(signal.SIGTERM, 0)
     assert words(actions) == "received SIGTERM; the ranks leave at their next commit, within 5 s"
@@ -47,12 +47,12 @@ def test_a_part_of_a_job_leaves_when_it_is_told_to_end() -> None:
     assert (policy.phase, policy.code, policy.deadline) == (Phase.DRAINING, 0, 6)  # others may want the machine soon
 
 
-def test_ranks_that_come_to_no_commit_are_stopped() -> None:
+def test_ranks_that_reach_no_commit_are_stopped() -> None:
     policy = policy_of()
     policy.exited("rank 1", -9, 0)
     policy.signalled(signal.SIGTERM, 0)
     actions = policy.ticked(5)
-    assert words(actions) == "rank 0 came to no commit within 5 s; stopping"
+    assert words(actions) == "rank 0 reached no commit within 5 s; stopping"
     assert sends(actions) == [(("rank 0",), signal.SIGTERM)]
     policy.exited("rank 0", -15, 6)
     assert policy.code == 0
@@ -72,12 +72,12 @@ def test_a_machine_of_a_whole_cluster_may_lose_its_service() -> None:
     assert policy.phase is Phase.RUNNING
 
 
-def test_what_the_command_line_says() -> None:
-    given = options.parse(["-np", "2", "--min-np", "1", "--reset-limit", "3", "x"], {})
+def test_options_of_elastic_jobs() -> None:
+    given = command_line.parse(["-np", "2", "--min-np", "1", "--reset-limit", "3", "x"], {})
     assert given.how.elastic
     assert not given.how.is_part
     assert given.variables == {"BYTEPS_ELASTIC": "1", "BYTEPS_MIN_NP": "1", "BYTEPS_RESET_LIMIT": "3"}
-    given = options.parse(["x"], {"DMLC_ROLE": "worker", "HOROVOD_ELASTIC": "1"})
+    given = command_line.parse(["x"], {"DMLC_ROLE": "worker", "HOROVOD_ELASTIC": "1"})
     assert given.how.elastic
     assert given.how.is_part
-    assert not options.parse(["x"], {"DMLC_ROLE": "worker", "BYTEPS_ELASTIC": "0"}).how.elastic
+    assert not command_line.parse(["x"], {"DMLC_ROLE": "worker", "BYTEPS_ELASTIC": "0"}).how.elastic

@@ -11,12 +11,12 @@ import pytest
 
 from byteps_py.errors import ConfigurationError
 from byteps_py.launch.__main__ import CommandError, resolve
-from byteps_py.launch.cluster import ClusterSize, cluster_plan, free_port
-from byteps_py.launch.gpus import visible_gpus
-from byteps_py.launch.options import parse
-from byteps_py.launch.output import MAX_LINE_BYTES, LineTagger
-from byteps_py.launch.plan import role_plan
-from byteps_py.launch.spec import ProcessKind, ProcessSpec
+from byteps_py.launch.cluster_plan import ClusterSize, cluster_plan, free_port
+from byteps_py.launch.command_line import parse
+from byteps_py.launch.installation import visible_gpus
+from byteps_py.launch.machine_plan import role_plan
+from byteps_py.launch.process_output import MAX_LINE_BYTES, LineTagger
+from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
 
 ROOT = {"DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_PS_ROOT_PORT": "9000"}
 COMMAND = ("python", "train.py")
@@ -67,7 +67,7 @@ class TestRolePlan:
             (by_hand("worker", 2, 1, BYTEPS_LOCAL_SIZE="2", RANK="5", WORLD_SIZE="7"), "1 4 1 2 10.0.0.1 8999"),
         ],
     )
-    def test_the_last_rank_is_told_what_torch_asks_for(self, environ: dict[str, str], expected: str) -> None:
+    def test_the_last_rank_gets_the_variables_of_torch(self, environ: dict[str, str], expected: str) -> None:
         rank = plan_role(environ)[-1]
         assert [rank.env[name] for name in TORCH] == expected.split()
 
@@ -253,7 +253,7 @@ class TestClusterPlan:
         assert [s.reads_stdin for s in specs[-4:]] == [True, False, False, False]
         assert len({s.name for s in specs}) == len({s.label for s in specs}) == len(specs)
 
-    def test_a_lone_rank_is_told_of_no_scheduler(self) -> None:
+    def test_a_lone_rank_gets_no_scheduler(self) -> None:
         (rank,) = plan_cluster(1, DMLC_PS_ROOT_URI="10.0.0.1")
         assert rank.env["DMLC_PS_ROOT_URI"] == rank.env["DMLC_PS_ROOT_PORT"] == ""
         assert "BYTEPS_SOCKET_NAME" not in rank.env

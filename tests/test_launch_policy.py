@@ -1,4 +1,5 @@
-"""What the launcher decides when processes end, signals come and time passes: tables of events, a hand-moved clock."""
+"""What the launcher decides when processes end, signals arrive and time passes: tables of events, a hand-moved
+clock."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from byteps_py.launch.policy import Action, Phase, Policy, Say, Send, Start
-from byteps_py.launch.spec import ProcessKind, ProcessSpec
+from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
+from byteps_py.launch.supervision_policy import Action, Phase, Say, Send, Start, SupervisionPolicy
 
 
-def policy_of(ranks: int = 2, services: tuple[str, ...] = ("cs", "ss")) -> Policy:
+def policy_of(ranks: int = 2, services: tuple[str, ...] = ("cs", "ss")) -> SupervisionPolicy:
     specs = [ProcessSpec(name, ProcessKind.SERVICE, name, ("x",), {}) for name in services]
     specs.append(ProcessSpec("scheduler", ProcessKind.SERVICE, "scheduler", ("x",), {}, is_vital=False, retry_status=2))
     specs += [ProcessSpec(f"rank {r}", ProcessKind.MAIN, str(r), ("x",), {}, False) for r in range(ranks)]
-    return Policy(specs, grace_s=5, own_error_s=10)
+    return SupervisionPolicy(specs, grace_s=5, own_error_s=10)
 
 
 SERVICES = ("cs", "ss", "scheduler")
@@ -34,7 +35,9 @@ class TestPolicy:
         spec = ProcessSpec(
             "scheduler", ProcessKind.SERVICE, "x", ("x",), {}, is_vital=False, retry_status=2, hopeless_status=78
         )
-        policy = Policy([spec, ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
+        policy = SupervisionPolicy(
+            [spec, ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10
+        )
         actions = policy.exited("scheduler", 78, 1)
         assert words(actions) == "scheduler can't begin; its own message is above"
         assert sends(actions) == [(("rank 0",), signal.SIGKILL)]
@@ -77,7 +80,7 @@ class TestPolicy:
             ProcessSpec("cs", ProcessKind.SERVICE, "cs", ("x",), {}),
             ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {}),
         ]
-        policy = Policy(specs, grace_s=5, own_error_s=10, drain_s=30, is_part=True)
+        policy = SupervisionPolicy(specs, grace_s=5, own_error_s=10, drain_s=30, is_part=True)
         policy.exited("rank 0", 0, 1)
         assert (policy.phase, policy.deadline) == (Phase.DRAINING, 31)
         assert words(policy.ticked(31)) == "all ranks have ended; cs did not within 30 s; stopping"
@@ -87,7 +90,9 @@ class TestPolicy:
         spec = ProcessSpec(
             "scheduler", ProcessKind.SERVICE, "x", ("x",), {}, is_vital=False, restarts=2, retry_status=2
         )
-        policy = Policy([spec, ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
+        policy = SupervisionPolicy(
+            [spec, ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10
+        )
         for count in (1, 2):
             actions = policy.exited("scheduler", -9, 1)
             text = f"scheduler was killed by SIGKILL (signal 9); starting it again ({count} of at most 2 times)"
@@ -99,7 +104,7 @@ class TestPolicy:
     @pytest.mark.parametrize("status", [1, 2, -signal.SIGTERM])
     def test_only_a_scheduler_that_is_killed_is_started_again(self, status: int) -> None:
         spec = ProcessSpec("scheduler", ProcessKind.MAIN, "x", ("x",), {}, restarts=2)
-        policy = Policy([spec], grace_s=5, own_error_s=10)
+        policy = SupervisionPolicy([spec], grace_s=5, own_error_s=10)
         assert policy.exited("scheduler", -9, 1)[1:] == [Start("scheduler")]
         assert not any(isinstance(action, Start) for action in policy.exited("scheduler", status, 1))
         assert policy.finished
@@ -108,7 +113,9 @@ class TestPolicy:
         spec = ProcessSpec(
             "scheduler", ProcessKind.SERVICE, "x", ("x",), {}, is_vital=False, restarts=2, retry_status=2
         )
-        policy = Policy([spec, ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10)
+        policy = SupervisionPolicy(
+            [spec, ProcessSpec("rank 0", ProcessKind.MAIN, "0", ("x",), {})], grace_s=5, own_error_s=10
+        )
         policy.exited("scheduler", -9, 1)
         policy.exited("scheduler", 2, 1)
         assert not policy.retry
@@ -119,7 +126,7 @@ class TestPolicy:
         first = policy.exited("rank 1", status, 0)
         assert sends(first) == []
         assert "rank 1 " in words(first)
-        assert "the other 2 ranks have 10 s to end with an error that says so" in words(first)
+        assert "the other 2 ranks have 10 s to end with an error of their own" in words(first)
         assert words(policy.exited("cs", 1, 0)) == ""  # to it this is a failure of the job
         assert policy.exited("rank 0", 7, 1) == [Say("rank 0 exited with status 7")]
         assert policy.ticked(9.9) == []
@@ -237,7 +244,7 @@ class TestPolicy:
         assert sends(policy.signalled(signal.SIGUSR1, 0)) == [(("rank 0", "rank 1"), signal.SIGUSR1)]
         assert policy.phase is Phase.RUNNING
 
-    def test_what_survives_sigkill_is_named_and_left(self) -> None:
+    def test_processes_that_survive_sigkill_are_named_and_left(self) -> None:
         policy = policy_of(ranks=1)
         policy.signalled(signal.SIGTERM, 0)
         policy.ticked(5)

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.breaking import RANK, Job, command, launch
 from support.open_mpi import OPEN_MPI_ANYWHERE, as_machines, require_open_mpi
 
-from byteps_py.launch.cluster import free_port
+from byteps_py.launch.cluster_plan import free_port
 
 Started = contextlib.AbstractContextManager[Job]
 

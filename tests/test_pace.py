@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.pace import PaceWatch, Slow, sentences
+from byteps_py.scheduler.stragglers import PaceWatch, Slow, slow_sentences
 from byteps_py.worker.pace import ROW_S, RankPace, ServerPace
 from byteps_py.worker.tensor import Part
 
@@ -311,9 +311,9 @@ def test_it_is_told_at_once_and_then_from_time_to_time() -> None:
 
 def test_the_sentences() -> None:
     slow = [Slow(True, 3, 4711, 2.13, 0.212, 10.05), Slow(False, 9, 0, 0.35, 0.031, 11.2)]
-    assert sentences(slow, lambda ranks: f"worker of {list(ranks)}", {9: "server tcp://h:1"}, 8) == [
+    assert slow_sentences(slow, lambda ranks: f"worker of {list(ranks)}", {9: "server tcp://h:1"}, 8) == [
         "rank 3 (process 4711; worker of [3]) takes 2.1 s from step to step, 10 times the 212 ms of the others: "
         "7 ranks wait for it",
-        "server tcp://h:1 answers after 350 ms, the others after 31 ms: for what is on the way to it, 11 times theirs; "
-        "it, its machine or the network to it is slow",
+        "server tcp://h:1 answers after 350 ms, the others after 31 ms: relative to the bytes in flight, it "
+        "takes 11 times as long; the service, its machine or the network to it is slow",
     ]

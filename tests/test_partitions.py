@@ -22,7 +22,7 @@ from support.breaking import Job, command
 from test_recovery import DIGEST, OPTIONS, train
 
 from benchmarks.cluster.hosts import Host, cluster, lost
-from byteps_py.launch.cluster import free_port
+from byteps_py.launch.cluster_plan import free_port
 
 RATE_MBIT = 1000.0
 
@@ -94,7 +94,7 @@ def test_machines_lose_each_other_for_a_while_and_the_weights_are_the_same(hosts
             job.until("lost server")
 
     def come_back(job: Job) -> None:
-        job.until("has come")
+        job.until("has joined")
 
     faults = [short, one_way, come_back, both_ways, come_back, short]
     with contextlib.ExitStack() as stack:

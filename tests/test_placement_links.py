@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from byteps_py.errors import UsageError
-from byteps_py.placement.links import LinkOptimum, classes
+from byteps_py.placement.link_optimum import LinkOptimum, classes
 from byteps_py.placement.shares import Optimum
 
 RATES = st.integers(1, 40)

@@ -10,9 +10,9 @@ from typing import Any
 
 from support.breaking import environ_of, launch, service
 
+from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.placement.shares import Optimum
-from byteps_py.placement.table import PlacementTable
-from byteps_py.scheduler import query, report
+from byteps_py.scheduler import query, status_report
 from byteps_py.settings import Settings
 from byteps_py.tensors import key_of
 
@@ -34,10 +34,10 @@ def given(found: Carried) -> int:
 
 
 def known(settings: Settings, nbytes: int) -> Carried:
-    """What the heartbeats have told, once they have told of so much. Nothing is on its way."""
+    """The status, once the heartbeats have reported that many bytes. Nothing is in flight."""
     deadline = time.monotonic() + 60
     while True:
-        found = carried(report.to_dict(query.status(settings, 30))["members"])
+        found = carried(status_report.to_dict(query.status(settings, 30))["members"])
         if given(found) == nbytes and all(received == sent for received, sent, _ in found.values()):
             return found
         assert time.monotonic() < deadline, found
@@ -53,7 +53,7 @@ def loads(found: Carried) -> list[int]:
     return sorted(whole((received + local) // (MACHINES * STEPS)) for received, _, local in found.values())
 
 
-def test_when_a_server_has_come_all_carry_what_the_formula_says_for_the_new_cluster(tmp_path: Path) -> None:
+def test_when_a_server_has_joined_all_carry_what_the_formula_says_for_the_new_cluster(tmp_path: Path) -> None:
     environ = {"BYTEPS_PARTITION_BYTES": str(PARTITION), "PS_HEARTBEAT_TIMEOUT": "30", "PS_HEARTBEAT_INTERVAL": "0.05"}
     file = tmp_path / "report"
     with launch(f"-np 1 --machines {MACHINES} --report {file}", "stretches", "0", str(BYTES // 8), **environ) as job:

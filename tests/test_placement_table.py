@@ -1,4 +1,4 @@
-"""The placement table's rules as properties, also while servers come and go."""
+"""The placement table's rules as properties, also while servers join and leave."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.placement import BATCH, MB, PARTITION_BYTES, WEIGHTS, as_batch, che
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.models import entries, known_models, load_model
 from byteps_py.placement.packing import MIN_CUT_BYTES
+from byteps_py.placement.placement_table import MARGIN, PlacementTable
 from byteps_py.placement.shares import Optimum
-from byteps_py.placement.table import MARGIN, PlacementTable
 from byteps_py.tensors import PAGE_BYTES, key_of, split
 
 # ---- the table's rules -------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_a_tensor_of_few_bytes_per_server_is_still_spread():
     assert max(table.load(i) for i in range(128)) <= 2 * MIN_CUT_BYTES
 
 
-def test_tensors_that_come_one_by_one_stay_even_and_in_few_parts():
+def test_tensors_that_enter_one_by_one_stay_even_and_in_few_parts():
     tensors = entries(load_model("bert-large"))
     table = PlacementTable(enumerate(Optimum(8, 4).server_weights), 4 * MB)
     for tensor in tensors:

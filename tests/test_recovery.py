@@ -17,7 +17,7 @@ from chaos.run import ENVIRON, PROGRAM, STEPS, calm
 from support.breaking import Job, launch
 from support.clusters import clean_environment
 
-from byteps_py.launch.cluster import free_port
+from byteps_py.launch.cluster_plan import free_port
 
 OPTIONS = "-np 1 --machines 2 --servers 1"
 STRETCHES = 6
@@ -77,14 +77,14 @@ def freeze_and_wake(job: Job) -> None:
     job.until("nothing was heard of it for")
     os.kill(victim, signal.SIGCONT)
     job.until("exited with status 75; starting it again")
-    job.until("has come")
+    job.until("has joined")
 
 
 def kill_and_return(*words: str) -> Fault:
     def fault(job: Job) -> None:
         signal_to(signal.SIGKILL, *words)(job)
         job.until("was killed by SIGKILL (signal 9); starting it again")
-        job.until("has come")
+        job.until("has joined")
 
     return fault
 
@@ -93,7 +93,7 @@ def kill_all(job: Job) -> None:
     """Whichever is started again first takes over from all of them."""
     for victim in [*servers(job), *servers(job, "--gpu-machine")]:
         os.kill(victim, signal.SIGKILL)
-    job.until("has come")
+    job.until("has joined")
 
 
 @pytest.mark.timeout(400)
@@ -132,7 +132,7 @@ def test_cpu_machines_come_and_go_by_bps_scale() -> None:
 
         def come(job: Job) -> None:
             spare.append(stack.enter_context(late_server(**ENVIRON, **address)))
-            job.until("has come")
+            job.until("has joined")
 
         def go(job: Job) -> None:
             more = scale("3")

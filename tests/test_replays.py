@@ -9,8 +9,7 @@ from support.summation import SETTINGS
 from zmq.utils.monitor import recv_monitor_message
 
 from byteps_py.dataplane.authenticator import show_password
-from byteps_py.server.actions import Answer, Reduce, RefuseContributions
-from byteps_py.server.partition import Contribution
+from byteps_py.server.round_state import Answer, Contribution, Reduce, RefuseContributions
 from byteps_py.server.rounds import Rounds
 from byteps_py.wire import Kind
 

@@ -1,4 +1,4 @@
-"""The scheduler as a process: who is not let in, who finds nobody there, and its command line."""
+"""The scheduler as a process: which processes it refuses, what callers see without one, and its command line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from support.schedulers import TIMEOUT_S, Attend, Factory, Member, Scheduler, as
 
 from byteps_py import errors
 from byteps_py.cli import __main__ as cli
-from byteps_py.launch.cluster import free_port
+from byteps_py.control_link import ControlEvents
+from byteps_py.launch.cluster_plan import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import client, connections, query, rpc
-from byteps_py.scheduler.control_events import ControlEvents
+from byteps_py.scheduler import client, connection_limits, query, rpc
 from byteps_py.settings import Settings
 
 
@@ -66,7 +66,7 @@ def attend() -> Iterator[Callable[..., Member]]:
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_comes_as_its_typed_error(start: Factory, attend: Attend) -> None:
+def test_a_refusal_is_raised_as_its_typed_error(start: Factory, attend: Attend) -> None:
     scheduler = start(num_workers=2).wait_listening()
     first = attend(scheduler.settings, as_worker())
     first.wait("welcome")
@@ -79,7 +79,7 @@ def test_a_refusal_comes_as_its_typed_error(start: Factory, attend: Attend) -> N
 
 
 @pytest.mark.parametrize("secret", ["", "not what they know"])
-def test_without_the_secret_nobody_gets_in(start: Factory, attend: Attend, secret: str) -> None:
+def test_without_the_secret_no_process_is_admitted(start: Factory, attend: Attend, secret: str) -> None:
     scheduler = start(num_workers=1, secret="known to members").wait_listening()
     # Without a secret nothing says why the other end hangs up: the process tries until it is late, then names it.
     settings = dataclasses.replace(scheduler.settings, secret=secret, start_timeout_s=5.0)
@@ -93,18 +93,18 @@ def test_without_the_secret_nobody_gets_in(start: Factory, attend: Attend, secre
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
 
 
-def test_who_is_turned_away_is_logged_with_its_address(start: Factory) -> None:
-    """One that fails TLS's handshake, one that does not begin it, one of another job; nobody else."""
+def test_refused_processes_are_logged_with_their_addresses(start: Factory) -> None:
+    """One that fails TLS's handshake, one that does not begin it, one of another job; no others."""
     scheduler = start(num_workers=1, secret="right" * 4).wait_listening()
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
     with pytest.raises(errors.RendezvousError, match="BYTEPS_SECRET"):
         query.status(dataclasses.replace(scheduler.settings, secret="wrong" * 4), TIMEOUT_S)
-    scheduler.wait_for("it has not shown that it knows the cluster secret")
+    scheduler.wait_for("it has not proven that it knows the cluster secret")
     own = stranger(scheduler)
-    scheduler.wait_for(f"turned away {own}: it has not shown that it knows the cluster secret")
+    scheduler.wait_for(f"turned away {own}: it has not proven that it knows the cluster secret")
     with pytest.raises(errors.RendezvousError, match="BYTEPS_JOB_ID"):
         query.status(dataclasses.replace(scheduler.settings, job_id="other"), TIMEOUT_S)
-    scheduler.wait_for("the cluster secrets differ, or the jobs do")
+    scheduler.wait_for("the cluster secrets or the jobs differ")
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
     scheduler.process.terminate()
     found = re.findall(r"turned away 127\.0\.0\.1:\d+: ", scheduler.ended()[1])
@@ -133,8 +133,8 @@ def stranger(scheduler: Scheduler) -> str:
         return f"{host}:{port}"
 
 
-def test_the_doctest_of_connections() -> None:
-    assert doctest.testmod(connections).failed == 0
+def test_the_doctest_of_connection_limits() -> None:
+    assert doctest.testmod(connection_limits).failed == 0
 
 
 def test_an_occupied_port_is_named(start: Factory) -> None:
@@ -152,8 +152,8 @@ def test_an_occupied_port_is_named(start: Factory) -> None:
     [
         ({"DMLC_PS_ROOT_URI": "0.0.0.0"}, "set BYTEPS_SECRET"),
         ({"DMLC_PS_ROOT_URI": "192.0.2.1", "BYTEPS_SECRET": "x" * 16}, "DMLC_PS_ROOT_URI=192.0.2.1"),
-        ({"DMLC_PS_ROOT_URI": "no.such.host.invalid", "BYTEPS_SECRET": "x" * 16}, "no.such.host.invalid is not known"),
-        ({"DMLC_PS_ROOT_URI": "", "DMLC_PS_ROOT_PORT": ""}, "needs DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
+        ({"DMLC_PS_ROOT_URI": "no.such.host.invalid", "BYTEPS_SECRET": "x" * 16}, "invalid can't be resolved"),
+        ({"DMLC_PS_ROOT_URI": "", "DMLC_PS_ROOT_PORT": ""}, "set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
     ],
 )
 def test_an_address_that_can_not_be_served_is_explained(changes: dict[str, str], text: str) -> None:
@@ -172,7 +172,7 @@ def test_an_address_that_can_not_be_served_is_explained(changes: dict[str, str],
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_no_scheduler_is_an_error_at_the_deadline(attend: Attend, is_frozen: bool) -> None:
-    """Nobody listens, or somebody does and never says a word."""
+    """No process listens, or one does and never answers."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         if is_frozen:
@@ -234,7 +234,7 @@ def test_bps_status_and_stop(start: Factory, attend: Attend, capsys: pytest.Capt
             assert member.beats.acquire(timeout=TIMEOUT_S)
     assert cli.main(["status", *where]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[0].startswith("running: all are there: 1 worker with 1 rank")
+    assert table[0].startswith("running: all members have registered: 1 worker with 1 rank")
     worker, server = table[-2:] if table[-2].startswith("worker") else table[:-3:-1]
     assert worker.split()[:2] == ["worker", "GPU"]
     assert f"{socket.gethostname()}:{os.getpid()}" in worker

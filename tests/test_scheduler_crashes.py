@@ -63,7 +63,7 @@ def test_connections_and_schedulers_break_at_any_moment(seed: int) -> None:
 
 
 def test_every_prefix_of_a_journal_is_a_state_that_members_can_go_on_with() -> None:
-    """A crash after each write: whatever is not written is said again by those who had said it."""
+    """A crash after each write: members send again what was not written."""
     plane, *_ = complete()
     steps = 5
     scenario(plane, random.Random(1), steps)
@@ -105,5 +105,5 @@ def _feed_until(plane: Plane, records: int) -> None:
 
 def scenario_left(plane: Plane, steps: int) -> None:
     """What members had not said yet, if they had said nothing."""
-    if plane.members[0].session.unheard == 0 and "release" not in plane.members[0].bodies():
+    if plane.members[0].session.unconfirmed == 0 and "release" not in plane.members[0].bodies():
         scenario(plane, random.Random(1), steps)

@@ -12,7 +12,7 @@ from byteps_py.tensors import DType, Op
 # ---- declarations ------------------------------------------------------------------------------------------
 
 
-def test_agreement_is_told_to_all_workers_and_to_no_server() -> None:
+def test_verdicts_go_to_all_workers_and_to_no_server() -> None:
     cluster, (a, b), servers = running()
     assert cluster.say(a, **declare(ballot([0, 1], spec(priority=7)))) == []
     cluster.say(b, **declare(ballot([2, 3], spec(priority=1))))
@@ -31,7 +31,7 @@ DISAGREEMENTS = [
     (spec(), spec(op=Op.MAX), "ranks 2-3 gave max of float32[3]"),
     (spec(), spec(average=True), "ranks 2-3 gave average of float32[3]"),
     (spec(op=Op.BROADCAST, root=0), spec(op=Op.BROADCAST, root=1), "broadcast of float32[3] from rank 1"),
-    (spec(op=Op.BROADCAST, root=9), spec(op=Op.BROADCAST, root=9), "rank 9 was to broadcast it, but ranks end at 3"),
+    (spec(op=Op.BROADCAST, root=9), spec(op=Op.BROADCAST, root=9), "rank 9 is to broadcast it, but the last rank is 3"),
 ]
 
 
@@ -67,7 +67,7 @@ def test_after_a_mismatch_the_next_generation_needs_no_reopening() -> None:
     assert (verdict.generation, verdict.error) == (2, "")
 
 
-def test_a_new_generation_of_an_accepted_name_is_told_to_the_others() -> None:
+def test_a_new_generation_of_an_accepted_name_is_reopened_on_the_others() -> None:
     cluster, (a, b, c), _ = running(n=3, local_size=1)
     for rank, connection in enumerate((a, b, c)):
         cluster.say(connection, **declare(ballot([rank])))
@@ -87,7 +87,7 @@ def test_a_new_generation_of_an_accepted_name_is_told_to_the_others() -> None:
     assert cluster.core.status(cluster.now).tensor_bytes == 20
 
 
-def test_what_one_message_completes_goes_out_as_one_batch_in_one_order() -> None:
+def test_verdicts_that_one_message_completes_go_out_as_one_batch() -> None:
     cluster, (a, b), _ = running()
     names = ["z", "a", "m"]
     cluster.say(a, **declare(*(ballot([0, 1], name=name) for name in ["a", "m", "z", "later"])))

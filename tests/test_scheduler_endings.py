@@ -6,7 +6,7 @@ from support.scheduler_core import CPU, running, server, worker
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.ending import END_LINGER_S, FAILED_LINGER_S
+from byteps_py.scheduler.job import END_LINGER_S, FAILED_LINGER_S
 
 
 def test_a_job_ends_when_its_workers_leave_one_after_another() -> None:
@@ -29,7 +29,7 @@ def test_a_job_ends_when_its_workers_leave_one_after_another() -> None:
     assert (finish.exit_status, finish.reason) == (0, "all workers have left")
 
 
-def test_ranks_that_have_ended_while_their_service_stays_are_told_of_like_a_worker_that_left() -> None:
+def test_ranks_that_ended_are_reported_like_a_worker_that_left() -> None:
     cluster, (a, b), (s, _) = running()
     out = cluster.say(a, gone=pb.Gone(ranks=[0, 1]))
     assert [(connection, m.failure.orderly) for connection, m in out] == [(b, True)]
@@ -37,10 +37,10 @@ def test_ranks_that_have_ended_while_their_service_stays_are_told_of_like_a_work
     assert cluster.last(b).failure.message == text
     assert cluster.core.state == states.RUNNING
     cluster.say(s, gone=pb.Gone(ranks=[0, 1]))
-    assert "only communication services" in cluster.last(s).refused.message
+    assert "only a communication service" in cluster.last(s).refused.message
 
 
-def test_who_comes_back_before_the_others_have_left_is_to_try_again() -> None:
+def test_a_worker_that_returns_before_the_others_have_left_may_try_again() -> None:
     cluster, (a, b), servers = running()
     cluster.say(a, leave=pb.Leave())
     early = cluster.join(worker(0, k=0))
@@ -53,7 +53,7 @@ def test_who_comes_back_before_the_others_have_left_is_to_try_again() -> None:
         cluster.drop(connection)
 
 
-def test_who_comes_to_a_job_that_was_stopped_or_has_failed_need_not_try_again() -> None:
+def test_after_a_stop_or_a_failure_a_worker_may_not_try_again() -> None:
     stopped, _, _ = running()
     stopped.take(stopped.core.stop("enough", stopped.now))
     failed, (a, _), _ = running()
@@ -87,7 +87,7 @@ def test_a_server_that_ignores_the_end_is_not_waited_for_forever() -> None:
     finish = cluster.core.finished(cluster.now)
     assert finish is not None
     assert finish.exit_status == 0
-    assert "still there: server tcp://cpu0:1 (host h0, pid 200)" in finish.reason
+    assert "still connected: server tcp://cpu0:1 (host h0, pid 200)" in finish.reason
 
 
 def test_a_dead_worker_fails_the_job_for_everyone_else_once() -> None:
@@ -125,7 +125,7 @@ def test_silence_is_death_and_a_late_scheduler_proves_nothing() -> None:
 
 
 def test_a_frozen_worker_of_a_machine_that_lives_is_found_by_a_busy_scheduler() -> None:
-    """Being held up for a moment, again and again, is no reason to count anew."""
+    """Short pauses of the scheduler, again and again, do not reset a silence."""
     cluster, (a, b), servers = running(n=2, k=0, heartbeat_timeout_s=1.0)
     beside_b = servers[1]
     for _ in range(4):
@@ -157,7 +157,7 @@ def test_a_slow_worker_of_a_machine_that_lives_is_given_time_and_a_silent_server
     assert "lost the summation service of GPU machine 1" in cluster.last(a).membership.reason
 
 
-def test_nobody_of_a_machine_whose_processes_start_is_lost_for_a_short_silence() -> None:
+def test_no_member_of_a_starting_machine_is_lost_for_a_short_silence() -> None:
     cluster, (a, b), (s, _) = running(heartbeat_timeout_s=1.0)
     late = cluster.join(server(0, CPU, n=2, machine_id="m1"))
     assert cluster.tick(9.5, (a, b, s, late)) == []  # the other server is silent

@@ -1,4 +1,4 @@
-"""Servers come, go and die while the job runs: the next epoch's membership, and who is told what, when."""
+"""Servers join, leave and die while the job runs: the next epoch's membership, and which member hears of it when."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from byteps_py.errors import UsageError
 from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.services import SUCCESSOR_S
+from byteps_py.scheduler.summation_services import SUCCESSOR_S
 
 
 def weights(message: pb.SchedulerMessage) -> dict[str, int]:
@@ -48,7 +48,7 @@ def test_an_idle_server_is_not_missed() -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_after_the_last_server_another_one_may_come(comes: bool) -> None:
+def test_after_the_last_server_another_one_may_register(comes: bool) -> None:
     cluster, workers, servers = running(n=2, k=0)
     cluster.drop(servers[0])
     assert weights(cluster.last(workers[0])) == {"tcp://gpu1:1": 2}
@@ -70,10 +70,10 @@ def test_after_the_last_server_another_one_may_come(comes: bool) -> None:
     cluster.tick(0.5, (*workers, late))
     assert cluster.core.state == (states.RUNNING if comes else states.FAILED)
     if not comes:
-        assert cluster.last(workers[0]).failure.message == f"{text}, and none came within 20 s"
+        assert cluster.last(workers[0]).failure.message == f"{text}, and none registered within 20 s"
 
 
-def test_a_server_that_comes_later_gets_its_share_and_the_membership() -> None:
+def test_a_server_that_joins_later_gets_its_share_and_the_membership() -> None:
     cluster, workers, _ = running(n=3, k=1)
     late = cluster.join(server(7, CPU, n=3, k=5))  # it was told of more servers than the job began with
     assert cluster.bodies(late) == ["welcome", "membership"]
@@ -85,7 +85,7 @@ def test_a_server_that_comes_later_gets_its_share_and_the_membership() -> None:
     assert {member.link_mbit for member in cluster.last(late).membership.servers} == {1000.0}
 
 
-def test_gpu_machines_take_over_when_all_cpu_machines_have_gone() -> None:
+def test_gpu_machines_take_over_when_all_cpu_machines_have_left() -> None:
     cluster, workers, servers = running(n=2, k=2)
     standby = [cluster.join(server(i, GPU, n=2, k=2)) for i in range(2)]
     for late in standby:
@@ -100,7 +100,7 @@ def test_gpu_machines_take_over_when_all_cpu_machines_have_gone() -> None:
     assert weights(cluster.last(back)) == {"tcp://gpu0:1": 2, "tcp://gpu1:1": 2}
 
 
-def test_a_server_that_drains_stays_until_every_machine_has_gone_over() -> None:
+def test_a_draining_server_stays_until_every_machine_has_applied_the_epoch() -> None:
     cluster, workers, servers = running(n=2, k=1)
     cluster.say(servers[0], drain=pb.Drain(reason="SIGTERM"))
     assert weights(cluster.last(workers[0])) == {"tcp://gpu0:1": 2, "tcp://gpu1:1": 2}
@@ -146,7 +146,7 @@ def test_only_servers_drain_and_only_workers_go_over() -> None:
         assert cluster.core.state == states.FAILED
 
 
-def test_scale_lets_the_cpu_machines_go_that_came_last() -> None:
+def test_scale_removes_the_latest_cpu_machines() -> None:
     cluster, workers, servers = running(n=2, k=3)
     cluster.take(cluster.core.scale(1, [], cluster.now))
     assert cluster.core.cpu_machines == 1
@@ -154,18 +154,18 @@ def test_scale_lets_the_cpu_machines_go_that_came_last() -> None:
     assert [cluster.last(s).HasField("stop") for s in servers] == [False, True, True]
 
 
-def test_scale_lets_named_servers_go() -> None:
+def test_scale_removes_named_servers() -> None:
     cluster, workers, _ = running(n=2, k=2, servers_only=True)
     for addresses, text in [(["cpu9:1"], "servers: cpu0:1, cpu1:1"), (["cpu0:1", "cpu1:1"], "one summation service")]:
         with pytest.raises(UsageError, match=text):
             cluster.core.scale(-1, addresses, cluster.now)
     cluster.take(cluster.core.scale(-1, ["cpu0:1"], cluster.now))
     assert list(weights(cluster.last(workers[0]))) == ["tcp://cpu1:1"]
-    with pytest.raises(UsageError, match="the job does not run: 0 of 2 workers"):
+    with pytest.raises(UsageError, match="the job is not running: 0 of 2 workers"):
         Cluster(num_servers=0).core.scale(0, [], 0.0)
 
 
-def test_a_server_that_fails_takes_nobody_with_it() -> None:
+def test_the_job_goes_on_without_a_server_that_fails() -> None:
     cluster, workers, servers = running(n=2, k=1)
     cluster.say(servers[0], report=pb.Report(error="CommunicationError", message="failed: MemoryError()"))
     membership = cluster.last(workers[0]).membership

@@ -1,4 +1,5 @@
-"""The scheduler's state machine: votes on tensors of some of the ranks, and disagreement about who they are."""
+"""The scheduler's state machine: votes on tensors of some of the ranks, and disagreement about which ranks these
+are."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_two_groups_are_a_disagreement_at_once(
     for connection in workers:
         (verdict,) = verdicts(cluster, connection)
         assert text in verdict.error
-        assert verdict.error.endswith("name the same group, and give each group a name of its own")
+        remedy = "name the same group on all ranks of it, and use another tensor name in each group"
+        assert verdict.error.endswith(remedy)
         assert list(verdict.late) == late
     assert cluster.core.state == states.RUNNING
 
@@ -73,7 +75,7 @@ def test_a_vote_that_crosses_the_verdict_changes_nothing() -> None:
     assert cluster.core.state == states.RUNNING
 
 
-def test_the_verdict_says_which_rounds_are_yet_to_come() -> None:
+def test_the_verdict_has_the_rounds_that_are_still_to_be_delivered() -> None:
     cluster, (a, b), _ = running()
     cluster.say(a, **declare(ballot([0, 1])))
     cluster.say(b, **declare(ballot([2, 3])))
@@ -87,8 +89,8 @@ def test_the_verdict_says_which_rounds_are_yet_to_come() -> None:
 IMPOSSIBLE = [
     ([0], [0, 1], "rank"),  # rank 1 is in the group, and has not voted
     ([0, 1], [0], "ranks 0-1 voted for sum of float32[3] among ranks 0"),
-    ([0, 1], [0, 1, 9], "among ranks 0, 1, 9, but ranks end at 3"),
-    ([0, 2], [0, 2], "a machine with ranks 0-1 sent votes of ranks 0, 2"),
+    ([0, 1], [0, 1, 9], "among ranks 0, 1, 9, but the last rank is 3"),
+    ([0, 2], [0, 2], "the machine of ranks 0-1 sent votes of ranks 0, 2"),
 ]
 
 

@@ -10,7 +10,7 @@ from byteps_py.tensors import Op
 
 
 def join(cluster: Cluster, connection: int, rank: int) -> list[str]:
-    """What all workers are told of it."""
+    """The messages that all workers get."""
     out = cluster.say(connection, join=pb.Join(rank=rank))
     return [str(m.WhichOneof("body")) for to, m in out if to == connection]
 
@@ -40,7 +40,7 @@ def test_a_ballot_lacks_those_who_have_joined_unless_they_voted_before() -> None
     assert [v.name for v in cluster.last(b).verdicts.verdicts] == ["w", "v"]
 
 
-def test_what_needs_every_rank_is_rejected_by_name() -> None:
+def test_operations_that_need_every_rank_are_rejected_by_name() -> None:
     cluster, (a, b), _ = running()
     cast = spec(op=Op.BROADCAST, root=0)
     join(cluster, b, 3)
@@ -78,14 +78,14 @@ def test_barriers_do_without_machines_whose_ranks_have_all_joined() -> None:
     assert cluster.say(a, arrive=pb.Arrive(sequence=2)) != []
 
 
-def test_nobody_is_said_to_wait_for_who_has_joined() -> None:
+def test_ranks_that_have_joined_are_not_missing() -> None:
     cluster, (a, b), _ = running(stall_warn_s=5.0)
     join(cluster, b, 3)
     out = cluster.say(a, heartbeat=pb.Heartbeat(waiting=[pb.Waiting(name="w", ready_ranks=[0, 1], age_s=6)]))
     assert "for rank 2, which" in out[0][1].stalled.message
 
 
-def test_what_no_correct_machine_says() -> None:
+def test_messages_that_no_correct_machine_sends() -> None:
     for body in ({"join": pb.Join(rank=2)}, {"idle": pb.Idle()}):
         cluster, (a, _), _ = running()
         cluster.say(a, **body)

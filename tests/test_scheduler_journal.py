@@ -13,11 +13,11 @@ import pytest
 
 from byteps_py.errors import JournalError
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
-from byteps_py.scheduler import journal as files
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.journal import Journal, journal_path
-from byteps_py.scheduler.restoring import begin, compact, restore
-from byteps_py.scheduler.snapshot import thaw
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.sessions import journal as files
+from byteps_py.scheduler.sessions.journal import Journal, journal_path
+from byteps_py.scheduler.sessions.recovery import begin, compact, restore
+from byteps_py.scheduler.sessions.snapshot import thaw
 from byteps_py.settings import Settings
 
 
@@ -39,7 +39,7 @@ def times(path: Path) -> list[float]:
     return [record.at_s for frame in journal.frames for record in frame.records]
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_records_that_are_written_are_read(tmp_path: Path) -> None:
     path = tmp_path / "j"
     written(path)
     assert times(path) == [0, 1, 1, 2, 2, 2]
@@ -114,11 +114,11 @@ def test_two_schedulers_can_not_have_one_journal(tmp_path: Path) -> None:
     Journal(tmp_path / "j").close()
 
 
-def test_somebody_elses_file_is_not_taken(tmp_path: Path) -> None:
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "j"
     path.write_bytes(b"")
     path.chmod(0o644)
-    with pytest.raises(JournalError, match=r"must be a file of its owner's only"):
+    with pytest.raises(JournalError, match=r"must be a file that only its owner can read"):
         Journal(path)
     path.unlink()
     path.symlink_to(tmp_path / "other")
@@ -150,7 +150,7 @@ def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert journal_path(Settings(journal_dir="none")) is None
 
 
-def test_what_killed_jobs_have_left_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journals_of_killed_jobs_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     folder = tmp_path / "byteps"
     folder.mkdir(mode=0o700)
@@ -210,10 +210,10 @@ def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", [os.system, pytest.raises, files.journal_path, JournalError])
-def test_a_snapshot_brings_only_what_is_its_own(wanted: object) -> None:
+def test_a_snapshot_names_only_allowed_classes(wanted: object) -> None:
     with pytest.raises(JournalError):
         thaw(pickle.dumps({"version": wanted}))
     with pytest.raises(JournalError):
         thaw(random.Random(1).randbytes(50))
-    with pytest.raises(JournalError, match=r"is of byteps_py 0\.0"):
+    with pytest.raises(JournalError, match=r"byteps_py 0\.0 wrote"):
         thaw(pickle.dumps({"version": "0.0"}))

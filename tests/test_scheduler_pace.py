@@ -1,4 +1,4 @@
-"""The scheduler's state machine: who is slow is told to all workers, once, and stands in the status."""
+"""The scheduler's state machine: all workers hear once of slow members, and the status names them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def beat(*ranks: pb.RankPace, servers: tuple[pb.ServerPace, ...] = ()) -> dict[s
     return {"heartbeat": pb.Heartbeat(ranks=ranks, servers=servers)}
 
 
-def test_a_slow_rank_and_a_slow_server_are_told_to_all_workers_once() -> None:
+def test_all_workers_hear_once_of_a_slow_rank_and_a_slow_server() -> None:
     cluster, (a, b), _ = running(k=2)
     slow, quick = (m.member_id for m in cluster.last(a).membership.servers)
     answers = (
@@ -34,8 +34,8 @@ def test_a_slow_rank_and_a_slow_server_are_told_to_all_workers_once() -> None:
         for sentence in (
             "rank 3 (process 1003; worker 1 (ranks 2-3, host gpu1, pid 101)) takes 2.1 s from step to step, 10 times "
             "the 200 ms of the others: 3 ranks wait for it",
-            "server tcp://cpu0:1 (host h0, pid 200) answers after 400 ms, the others after 30 ms: for what is on the "
-            "way to it, 13 times theirs; it, its machine or the network to it is slow",
+            "server tcp://cpu0:1 (host h0, pid 200) answers after 400 ms, the others after 30 ms: relative to "
+            "the bytes in flight, it takes 13 times as long; the service, its machine or the network to it is slow",
         )
         for to in (a, b)
     ]
@@ -51,8 +51,8 @@ def test_a_slow_rank_and_a_slow_server_are_told_to_all_workers_once() -> None:
     assert list(cluster.core.status(cluster.now).slow) == []
 
 
-def test_nobody_speaks_for_the_ranks_of_others() -> None:
+def test_no_machine_speaks_for_the_ranks_of_others() -> None:
     cluster, (a, _), _ = running()
     cluster.say(a, **beat(pace(2, 9.0, 0.0)))
     assert cluster.core.state == states.FAILED
-    assert "broke the protocol: it says how ranks keep up that are not its own" in cluster.core.reason
+    assert "broke the protocol: its heartbeat has the pace of ranks that are not its own" in cluster.core.reason

@@ -35,7 +35,7 @@ from byteps_py import errors
 from byteps_py.exit_status import NO_JOURNAL_STATUS
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
-from byteps_py.scheduler.remote import RemoteControl
+from byteps_py.scheduler.grpc_link import GrpcControlLink
 from byteps_py.settings import Settings
 
 
@@ -125,7 +125,7 @@ def test_a_killed_scheduler_takes_its_members_back(start: Factory, attend: Atten
     assert all(member.lost.empty() for member in members)
 
 
-def test_who_dies_while_the_scheduler_is_away_is_lost_when_it_is_back(start: Factory, attend: Attend) -> None:
+def test_a_member_that_dies_while_the_scheduler_is_away_is_lost_when_it_is_back(start: Factory, attend: Attend) -> None:
     scheduler = start(**SHAPE).wait_listening()
     one, server = attend(scheduler.settings, as_worker(0)), attend(scheduler.settings, as_server())
     with subprocess.Popen(
@@ -146,7 +146,7 @@ def test_who_dies_while_the_scheduler_is_away_is_lost_when_it_is_back(start: Fac
 def test_a_member_that_leaves_while_the_scheduler_is_away_may_still_say_so(start: Factory, attend: Attend) -> None:
     scheduler = start(num_workers=1).wait_listening()
     member = attend(scheduler.settings, as_worker())
-    link = cast(RemoteControl, member.link)
+    link = cast(GrpcControlLink, member.link)
     link.away_close_s = link.close_timeout_s = TIMEOUT_S  # a loaded machine starts a scheduler slowly
     member.wait("membership")
     scheduler.restart()
@@ -154,7 +154,7 @@ def test_a_member_that_leaves_while_the_scheduler_is_away_may_still_say_so(start
     assert scheduler.ended()[0] == 0
 
 
-def test_without_its_journal_a_scheduler_knows_nobody_and_begins_with_a_later_epoch(
+def test_without_its_journal_a_scheduler_knows_no_member_and_begins_with_a_later_epoch(
     start: Factory, attend: Attend
 ) -> None:
     scheduler = start(num_workers=1, journal_dir="none").wait_listening()
@@ -183,10 +183,10 @@ def test_a_job_that_was_killed_with_all_its_processes_is_not_waited_for(start: F
     member.leave()
     code, log = scheduler.ended()
     assert code == 0
-    assert "nobody of the journal's job has come back" in log
+    assert "no member of the journal's job came back" in log
 
 
-def test_connections_that_are_cut_again_and_again_lose_nothing_and_nobody(start: Factory, attend: Attend) -> None:
+def test_connections_that_are_cut_repeatedly_lose_no_message_and_no_member(start: Factory, attend: Attend) -> None:
     scheduler = start(**SHAPE).wait_listening()
     with contextlib.closing(Proxy((scheduler.settings.scheduler_host, scheduler.settings.scheduler_port))) as proxy:
         port = int(proxy.address.rpartition(":")[2])
@@ -224,7 +224,7 @@ def test_a_damaged_journal_is_named(start: Factory, attend: Attend, tmp_path: Pa
     assert "Traceback" not in log
 
 
-def test_a_frozen_scheduler_loses_nobody_when_it_wakes(start: Factory, attend: Attend) -> None:
+def test_a_frozen_scheduler_loses_no_member_when_it_wakes(start: Factory, attend: Attend) -> None:
     scheduler = start(**SHAPE).wait_listening()
     one, two, server = cluster(scheduler.settings, attend)
     scheduler.process.send_signal(signal.SIGSTOP)

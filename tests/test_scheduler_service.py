@@ -30,9 +30,9 @@ from byteps_py import errors
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
-from byteps_py.scheduler.remote import RemoteControl
-from byteps_py.scheduler.service import NOBODY, SchedulerService
-from byteps_py.scheduler.session import Sent
+from byteps_py.scheduler.grpc_link import GrpcControlLink
+from byteps_py.scheduler.service import UNREGISTERED, SchedulerService
+from byteps_py.scheduler.sessions.scheduler_sessions import Sent
 from byteps_py.settings import Settings
 
 
@@ -75,7 +75,7 @@ def test_a_members_connection_says_again_at_a_steady_pace(start: Factory, attend
     settings = start(num_workers=1).wait_listening().settings
     member = attend(settings, as_worker(0))
     member.wait("membership")
-    assert cast(RemoteControl, member.link).steady_connections == 1
+    assert cast(GrpcControlLink, member.link).steady_connections == 1
     member.leave()
 
 
@@ -176,7 +176,7 @@ def test_a_rendezvous_that_fails_ends_all(start: Factory, attend: Attend) -> Non
     assert failure.message in log
 
 
-def test_a_member_may_come_before_the_scheduler(start: Factory, attend: Attend) -> None:
+def test_a_member_may_start_before_the_scheduler(start: Factory, attend: Attend) -> None:
     scheduler = start(num_workers=1)
     member = attend(scheduler.settings, as_worker())
     member.link.send(ballot(0))  # waits for its turn, after the registration
@@ -199,7 +199,7 @@ def test_a_signal_ends_the_job_in_order(start: Factory, attend: Attend, number: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_that_come_while_it_ends_leave_its_status_alone(start: Factory, number: signal.Signals) -> None:
+def test_signals_that_arrive_while_it_exits_do_not_change_its_status(start: Factory, number: signal.Signals) -> None:
     scheduler = start(num_workers=1).wait_listening()
     while scheduler.process.poll() is None:
         scheduler.process.send_signal(number)
@@ -212,10 +212,10 @@ def test_a_flood_of_strangers_does_not_fill_the_log(caplog: pytest.LogCaptureFix
     service = SchedulerService(Settings(num_workers=2))
     service._strangers = Traffic(_log_limiter=Limiter(5, clock=lambda: 0.0))
     refused = pb.SchedulerMessage(refused=pb.Refused(error="ProtocolError", message="not registered in time"))
-    stranger, member = (SimpleNamespace(who=who, put=lambda sent: None) for who in (NOBODY, "worker 3"))
+    stranger, member = (SimpleNamespace(who=who, put=lambda sent: None) for who in (UNREGISTERED, "worker 3"))
     for stream in range(100):
         service._links[stream] = stranger if stream % 10 else member  # type: ignore[assignment]
-        service._say(Sent(stream, refused))
+        service._send(Sent(stream, refused))
     said = [record.getMessage() for record in caplog.records]
     assert said.count("turned away a process: not registered in time") == 5
     assert said.count("turned away worker 3: not registered in time") == 10

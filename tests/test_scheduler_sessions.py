@@ -11,9 +11,9 @@ from byteps_py.errors import JournalError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler import returning
-from byteps_py.scheduler.restoring import replay
-from byteps_py.scheduler.sessions import Sessions
+from byteps_py.scheduler.sessions import restart_wait
+from byteps_py.scheduler.sessions.recovery import replay
+from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 
 SHAPE = {"num_workers": 2, "num_servers": 1, "servers_only": True}
 
@@ -44,24 +44,24 @@ def test_a_member_that_comes_back_misses_nothing_and_repeats_nothing() -> None:
     plane.settle()
     for member in (one, two):
         assert member.bodies()[2:] == ["verdicts", "release"]
-        assert member.session.unheard == 0
+        assert member.session.unconfirmed == 0
 
 
-def test_a_heartbeat_is_answered_with_what_has_come_for_good() -> None:
+def test_the_answer_to_a_heartbeat_confirms_messages() -> None:
     plane, one, *_ = complete()
     one.say(arrive=pb.Arrive(sequence=1))
     plane.settle()
-    assert one.session.unheard == 1
+    assert one.session.unconfirmed == 1
     one.say(heartbeat=pb.Heartbeat(bare=True))
     plane.settle()
-    assert one.session.unheard == 0
+    assert one.session.unconfirmed == 0
     one.say(heartbeat=pb.Heartbeat(bare=True))
     plane.carry_up(one)
     plane.flush()
     assert not one.down
 
 
-def test_what_comes_twice_counts_once() -> None:
+def test_a_message_that_arrives_twice_counts_once() -> None:
     plane, one, two, _ = complete()
     one.say(arrive=pb.Arrive(sequence=1))
     plane.carry_up(one)
@@ -110,7 +110,7 @@ def test_a_stranger_can_not_take_a_members_place() -> None:
     assert one.is_welcome
 
 
-def test_who_comes_in_the_place_of_a_member_that_may_come_back_waits_for_that() -> None:
+def test_a_process_in_the_place_of_an_absent_member_waits() -> None:
     plane = Plane(num_workers=2, num_servers=2, servers_only=True)
     for register in (worker(0, k=2), worker(1, k=2), server(0, k=2), server(1, k=2)):
         plane.add(register)
@@ -130,7 +130,7 @@ def test_who_comes_in_the_place_of_a_member_that_may_come_back_waits_for_that() 
 
 def test_a_member_that_confirms_nothing_is_lost() -> None:
     plane, one, two, _ = complete()
-    running(plane).most_unheard = 100
+    running(plane).most_unconfirmed = 100
     for sequence in range(1, 102):
         for member in (one, two):
             member.say(arrive=pb.Arrive(sequence=sequence))
@@ -148,11 +148,11 @@ def test_a_gap_is_no_way_to_go_on() -> None:
     one.up.clear()
     one.say(arrive=pb.Arrive(sequence=2))
     plane.settle()
-    assert "its message 2 came after message 0" in two.heard[-1].failure.message
+    assert "its message 2 arrived after message 0" in two.heard[-1].failure.message
     session = one.session
-    with pytest.raises(ProtocolError, match="message 9 of the scheduler came after message 2"):
+    with pytest.raises(ProtocolError, match="message 9 of the scheduler arrived after message 2"):
         session.hear(pb.SchedulerMessage(number=9, release=pb.Release(sequence=1)))
-    with pytest.raises(ProtocolError, match="opens epoch 1 after epoch 1"):
+    with pytest.raises(ProtocolError, match="opened epoch 1 after epoch 1"):
         session.hear(pb.SchedulerMessage(number=3, membership=pb.Membership(epoch=1)))
 
 
@@ -218,14 +218,14 @@ def test_a_restarted_scheduler_does_not_wait_for_the_connections_of_those_who_ha
     plane.crash()  # before it has seen a connection's end
     plane.members.clear()
     plane.start()
-    plane.tick(returning.STRANGERS_WAIT * plane.config.heartbeat_timeout_s)  # another job's processes might come
+    plane.tick(restart_wait.STRANGERS_WAIT * plane.config.heartbeat_timeout_s)  # another job's processes might come
     finish = running(plane).finished(plane.now)
     assert finish is not None
     assert finish.exit_status == 0
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_journal_whose_members_are_all_gone_is_given_up(asked: bool) -> None:
+def test_a_journal_without_living_members_is_given_up(asked: bool) -> None:
     plane, *members = complete()
     plane.crash()
     plane.start()
@@ -267,7 +267,7 @@ def test_a_job_that_was_over_is_over(everybody_left: bool) -> None:
     assert not running(plane).is_abandoned
 
 
-def test_an_unknown_member_is_refused_and_later_epochs_come_after_its() -> None:
+def test_an_unknown_member_is_refused_and_later_epochs_follow_its_own() -> None:
     plane, one, *_ = complete()
     plane.crash()
     plane.disk.clear()
@@ -302,14 +302,14 @@ def test_a_journal_older_than_its_members_is_refused() -> None:
     plane.flush()
     plane.carry_down(one)
     assert one.heard[-1].refused.unknown
-    assert "has got 2 messages, the scheduler knows of 1" in one.heard[-1].refused.message
+    assert "has received 2 messages, but the scheduler knows only of 1" in one.heard[-1].refused.message
 
 
 def test_a_journal_that_leads_elsewhere_is_an_error() -> None:
     plane, *_ = complete()
     plane.disk[0].register.local_size = 7
     plane.disk[0].register.partition_bytes = 1
-    with pytest.raises(JournalError, match="does not lead to what it led to"):
+    with pytest.raises(JournalError, match="gives other messages than when it was written"):
         replay(Sessions(plane.config), plane.disk)
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's state machine: who keeps others waiting, and what the status says."""
+"""The scheduler's state machine: ranks that keep others waiting, and the sentences about them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tensors_that_wait_for_the_same_ranks_share_a_sentence() -> None:
     assert "not declared them" in text
 
 
-def test_a_barrier_that_waits_is_told_of_apart_from_tensors() -> None:
+def test_a_barrier_that_waits_is_reported_apart_from_tensors() -> None:
     cluster, (a, _), _ = running(stall_warn_s=5.0)
     waiting = [pb.Waiting(name="w", ready_ranks=[0, 1], age_s=6), pb.Waiting(ready_ranks=[0, 1], age_s=6.25)]
     out = cluster.say(a, heartbeat=pb.Heartbeat(waiting=waiting))
@@ -52,15 +52,15 @@ def test_a_barrier_that_waits_is_told_of_apart_from_tensors() -> None:
     why = "(worker 1 (ranks 2-3, host gpu1, pid 101)): slow, stuck, or on another path of the program"
     assert texts == {
         f"tensor 'w' has waited 6 s for ranks 2-3, which have not handed it over {why}",
-        f"a barrier has waited 6.2 s for ranks 2-3, which have not come to it {why}",
+        f"a barrier has waited 6.2 s for ranks 2-3, which have not reached it {why}",
     }
 
 
-def test_when_all_ranks_have_given_nobody_is_accused() -> None:
+def test_when_all_ranks_have_handed_over_no_rank_is_missing() -> None:
     cluster, (a, b), _ = running(stall_warn_s=5.0)
     cluster.say(a, **wait_for("w", [0, 1], 4.0, round_=8))
     out = cluster.say(b, **wait_for("w", [2, 3], 5.0, round_=7))
-    assert "although all ranks have given their part" in out[0][1].stalled.message
+    assert "although all ranks have handed over their part" in out[0][1].stalled.message
 
 
 def test_status_carries_the_counters() -> None:
@@ -73,7 +73,7 @@ def test_status_carries_the_counters() -> None:
     assert (members[a].heartbeat_age_s, members[a].member.host, members[a].alive) == (2.0, "gpu0", True)
 
 
-def test_ranks_at_different_unnamed_operations_are_told_so() -> None:
+def test_ranks_at_different_unnamed_operations_get_an_error() -> None:
     cluster, (a, b), _ = running()
     one, other = "sum.noname.0", "sum.noname.1"
     for name, shape in ((one, (2,)), (other, (3,))):
@@ -94,6 +94,6 @@ def test_ranks_at_different_unnamed_operations_are_told_so() -> None:
     assert {m.failure.error for _, m in out} == {"MismatchError"}
     assert text == (
         "Mismatched unnamed operations: ranks 0-1 gave sum of float32[2] ('sum.noname.0'), ranks 2-3 gave sum of "
-        "float32[3] ('sum.noname.1') as the same call; make the same calls in the same order on every rank, or give "
-        "them names"
+        "float32[3] ('sum.noname.1') as the same call; make the same calls in the same order on every rank, or name "
+        "the operations"
     )

@@ -13,8 +13,8 @@ from support.strangers import resident_bytes
 from support.summation import SETTINGS, assert_works
 
 from byteps_py.errors import PeerLostError
-from byteps_py.server.admission_limit import AdmissionLimit
-from byteps_py.server.contribution_listener import ContributionListener
+from byteps_py.server.admission import AdmissionLimit
+from byteps_py.server.contribution_listeners import ContributionListener
 from byteps_py.server.service import SummationService
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
@@ -41,11 +41,11 @@ MALFORMED = [
 ]
 REFUSED = [
     (header_for(0, b"", length=1 << 40), bytes(4), "a partition has 1 to"),
-    (header_for(0, b"", length=8), bytes(4), "its header announces 8 bytes of payload, but 4 came"),
-    (header_for(0, b"", length=4), bytes(8), "its header announces 4 bytes of payload, but 8 came"),
-    (header_for(1, bytes(4)), bytes(4), "PUSH in the name of machine 1 is not for machine 0 to send"),
-    (Header(Kind.SEGMENT, 0, length=4), bytes(4), "SEGMENT in the name of machine 0 is not for"),
-    (Header(Kind.ANSWER, 0, length=4), bytes(4), "ANSWER in the name of machine 0 is not for"),
+    (header_for(0, b"", length=8), bytes(4), "its header announces 8 bytes of payload, but 4 arrived"),
+    (header_for(0, b"", length=4), bytes(8), "its header announces 4 bytes of payload, but 8 arrived"),
+    (header_for(1, bytes(4)), bytes(4), "machine 0 must not send PUSH as machine 1"),
+    (Header(Kind.SEGMENT, 0, length=4), bytes(4), "machine 0 must not send SEGMENT as machine 0"),
+    (Header(Kind.ANSWER, 0, length=4), bytes(4), "machine 0 must not send ANSWER as machine 0"),
     (header_for(0, bytes(4), epoch=0), bytes(4), "without this one: its contribution is of epoch 0"),
 ]
 
@@ -71,7 +71,7 @@ def test_wrong_headers_are_refused(server: Server, header: Header, payload: byte
     assert_works(server, machine)
 
 
-def test_a_broadcast_that_nobody_pushes_is_refused_and_nothing_else_happens() -> None:
+def test_a_broadcast_without_a_push_is_refused_and_nothing_else_happens() -> None:
     with Server(SETTINGS, num_machines=3) as server:
         machines = [server.machine(1), server.machine(2)]
         for machine in machines:
@@ -113,7 +113,7 @@ def test_codes_that_there_are_none_of_are_dropped_and_nothing_else_happens(serve
 
 
 @pytest.mark.parametrize("future", [2, 1 << 40, (1 << 64) - 1])
-def test_a_future_round_of_a_key_that_nobody_has_used_is_not_added(server: Server, future: int) -> None:
+def test_a_future_round_of_an_unused_key_is_not_added(server: Server, future: int) -> None:
     machine, other = server.machine(0), server.machine(1)
     machine.push(bytes(4), key=99, round=future)
     machine.send(Header(Kind.PROBE, 0), b"it has arrived")
@@ -123,7 +123,7 @@ def test_a_future_round_of_a_key_that_nobody_has_used_is_not_added(server: Serve
         assert "disagree about round" in machine.refusal()
         assert "disagree about round" in other.refusal()
     else:
-        assert f"round {future} is under way, and all gave to those before" in other.refusal()
+        assert f"round {future} is in flight, and the rounds before it are complete" in other.refusal()
     assert server.link.statistics().rounds == 0
     assert_works(server, machine)
 
@@ -133,7 +133,7 @@ def test_a_future_round_of_a_key_that_nobody_has_used_is_not_added(server: Serve
 )
 @pytest.mark.timeout(1200)
 def test_keys_that_a_machine_makes_up_take_a_bounded_memory(server: Server, keys: int, most: int) -> None:
-    """It does not read what it is told about them, either."""
+    """It does not read the refusals, either."""
     server.service._rounds.admission_limit.most_keys = most
     machine = server.machine(0)
     before = most_resident = resident_bytes(os.getpid())
@@ -153,7 +153,7 @@ class _Service(SummationService):
         most_unread = 100
 
 
-def test_a_machine_that_asks_on_and_on_and_reads_nothing_is_gone() -> None:
+def test_a_machine_that_goes_on_asking_and_reads_nothing_is_disconnected() -> None:
     with Server(SETTINGS, service_class=_Service) as server:
         machine, network = server.machine(0), server.service._network
         machine.prove()

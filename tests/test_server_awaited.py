@@ -1,4 +1,4 @@
-"""Machines that other machines wait for are told so: of which rounds, when, and once."""
+"""Machines for which other machines wait are told so: of which rounds, when, and once."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from support.summation import SETTINGS
 from test_server_rounds import given, started
 
 from byteps_py.errors import ProtocolError
-from byteps_py.server.awaited import Awaited
+from byteps_py.server.awaited_rounds import AwaitedRounds
 from byteps_py.tensors import Op
 from byteps_py.wire import MAX_NAMES, Header, Kind, RoundName, pack_names, unpack_names
 
-SOON, LATER = Awaited().after_s / 2, Awaited().after_s
+SOON, LATER = AwaitedRounds().after_s / 2, AwaitedRounds().after_s
 
 
 def name(key: int = 7, index: int = 0, round_: int = 1) -> RoundName:
     return key, 1, index, round_
 
 
-def test_who_has_not_given_is_told_once_and_who_has_is_not() -> None:
+def test_machines_that_have_not_contributed_are_told_once() -> None:
     rounds = started(3)
     rounds.contribution(given(1), 0.0)
     rounds.contribution(given(2, key=8), SOON)
@@ -32,7 +32,7 @@ def test_who_has_not_given_is_told_once_and_who_has_is_not() -> None:
     assert rounds.awaited.due(9.0, 3) == {}
 
 
-def test_what_is_complete_or_taken_back_or_void_waits_for_nobody() -> None:
+def test_complete_withdrawn_and_void_rounds_wait_for_no_machine() -> None:
     rounds = started(2)
     rounds.contribution(given(0), 0.0)
     rounds.contribution(given(1), 0.0)
@@ -46,7 +46,7 @@ def test_what_is_complete_or_taken_back_or_void_waits_for_nobody() -> None:
     assert not rounds.awaited
 
 
-def test_of_many_rounds_the_oldest_are_told_first_so_many_at_a_time() -> None:
+def test_of_many_rounds_the_oldest_are_told_first_a_limited_number_at_a_time() -> None:
     rounds = started(2)
     for index in range(MAX_NAMES + 3):
         rounds.contribution(given(0, index=index), 0.0)
@@ -55,7 +55,7 @@ def test_of_many_rounds_the_oldest_are_told_first_so_many_at_a_time() -> None:
     assert rounds.awaited.due(LATER, 2) == {1: [name(index=index) for index in range(MAX_NAMES, MAX_NAMES + 3)]}
 
 
-def test_who_asks_for_a_broadcast_waits_for_its_root() -> None:
+def test_a_pull_of_a_broadcast_waits_for_its_root() -> None:
     rounds = started(3)
     rounds.contribution(given(2, kind=Kind.PULL, op=Op.BROADCAST, root=0), 0.0)
     assert rounds.awaited.due(LATER, 3) == {0: [name()], 1: [name()]}
@@ -81,12 +81,12 @@ def test_a_running_server_tells_those_beyond_a_socket_and_those_beside_it() -> N
 
 
 @pytest.mark.parametrize("data", [b"", bytes(23), bytes(25), bytes(24 * (MAX_NAMES + 1))])
-def test_what_is_no_list_of_names_is_an_error(data: bytes) -> None:
+def test_bytes_that_are_not_a_list_of_names_are_an_error(data: bytes) -> None:
     with pytest.raises(ProtocolError, match=f"{len(data)} bytes are not the names of 1 to 64 rounds"):
         unpack_names(data)
 
 
-def test_names_come_as_they_went() -> None:
+def test_names_are_unpacked_as_they_were_packed() -> None:
     names = [(2**64 - 1, 2**32 - 1, 2**32 - 1, 2**64 - 1), (0, 1, 2, 3)]
     assert unpack_names(pack_names(names)) == names
     assert Header.unpack(Header(Kind.AWAITED, 3).pack()).kind is Kind.AWAITED

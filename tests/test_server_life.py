@@ -16,14 +16,14 @@ import zmq
 from support.data_plane import WAIT_S, HandLink, LocalMachine, Machine, Server, exact_sum, random_values
 from support.summation import SETTINGS, assert_works
 
+from byteps_py.control_link import ControlEvents
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError, StallError
 from byteps_py.exit_status import GIVEN_UP_STATUS
-from byteps_py.launch.cluster import free_port
+from byteps_py.launch.cluster_plan import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import connect
-from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType
@@ -88,7 +88,7 @@ def test_threads_that_are_still_busy_do_not_hide_why_it_ends(
     assert type(server.error).__name__ == ("NoneType" if is_member else error)
 
 
-def test_partitions_larger_than_it_was_told_end_it() -> None:
+def test_partitions_above_its_limit_end_the_server() -> None:
     with Server(SETTINGS, num_machines=0) as server:
         server.link.say(membership=pb.Membership(epoch=1, workers=[pb.Member()], partition_bytes=8 << 20))
         server.join()
@@ -117,7 +117,7 @@ def test_a_scheduler_lost_late_stops_no_reduction_and_the_last_worker_ends_it() 
         assert server.join() == 0
 
 
-def test_it_leaves_when_told(server: Server) -> None:
+def test_it_leaves_at_stop(server: Server) -> None:
     """Once its keys have moved."""
     server.service.stop("SIGTERM")
     assert server.join() == 0
@@ -125,7 +125,7 @@ def test_it_leaves_when_told(server: Server) -> None:
 
 
 def test_it_leaves_when_the_scheduler_is_back_to_move_its_keys(server: Server) -> None:
-    """If it left before, all machines would lose it, and have nobody to say where its keys are."""
+    """If it left before, all machines would lose it, and no scheduler would say which server has its keys."""
     machine = server.machine(0)
     assert_works(server, machine)
     server.link.go_away(PeerLostError("the scheduler is gone"))
@@ -157,7 +157,7 @@ def run_program(module: str, environment: dict[str, str], *arguments: str) -> su
 @pytest.mark.parametrize(
     ("environment", "status", "line"),
     [
-        ({}, 2, "byteps_py server: ConfigurationError: a summation server finds its workers through the scheduler"),
+        ({}, 2, "byteps_py server: ConfigurationError: a summation server needs the scheduler's address"),
         ({"DMLC_NUM_WORKER": "many"}, 2, "byteps_py server: ConfigurationError: DMLC_NUM_WORKER='many'"),
         (
             {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9", "BYTEPS_START_TIMEOUT_S": "0.3"},

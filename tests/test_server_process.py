@@ -75,7 +75,7 @@ def test_a_broadcast_reaches_all_but_its_root(server: Server, length: int) -> No
     assert (root.result(), other.result()) == (b"", data)
 
 
-def test_contributions_that_come_before_the_membership_wait_for_it() -> None:
+def test_contributions_that_arrive_before_the_membership_wait_for_it() -> None:
     with Server(SETTINGS, num_machines=0) as server:
         machine = server.machine(0)
         machine.push(b"\0\0\x80?")
@@ -169,13 +169,13 @@ def test_local_machines_only() -> None:
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
-        ({"segment": 1}, "of segment 1, which was never sent"),
-        ({"segment_offset": (1 << 20) - 32}, "of segment 0, which has 1048576 bytes"),
-        ({"segment_offset": (1 << 64) - 32}, "of segment 0, which has 1048576 bytes"),
-        ({"segment_offset": 2}, "64 bytes at 2 of segment 0"),
-        ({"length": 1 << 63}, "of segment 0, which has 1048576 bytes"),
-        ({"answer_segment": 9}, "of segment 9, which was never sent"),
-        ({"answer_offset": 1 << 20}, "of segment 0, which has 1048576 bytes"),
+        ({"segment": 1}, "in segment 1, which was never sent"),
+        ({"segment_offset": (1 << 20) - 32}, "in segment 0, which has 1048576 bytes"),
+        ({"segment_offset": (1 << 64) - 32}, "in segment 0, which has 1048576 bytes"),
+        ({"segment_offset": 2}, "64 bytes at offset 2 do not lie in segment 0"),
+        ({"length": 1 << 63}, "in segment 0, which has 1048576 bytes"),
+        ({"answer_segment": 9}, "in segment 9, which was never sent"),
+        ({"answer_offset": 1 << 20}, "in segment 0, which has 1048576 bytes"),
         ({"answer_offset": 32}, "overlaps"),
     ],
 )

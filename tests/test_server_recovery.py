@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from test_server_rounds import Actions, answered, given, reduction, refusal, started
 
-from byteps_py.server.actions import Want
-from byteps_py.server.partition import Contribution
+from byteps_py.server.round_state import Contribution, Want
 from byteps_py.server.rounds import WANT_AFTER_S, WANT_AGAIN_S, Rounds
 from byteps_py.wire import RESENT, SUPPLY, Kind
 
 
 def wanted(actions: Actions) -> tuple[int, tuple[int, ...]]:
-    """(round, who is asked for it) of the one action there is."""
+    """(round, machines that are asked for it) of the only action."""
     (action,) = actions
     assert isinstance(action, Want)
     return action.header.round, action.machines
@@ -26,7 +25,7 @@ def after_round_1(machines: int) -> Rounds[Contribution]:
     return rounds
 
 
-def test_who_lacks_a_completed_round_gets_it_once_more_and_the_others_do_not() -> None:
+def test_only_a_machine_that_lacks_a_completed_round_gets_it_again() -> None:
     rounds = after_round_1(3)
     assert rounds.contribution(given(1, flags=RESENT, origin="a new connection"), 1.0) == []
     assert rounds.is_wanting
@@ -44,7 +43,7 @@ def test_who_lacks_a_completed_round_gets_it_once_more_and_the_others_do_not() -
 
 
 @pytest.mark.parametrize("is_reducing", [False, True])
-def test_who_gave_for_others_and_then_lacks_the_result_itself_is_answered(is_reducing: bool) -> None:
+def test_a_machine_that_resent_for_others_and_then_lacks_the_result_is_answered(is_reducing: bool) -> None:
     rounds = after_round_1(3)
     lacks = given(1, flags=RESENT)
     rounds.contribution(lacks, 1.0)
@@ -75,7 +74,7 @@ def test_on_a_new_server_one_machine_may_be_a_round_ahead(first: str) -> None:
     assert rounds.counters.bytes_in_flight == 0
 
 
-def test_rounds_that_nobody_lacks_may_not_overlap() -> None:
+def test_rounds_that_no_machine_lacks_may_not_overlap() -> None:
     rounds = started(2)
     rounds.contribution(given(0, round=5), 0.0)
     assert refusal(rounds.contribution(given(1, round=6), 0.0))[0] == [0, 1]
@@ -109,7 +108,7 @@ def test_an_answer_goes_to_the_place_where_it_is_wanted_now(is_reducing: bool) -
     assert rounds.counters.bytes_in_flight == 0
 
 
-def test_all_resend_at_once_and_nobody_is_asked() -> None:
+def test_all_resend_at_once_and_no_machine_is_asked() -> None:
     rounds = started(2)
     rounds.contribution(given(0, flags=RESENT), 0.0)
     round_ = reduction(rounds.contribution(given(1, flags=RESENT), 0.0))
@@ -117,7 +116,7 @@ def test_all_resend_at_once_and_nobody_is_asked() -> None:
     assert len(answered(rounds.reduced(round_))) == 2
 
 
-def test_what_goes_to_another_server_is_taken_back() -> None:
+def test_contributions_for_another_server_are_withdrawn() -> None:
     rounds = started(2)
     contribution = given(0)
     rounds.contribution(contribution, 0.0)
@@ -131,8 +130,8 @@ def test_what_goes_to_another_server_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_what_is_left_of_an_earlier_connection_does_not_count(first: int) -> None:
-    """The partition went to another server, which completed round 1, and came back; word of it was lost."""
+def test_contributions_of_an_earlier_connection_do_not_count(first: int) -> None:
+    """The partition went to another server, which completed round 1, and moved back; the withdrawal was lost."""
     rounds = started(2)
     old, new = given(0, round=1), given(0, round=2, origin="a new connection", flags=RESENT)
     for contribution in (old, new) if first == 1 else (new, old):
@@ -144,8 +143,8 @@ def test_what_is_left_of_an_earlier_connection_does_not_count(first: int) -> Non
     assert rounds.counters.bytes_in_flight == 0
 
 
-def test_what_is_left_of_an_earlier_epoch_does_not_count() -> None:
-    """As before, but another machine is the first to come back."""
+def test_contributions_of_an_earlier_epoch_do_not_count() -> None:
+    """As before, but another machine is the first to return."""
     rounds = started(3)
     for machine in (0, 1):
         assert rounds.contribution(given(machine, round=1), 0.0) == []
@@ -160,7 +159,7 @@ def test_what_is_left_of_an_earlier_epoch_does_not_count() -> None:
     assert rounds.counters.bytes_in_flight == 0
 
 
-def test_who_lacks_a_result_since_an_earlier_epoch_still_gets_it() -> None:
+def test_a_machine_that_lacks_a_result_since_an_earlier_epoch_still_gets_it() -> None:
     """The partition stayed where it is when the epoch changed."""
     rounds = started(2)
     behind = given(0, round=1, flags=RESENT)
@@ -190,7 +189,7 @@ def test_a_sum_that_takes_longer_than_another_server_does_not_hold_up_later_roun
 
 
 @pytest.mark.parametrize("flags", [0, RESENT])
-def test_what_is_left_of_a_round_that_all_have_does_not_count(flags: int) -> None:
+def test_contributions_to_a_round_that_all_have_do_not_count(flags: int) -> None:
     """It was given here, then the partition went to another server, and word of it was lost; now it comes back: who
     gives to round 7 has the result of round 6, to which all gave, with that of round 5."""
     rounds = started(2)
@@ -203,12 +202,12 @@ def test_what_is_left_of_a_round_that_all_have_does_not_count(flags: int) -> Non
     assert not rounds.is_wanting
     machines, text = refusal(rounds.contribution(given(0, round=5, flags=flags), 0.0))
     assert machines == [0]
-    assert "round 7 is under way" in text
+    assert "round 7 is in flight" in text
     round_ = reduction(rounds.contribution(given(0, round=7), 0.1))
     assert [c.header.round for c in round_.in_order()] == [7, 7]
 
 
-def test_what_was_given_for_others_goes_with_the_last_who_waits() -> None:
+def test_resent_contributions_are_forgotten_with_the_last_waiting_machine() -> None:
     """The partition goes to another server while this one asks for what a machine lacks."""
     rounds = started(3)
     lacks = given(1, round=5, flags=RESENT)
@@ -219,7 +218,7 @@ def test_what_was_given_for_others_goes_with_the_last_who_waits() -> None:
     assert rounds.contribution(given(1, round=33), 1.0) == []  # it has come back
 
 
-def test_what_waits_for_a_newer_epoch_is_taken_back_too() -> None:
+def test_contributions_that_wait_for_a_newer_epoch_are_withdrawn_too() -> None:
     """The partition came here and went away again before this server heard of either."""
     rounds = started(2)
     rounds.contribution(given(0, round=5, epoch=rounds.epoch + 1), 0.0)
@@ -233,7 +232,7 @@ def test_what_waits_for_a_newer_epoch_is_taken_back_too() -> None:
     assert rounds.contribution(given(1, round=33), 1.0) == []  # it has come back
 
 
-def test_a_sum_that_is_taken_again_for_nobody_does_not_hold_up_later_rounds() -> None:
+def test_a_resent_round_without_waiting_machines_does_not_delay_later_rounds() -> None:
     """A machine has said the same twice, and had its answer between."""
     rounds = after_round_1(2)
     again = [given(machine, flags=RESENT, origin="a new connection") for machine in range(2)]
@@ -262,7 +261,7 @@ def test_ranks_that_joined_are_asked_too() -> None:
     assert len(answered(rounds.reduced(reduction(rounds.contribution(answer, 1.0))))) == 1
 
 
-def test_a_round_that_nobody_lacks_any_more_is_forgotten() -> None:
+def test_a_round_that_no_machine_lacks_any_more_is_forgotten() -> None:
     """It was given to this server and then answered by the one before it after all."""
     rounds = started(2)
     rounds.contribution(given(0, round=5, flags=RESENT), 0.0)

@@ -32,7 +32,7 @@ def test_a_machine_that_connects_again_meanwhile_finds_the_result_where_it_looks
     assert ctypes.string_at(now.address, now.nbytes) == b"result"
 
 
-def test_who_did_not_connect_again_has_it_already() -> None:
+def test_a_machine_that_did_not_reconnect_has_the_result_already() -> None:
     answer = memory(b"......")
     one = arrival(0, answer)
     hand_on(REAL, [one], [one], memory(b"result"))

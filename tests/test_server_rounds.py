@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from byteps_py.server.actions import Action, Answer, Reduce, RefuseContributions
-from byteps_py.server.partition import Contribution, Round
+from byteps_py.server.round_state import Action, Answer, Contribution, Reduce, RefuseContributions, Round
 from byteps_py.server.rounds import HELD_COUNT, Rounds
 from byteps_py.tensors import DType, Op
 from byteps_py.wire import Header, Kind
@@ -18,7 +17,7 @@ ORIGINS = [f"connection of machine {i}" for i in range(8)]
 
 
 def given(sender: int, *, nbytes: int | None = None, origin: object = None, **facts: object) -> Contribution:
-    """A PUSH of a float32 sum of 64 bytes in round 1, epoch 1, unless told otherwise."""
+    """A PUSH of a float32 sum of 64 bytes in round 1, epoch 1, unless the test says otherwise."""
     values: dict[str, object] = {
         "epoch": 1, "dtype": DType.FLOAT32, "key": 7, "generation": 1, "round": 1, "length": 64, **facts
     }  # fmt: skip
@@ -36,7 +35,7 @@ def started(num_machines: int, epoch: int = 1) -> Rounds[Contribution]:
 
 
 def refusal(actions: Actions) -> tuple[list[int], str]:
-    """(who is refused, why) of the one action there is."""
+    """(machines that are refused, why) of the only action."""
     (action,) = actions
     assert isinstance(action, RefuseContributions)
     return [c.header.sender for c in action.contributions], action.text
@@ -78,7 +77,7 @@ def test_of_a_group_as_many_machines_as_it_says_contribute_and_they_alone_are_an
     assert answered(rounds.reduced(round_)) == contributions[::-1]
 
 
-def test_machines_whose_ranks_have_joined_give_nothing_and_are_told_when_to_say_so_again() -> None:
+def test_machines_that_pass_contribute_nothing_and_resend_their_pass_when_asked() -> None:
     rounds = started(3)
     contributions = [given(0, kind=Kind.PASS, nbytes=0), given(1), given(2, kind=Kind.PASS, nbytes=0)]
     assert rounds.contribution(contributions[0], 0.0) == []
@@ -90,7 +89,7 @@ def test_machines_whose_ranks_have_joined_give_nothing_and_are_told_when_to_say_
         assert rounds.contribution(given(machine, kind=Kind.PASS, nbytes=0, round=2), 0.0) == []
 
 
-def test_who_is_not_of_a_group_adds_nothing_where_all_of_it_pass() -> None:
+def test_a_machine_outside_a_group_adds_nothing_where_all_of_it_pass() -> None:
     rounds = started(3)
     for machine in (0, 1):
         assert rounds.contribution(given(machine, machines=2, kind=Kind.PASS), 0.0) == []
@@ -134,27 +133,27 @@ def test_a_broadcast_among_machines_of_which_none_is_its_root_is_refused() -> No
 
 REFUSED_ALONE = [
     ({"sender": 2}, "from machine 2: machines of this job are numbered 0 to 1"),
-    ({"epoch": 2}, "its contribution is of epoch 2, and the job has had other machines since epoch 3"),
+    ({"epoch": 2}, "its contribution is of epoch 2, and the job's machines have changed in epoch 3"),
     ({"length": 0}, "its length is 0 bytes, but a partition has 1 to 4096"),
     ({"length": PARTITION_BYTES + 4}, "its length is 4100 bytes, but a partition has 1 to 4096"),
     ({"length": 62}, "its length, 62, and its offset, 0, must be multiples of 4, the size of float32"),
     ({"offset": 2}, "its length, 64, and its offset, 2, must be multiples of 4, the size of float32"),
     ({"kind": Kind.PASS, "op": Op.BROADCAST, "root": 1}, "every machine takes part in a broadcast, so none can pass"),
-    ({"kind": Kind.PASS, "nbytes": 4}, "announces 0 bytes of payload, but 4 came"),
-    ({"machines": 1}, "it says that one machine alone contributes"),
-    ({"machines": 3}, "it says that 3 machines contribute, but the job has 2"),
-    ({"nbytes": 60}, "its header announces 64 bytes of payload, but 60 came"),
-    ({"nbytes": 1 << 40}, "its header announces 64 bytes of payload, but 1099511627776 came"),
+    ({"kind": Kind.PASS, "nbytes": 4}, "announces 0 bytes of payload, but 4 arrived"),
+    ({"machines": 1}, "its header says that only one machine contributes"),
+    ({"machines": 3}, "its header says that 3 machines contribute, but the job has 2"),
+    ({"nbytes": 60}, "its header announces 64 bytes of payload, but 60 arrived"),
+    ({"nbytes": 1 << 40}, "its header announces 64 bytes of payload, but 1099511627776 arrived"),
     ({"kind": Kind.PULL}, "only the result of a broadcast can be pulled, not that of a sum"),
-    ({"op": Op.BROADCAST, "root": 2}, "root is machine 2, but the last one is 1"),
+    ({"op": Op.BROADCAST, "root": 2}, "root is machine 2, but the last machine is 1"),
     ({"op": Op.BROADCAST, "root": 1}, "machine 1, the root, pushes and the others pull"),
     ({"op": Op.BROADCAST, "root": 0, "kind": Kind.PULL}, "machine 0, the root, pushes and the others pull"),
-    ({"op": Op.BROADCAST, "root": 1, "kind": Kind.PULL, "nbytes": 4}, "announces 0 bytes of payload, but 4 came"),
+    ({"op": Op.BROADCAST, "root": 1, "kind": Kind.PULL, "nbytes": 4}, "announces 0 bytes of payload, but 4 arrived"),
 ]
 
 
 @pytest.mark.parametrize(("facts", "reason"), REFUSED_ALONE)
-def test_what_can_not_be_used_is_refused_and_leaves_no_trace(facts: dict[str, object], reason: str) -> None:
+def test_unusable_contributions_are_refused_and_leave_no_trace(facts: dict[str, object], reason: str) -> None:
     rounds = started(2, epoch=3)
     sender, text = refusal(rounds.contribution(given(**{"sender": 0, "epoch": 3, **facts}), 0.0))  # type: ignore[arg-type]
     assert reason in text
@@ -176,7 +175,7 @@ DISAGREEMENTS = [
 
 
 @pytest.mark.parametrize(("facts", "reason"), DISAGREEMENTS)
-def test_disagreement_is_refused_to_all_and_to_those_who_come_late(facts: dict[str, object], reason: str) -> None:
+def test_disagreement_is_refused_to_all_and_to_later_ones(facts: dict[str, object], reason: str) -> None:
     rounds = started(4)
     rounds.contribution(given(0), 0.0)
     rounds.contribution(given(2), 0.0)
@@ -264,7 +263,7 @@ def test_contributions_of_a_newer_epoch_wait_for_its_membership() -> None:
     assert rounds.num_machines == 2
 
 
-def test_what_waits_for_an_epoch_is_bounded() -> None:
+def test_contributions_that_wait_for_an_epoch_are_bounded() -> None:
     rounds: Rounds[Contribution] = Rounds(PARTITION_BYTES)
     for index in range(HELD_COUNT):
         assert rounds.contribution(given(0, index=index), 0.0) == []
@@ -283,17 +282,17 @@ def test_keys_that_one_machine_alone_gives_to_are_bounded() -> None:
 
     for key in range(3):
         assert give(0, key) == []
-    assert "key 0x0000000000000003: 3 others have begun here" in refusal(give(0, 3))[1]
+    assert "key 0x0000000000000003: this server already holds 3 other tensors" in refusal(give(0, 3))[1]
     assert give(0, 2, index=1) == []  # of one that has begun
     reduced = rounds.reduced(reduction(give(1, 0)))
     assert len(answered(reduced)) == 2
     assert give(0, 3) == []
-    assert "3 others have begun here" in refusal(give(1, 4))[1]
+    assert "already holds 3 other tensors" in refusal(give(1, 4))[1]
     assert give(0, 0, round=2) == []  # one that is known
     rounds.withdraw(given(0, key=3).header)
     assert give(0, 4) == []
     assert give(0, 4, generation=2) == []  # in the place of the first
-    assert "3 others have begun here" in refusal(give(0, 5))[1]
+    assert "already holds 3 other tensors" in refusal(give(0, 5))[1]
     rounds.gone(ORIGINS[0])
     for key in (5, 6, 7):
         assert give(0, key) == []
@@ -308,7 +307,7 @@ def test_partitions_that_one_machine_alone_gives_to_are_bounded() -> None:
     rounds.admission_limit.most_partitions = 3
     for index in range(3):
         assert rounds.contribution(given(0, index=index), 0.0) == []
-    assert "3 partitions have begun here" in refusal(rounds.contribution(given(0, index=3), 0.0))[1]
+    assert "already holds 3 partitions" in refusal(rounds.contribution(given(0, index=3), 0.0))[1]
 
 
 def test_rounds_outlive_an_epoch_of_the_same_machines_and_no_other() -> None:

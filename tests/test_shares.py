@@ -30,7 +30,7 @@ def test_the_same_bits_whoever_is_at_hand(ranks: int, size: str, tmp_path: Path)
     for rank in range(ranks):
         for odd in ("[5, 40004]", "[3]"):
             text = (
-                f"{rank}: tensor 'x': {others} gave sum of float32{shape}, rank 1 gave sum of float32{odd}; give it "
+                f"{rank}: tensor 'x': {others} gave sum of float32{shape}, rank 1 gave sum of float32{odd}; use "
                 "the same shape, dtype and operation on every rank"
             )
             assert lines.count(text) == 2

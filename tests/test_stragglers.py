@@ -80,7 +80,7 @@ def test_a_slow_rank_and_a_slow_server_are_named_and_hold_no_more_than_the_credi
         server_pid, _ = (pid for pid, a in services.items() if "byteps_py.server" in a and "--gpu-machine" not in a)
         named = f"rank 1 (process {rank_pid}; worker 1 (rank 1, host "
         answers = re.compile(
-            rf"server tcp://\S+ \(host \S+, pid {server_pid}\) answers after .* times theirs; it, its "
+            rf"server tcp://\S+ \(host \S+, pid {server_pid}\) answers after .* times as long; the service, its "
         )
         settings = Settings.from_env(environ_of(rank_pid))
         with watched(settings) as most, starved(server_pid):

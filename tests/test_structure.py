@@ -21,8 +21,8 @@ ALLOWED = {
     "session": set(),
     "scheduler": {"placement", "dataplane"},
     "cli": {"placement", "scheduler"},
-    "server": {"dataplane", "kernels", "runtime", "scheduler.client", "scheduler.control_events"},
-    "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client", "scheduler.control_events"},
+    "server": {"dataplane", "kernels", "runtime", "scheduler.client"},
+    "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client"},
     "torch": {"kernels", "session"},
     "parallel": {"torch"},
 }

@@ -176,7 +176,7 @@ def test_strangers_and_nonsense_are_refused_and_nothing_else_happens(service: Se
     for kind, body, text in (
         (Kind.FETCH, b"short", "a FETCH has a payload of 25 bytes, got 5"),
         (Kind.FETCH, None, "MismatchError\nsizes differ"),
-        (Kind.PUSH, b"", "PUSH in the name of machine 1 is not for machine 1 to send"),
+        (Kind.PUSH, b"", "machine 1 must not send PUSH as machine 1"),
     ):
         header, answer = fetch(machine, 9, body, kind)
         assert header.kind is Kind.REFUSED

@@ -7,9 +7,9 @@ verdict may need a machine that has yet to come. A ballot that follows decided o
 
 from __future__ import annotations
 
+from byteps_py.control_link import ControlLink
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.client import ControlLink
 
 INTERVAL_S = 0.005
 

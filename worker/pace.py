@@ -8,7 +8,7 @@ What is measured leaves out what somebody waits for others, so that who is slow 
                         a server does while it waits, nobody can tell; also relative to what the link needs for the
                         bytes that are on their way to this server
 
-Whether it is much slower than the others is decided where all of them are known (scheduler/pace.py).
+Whether it is much slower than the others is decided where all of them are known (scheduler/stragglers.py).
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import zmq
 
 from byteps_py import machine
-from byteps_py.dataplane.listener import RemotePeer
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.listener import Peer, RemotePeer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, ProtocolError, from_name
 from byteps_py.runtime import Runtime

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import ProtocolError, UsageError
-from byteps_py.placement.table import PlacementTable
+from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.runtime import Thresholds
 from byteps_py.tensors import Op, TensorSpec, key_of, split
 from byteps_py.worker.relaying import broadcast_pieces

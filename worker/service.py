@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 
 from byteps_py import last_words
+from byteps_py.control_link import Connect, ControlEvents
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, from_name
 from byteps_py.kernels.engine import default_threads
 from byteps_py.kernels.readiness import Readiness
@@ -18,8 +19,6 @@ from byteps_py.log import logger
 from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.scheduler.client import Connect
-from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.wording import STOPPED

@@ -1,7 +1,7 @@
 """When a machine whose ranks are done may end: not while another lacks a result that takes what this one gave, or its
 word that it has got what it was given.
 
-Owned by the loop's thread. The scheduler collects who lacks what (scheduler/shutdown_tracker.py), and says when it is
+Owned by the loop's thread. The scheduler collects who lacks what (scheduler/rank_group.py), and says when it is
 over. What others have not asked for yet, only this machine knows: pieces of gathers and exchanges that lie here for
 ranks that have not come to the round.
 """

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.cluster.contenders import counts_of, run_gloo, run_ours
 from benchmarks.cluster.hosts import cluster
-from byteps_py.placement.links import LinkOptimum
+from byteps_py.placement.link_optimum import LinkOptimum
 from byteps_py.placement.shares import Optimum
 
 

@@ -160,7 +160,7 @@ def server_frozen(repeat: int, history: History) -> list[Row]:
         def wake(at_s: float) -> None:
             """What it says now is refused, and it learns that it was given up. Then it is started again."""
             send(signal.SIGCONT, frozen)
-            job.until_said("s0", "this summation service was given up, and others sum what it did", at_s)
+            job.until_said("s0", "this summation service was given up, and others have taken over its keys", at_s)
             job.until_said("m0", "has come", at_s)
 
         went_on(job, row, lambda: send(signal.SIGSTOP, frozen), wake)

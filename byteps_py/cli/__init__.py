@@ -1,1 +1,1 @@
-"""`bps`, the one command for everything but starting processes (that is `bpslaunch`)."""
+"""`bps`, the command for everything except starting processes, which `bpslaunch` does."""

@@ -1,11 +1,10 @@
 """`bps COMMAND …`, also `python -m byteps_py.cli`.
 
-Each module of ``COMMANDS`` has ``add_parser(subparsers)``, which adds the parser of a command, or of two that
-belong together, and sets ``handler=``: a function of the parsed arguments that returns the exit code. A module
-imports what it needs inside its handler: `bps --help` loads neither torch nor gRPC.
+Each module of ``COMMANDS`` has ``add_parser(subparsers)``. It adds the parsers of one or more commands, and sets
+``handler=``: a function of the parsed arguments that returns the exit code. A module imports what it needs inside its
+handler: `bps --help` loads neither torch nor gRPC.
 
-Exit codes: 0 done; 2 the command line, a variable or a file is wrong; 1 anything else that went wrong, or, for
-a question, a bad answer.
+Exit codes: 0 success; 2 the command line, a variable or a file is wrong; 1 any other failure, or a job that has failed.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BytePSError as error:
         print(f"bps: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigurationError, UsageError)) else 1
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
+    except BrokenPipeError:  # the reader has ended (`| head`)
         devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())  # what is still buffered has somewhere to go at exit
+        os.dup2(devnull, sys.stdout.fileno())  # for the output that Python flushes at exit
         os.close(devnull)
         return 0
     return code

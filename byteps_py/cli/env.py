@@ -40,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _default(variable: Variable, value: object) -> str:
-    """The default as one would write it in the environment; empty where there is none."""
+    """The default as a user would write it in the environment; empty if there is none."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, (int, float)) and variable.low is not None and value < variable.low:
-        return ""  # a port of 0 stands for none
+        return ""  # a port of 0 means that there is none
     return f"{value:g}" if isinstance(value, float) else str(value)

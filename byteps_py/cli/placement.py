@@ -1,4 +1,5 @@
-"""`bps placement`: what each machine would hold of a model, and how near the optimum that is. Starts nothing."""
+"""`bps placement`: how much each machine would hold of a model, and how close that is to the optimum. Starts
+nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from byteps_py.placement.links import LinkOptimum
-    from byteps_py.placement.plan import Plan
+    from byteps_py.placement.link_optimum import LinkOptimum
+    from byteps_py.placement.placement_plan import Plan
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,11 +37,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan. Raises ConfigurationError or UsageError for arguments that make no cluster or no model."""
+    """Print the plan. Raises ConfigurationError or UsageError if the arguments describe no valid cluster or model."""
     from byteps_py.errors import UsageError
-    from byteps_py.placement.links import LinkOptimum
+    from byteps_py.placement.link_optimum import LinkOptimum
     from byteps_py.placement.models import entries, load_model, read_shapes
-    from byteps_py.placement.plan import plan
+    from byteps_py.placement.placement_plan import plan
 
     if (arguments.cpu_mbit and arguments.gpu_mbit is None) or (arguments.k and arguments.gpu_mbit is not None):
         raise UsageError("-n goes with -k (equal links), --gpu-mbit with --cpu-mbit (a rate for each)")
@@ -72,7 +73,7 @@ def _partition_bytes(given: int | None) -> int:
 
     if given is None:
         return Settings().max_partition_bytes
-    try:  # the rules for the variable that a real cluster reads
+    try:  # the same rules as for the variable of a real cluster
         return Settings.from_env({"BYTEPS_PARTITION_BYTES": str(given)}).max_partition_bytes
     except ConfigurationError as error:
         raise ConfigurationError(f"--partition-bytes {given}: {error}") from error
@@ -126,7 +127,8 @@ def _as_text(plan: Plan, model: str, tensors: int, nbytes: int) -> str:
 
 
 def _explain_links(plan: Plan, links: LinkOptimum, nbytes: int) -> list[str]:
-    """The table for links of different rates: what each machine would carry, for how long, and who is the limit."""
+    """The table for links of different rates: how much each machine would carry, for how long, and which link
+    limits."""
     from byteps_py.placement.shares import carried
 
     seconds = 8 * nbytes / 1e6  # for one Mbit/s
@@ -144,8 +146,8 @@ def _explain_links(plan: Plan, links: LinkOptimum, nbytes: int) -> list[str]:
         "",
         f"partitions              {plan.partitions}",
         f"optimum time            {float(links.time) * seconds:.3f} s",
-        f"formula's shares        {float(links.time_of(plan.optimum.shares)) * seconds:.3f} s  (they take all links to "
-        "be equal)",
+        f"formula's shares        {float(links.time_of(plan.optimum.shares)) * seconds:.3f} s  (they assume equal "
+        "links)",
         f"time over optimum       {float(plan.time_over_optimum):.4f}",
     ]
     if links.time == 1 / slowest:

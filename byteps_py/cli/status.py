@@ -1,4 +1,4 @@
-"""``bps status``, ``bps stop`` and ``bps scale``: ask the scheduler of a running job."""
+"""``bps status``, ``bps stop`` and ``bps scale``: requests to the scheduler of a running job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from byteps_py import jobs
 from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError, UsageError
-from byteps_py.scheduler import report
+from byteps_py.scheduler import status_report
 from byteps_py.settings import Settings
 from byteps_py.wording import count_text
 
@@ -39,16 +39,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     Handlers raise the errors of ``scheduler.query``.
     """
-    status = subparsers.add_parser("status", help="who is in the job, what they carried, what they wait for")
+    status = subparsers.add_parser("status", help="show the members of a job, their traffic and what they wait for")
     status.add_argument("--json", action="store_true", help="print JSON instead of a table")
     status.set_defaults(handler=run_status)
-    stop = subparsers.add_parser("stop", help="end the job in order: every service is told to leave")
-    stop.add_argument("--reason", default="bps stop", help="what the processes are told and log")
+    stop = subparsers.add_parser("stop", help="end the job in order: every service leaves it")
+    stop.add_argument("--reason", default="bps stop", help="the reason that the processes get and log")
     stop.set_defaults(handler=run_stop)
-    scale = subparsers.add_parser("scale", help="fewer CPU machines, or more, in a running job")
-    scale.add_argument("servers", type=int, nargs="?", default=-1, help="how many CPU machines are to lend their help")
+    scale = subparsers.add_parser("scale", help="change the number of CPU machines of a running job")
+    scale.add_argument("servers", type=int, nargs="?", default=-1, help="how many CPU machines the job is to have")
     scale.add_argument(
-        "--remove", metavar="HOST:PORT", action="append", default=[], help="let this server go (see `bps status`)"
+        "--remove", metavar="HOST:PORT", action="append", default=[], help="remove this server (see `bps status`)"
     )
     scale.set_defaults(handler=run_scale)
     for parser in (status, stop, scale):
@@ -62,19 +62,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print the job's state, or that of each job of this machine. 0, or 1 if one has failed or does not answer."""
+    """Print the job's state, or those of all jobs of this machine. Returns 0, or 1 if one has failed or does not
+    answer."""
     from byteps_py.scheduler import query  # not above: gRPC is slow to load, and `bps` has other commands
 
     found = [] if _is_told(arguments) else jobs.find()
     if len(found) > 1 and not arguments.json:
         return max([_print_one(job, arguments) for job in found])
     reply = query.status(_settings(arguments), arguments.timeout)
-    print(json.dumps(report.to_dict(reply), indent=2) if arguments.json else to_text(reply))
+    print(json.dumps(status_report.to_dict(reply), indent=2) if arguments.json else to_text(reply))
     return int(reply.state == reply.STATE_FAILED)
 
 
 def _print_one(job: jobs.JobNote, arguments: argparse.Namespace) -> int:
-    """Of several."""
+    """Print one of several jobs."""
     from byteps_py.scheduler import query
 
     print(f"── {_name(job)}")
@@ -93,12 +94,12 @@ def run_stop(arguments: argparse.Namespace) -> int:
 
     settings = _settings(arguments)
     query.stop(settings, arguments.reason, arguments.timeout)
-    print(f"the scheduler at {settings.scheduler_address} has told everyone to leave")
+    print(f"the scheduler at {settings.scheduler_address} has told all members to leave")
     return 0
 
 
 def run_scale(arguments: argparse.Namespace) -> int:
-    """Let CPU machines go, or say how to start more. 1 if there are fewer than wanted."""
+    """Remove CPU machines, or print how to start more. Returns 1 if there are fewer than wanted."""
     from byteps_py.scheduler import query
 
     if arguments.servers < 0 and not arguments.remove:
@@ -125,21 +126,21 @@ def _is_told(arguments: argparse.Namespace) -> bool:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    """Of the job that the command line or the environment names, else of the only one on this machine."""
+    """The settings of the job that the command line or the environment names, else of the only one on this machine."""
     if not _is_told(arguments):
         found = jobs.find()
         if not found:
             raise RendezvousError(
-                "no job of yours runs on this machine. Of one elsewhere, or of another user, name the scheduler: "
+                "no job of yours runs on this machine. For a job elsewhere, or of another user, name its scheduler: "
                 "--scheduler HOST:PORT, or DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
             )
         if len(found) > 1:
-            raise UsageError(f"which job? Give --scheduler HOST:PORT: {'; '.join(map(_name, found))}")
+            raise UsageError(f"which job? Choose one with --scheduler HOST:PORT: {'; '.join(map(_name, found))}")
         return _settings_of(found[0])
     settings = Settings.from_env()
     if not arguments.scheduler:
         return settings
-    # Of a job of this machine it is known under which name its members prove themselves.
+    # For a job of this machine, its note has the job id, which is part of the authentication.
     if not settings.job_id and (job := next((j for j in jobs.find() if j.address == arguments.scheduler), None)):
         return _settings_of(job)
     host, _, port = arguments.scheduler.rpartition(":")
@@ -149,10 +150,11 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _settings_of(job: jobs.JobNote) -> Settings:
-    """To ask its scheduler. Raises ConfigurationError if it has none, or its secret can't be read."""
+    """The settings for requests to its scheduler. Raises ConfigurationError if it has none, or if its secret can't be
+    read."""
     if not job.address:
         raise ConfigurationError(
-            f"{_name(job)}: its communication service does what a scheduler would do, and nobody can ask it"
+            f"{_name(job)} has no scheduler that could answer: its communication service does that work"
         )
     settings = Settings.from_env()
     if not settings.secret and job.secret_file:
@@ -175,7 +177,7 @@ def _name(job: jobs.JobNote) -> str:
 
 def to_text(reply: pb.StatusReply) -> str:
     """The reply as a table for people, without a final newline."""
-    facts = report.to_dict(reply)
+    facts = status_report.to_dict(reply)
     lines = [f"{facts['state']}: {facts['reason']}"]
     lines.append(
         f"{count_text(facts['num_workers'], 'worker')}, {count_text(facts['num_servers'], 'server')} configured, "

@@ -1,1 +1,1 @@
-"""What summation services and communication services share: how one listens to others, and what it counts."""
+"""The data plane: authenticated TCP connections that carry tensors between communication and summation services."""

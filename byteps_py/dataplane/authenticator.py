@@ -1,15 +1,14 @@
-"""Admission to a data port during ZeroMQ's own handshake: it refuses a caller that does not know the cluster secret.
+"""Authentication during ZeroMQ's own handshake: a caller that does not know the cluster secret is refused there.
 
-libzmq lets a peer choose its routing id, and ends the process when an id that a peer chose meets the next one of its
-own counter. It looks at ids only after the handshake, so the handshake is where strangers must be stopped: with the
-PLAIN mechanism, whose name and password the listener's Authenticator checks over ZAP (ZeroMQ RFC 27).
+libzmq lets a peer choose its routing id, and aborts the process when a chosen id equals the next one of its own
+counter. It reads ids only after its handshake, so unknown callers must be stopped in the handshake: with the PLAIN
+mechanism, whose name and password the listener's Authenticator checks over ZAP (ZeroMQ RFC 27).
 
     caller ──HELLO  name: a fresh nonce; password: HMAC of the nonce, the job and the listener's address──► listener
            ◄─WELCOME, or ERROR 400, and the connection ends ──────────────────────────────────────────────
 
-A password is taken once: whoever overhears one can't use it. What follows (handshake.py) proves both ends to each
-other, and gives the keys that seal all messages. Without a secret this keeps out other jobs, but not whoever means
-harm.
+A password is accepted once, so an overheard one is useless. The handshake that follows (handshake.py) proves both ends
+to each other, and gives the keys that seal all messages. Without a secret this keeps out other jobs, but no attacker.
 
 Owned by the loop's thread.
 """
@@ -31,7 +30,7 @@ from byteps_py.settings import Settings
 
 _ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks, by its specification
 _NONCE_BYTES = 16
-#: Nonces that are remembered. Members alone can make valid ones, a few for each connection that breaks.
+#: How many nonces are remembered. Only members can make valid ones, a few for each connection that breaks.
 _MOST_USED = 1 << 16
 _BATCH = 64
 #: version, request id, domain, address, routing id, mechanism, name, password
@@ -44,7 +43,7 @@ def _password(settings: Settings, address: str, nonce: bytes) -> bytes:
 
 
 def show_password(socket: zmq.Socket[bytes], settings: Settings, address: str) -> None:
-    """Let ``socket``, which is about to connect to the listener at ``address``, show a password when it does so."""
+    """Set the password that ``socket`` shows when it connects to the listener at ``address``. Call it before that."""
     nonce = os.urandom(_NONCE_BYTES).hex().encode()
     socket.setsockopt(zmq.PLAIN_USERNAME, nonce)
     socket.setsockopt(zmq.PLAIN_PASSWORD, _password(settings, address, nonce) or b"-")
@@ -52,14 +51,14 @@ def show_password(socket: zmq.Socket[bytes], settings: Settings, address: str) -
 
 @functools.cache
 def seed_routing_ids() -> None:
-    """libzmq's counter of routing ids starts at a number of C's ``rand()``, which is the same in every process. From
-    here on it is a random one, for sockets that are made later."""
+    """Let libzmq's counters of routing ids start at random numbers, for sockets that are made later. They start at a
+    value of C's ``rand()``, which is the same in every process otherwise."""
     ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4)))
 
 
 class Authenticator:
-    """Decides who may connect to the sockets of ``context`` that ``guard`` prepared. ``address()``: of the listener;
-    ``on_refused(ip)``: somebody was turned away."""
+    """Decides which callers may connect to the sockets of ``context`` that ``guard`` prepared. ``address()``: the
+    listener's; ``on_refused(ip)``: a caller was refused."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Authenticator:
         self.socket.bind(_ENDPOINT)
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Before ``socket`` binds."""
+        """Let this authenticator check the callers of ``socket``. Call it before the socket binds."""
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, b"byteps")
 
@@ -85,7 +84,7 @@ class Authenticator:
         loop.add_reader(self.socket, self.on_readable)
 
     def on_readable(self) -> None:
-        """libzmq asks about callers: answer."""
+        """Answer libzmq's questions about callers."""
         for _ in range(_BATCH):
             try:
                 *envelope, empty, version, number, _, ip, _, mechanism, name, password = self.socket.recv_multipart(
@@ -100,7 +99,7 @@ class Authenticator:
                 self._on_refused(ip.decode(errors="replace"))
 
     def _is_valid(self, nonce: bytes, password: bytes) -> bool:
-        """True once for what ``show_password`` made."""
+        """True for a password that ``show_password`` made, the first time."""
         if len(nonce) != 2 * _NONCE_BYTES or not nonce.isalnum() or nonce in self._used:
             return False
         if not hmac.compare_digest(password, _password(self._settings, self._address(), nonce) or b"-"):

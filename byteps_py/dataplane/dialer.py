@@ -1,7 +1,7 @@
 """The calling end of a data-plane connection: it connects, shakes hands, and does both again when that breaks.
 
-Owned by the loop's thread. Each connection has a ZeroMQ socket of its own, so that no message of one ever travels over
-the next: what is to be said again, the owner says again once ``on_open`` is called.
+Owned by the loop's thread. Each connection has a ZeroMQ socket of its own, so that no message of one connection ever
+travels over the next. The owner sends again what has no answer, once ``on_open`` is called.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from byteps_py.dataplane.authenticator import show_password
-from byteps_py.dataplane.handshake import WRONG, Caller
+from byteps_py.dataplane.handshake import WRONG, CallerHandshake
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import ProtocolError
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
-#: Below this a payload is copied: when memory that was lent to ZeroMQ has been sent, a thread of pyzmq is woken and
-#: takes the GIL, which costs more (64 KB messages on a busy machine: a tenth of a round's time).
+#: Smaller payloads are copied. When ZeroMQ has sent memory that it did not copy, a thread of pyzmq wakes up and takes
+#: the GIL, which costs more (64 KB messages on a busy machine: a tenth of a round's time).
 COPY_BYTES = 256 << 10
-_NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine enums takes a microsecond
+_NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining enums takes a microsecond
 _DRAIN = 64  # messages taken per wake-up before others get their turn
 _SLACK_BYTES = 64 << 10
-_RETRY_S = (0.01, 0.05, 0.2, 0.5)  # after so many failed attempts in a row; then as often as the last says
-#: A listener that many are knocking at may turn an honest one away once.
+_RETRY_S = (0.01, 0.05, 0.2, 0.5)  # after each failed attempt in a row; the last one repeats
+#: In a row. A listener with many unauthenticated callers may refuse a member once.
 _MOST_REFUSALS = 3
-_CONNECT_MS = 1_200  # a request that is lost is repeated after 1 s, then 2: a new attempt is sooner
+_CONNECT_MS = 1_200  # TCP repeats a lost SYN after 1 s, then 2 s: a new attempt is sooner
 _HANDSHAKE_MS = 4_000
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -41,10 +41,10 @@ _EVENTS = (
 
 
 class Owner:
-    """What a Dialer tells whoever uses it. All in the loop's thread; what it raises ends the loop."""
+    """The callbacks of a Dialer. The loop's thread calls them; an exception in one ends the loop."""
 
     def on_open(self) -> None:
-        """Connected, for the first time or again; both ends have proven who they are."""
+        """The connection is open, for the first time or again. Both ends have authenticated each other."""
 
     def on_message(self, header: Header, payload: zmq.Frame) -> None: ...
 
@@ -55,14 +55,14 @@ class Owner:
         """Message ``number`` could not be read at the other end; None: one from there could not be read here."""
 
     def on_refused(self, error: ProtocolError) -> None:
-        """The other end is not one of ours, or thinks so of us, several times in a row. If this returns, the Dialer
-        goes on trying."""
+        """Authentication has failed several times in a row, at either end. If this returns, the Dialer goes on
+        trying."""
 
 
 @dataclass(frozen=True, slots=True)
 class DialTarget:
-    """The other end: its address, and ``who`` it is, for messages. ``group``: of ranks, to which both belong (see
-    listener.py; 0: there is none yet)."""
+    """The other end: its address, and ``who`` it is, for messages. ``group``: the group of ranks to which both belong
+    (see listener.py; 0: there is none yet)."""
 
     address: str
     who: str
@@ -70,7 +70,7 @@ class DialTarget:
 
 
 class Dialer:
-    """Connects at once to ``target``, as machine ``sender``."""
+    """Connects to ``target`` as machine ``sender``, at once, and again when the connection breaks."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Dialer:
         self._owner = owner
         self._who = target.who
         self._group = target.group
-        self._caller: Caller
+        self._caller: CallerHandshake
         self._opening: Seal | None = None
         self._sealing: Seal | None = None
         self._is_welcome = False
@@ -105,8 +105,9 @@ class Dialer:
         return self._is_welcome
 
     def send(self, header: Header, payload: Data) -> int:
-        """Send over an open connection, payloads of COPY_BYTES and more from where they lie. Returns the message's
-        number. Never waits: what is sent over a connection that has just ended is lost, and ``on_broken`` follows."""
+        """Send over an open connection. Payloads of COPY_BYTES and more are not copied. Returns the message's number.
+        Never waits: a message on a connection that has just ended is lost, and ``on_broken`` follows. Raises
+        ProtocolError if the connection is not open."""
         if not self._is_welcome or self._sealing is None or self._socket is None:
             raise ProtocolError(f"a message for {self._who} before its connection was open")
         number = self._sealing.number
@@ -115,8 +116,8 @@ class Dialer:
             self._socket.send(sealed, _NOW_MORE)
             self._socket.send(shown, _NOW, copy=len(shown) < COPY_BYTES)
         except zmq.Again:
-            # The connection has ended, before the first part or between the two (then ZeroMQ has taken the first one
-            # back). This end is about to hear so, and then all is said again.
+            # The connection has ended, before the first part or between the two (then ZeroMQ has dropped the first
+            # one). The monitor is about to report it, and then everything without an answer is sent again.
             return number
         return number
 
@@ -125,7 +126,7 @@ class Dialer:
     def _connect(self) -> None:
         if self._is_closed:
             return
-        self._caller = Caller(self._settings, self._sender, self._address, self._group)
+        self._caller = CallerHandshake(self._settings, self._sender, self._address, self._group)
         self._sealing = self._opening = None
         socket = self._socket = self._context.socket(zmq.DEALER)
         silence_ms = int(1000 * self._settings.heartbeat_timeout_s)
@@ -137,10 +138,10 @@ class Dialer:
             zmq.RECONNECT_IVL: -1,
             zmq.CONNECT_TIMEOUT: _CONNECT_MS,
             zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
-            # Only what neither end notices otherwise is found so: the network between them lost everything.
+            # This finds what neither end notices otherwise: a network that loses everything in both directions.
             zmq.HEARTBEAT_IVL: max(200, silence_ms // 2),
             zmq.HEARTBEAT_TIMEOUT: 2 * silence_ms,
-            # Or it loses what goes that way alone: then the other end is heard all the time, but confirms nothing.
+            # And this one that loses only what this end sends: the other end is heard, but confirms nothing.
             zmq.TCP_MAXRT: 2 * silence_ms,
         }
         for option, value in options.items():
@@ -162,7 +163,7 @@ class Dialer:
         while self._socket is socket and self._socket is not None and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             while self._socket is socket and self._take():
-                pass  # what came before is no less true
+                pass  # messages that arrived before the end are still valid
             if self._socket is not socket:
                 return
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -171,7 +172,7 @@ class Dialer:
                 self._again()
 
     def _again(self) -> None:
-        """Give this connection up and make a new one, soon."""
+        """End this connection, and make a new one soon."""
         was_open = self.is_open
         self._hang_up()
         self._loop.call_later(_RETRY_S[min(self._failures, len(_RETRY_S) - 1)], self._connect)
@@ -180,7 +181,7 @@ class Dialer:
             self._owner.on_broken()
 
     def reconnect(self) -> None:
-        """This connection is no good: end it, and make a new one."""
+        """End this connection, which does not work, and make a new one."""
         if self._socket is not None:
             self._again()
 
@@ -218,7 +219,7 @@ class Dialer:
         if not self._is_welcome or self._opening is None:
             self._shake_hands(frames)
             return True
-        if len(frames) != 2:  # no seal can say so: the connection is no good
+        if len(frames) != 2:  # not a sealed message: the connection does not work
             self._again()
             return True
         try:
@@ -250,14 +251,13 @@ class Dialer:
             self._say(Kind.PROOF, proof)
 
     def _say(self, kind: Kind, text: bytes) -> None:
-        """A part of the handshake. Never waits: where the connection has ended, as it may before it was ever used,
-        this end is about to hear so."""
+        """Send a part of the handshake. Never waits. If the connection has ended, the monitor is about to report it."""
         if self._socket is not None:
             with contextlib.suppress(zmq.Again):
                 self._socket.send_multipart([Header(kind, self._sender, self._group).pack(), text], _NOW)
 
     def _prove(self, challenge: bytes) -> bytes:
-        """The proof that is due. Raises ProtocolError."""
+        """The proof to send. Raises ProtocolError if the listener does not know the secret."""
         try:
             proof, self._sealing, self._opening = self._caller.answer(challenge)
         except ProtocolError as error:
@@ -273,10 +273,10 @@ class Dialer:
 
 
 def _said(frames: list[zmq.Frame], due: Kind, opening: Seal | None = None) -> bytes:
-    """The payload of the listener's part in the handshake, sealed if there is a way of ``opening`` it. Raises
-    ProtocolError if it says something else."""
+    """The payload of the listener's part of the handshake, which is sealed if ``opening`` is given. Raises
+    ProtocolError if the message is not the one that is ``due``."""
     if len(frames) != 2:
-        raise ProtocolError(f"sent {len(frames)} frames where a {due.name} was due")
+        raise ProtocolError(f"sent {len(frames)} frames instead of a {due.name}")
     packed, payload = frames[0].bytes, frames[1]
     is_bare = len(packed) == HEADER_BYTES  # as a refusal always is
     try:
@@ -284,11 +284,11 @@ def _said(frames: list[zmq.Frame], due: Kind, opening: Seal | None = None) -> by
             packed, payload = opening.open(packed, payload)
         header = Header.unpack(packed)
     except ProtocolError as error:
-        raise ProtocolError(f"sent something else than a {due.name}: {error}") from None
+        raise ProtocolError(f"sent a message that is not a {due.name}: {error}") from None
     if header.kind is Kind.REFUSED:
         raise ProtocolError(f"turned this process away: {payload.bytes.decode(errors='replace').partition(chr(10))[2]}")
     if header.kind is not due:
-        raise ProtocolError(f"said {header.kind.name} where a {due.name} was due")
+        raise ProtocolError(f"sent {header.kind.name} instead of a {due.name}")
     if opening is not None and is_bare:
-        raise ProtocolError(f"sent a {due.name} without a seal, which anybody could")
+        raise ProtocolError(f"sent a {due.name} that is not sealed")
     return payload.bytes

@@ -5,14 +5,15 @@
        ──PROOF      proof that the CS knows it ───────────────────────────────────────────────────►
        ◄═WELCOME    sealed, as is all that follows, each way under a key of this connection alone (seal.py) ═
 
-A CS says nothing more until it is welcome: what a stranger may send is little (unauthenticated.py), and a busy listener
-hears the proof late.
+A CS sends nothing else until it is welcome: an unauthenticated process may send only little (unauthenticated.py), and a
+busy listener reads the proof late.
 
-Proofs are HMACs, under a key made from the secret, of all that is said and of whom it binds: the job, the listener's
-address, the machine that speaks and its group of ranks (see listener.py), the protection (so that nobody can talk the
-two into less). Nothing that somebody has overheard is of use on another connection. Keys come from an exchange of
-X25519 keys that only live in memory: who learns the secret later can't decrypt what was recorded. With a local secret
-(loopback only, made by bpslaunch) the proofs are the same, but messages are not sealed. With none they prove nothing.
+Proofs are HMACs with a key made from the secret. They cover all messages of the handshake and what it binds: the job,
+the listener's address, the machine that connects and its group of ranks (see listener.py), and the protection (so that
+no attacker can lower it). An overheard handshake is of no use on another connection. The keys come from an exchange of
+X25519 keys that live in memory only: an attacker that learns the secret later can't decrypt recorded messages. With a
+local secret (loopback only, made by bpslaunch) the proofs are the same, but messages are not sealed. Without a secret
+the proofs prove nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ CHALLENGE_BYTES = _NONCE_BYTES + _POINT_BYTES + _PROOF_BYTES
 WRONG = "its proof of membership is wrong: do job and secret agree?"
 
 
+_LISTENER, _CALLER = b"listener", b"communication service"
+
+
 def protection_of(settings: Settings) -> Protection:
     """What every connection of this process must have."""
     if not settings.secret:
@@ -61,12 +65,12 @@ def _derive(salt: bytes, material: bytes, what_for: bytes) -> bytes:
 
 
 def _digest_key(membership_key: bytes, listener_public: bytes) -> bytes:
-    """Of one listener's Digester: each process has a fresh public key."""
+    """The key of one listener's Digester. Each process has its own, because its public key is fresh."""
     return _derive(listener_public, _proof_key(membership_key), b"digests")
 
 
 class KeyPair:
-    """A key for one exchange, or for those of one process: never stored, never sent."""
+    """A key pair for one exchange, or for all exchanges of one process. The private key is never stored or sent."""
 
     def __init__(self, protection: Protection) -> None:
         self._private: X25519PrivateKey | None = None
@@ -79,7 +83,7 @@ class KeyPair:
         self.public = self._private.public_key().public_bytes_raw()
 
     def shared(self, other: bytes) -> bytes:
-        """Raises ProtocolError for a key that nobody makes by accident."""
+        """The shared secret with the other end's public key. Raises ProtocolError for an invalid key."""
         if self._private is None:
             return b""
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
@@ -87,12 +91,12 @@ class KeyPair:
         try:
             return self._private.exchange(X25519PublicKey.from_public_bytes(other))
         except ValueError:
-            raise ProtocolError("its public key is none") from None
+            raise ProtocolError("its public key is invalid") from None
 
 
 @dataclass(frozen=True, repr=False)
 class _Transcript:
-    """All that the proofs are about. Equal at both ends, or the proofs are wrong."""
+    """Everything that the proofs cover. If it differs between the ends, the proofs are wrong."""
 
     membership_key: bytes  # auth.py
     job: str
@@ -120,16 +124,13 @@ class _Transcript:
         return _derive(hashlib.sha256(self._bytes).digest(), shared + _proof_key(self.membership_key), direction)
 
     def seals(self, shared: bytes) -> tuple[Seal, Seal]:
-        """(CS to listener, listener to CS)"""
+        """The seals of both directions: (CS to listener, listener to CS)."""
         digest_key = _digest_key(self.membership_key, self.listener_public)
         up, down = (new_seal(self.protection, self.key(shared, way), digest_key) for way in (b"up", b"down"))
         return up, down
 
 
-_LISTENER, _CALLER = b"listener", b"communication service"
-
-
-class Caller:
+class CallerHandshake:
     """The CS's end. One per connection. ``machine``: its index in ``group``."""
 
     def __init__(self, settings: Settings, machine: int, address: str, group: int = 0) -> None:
@@ -158,7 +159,7 @@ class Caller:
         return said.proof(_CALLER), up, down
 
 
-class Doorkeeper:
+class ListenerHandshake:
     """The listener's end of all connections."""
 
     def __init__(self, settings: Settings) -> None:
@@ -169,17 +170,18 @@ class Doorkeeper:
         self.digest: Digester = new_digester(self.protection, _digest_key(self._membership_key, self._keys.public))
 
     def challenge(self, hello: bytes, machine: int, address: str, group: int = 0) -> tuple[bytes, Challenge]:
-        """What to send, and what to keep until it is answered. ``address``: the listener's, as others know it.
+        """The CHALLENGE to send, and the object to keep until its answer arrives. ``address``: the listener's, as
+        others know it.
 
-        Raises ProtocolError.
+        Raises ProtocolError if the HELLO is malformed, or has another protection.
         """
         if len(hello) != HELLO_BYTES:
             raise ProtocolError(f"a HELLO has a payload of {HELLO_BYTES} bytes, got {len(hello)}")
         if hello[0] != self.protection:
             theirs = Protection(hello[0]).name.lower() if hello[0] in list(Protection) else "unknown"
             raise ProtocolError(
-                f"its messages would be {theirs}, here they are {self.protection.name.lower()}: set BYTEPS_SECRET and "
-                "BYTEPS_ENCRYPT alike everywhere"
+                f"its messages would be {theirs}, here they are {self.protection.name.lower()}: set BYTEPS_SECRET "
+                "and BYTEPS_ENCRYPT to the same values everywhere"
             )
         nonce = os.urandom(_NONCE_BYTES)
         said = _Transcript(
@@ -190,7 +192,7 @@ class Doorkeeper:
 
 
 class Challenge:
-    """A connection that has been asked for its proof. ``machine``, ``group``: who it says it is."""
+    """A connection that has been sent a CHALLENGE. ``machine``, ``group``: what its HELLO claims."""
 
     def __init__(self, said: _Transcript, keys: KeyPair) -> None:
         self._said, self._keys = said, keys

@@ -1,16 +1,18 @@
-"""Listening on the data plane over TCP: one ZeroMQ ROUTER, and the CSs that have proven who they are.
+"""Listening on the data plane over TCP: one ZeroMQ ROUTER, and the CSs that have authenticated themselves.
 
 Owns the socket, the connections and the framing. Must not know what messages mean. Loop thread only.
-Nothing that a peer sends ends the process: what can't be understood is dropped and counted.
+Nothing that a peer sends ends the process: messages that can't be understood are dropped and counted.
 
-A machine is known by its index in a group of ranks, named by the epoch that it began with. In an elastic job one group
-follows another, and its machines are numbered anew: who wakes in a group that is no more must not pass for another.
+A machine is known by its index in a group of ranks; the group is named by the epoch that it began with. In an elastic
+job one group follows another, and the machines of each have new indices: a machine that wakes up in a group that is
+over must not be taken for another one.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -18,8 +20,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
-from byteps_py.dataplane.handshake import WRONG, Challenge, Doorkeeper
-from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake
 from byteps_py.dataplane.seal import DamagedError, Seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
@@ -29,26 +30,50 @@ from byteps_py.settings import Settings
 from byteps_py.unauthenticated import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.wire import Header, Kind
 
-_NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine enums takes a microsecond
+_NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining enums takes a microsecond
 # Messages taken in one go before timers and other sockets get their turn.
 _BATCH = 64
-# A message may be this much longer than a partition. What is longer never reaches this process's memory.
+# A message may be this much longer than a partition. Longer ones never reach this process's memory.
 _SLACK_BYTES = 4096
-# A machine sends few probes before the first comes back, and one machine at a time.
+# A machine sends few probes before the first one returns, and machines take turns.
 _HELD_PROBES = 64
-# Refusals to strangers per second: enough to tell a cluster what it configured wrongly, too few to be abused.
+# Refusals to unauthenticated peers per second: enough to show a wrong configuration, too few to be abused.
 _STRANGER_REFUSALS_PER_S = 100
-#: Handshakes under way at once. Beyond, the oldest must begin again.
+#: Handshakes at the same time. If there are more, the oldest must begin again.
 _MOST_CHALLENGES = 256
-#: Of so many that have gone, what is still unread is dropped without a word.
+#: Of how many disconnected peers late messages are dropped without a log line.
 _REMEMBERED = 256
-#: Damaged messages in a row after which a connection is cut: on the next one all is said again.
+#: Damaged messages in a row after which a connection is cut. On the next one the peer sends everything again.
 _MOST_DAMAGED = 16
 
 
+class Peer(ABC):
+    """One connection of a CS. ``machine``: its index, proven by its HELLO."""
+
+    machine: int
+
+    @abstractmethod
+    def answer(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> None:
+        """Send a result; None: it lies where the peer wants it, or the peer has it. ``digest``: of the result, if one
+        was made (seal.py). Never blocks."""
+
+    @abstractmethod
+    def tell(self, header: Header, payload: bytes = b"") -> None:
+        """Send a message that is not an answer. Never blocks."""
+
+    @abstractmethod
+    def refuse(self, header: Header, reason: str) -> None:
+        """Send why a message was not accepted: ``ErrorType``, line break, sentence. Never blocks."""
+
+
+def reply(header: Header, kind: Kind) -> bytes:
+    """A request's header as the header of its reply: only the kind differs. Changes ``header``."""
+    header.kind = kind
+    return header.pack()
+
+
 class RemotePeer(Peer):
-    """A CS on another machine, or at least beyond a socket. ``age``: later groups, and in a group later connections,
-    have higher ones."""
+    """A CS that is connected over TCP. ``age``: later groups, and later connections of a group, have higher ones."""
 
     def __init__(
         self, network: DataListener, identity: bytes, machine: int, seals: tuple[Seal, Seal], age: tuple[int, int]
@@ -61,14 +86,14 @@ class RemotePeer(Peer):
         self.damaged = 0  # messages in a row
 
     def lend(self, header: Header, view: memoryview) -> zmq.MessageTracker | None:
-        """Like ``answer``, from memory that may change once the tracker is done. None: the peer is gone."""
+        """Like ``answer``, from memory that may change once the tracker is done. None: the peer has disconnected."""
         return self._network.send_tracked(self, reply(header, Kind.ANSWER), view)
 
     def answer(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> None:
         self.give(header, result, digest)
 
     def give(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> bool:
-        """Like ``answer``. False: the peer is gone."""
+        """Like ``answer``. False: the peer has disconnected."""
         return self._network.send_result(self, reply(header, Kind.ANSWER), result, digest)
 
     def tell(self, header: Header, payload: bytes = b"") -> None:
@@ -79,9 +104,11 @@ class RemotePeer(Peer):
 
 
 class DataListener:
-    """Listens on ``tcp://host``, any port. ``on_message``: one of ``kinds`` came; ``on_gone``: a peer went away."""
+    """Listens on ``tcp://host``, any port. ``on_message``: a message of one of ``kinds`` has arrived; ``on_gone``: a
+    peer has disconnected. Raises ConfigurationError if it can't listen there."""
 
-    #: Answers that wait for a peer to read them. A machine keeps 8192 requests for a second try.
+    #: Answers that wait for a peer to read them; a peer with more is disconnected. A machine keeps 8192 requests to
+    #: resend.
     most_unread = 1 << 16
 
     def __init__(
@@ -100,13 +127,13 @@ class DataListener:
         self._on_gone = on_gone
         self._peers: dict[bytes, RemotePeer] = {}
         self._by_machine: dict[int, RemotePeer] = {}  # its latest connection
-        self._doorkeeper = Doorkeeper(settings)
-        #: Of what many are sent. Any thread.
-        self.digest = self._doorkeeper.digest
+        self._handshake = ListenerHandshake(settings)
+        #: Makes the digest of a payload that many peers get. Any thread.
+        self.digest = self._handshake.digest
         self._challenges: dict[bytes, tuple[int, Challenge]] = {}
         self._numbers = itertools.count()
         self._departed: deque[bytes] = deque(maxlen=_REMEMBERED)  # identities
-        # Probes wait until this process has loaded its kernels: else they would measure the processor.
+        # Probes wait until this process has loaded its kernels: else they would measure the processor, not the link.
         self._held_probes: list[tuple[RemotePeer, Header, zmq.Frame]] | None = []
         self._refusals = Limiter(_STRANGER_REFUSALS_PER_S)
         self.address = ""
@@ -125,7 +152,7 @@ class DataListener:
             self.close()
             raise ConfigurationError(
                 f"this process can't listen at {host}: {zmq.strerror(error.errno or 0)}. DMLC_NODE_HOST, or else "
-                "DMLC_INTERFACE, must say an address of this machine"
+                "DMLC_INTERFACE, must name an address of this machine"
             ) from error
         self.address = f"tcp://{host}:{port}"
 
@@ -135,21 +162,21 @@ class DataListener:
         options = {
             zmq.LINGER: 0,
             zmq.IPV6: 0,
-            zmq.ROUTER_MANDATORY: 1,  # an answer to nobody is an error, not silence
+            zmq.ROUTER_MANDATORY: 1,  # a message to a disconnected peer is an error
             zmq.MAXMSGSIZE: self._settings.max_partition_bytes + _SLACK_BYTES,
             zmq.HANDSHAKE_IVL: int(PATIENCE_S * 1000),
             zmq.HEARTBEAT_IVL: beat_ms,
             zmq.HEARTBEAT_TIMEOUT: timeout_ms,
             zmq.HEARTBEAT_TTL: min(timeout_ms, 6_553_000),
             zmq.RCVHWM: 1024,  # in messages; what a CS has in flight is limited in bytes by its own credit
-            # Far more than anybody asks for at once: a peer that asks on and on, and reads no answer, counts as gone.
+            # Far more than any peer asks for at once. A peer that goes on asking and reads no answers is disconnected.
             zmq.SNDHWM: self.most_unread,
         }
         for option, value in options.items():
             self.socket.setsockopt(option, value)
 
     def attach(self, loop: EventLoop) -> None:
-        """To the loop of the thread that uses it."""
+        """Let ``loop`` read the sockets. Its thread owns this object."""
         loop.add_reader(self.socket, self.on_readable)
         loop.add_reader(self.monitor, self.on_monitor)
         self._authenticator.attach(loop)
@@ -160,17 +187,17 @@ class DataListener:
             loop.remove(socket)
 
     def peer_of(self, machine: int) -> Peer | None:
-        """Its latest connection; None if it has none."""
+        """The latest connection of a machine; None if it has none."""
         peer = self._by_machine.get(machine)
         return peer if peer is not None and peer.identity in self._peers else None
 
     @property
     def connections(self) -> int:
-        """Peers connected at this moment, as far as ``on_monitor`` has been told."""
+        """Number of authenticated peers that are connected, as far as the monitor has reported."""
         return len(self._connected) - len(self._strangers)
 
     def on_monitor(self) -> None:
-        """The monitor socket can be read: peers have come or gone."""
+        """The monitor socket can be read: peers have connected or disconnected."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             fd = int(event["value"])
@@ -182,10 +209,10 @@ class DataListener:
                 self._strangers.known(fd)
 
     def _on_unauthenticated(self, ip: str) -> None:
-        self._traffic.turned_away(f"a stranger at {ip}", WRONG)
+        self._traffic.turned_away(f"an unknown process at {ip}", WRONG)
 
     def on_readable(self) -> None:
-        """Messages are there: take some."""
+        """The socket can be read: take some messages."""
         for _ in range(_BATCH):
             try:
                 frames = [self.socket.recv(_NOW, copy=False)]
@@ -199,18 +226,18 @@ class DataListener:
         peer = self._peers.get(identity)
         try:
             if peer is None and identity in self._departed:
-                return  # what it said last; it says again on its next connection what has no answer
+                return  # its last messages; on its next connection it sends again what has no answer
             if peer is None:
                 self._greet(identity, frames)
             else:
                 self._open(peer, frames)
         except ProtocolError as error:
-            self._traffic.turned_away(f"machine {peer.machine}" if peer else "a stranger", error)
+            self._traffic.turned_away(f"machine {peer.machine}" if peer else "an unknown process", error)
 
     def _open(self, peer: RemotePeer, frames: list[zmq.Frame]) -> None:
         """A message of a peer. Raises ProtocolError for one that no correct peer sends."""
         if len(frames) != 2:
-            raise ProtocolError(f"it has {len(frames)} parts, not a header and a payload")
+            raise ProtocolError(f"the message has {len(frames)} parts, not a header and a payload")
         try:
             packed, payload = peer.opening.open(frames[0].bytes, frames[1])
         except DamagedError as damage:
@@ -222,34 +249,34 @@ class DataListener:
             self._probed(peer, header, payload)
         elif header.kind not in self._kinds or header.sender != peer.machine:
             name = header.kind.name
-            text = f"{name} in the name of machine {header.sender} is not for machine {peer.machine} to send"
+            text = f"machine {peer.machine} must not send {name} as machine {header.sender}"
             peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
             raise ProtocolError(text)
         elif peer is self._by_machine.get(peer.machine):
             self._traffic.bytes_received += len(payload)
             self._on_message(header, peer, payload)
-        # Else its machine has connected again, and says again there what has no answer: one on this connection would
-        # be lost. Or its group is over, which it will hear from the scheduler.
+        # Else its machine has connected again, and sends again there what has no answer: an answer on this connection
+        # would be lost. Or its group is over, and the scheduler will tell it.
 
     def _damaged(self, peer: RemotePeer, damage: DamagedError, frame: zmq.Frame) -> None:
-        """What it says, it will have to say again. But who says nothing else is none of us, or will be once more when
-        it has connected anew."""
+        """Let the peer send a damaged message again. A peer that sends only damaged ones is not a member, or works
+        again after the next handshake: it is disconnected."""
         peer.damaged += 1
         self._traffic.turned_away(f"machine {peer.machine}", damage)
         self.send(peer, Header(Kind.DAMAGED, peer.machine, round=damage.number).pack(), zmq.Frame())
         if peer.damaged >= _MOST_DAMAGED and peer.identity in self._peers:
             del self._peers[peer.identity]
             self._departed.append(peer.identity)
-            self.on_monitor()  # what is told of its descriptor after this is about it
+            self.on_monitor()  # later events of this descriptor are about this connection
             self._strangers.expel(int(frame.get(zmq.SRCFD)))
             self._on_gone(peer)
 
-    # ---- coming --------------------------------------------------------------------------------------------
+    # ---- handshake ------------------------------------------------------------------------------------------
 
     def _greet(self, identity: bytes, frames: list[zmq.Frame]) -> None:
-        """A message of a connection that has not proven who it is. Raises ProtocolError."""
+        """A message of a connection that is not authenticated yet. Raises ProtocolError if it is refused."""
         if len(frames) != 2:
-            raise ProtocolError(f"it has {len(frames)} parts, not a header and a payload")
+            raise ProtocolError(f"the message has {len(frames)} parts, not a header and a payload")
         header, said = Header.unpack(frames[0].buffer), frames[1]
         try:
             if header.kind is Kind.HELLO:
@@ -261,12 +288,12 @@ class DataListener:
         except ProtocolError as error:
             if self._refusals.allow():
                 self._say(identity, reply(header, Kind.REFUSED), f"{ProtocolError.__name__}\n{error}".encode())
-            raise ProtocolError(f"(machine {header.sender}, it says) {error}") from None
+            raise ProtocolError(f"(it calls itself machine {header.sender}) {error}") from None
 
     def _challenge(self, identity: bytes, header: Header, said: zmq.Frame) -> None:
         if identity[:1] != b"\0":
-            raise ProtocolError("it has chosen its own ZeroMQ identity, which may be another's")
-        text, challenge = self._doorkeeper.challenge(said.bytes, header.sender, self.address, header.epoch)
+            raise ProtocolError("it has chosen its own ZeroMQ identity, which another peer may have")
+        text, challenge = self._handshake.challenge(said.bytes, header.sender, self.address, header.epoch)
         self._challenges.pop(identity, None)
         if len(self._challenges) >= _MOST_CHALLENGES:
             del self._challenges[next(iter(self._challenges))]
@@ -276,17 +303,17 @@ class DataListener:
     def _welcome(self, identity: bytes, header: Header, said: zmq.Frame) -> None:
         number, challenge = self._challenges.pop(identity, (0, None))
         if challenge is None or challenge.machine != header.sender:
-            raise ProtocolError("it was not asked for a proof, or its proof came late")
+            raise ProtocolError("it was not asked for a proof, or its proof arrived too late")
         seals, age = challenge.accept(said.bytes), (challenge.group, number)
         peer = self._peers[identity] = RemotePeer(self, identity, header.sender, seals, age)
         self.send(peer, Header(Kind.WELCOME, peer.machine).pack(), zmq.Frame())  # before anything else to it
-        # Of connections that end and begin again at once, the last words of the first may be read last.
+        # If a connection ends and the next begins at once, messages of the first may be read after those of the second.
         latest = self._by_machine.get(peer.machine)
         if latest is None or latest.age < age:
             self._by_machine[peer.machine] = peer
             if latest is not None:
-                self._on_gone(latest)  # nothing that it said can be answered any more
-        self.on_monitor()  # what is told of its descriptor after this is about it
+                self._on_gone(latest)  # its requests can't be answered any more
+        self.on_monitor()  # later events of this descriptor are about this connection
         self._strangers.known(int(said.get(zmq.SRCFD)))
         logger.debug("machine %d has connected", header.sender)
 
@@ -299,7 +326,7 @@ class DataListener:
             self._held_probes.append((peer, header, payload))
 
     def open_echo(self) -> None:
-        """From now on probes are sent back at once."""
+        """From now on probes are echoed at once."""
         held, self._held_probes = self._held_probes or [], None
         for probe in held:
             self._probed(*probe)
@@ -307,13 +334,13 @@ class DataListener:
     # ---- sending -------------------------------------------------------------------------------------------
 
     def _say(self, identity: bytes, header: bytes, text: bytes) -> None:
-        """Before there are keys."""
+        """Send a message of the handshake, before there are keys."""
         if self._address_to(identity):
             self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
             self.socket.send(text, zmq.NOBLOCK)
 
     def send(self, peer: RemotePeer, header: bytes, payload: zmq.Frame, digest: bytes = b"") -> bool:
-        """Send without waiting. False: the peer is gone; it is forgotten, and ``on_gone`` is told."""
+        """Send without waiting. False: the peer has disconnected; it is forgotten, and ``on_gone`` is called."""
         if not self._address_to(peer.identity):
             return False
         sealed, shown = peer.sealing.seal(header, payload.buffer, digest)
@@ -322,7 +349,7 @@ class DataListener:
         return True
 
     def _address_to(self, identity: bytes) -> bool:
-        """Begin a message to a peer. False if it is gone."""
+        """Begin a message to a peer. False if it has disconnected."""
         try:
             self.socket.send(identity, _NOW_MORE)
         except zmq.ZMQError as error:
@@ -336,7 +363,7 @@ class DataListener:
         return True
 
     def send_tracked(self, peer: RemotePeer, header: bytes, payload: memoryview) -> zmq.MessageTracker | None:
-        """Send from where ``payload`` lies; the tracker says when it may change. None: the peer is gone."""
+        """Send ``payload`` without copying it; the tracker says when it may change. None: the peer has disconnected."""
         if not self._address_to(peer.identity):
             return None
         sealed, shown = peer.sealing.seal(header, payload)
@@ -345,7 +372,7 @@ class DataListener:
         return self.socket.send(shown, zmq.NOBLOCK, copy=False, track=True)
 
     def send_result(self, peer: RemotePeer, header: bytes, result: zmq.Frame | None, digest: bytes = b"") -> bool:
-        """Send an answer, and count it. False: the peer is gone."""
+        """Send an answer, and count it. False: the peer has disconnected."""
         if result is None:
             return self.send(peer, header, zmq.Frame())
         self._traffic.bytes_sent += len(result)

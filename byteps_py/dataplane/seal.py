@@ -1,13 +1,14 @@
-"""How messages of one connection are protected on their way: so that none is changed, repeated, left out or made up.
+"""Protection of one connection's messages: none can be changed, repeated, left out or made up.
 
-Pure; one thread per connection. Each end numbers what it sends, from 0, and the number is part of the proof, though
-it does not travel: a repeated or missing message can't be opened. What can't be opened is counted all the same, so one
+Pure; one thread per connection. Each end numbers the messages that it sends, from 0. The number is authenticated, but
+not sent: a repeated or missing message can't be opened. A message that can't be opened is counted all the same, so one
 damaged message does not spoil the next.
 
-What many are sent is read once: a digest of the payload, made once per result (``Digester``), stands for it in the
-message to each. Its key is known to members only, and the header that it travels in is sealed for one connection.
+A payload that goes to many peers is read once: a digest of it, made once per result (``Digester``), stands for it in
+each message. The key of digests is known to members only, and the header that brings the digest is sealed for one
+connection.
 
-    OPEN     no secret (loopback only): a checksum (xxh3) finds what memory, cards and switches change
+    OPEN     no secret (loopback only): a checksum (xxh3) finds what memory, network cards and switches damage
     SIGNED   AES-GCM authenticates header and payload, and hides the header; the payload travels in the clear
     ENCRYPTED  AES-GCM hides the payload, too
 
@@ -33,17 +34,18 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 Data = bytes | bytearray | memoryview
-#: Makes the digest of a payload that goes to many; empty where messages have none. Any thread, several at once.
+#: Makes the digest of a payload that goes to many peers; empty if messages have none. Several threads may call it at
+#: once.
 Digester = Callable[[Data], bytes]
 
 KEY_BYTES = 16
 _TAG_BYTES = 16
-_FOLLOWS = b"a payload follows"  # so that nobody can leave it out
+_FOLLOWS = b"a payload follows"  # so that an attacker can't leave it out
 _DIGESTED = b"a payload with this digest follows"
 _COUNT_BYTES = 8
 _DIGEST_BYTES = _COUNT_BYTES + _TAG_BYTES
-_LONG_HEADER_BYTES = HEADER_BYTES + _DIGEST_BYTES + _TAG_BYTES  # of a header that brings a digest
-_LARGE_BYTES = 16 << 10  # from here on a buffer of our own is cheaper than one that the library makes
+_LONG_HEADER_BYTES = HEADER_BYTES + _DIGEST_BYTES + _TAG_BYTES  # length of a header that brings a digest
+_LARGE_BYTES = 16 << 10  # from this size on, a buffer of our own is cheaper than one that the library makes
 
 
 class Protection(enum.IntEnum):
@@ -55,7 +57,7 @@ class Protection(enum.IntEnum):
 
 
 class DamagedError(ProtocolError):
-    """A message can't be opened. ``number``: which one of its connection, in this direction."""
+    """A message can't be opened. ``number``: its number on the connection, in this direction."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"message {number} of its connection came damaged")
@@ -75,7 +77,7 @@ class Seal(ABC):
 
     @abstractmethod
     def open(self, header: bytes, payload: zmq.Frame) -> tuple[bytes, zmq.Frame]:
-        """What was sealed. Raises DamagedError."""
+        """The header and the payload that were sealed. Raises DamagedError."""
 
 
 class _Open(Seal):
@@ -103,8 +105,8 @@ class _Signed(Seal):
     def __init__(self, cipher: AESGCM, digests: AESGCM, invalid: type[Exception]) -> None:
         super().__init__()
         self._cipher = cipher
-        self._digests = digests  # those of the listener's Digester are checked with it
-        self._invalid = invalid  # what the cipher raises
+        self._digests = digests  # checks digests of the listener's Digester
+        self._invalid = invalid  # the exception of the cipher
 
     def _nonce(self) -> bytes:
         """Never the same twice with one key."""
@@ -168,11 +170,11 @@ def _of_digest(count: bytes) -> bytes:
 
 
 def new_seal(protection: Protection, key: bytes, digest_key: bytes) -> Seal:
-    """For one direction; ``key``: its own, of KEY_BYTES; ``digest_key``: of the Digester of this connection's
-    listener."""
+    """The seal of one direction. ``key``: its own key, of KEY_BYTES; ``digest_key``: that of the Digester of the
+    connection's listener."""
     if protection is Protection.OPEN:
         return _Open()
-    # Loopback jobs do without the library.
+    # Imported here: jobs on loopback do not need the library.
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -181,12 +183,13 @@ def new_seal(protection: Protection, key: bytes, digest_key: bytes) -> Seal:
 
 
 def new_digester(protection: Protection, key: bytes) -> Digester:
-    """For one process; ``key``: its own, of KEY_BYTES, with which nothing else is done, as no nonce may come twice."""
+    """The Digester of one process. ``key``: its own key, of KEY_BYTES, used for nothing else: no nonce may occur
+    twice."""
     if protection is Protection.OPEN:
         checksum: Digester = xxhash.xxh3_64_digest
         return checksum
     if protection is Protection.ENCRYPTED:
-        return lambda payload: b""  # each connection encrypts under its own key: there is no part in common
+        return lambda payload: b""  # each connection encrypts with its own key: messages have no part in common
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     cipher, counts = AESGCM(key), itertools.count()

@@ -1,4 +1,4 @@
-"""What whoever listens has carried, and what it has turned away. Owned by the loop thread."""
+"""What a listener has carried, and what it has refused. Owned by the loop's thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from byteps_py.log import logger
 
 
 class Limiter:
-    """Says yes at most ``per_second`` times in a second, and how often it said no in between."""
+    """A rate limit. ``denied``: how often ``allow`` has returned False."""
 
     def __init__(self, per_second: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_second = per_second
@@ -20,6 +20,7 @@ class Limiter:
         self.denied = 0
 
     def allow(self) -> bool:
+        """True at most ``per_second`` times in a second."""
         now = self._clock()
         if now - self._second_began >= 1:
             self._second_began, self._granted = now, 0
@@ -41,12 +42,12 @@ class Traffic:
     _log_limiter: Limiter = field(default_factory=lambda: Limiter(per_second=5))
 
     def turned_away(self, whom: str, reason: object) -> None:
-        """A message was dropped."""
+        """Count and log a message of ``whom`` that was dropped."""
         self.malformed += 1
         self.note("dropped a message of", whom, reason)
 
     def note(self, what: str, whom: object, reason: object) -> None:
-        """Log it, unless a flood of such lines is being logged already."""
+        """Log a line, unless too many such lines are being logged already."""
         if self._log_limiter.allow():
             missed, self._log_limiter.denied = self._log_limiter.denied, 0
             more = f" ({missed} more were not logged)" if missed else ""

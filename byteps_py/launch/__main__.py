@@ -12,13 +12,13 @@ from typing import NoReturn
 
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.exit_status import handle_signals
-from byteps_py.launch import options
-from byteps_py.launch.cluster import ClusterSize, cluster_plan, free_port
-from byteps_py.launch.gpus import visible_gpus
-from byteps_py.launch.output import say
-from byteps_py.launch.plan import role_plan
-from byteps_py.launch.policy import ENDING_SIGNALS
-from byteps_py.launch.spec import ProcessKind, ProcessSpec
+from byteps_py.launch import command_line
+from byteps_py.launch.cluster_plan import ClusterSize, cluster_plan, free_port
+from byteps_py.launch.installation import visible_gpus
+from byteps_py.launch.machine_plan import role_plan
+from byteps_py.launch.process_output import say
+from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
+from byteps_py.launch.supervision_policy import ENDING_SIGNALS
 from byteps_py.launch.supervisor import Supervisor
 from byteps_py.machine import check_offered_host
 from byteps_py.settings import Settings, ignored_variables
@@ -35,12 +35,14 @@ class CommandError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one job to its end. Returns the exit code described by ``bpslaunch --help``.
+    """Run one job to its end. Returns the exit code that ``bpslaunch --help`` describes.
 
-    A signal ends this program with an exit code before, and after, there are processes to pass it on to. Once the job
-    is over it changes nothing.
+    While there are no processes to pass it on to, a signal ends this program with an exit code. Once the job is over, a
+    signal changes nothing.
     """
-    taken = [signum for signum in ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup's stay
+    taken = [
+        signum for signum in ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
+    ]  # nohup's stay ignored
     with handle_signals(taken, _exit):
         return _code(sys.argv[1:] if arguments is None else arguments)
 
@@ -67,10 +69,10 @@ def _exit(signum: int, frame: object) -> NoReturn:
 
 
 def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
-    given = options.parse(arguments, outer_environ)
+    given = command_line.parse(arguments, outer_environ)
     environ = {**outer_environ, **given.variables}
     if given.ranks and not (environ.get("BYTEPS_SECRET") or environ.get("BYTEPS_SECRET_FILE")):
-        # Only this job's processes know it: other users of this machine can't join the job, or end it.
+        # Only this job's processes know the secret: other users of this machine can't join the job, or end it.
         environ = {"BYTEPS_LOCAL_SECRET": secrets.token_hex(32), **environ}
     command = resolve(given.command, environ)
     for sentence in ignored_variables(environ):
@@ -93,7 +95,7 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
 
 
 def _plan(
-    given: options.LaunchOptions, environ: Mapping[str, str], command: Sequence[str], token: str
+    given: command_line.LaunchOptions, environ: Mapping[str, str], command: Sequence[str], token: str
 ) -> list[ProcessSpec]:
     cores = len(os.sched_getaffinity(0))
     if not given.ranks:

@@ -1,7 +1,8 @@
-"""What the launcher shows of a job that failed: the cause, once, with the ranks that gave it. Pure.
+"""What the launcher shows of a job that failed: the cause, once, with the ranks that reported it. Pure.
 
-A rank that ended because another one failed repeats what that one says; so does a service. They are shown only where
-nobody of this launcher says it for itself: the cause was on another machine, or a process that was killed said nothing.
+A rank that ended because another rank failed repeats that rank's error; so does a service. Their messages are shown
+only if no process of this launcher reported the error as its own: the cause was on another machine, or a killed process
+said nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from dataclasses import dataclass
 
 from byteps_py.last_words import Blame, LastWords
 
-#: Different errors that are shown; there may be as many as there are ranks.
+#: How many different errors are shown; there may be as many as ranks.
 _MOST = 4
-#: Words of a process that has not ended so long after it said them are shown: something keeps it.
+#: If a process has not ended so many seconds after its message, the message is shown: something keeps the process.
 SHOW_AFTER_S = 15.0
 
 
@@ -24,24 +25,25 @@ class _Said:
 
 
 class FailureReport:
-    """``label``: of the process, as in prefixes."""
+    """Collects the messages of one job's processes."""
 
     def __init__(self) -> None:
         self._said: list[_Said] = []
         self._shown: set[Blame] = set()
 
     def heard(self, label: str, words: LastWords, now_s: float) -> None:
+        """A message of the process with this label, as in prefixes."""
         if words.blame is not Blame.NOBODY:
             self._said.append(_Said(label, words, now_s))
 
     @property
     def due_s(self) -> float | None:
-        """When to show what a process has said that does not end."""
+        """When to show the message of a process that does not end; None if there is none."""
         return min((said.at_s + SHOW_AFTER_S for said in self._said if said.words.blame is Blame.OWN), default=None)
 
     def take(self, was_asked_to_end: bool = False) -> list[tuple[str, str]]:
-        """The prefixes and texts to show now, the first cause last; they are not shown again. ``was_asked_to_end``:
-        somebody ended the job, so that only what failed by itself is of interest."""
+        """The (labels, text) pairs to show now, the first cause last; they are not shown again. ``was_asked_to_end``: a
+        user ended the job, so only processes that failed by themselves matter."""
         said, self._said = self._said, []
         for blame in (Blame.OWN,) if was_asked_to_end else (Blame.OWN, Blame.OTHERS, Blame.SERVICE):
             if self._shown and blame is not Blame.OWN:
@@ -56,7 +58,7 @@ class FailureReport:
         return []
 
     def begin_anew(self) -> None:
-        """Errors that are reported from now on have another cause."""
+        """Errors that are reported from now on have another cause than those before."""
         self._shown.clear()
 
     @staticmethod

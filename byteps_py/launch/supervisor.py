@@ -1,6 +1,6 @@
-"""Starts processes, waits for their ends and for signals, and carries out what the policy decides.
+"""Starts processes, waits for them and for signals, and carries out what the policy decides.
 
-Waits on descriptors only (one per process, one for signals, one per pipe). The program's main thread runs it.
+Waits on descriptors only: one per process, one for signals, one per pipe. Runs in the program's main thread.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from byteps_py import jobs
 from byteps_py.jobs import TOKEN_VARIABLE
 from byteps_py.last_words import VARIABLE
 from byteps_py.launch.failure_report import FailureReport
-from byteps_py.launch.guard import ProcessGuard, die_with, sweep
-from byteps_py.launch.output import OutputStream, WordsPipe, open_streams, say, show
-from byteps_py.launch.policy import ENDING_SIGNALS, USER_SIGNALS, Action, Policy, Say, Start, describe
-from byteps_py.launch.spec import ProcessKind, ProcessSpec
+from byteps_py.launch.process_guard import ProcessGuard, die_with, sweep
+from byteps_py.launch.process_output import OutputStream, WordsPipe, open_streams, say, show
+from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
+from byteps_py.launch.supervision_policy import (
+    ENDING_SIGNALS,
+    USER_SIGNALS,
+    Action,
+    Say,
+    Start,
+    SupervisionPolicy,
+    describe,
+)
 
 _REAP_LIMIT_S = 5.0
 _MOST_GUARDS = 10
@@ -33,10 +41,10 @@ _MOST_GUARDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """How a job is watched. ``grace_s``: from a request to end until SIGKILL; ``own_error_s``: how long ranks have
-    after one of them failed or a service died; ``drain_s``: how long services have once all ranks have ended;
-    ``tag_output``: prefix every line (None: of more than one rank); ``folder``: a file per process and stream goes
-    there; ``elastic``, ``is_part``: see Policy."""
+    """How a job is supervised. ``grace_s``: seconds from SIGTERM to SIGKILL; ``own_error_s``: seconds that ranks have
+    to end with their own error after a rank or a service failed; ``drain_s``: seconds that services have once all ranks
+    have ended; ``tag_output``: prefix every line (None: if there is more than one rank); ``folder``: for a file per
+    process and stream; ``elastic``, ``is_part``: see SupervisionPolicy."""
 
     grace_s: float = 5.0
     own_error_s: float = 15.0
@@ -48,13 +56,13 @@ class Supervision:
 
 
 class Supervisor:
-    """One job's processes. ``run`` once; afterwards nothing that it started exists."""
+    """One job's processes. Call ``run`` once; after it, no process that it started exists."""
 
     def __init__(self, specs: Sequence[ProcessSpec], environ: Mapping[str, str], how: Supervision, token: str) -> None:
         self._specs, self._environ, self._how, self._token = specs, environ, how, token
         are_many = sum(spec.kind is ProcessKind.MAIN for spec in specs) > 1
         self._tags = are_many if how.tag_output is None else how.tag_output
-        self._policy = Policy(specs, how.grace_s, how.own_error_s, how.drain_s, how.elastic, how.is_part)
+        self._policy = SupervisionPolicy(specs, how.grace_s, how.own_error_s, how.drain_s, how.elastic, how.is_part)
         self._selector = selectors.DefaultSelector()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[str, int] = {}
@@ -63,12 +71,12 @@ class Supervisor:
         self._report = FailureReport()
         self._was_signalled = False
         self._guard: ProcessGuard | None = None
-        self._guards = 0  # that have died
+        self._guards = 0  # how many guards have died
 
-    def run(self) -> Policy:
-        """Start everything, return when it is over: ``code`` is the exit code, ``retry`` asks to start over.
+    def run(self) -> SupervisionPolicy:
+        """Start the job, and return when it is over: ``code`` is the exit code, ``retry`` asks to start over.
 
-        Raises OSError when a process can't be started; the others are then gone.
+        Raises OSError if a process can't be started, after it has ended the others.
         """
         self._set_guard()
         try:
@@ -92,7 +100,7 @@ class Supervisor:
         self._watch(self._guard.pidfd, self._guard_died)
 
     def _guard_died(self) -> None:
-        """Without it what the ranks have started would outlive a launcher that is killed."""
+        """The guard has died: start another one, or processes of the ranks would outlive a launcher that is killed."""
         if self._guard is None:
             return
         self._selector.unregister(self._guard.pidfd)
@@ -100,14 +108,14 @@ class Supervisor:
         self._guards += 1
         if self._guards < _MOST_GUARDS:
             self._set_guard()
-            say(f"{text}; another one has taken its place")
+            say(f"{text}; it is started again")
         else:
-            say(f"{text} for the {_MOST_GUARDS}th time, and is not started again")
+            say(f"{text} for the {_MOST_GUARDS}th time; it is not started again")
             self._guard = None
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Signals become bytes on a socket. One that was ignored before (nohup) stays so."""
+        """Turn signals into bytes on a socket. A signal that is ignored (nohup) stays ignored."""
         reader, writer = socket.socketpair()
         reader.setblocking(False)
         writer.setblocking(False)
@@ -131,7 +139,7 @@ class Supervisor:
         outer = self._environ.get(TOKEN_VARIABLE, "")
         env = {**self._environ, **spec.env, TOKEN_VARIABLE: f"{outer}:{self._token}" if outer else self._token}
         if outputs:
-            env.setdefault("PYTHONUNBUFFERED", "1")  # into a pipe, Python would keep its words back
+            env.setdefault("PYTHONUNBUFFERED", "1")  # Python buffers its output into a pipe
         self._streams[spec.name] = streams
         words = self._words[spec.name] = WordsPipe()
         env[VARIABLE] = words.name
@@ -198,11 +206,11 @@ class Supervisor:
         os.close(pidfd)
         status = self._processes.pop(name).wait()
         for stream in self._streams[name]:
-            stream.pump()  # its last words come before ours about it
+            stream.pump()  # its output comes before the launcher's message about its end
         spec = next(spec for spec in self._specs if spec.name == name)
         if name in self._words:
             self._words_came(spec)
-        if name in self._words:  # what it has started holds the other end, too
+        if name in self._words:  # a child of it still holds the other end
             self._hear_no_more(name)
         self._do(self._policy.exited(name, status, time.monotonic()))
         if self._how.elastic and spec.kind is ProcessKind.MAIN:
@@ -211,7 +219,7 @@ class Supervisor:
 
     def _start_again(self, name: str) -> None:
         for stream in self._streams.pop(name):
-            with contextlib.suppress(KeyError):  # its end was seen already
+            with contextlib.suppress(KeyError):  # it was at its end already
                 self._selector.unregister(stream.pipe)
             stream.close()
         self._start(next(spec for spec in self._specs if spec.name == name), again=True)
@@ -234,7 +242,7 @@ class Supervisor:
                 self._start_again(action.name)
                 continue
             for name in action.names:
-                # A process stays in the table until it is reaped, so its number is still its own.
+                # A process keeps its id until it is reaped, and is in this table until then.
                 process = self._processes[name]
                 if action.signum in USER_SIGNALS:
                     process.send_signal(action.signum)
@@ -242,15 +250,15 @@ class Supervisor:
                     os.killpg(process.pid, action.signum)
 
     def _end_everything(self) -> None:
-        """Also the way out after an exception: kill what is left, find what the ranks left behind."""
+        """Kill the processes that are left, and those that the ranks started. Also called after an exception."""
         for process in self._processes.values():
             os.killpg(process.pid, signal.SIGKILL)
         left = sweep(self._token)
         jobs.clear()
         if left:
-            say(f"could not be killed: processes {', '.join(map(str, left))}")
+            say(f"these processes could not be killed: {', '.join(map(str, left))}")
         for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):  # named above
+            with contextlib.suppress(subprocess.TimeoutExpired):  # reported above
                 process.wait(_REAP_LIMIT_S)
         for pidfd in self._pidfds.values():
             os.close(pidfd)

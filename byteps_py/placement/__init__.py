@@ -1,1 +1,2 @@
-"""Which machine sums what: the formula (shares), the table that follows it (table, packing), plans (plan, models)."""
+"""Which machine sums what: optimal shares (shares, link_optimum), the table that follows them (placement_table,
+packing), and plans for whole models (placement_plan, models)."""

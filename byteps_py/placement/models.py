@@ -1,7 +1,7 @@
-"""Lists of parameters to plan a placement for: of well-known models, or of a user's own file.
+"""Lists of parameters to plan a placement for: those of well-known models, or of a user's file.
 
-Owns models.json (written by benchmarks/models.py) and the format it shares with users' files: rows of
-[parameter name, shape]. Reads files, nothing else; any thread.
+Owns models.json (written by benchmarks/models.py) and the format of users' files, which is the same: rows of
+[parameter name, shape]. Reads files and does nothing else; any thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from byteps_py.errors import ConfigurationError
-from byteps_py.placement.table import Entry
+from byteps_py.placement.placement_table import Entry
 from byteps_py.tensors import key_of
 
 #: Parameter names and shapes, in the model's order.
@@ -21,16 +21,16 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 
 def known_models() -> list[str]:
-    """Names that ``load_model`` takes."""
+    """The names that ``load_model`` takes."""
     return list(_models())
 
 
 def load_model(name: str) -> Shapes:
-    """The parameters of a well-known model. Raises ConfigurationError that names the known ones."""
+    """The parameters of a well-known model. Raises ConfigurationError for another name; it lists the known ones."""
     models = _models()
     if name not in models:
         raise ConfigurationError(
-            f"unknown model {name!r}: known are {', '.join(models)}; give any other as a file with --shapes"
+            f"unknown model {name!r}: known models are {', '.join(models)}; for another one, give --shapes FILE"
         )
     return _checked(models[name], f"model {name}")
 
@@ -47,7 +47,7 @@ def read_shapes(path: str) -> Shapes:
 
 
 def entries(shapes: Shapes, itemsize: int = 4) -> list[Entry]:
-    """What the parameters' gradients are to a placement table, with ``itemsize`` bytes per element."""
+    """The parameters' gradients as entries of a placement table, with ``itemsize`` bytes per element."""
     return [Entry(key_of(name), math.prod(shape) * itemsize, itemsize) for name, shape in shapes]
 
 
@@ -78,5 +78,5 @@ def _checked(rows: object, source: str) -> Shapes:
 
 
 def _is_text(name: str) -> bool:
-    """JSON can name what is no letter, and so has no key."""
+    """False for a string with surrogates, which JSON allows but UTF-8 can't encode: it has no key."""
     return not any("\ud800" <= letter <= "\udfff" for letter in name)

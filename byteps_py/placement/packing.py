@@ -1,7 +1,7 @@
-"""Where pieces of tensors go: a hash into weighted intervals, loads bounded by each server's share.
+"""Which server a piece of a tensor goes to: consistent hashing into weighted intervals, with bounded loads.
 
-Owns the hash and the rule for a server that is full. Servers are positions 0..N-1 here; keeps no tensors
-(table.py does). Integers only, so that every party computes the same on any platform. Pure; any thread.
+Owns the hash and the rule for a full server. Servers are positions 0..N-1 here. Keeps no tensors (placement_table.py
+does). Uses integers only, so that every party computes the same on any platform. Pure; any thread.
 
     piece, largest first ──hash──► server ──has room?──► it is placed
                             ▲        no │
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from byteps_py.tensors import PAGE_BYTES
 
-#: No cut for evenness leaves a piece smaller than this: a message's fixed cost would outweigh what it buys.
+#: No cut leaves a piece smaller than this: the fixed cost of a message would outweigh the gain.
 MIN_CUT_BYTES = 16 << 10
 
 _PROBES = struct.Struct("<8Q")
@@ -41,16 +41,16 @@ class Piece(NamedTuple):
 
 
 class Intervals:
-    """Σ weights hash values, of which each server owns as many as its weight; the first server the first ones."""
+    """sum(weights) hash values. Each server owns as many as its weight; the first server owns the first ones."""
 
     def __init__(self, weights: Sequence[int]) -> None:
         self._ends = list(accumulate(weights))
         self.total = self._ends[-1]
 
     def probes(self, key: int, offset: int) -> Iterator[int]:
-        """The servers that the piece at ``offset`` of ``key`` hashes to: its first choice, second, … eighth.
+        """The servers to which the piece at ``offset`` of ``key`` hashes: its first to eighth choice.
 
-        A piece is known by its offset, not its number, so that cutting one leaves the hashes of others alone.
+        The hash uses the offset, not the piece's number, so that cutting one piece does not change others' hashes.
         """
         digest = hashlib.blake2b(_SEED.pack(key, offset), digest_size=_PROBES.size).digest()
         for value in _PROBES.unpack(digest):
@@ -72,7 +72,8 @@ class Packer:
         self._servers = [position for position, weight in enumerate(weights) if weight]
 
     def pack(self, pieces: Iterable[Piece], *, cut: bool) -> list[tuple[Piece, int]]:
-        """Each piece with its server, largest first. With ``cut`` a piece that fits nowhere may be cut."""
+        """Place the pieces, largest first. Returns (piece, server) pairs. With ``cut``, a piece that fits on no server
+        may be cut."""
         queue = [(-piece.length, piece) for piece in pieces]
         heapq.heapify(queue)
         placed = []
@@ -102,7 +103,7 @@ class Packer:
 
     @staticmethod
     def _head(piece: Piece, room: int) -> int:
-        """Bytes to cut off for a server with ``room``, in whole pages and elements; 0: leave the piece whole."""
+        """How many bytes to cut off for a server with ``room``, in whole pages and elements; 0: do not cut."""
         unit = math.lcm(PAGE_BYTES, piece.itemsize)
         least = -(-MIN_CUT_BYTES // unit) * unit
         head = min(max(room, least), piece.length - MIN_CUT_BYTES) // unit * unit
@@ -115,15 +116,16 @@ class Packer:
         return max(self._servers, key=lambda s: (self._room(s), -s))
 
     def _least_loaded(self, servers: Sequence[int], length: int) -> int:
-        """The server that is the least full, relative to its weight, after taking ``length`` more bytes."""
+        """The server that is least full, relative to its weight, after it takes ``length`` more bytes."""
         # 64 fractional bits tell any two loads apart that differ by a byte; no float is involved.
         return min(servers, key=lambda s: (((self._loads[s] + length) << 64) // self._weights[s], s))
 
 
 def excess_of(held: list[tuple[int, int, int]], excess: int) -> list[tuple[int, int, int]]:
-    """Few of ``held``, (length, …) in ascending order, that together are at least ``excess`` bytes long.
+    """Few entries of ``held``, (length, …) in ascending order, that together are at least ``excess`` bytes long.
+    Removes them from ``held``.
 
-    The shortest one that suffices, else the longest and go on: so each of them is needed.
+    Takes the shortest entry that suffices, else the longest and goes on: so each of them is needed.
     """
     chosen = []
     while excess > 0:

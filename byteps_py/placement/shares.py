@@ -1,13 +1,13 @@
-"""The optimum: which part of the model each summation server holds, and how long a reduction then takes.
+"""The optimum for equal links: which share of the model each server holds, and how long a reduction takes.
 
 Owns the formulas of n GPU machines and k CPU machines behind equal links, in exact fractions. Knows nothing of
 tensors, hashing or processes. Pure; any thread.
 
 Machines are listed CPU machines first, then GPU machines: the order of a cluster's servers everywhere.
 
-A CPU machine that holds the share s of a model of M bytes receives s from each of n machines and answers each:
-it carries n·s each way. A GPU machine sends what others hold, M − s, and n − 1 answers for what it holds
-itself: M + (n−2)·s. The optimum makes the two equal.
+A CPU machine that holds the share s of a model of M bytes receives s from each of n machines and answers each, so it
+carries n·s in each direction. A GPU machine sends what others hold, M − s, and n − 1 answers for what it holds itself:
+M + (n−2)·s. The optimum makes the two equal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Optimum:
 
     @property
     def cpu_machines_used(self) -> int:
-        """CPU machines that hold anything."""
+        """The number of CPU machines that hold anything."""
         return min(self.k, self.n) if self.n > 1 else 0
 
     @property
@@ -58,28 +58,28 @@ class Optimum:
 
     @property
     def cpu_weight(self) -> int:
-        """Hash values of each CPU machine that is used: 2(n−1)."""
+        """The number of hash values of each CPU machine that is used: 2(n−1)."""
         return 2 * (self.n - 1)
 
     @property
     def gpu_weight(self) -> int:
-        """Hash values of each GPU machine: n − k; 0 where GPU machines hold nothing."""
+        """The number of hash values of each GPU machine: n − k; 0 if GPU machines hold nothing."""
         return self.n - self.cpu_machines_used if self.n > 1 else 0
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Hash values of every machine, k + n entries; a machine that holds nothing has 0."""
+        """The number of hash values of every machine, k + n entries; 0 for a machine that holds nothing."""
         used = self.cpu_machines_used
         return (self.cpu_weight,) * used + (0,) * (self.k - used) + (self.gpu_weight,) * self.n
 
     @property
     def server_weights(self) -> tuple[int, ...]:
-        """``weights`` of the machines that hold something: those that are a cluster's servers."""
+        """The ``weights`` of the machines that hold something: the cluster's servers."""
         return tuple(weight for weight in self.weights if weight)
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
-        """Share of the model of every machine, k + n entries; they add up to exactly 1 (0 for n = 1)."""
+        """The share of the model of every machine, k + n entries; they add up to exactly 1 (0 for n = 1)."""
         return tuple(Fraction(weight, self.interval or 1) for weight in self.weights)
 
     @property
@@ -89,23 +89,23 @@ class Optimum:
 
     @property
     def gain_over_ring(self) -> Fraction | None:
-        """How many times faster than ring all-reduce, 2(n−1)/n. None for n = 1, where both take no time."""
+        """How many times faster it is than ring all-reduce, 2(n−1)/n. None for n = 1, where both take no time."""
         return Fraction(2 * (self.n - 1), self.n) / self.time if self.time else None
 
     @property
     def gain_over_servers_only(self) -> Fraction | None:
-        """How many times faster than servers on the k CPU machines only, n/k. None without any, and for n = 1.
+        """How many times faster it is than servers on the k CPU machines only, n/k. None for k = 0 and for n = 1.
 
-        More than n CPU machines don't help such servers either: a GPU machine still carries the whole model.
+        More than n CPU machines do not help such servers either: a GPU machine still carries the whole model.
         """
         return max(Fraction(self.n, self.k), Fraction(1)) / self.time if self.k and self.time else None
 
 
 def carried(n: int, cpu: Sequence[Fraction | int], gpu: Sequence[Fraction | int]) -> list[Fraction]:
-    """What each machine sends, and equally receives, in one reduction, for any placement.
+    """How much each machine sends, and receives, in one reduction with any placement.
 
-    ``cpu`` and ``gpu``: what each machine's server holds, 0 for none; ``gpu`` has n entries. The result is in
-    the same unit (shares or bytes), CPU machines first. Raises UsageError if ``gpu`` has not n entries.
+    ``cpu`` and ``gpu``: how much each machine's server holds, 0 without a server; ``gpu`` has n entries. The result is
+    in the same unit (shares or bytes), CPU machines first. Raises UsageError if ``gpu`` does not have n entries.
     """
     if len(gpu) != n:
         raise UsageError(f"{n} GPU machines need {n} entries in gpu, got {len(gpu)}")
@@ -116,7 +116,7 @@ def carried(n: int, cpu: Sequence[Fraction | int], gpu: Sequence[Fraction | int]
 
 
 def reduction_time(n: int, cpu: Sequence[Fraction | int], gpu: Sequence[Fraction | int]) -> Fraction:
-    """Time of one reduction for any placement, in units of M/B; see ``carried`` for the arguments.
+    """The time of one reduction with any placement, in units of M/B; see ``carried`` for the arguments.
 
     >>> reduction_time(4, [Fraction(1, 2), Fraction(1, 2)], [0, 0, 0, 0])  # servers on the CPU machines only
     Fraction(2, 1)

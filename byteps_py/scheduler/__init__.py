@@ -2,5 +2,5 @@
 
 import os
 
-# gRPC logs each failed handshake on stderr, in its own words; what matters of it comes as an error.
+# gRPC logs each failed handshake on stderr. Those that matter are raised as errors with more to say.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

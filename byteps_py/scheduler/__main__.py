@@ -11,15 +11,15 @@ from byteps_py import jobs, log
 from byteps_py.errors import BytePSError, JournalError
 from byteps_py.exit_status import NO_JOURNAL_STATUS, UNUSABLE_STATUS
 from byteps_py.malloc import use_one_heap
-from byteps_py.scheduler.ending import Finish
-from byteps_py.scheduler.report import to_dict
+from byteps_py.scheduler.job import Finish
 from byteps_py.scheduler.service import SchedulerService
+from byteps_py.scheduler.status_report import to_dict
 from byteps_py.settings import Settings
 
 
 def main() -> int:
-    """Serve one job as the environment says. 0: it ended in order; 1: it failed; 2: it could not start; 78: its journal
-    can't be kept."""
+    """Serve one job as the environment says. Exit status: 0 the job ended in order, 1 it failed, 2 it could not start,
+    78 its journal can't be kept."""
     use_one_heap()
     try:
         settings = Settings.from_env()
@@ -34,7 +34,7 @@ def main() -> int:
     except BytePSError as error:
         print(f"byteps_py scheduler: {error}", file=sys.stderr)
         return UNUSABLE_STATUS
-    return finish.exit_status  # why it failed was logged when it did
+    return finish.exit_status  # the reason of a failure is in the log
 
 
 async def _serve(settings: Settings) -> Finish:

@@ -1,65 +1,42 @@
-"""A member's link to the scheduler, over gRPC or, on a single machine without one, to a core in-process.
+"""How a member connects to the scheduler: over gRPC, or to a core in its own process where a machine is alone.
 
-Callbacks run in the event loop's thread, and never after ``close``. Trainers must not import this module.
+Trainers must not import this module: gRPC does not survive a fork.
 
-A link outlives its connections: when one breaks, the next is tried for at once, and again and again, and goes on where
-it broke off (resuming.py). What is sent meanwhile waits.
+A link outlives its connections. When one breaks, the link tries to connect again at once and goes on where the
+connection broke off (sessions/session_protocol.py). Messages that are sent meanwhile wait.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from typing import Protocol
 
 from byteps_py import machine
+from byteps_py.control_link import ControlEvents, ControlLink
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster import PROTOCOL_VERSION
-from byteps_py.scheduler.control_events import ControlEvents
+from byteps_py.scheduler.cluster_config import PROTOCOL_VERSION
 from byteps_py.settings import Settings
 
 
-class ControlLink(Protocol):
-    """One member's link. ``send`` may be called by any thread, ``close`` by the loop's or once that has ended."""
-
-    def send(self, message: pb.MemberMessage) -> None:
-        """Send soon, in order, also while the scheduler is away. Dropped when the link is closed or lost for good."""
-
-    def close(self, reason: str = "") -> None:
-        """Leave the cluster and end the link; returns within seconds, whatever the scheduler does."""
-
-
-class Connect(Protocol):
-    """``connect``, as services are given it."""
-
-    def __call__(
-        self,
-        settings: Settings,
-        register: pb.Register,
-        loop: EventLoop,
-        events: ControlEvents,
-    ) -> ControlLink: ...
-
-
 def connect(settings: Settings, register: pb.Register, loop: EventLoop, events: ControlEvents) -> ControlLink:
-    """Register with the scheduler and stay in touch. Returns at once; what comes arrives through the ``events``.
+    """Register with the scheduler and keep the connection. Returns at once; messages arrive through ``events``.
 
-    Fields of ``register`` that are left empty and that ``settings`` know are filled in.
-    Raises ConfigurationError if the cluster is larger than this machine and there is no scheduler's address.
+    Empty fields of ``register`` that follow from ``settings`` are filled in. Raises ConfigurationError if the cluster
+    has more machines than this one and the scheduler's address is not set.
     """
     register = complete(register, settings)
     if not settings.scheduler_address:
-        from byteps_py.scheduler.local import LocalControl
+        from byteps_py.scheduler.in_process_link import InProcessControlLink
 
-        return LocalControl(settings, register, loop, events)
-    from byteps_py.scheduler.remote import RemoteControl
+        return InProcessControlLink(settings, register, loop, events)
+    from byteps_py.scheduler.grpc_link import GrpcControlLink
 
-    return RemoteControl(settings, register, loop, events)
+    return GrpcControlLink(settings, register, loop, events)
 
 
 def complete(register: pb.Register, settings: Settings) -> pb.Register:
-    """A copy with the empty fields filled that every member fills alike."""
+    """A copy in which the empty fields that are the same for all members are filled in."""
     filled = pb.Register()
     filled.CopyFrom(register)
     filled.protocol = filled.protocol or PROTOCOL_VERSION

@@ -1,8 +1,8 @@
 """The scheduler as a state machine: events and the time go in, messages to connections come out.
 
-Knows who is a member and lets the parts decide what it means: the roster, the group of ranks, the summation services,
-the watch over heartbeats. Knows no sockets, clocks or threads: time is an argument, in seconds of any steady clock; one
-thread at a time may call. The states are those of ``job.py``.
+Routes each event to the part that decides: the roster, the group of ranks, the summation services, the watch over
+heartbeats. Knows no sockets, clocks or threads: time is an argument, in seconds of any steady clock. One thread at a
+time may call. The states are those of job.py.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import BY_NAME, ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.elastic import Elastic
-from byteps_py.scheduler.ending import Finish, finish
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.elastic import Break, Elastic, GiveUp, GroupState, Open
 from byteps_py.scheduler.forming import Forming
-from byteps_py.scheduler.group import RankGroup
-from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Job
-from byteps_py.scheduler.member import MemberRecord, Presence
-from byteps_py.scheduler.outgoing import Outgoing, failure, refused, to_each
-from byteps_py.scheduler.reforming import Break, GiveUp, Open
-from byteps_py.scheduler.roster import Refusal
-from byteps_py.scheduler.services import Services
-from byteps_py.scheduler.silence import Silence
-from byteps_py.scheduler.watch import GroupWatch
+from byteps_py.scheduler.group_watch import GroupWatch
+from byteps_py.scheduler.job import ENDED, FORMING, RUNNING, Finish, Job, Outgoing, failure, finish, refused, to_each
+from byteps_py.scheduler.liveness import LivenessMonitor
+from byteps_py.scheduler.rank_group import RankGroup
+from byteps_py.scheduler.roster import MemberRecord, Presence, Refusal
+from byteps_py.scheduler.summation_services import SummationServices
 from byteps_py.unauthenticated import PATIENCE_S
 from byteps_py.wording import STOPPED, count_text
 
-REGISTER_TIMEOUT_S = PATIENCE_S - 0.5  # a connection that has not said by then who it is, is turned away
+REGISTER_TIMEOUT_S = PATIENCE_S - 0.5  # a connection that has not registered by then is refused
 
 
 class SchedulerCore:
+    """One job. Methods that return Outgoing are events; their messages are to be sent in order.
+
+    ``job_class``, ``elastic_class``, ``liveness_class``: the classes of the parts; tests name others in a subclass.
+    """
+
     job_class: type[Job] = Job
     elastic_class: type[Elastic] = Elastic
-    silence_class: type[Silence] = Silence
+    liveness_class: type[LivenessMonitor] = LivenessMonitor
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
@@ -42,12 +43,12 @@ class SchedulerCore:
         self._group = RankGroup(self._job, config.num_workers, 0)
         self._watch = GroupWatch(self._job, self._group)
         self._elastic = self.elastic_class(config, self._roster) if config.elastic else None
-        self._services = Services(self._job, self._elastic)
-        self._silence = self.silence_class(config)
+        self._services = SummationServices(self._job, self._elastic)
+        self._liveness = self.liveness_class(config)
         self._forming = Forming(self._job)
-        self._strangers: dict[int, float] = {}  # connections that have not registered → since when
+        self._strangers: dict[int, float] = {}  # connections that have not registered → when they began
         self._connections: set[int] = set()
-        self._all_left = False  # the workers, in order: they may be on their way into their next job
+        self._all_left = False  # all workers left in order: their successors may be starting the next job
 
     # ---- events ----------------------------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ class SchedulerCore:
         return []
 
     def on_disconnected(self, connection: int, now_s: float) -> Outgoing:
-        """The connection is gone. A member that did not leave before is lost."""
+        """The connection has ended. A member that has not left before is lost."""
         self._connections.discard(connection)
         self._strangers.pop(connection, None)
         member = self._roster.of_connection(connection)
@@ -69,15 +70,15 @@ class SchedulerCore:
         return connection in self._connections
 
     def handle(self, connection: int, message: pb.MemberMessage, now_s: float) -> Outgoing:
-        """Never raises for what a member sends: one that breaks the protocol is refused, and the job fails."""
+        """A member's message. Never raises: a member that breaks the protocol is refused, and the job fails."""
         member = self._roster.of_connection(connection)
         kind = message.WhichOneof("body")
         if member is None:
             if connection not in self._strangers:
-                return []  # refused before, and still talking
+                return []  # a refused connection goes on sending
             del self._strangers[connection]
             if kind != "register":
-                return [refused(connection, "ProtocolError", f"the first message must be register, not {kind}")]
+                return [refused(connection, "ProtocolError", f"the first message must be Register, not {kind}")]
             return self._register(connection, message.register, now_s)
         if not member.is_present:
             return []
@@ -113,7 +114,7 @@ class SchedulerCore:
                 case "drain":
                     return self._drain(member, message.drain.reason, now_s)
                 case "ready":
-                    self._silence.started(member)
+                    self._liveness.started(member)
                     return self._services.ready(member, now_s)
                 case "applied":
                     return self._services.applied(member, message.applied)
@@ -121,14 +122,14 @@ class SchedulerCore:
                     return self._unreachable(member, message.unreachable, now_s)
                 case "report":
                     return self._report(member, message.report, now_s)
-            raise ProtocolError(f"message {kind} makes no sense from a registered member")
+            raise ProtocolError(f"a registered member must not send {kind or 'an empty message'}")
         except ProtocolError as error:
             self._roster.remove(member, Presence.LOST)
             failures = self._job.fail("ProtocolError", f"{member.describe()} broke the protocol: {error}", now_s)
             return [refused(connection, "ProtocolError", str(error)), *failures]
 
     def on_lost(self, connection: int, why: str, now_s: float) -> Outgoing:
-        """The member of a connection, which may still be there, counts as dead."""
+        """The member of this connection counts as dead, even if the connection still stands."""
         member = self._roster.of_connection(connection)
         if member is None or not member.is_present:
             return []
@@ -144,22 +145,23 @@ class SchedulerCore:
         return out + self.on_deadlines(now_s)
 
     def on_deadlines(self, now_s: float) -> Outgoing:
-        """All deadlines but those of silent members. Says the same whatever heartbeats have said."""
+        """All deadlines but those of silent members. The result does not depend on heartbeats, so that the journal can
+        be replayed without them."""
         out: Outgoing = []
         for connection, since_s in list(self._strangers.items()):
             if now_s - since_s >= REGISTER_TIMEOUT_S:
                 del self._strangers[connection]
-                out.append(refused(connection, "ProtocolError", f"not registered after {REGISTER_TIMEOUT_S:g} s"))
+                out.append(refused(connection, "ProtocolError", f"it did not register within {REGISTER_TIMEOUT_S:g} s"))
         if self._job.is_running:
             out += self._services.on_deadlines(now_s) + self._regroup(now_s)
         return out + self._form(self._forming.on_deadlines(now_s))
 
     def on_contradiction(self, why: str, now_s: float) -> Outgoing:
-        """Ranks wait for each other in different operations, and will for ever."""
+        """Ranks wait for each other in different operations, and would wait for ever."""
         return self._job.fail("MismatchError", why, now_s)
 
     def stop(self, reason: str, now_s: float) -> Outgoing:
-        """End the job in order: every member is told to leave."""
+        """End the job in order: every member gets Stop."""
         return self._end(f"{STOPPED}{reason or 'no reason given'}", now_s)
 
     def _end(self, reason: str, now_s: float) -> Outgoing:
@@ -167,12 +169,12 @@ class SchedulerCore:
         return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
 
     def skip_epochs(self, last: int) -> Outgoing:
-        """Processes of an earlier cluster have been in epoch ``last``: this one's must come after it."""
+        """Processes of an earlier cluster have seen epoch ``last``: epochs of this one come after it."""
         self._roster.first_epoch = max(self._roster.first_epoch, last + 1)
         return []
 
     def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
-        """Let servers of CPU machines go, see ``Services.scale``. Raises UsageError."""
+        """Drain servers of CPU machines, see ``SummationServices.scale``. Raises UsageError."""
         return self._services.scale(count, addresses, now_s)
 
     # ---- questions -------------------------------------------------------------------------------------------
@@ -188,11 +190,11 @@ class SchedulerCore:
 
     @property
     def epoch(self) -> int:
-        """The latest that was opened here, or that is known of an earlier cluster."""
+        """The latest epoch that was opened here, or that an earlier cluster is known to have had."""
         return max(self._roster.epoch, self._roster.first_epoch - 1)
 
     def contradiction(self) -> str:
-        """Why ranks wait in vain, as far as heartbeats show; empty if they don't."""
+        """Why ranks wait in vain, as far as heartbeats show it; empty if they do not."""
         return self._watch.contradiction()
 
     def is_member(self, connection: int) -> bool:
@@ -201,48 +203,48 @@ class SchedulerCore:
         return member is not None and member.is_present
 
     def turned_away(self, connection: int) -> None:
-        """A connection that has not registered has been refused by somebody else."""
+        """The caller has refused this connection, which has not registered."""
         self._strangers.pop(connection, None)
 
     def silent(self, now_s: float) -> list[tuple[int, str]]:
-        """Connections of members that have been silent for too long, and why that is so. Call a few times per
-        second: how late the calls come tells how long the scheduler itself was held up."""
-        self._silence.tick(now_s)
+        """(connection, reason) of each member that has been silent for too long. Call a few times per second: late
+        calls show how long the scheduler itself did not run."""
+        self._liveness.tick(now_s)
         if self.state not in (FORMING, RUNNING):
             return []
         present = self._roster.present()
         is_forming = self.state == FORMING
-        whys = [(m.connection, self._silence.too_long(m, present, now_s, is_forming)) for m in present]
+        whys = [(m.connection, self._liveness.too_long(m, present, now_s, is_forming)) for m in present]
         return [(connection, why) for connection, why in whys if why]
 
     def heard(self, connection: int, now_s: float) -> None:
-        """The member has given a sign of life. Not called when a journal is gone through, which lacks most of them."""
+        """A message of the member has arrived. Not called while a journal is replayed, which lacks most messages."""
         if (member := self._roster.of_connection(connection)) is not None:
-            self._silence.heard(member, now_s)
+            self._liveness.heard(member, now_s)
             member.last_seen_s = now_s
 
     def came_back(self, connection: int, now_s: float) -> None:
-        """The member is heard on a new connection: what was on its way over the one before is no late heartbeat."""
+        """The member has a new connection: heartbeats that got lost with the previous one do not count as late."""
         if (member := self._roster.of_connection(connection)) is not None:
             member.last_seen_s = now_s
 
     def timeout_s(self, connection: int) -> float:
-        """The silence of a member that would be its death."""
+        """The silence, in seconds, after which this member counts as dead."""
         member = self._roster.of_connection(connection)
-        return self._config.heartbeat_timeout_s if member is None else self._silence.timeout_s(member)
+        return self._config.heartbeat_timeout_s if member is None else self._liveness.timeout_s(member)
 
     def finished(self, now_s: float) -> Finish | None:
-        """Not None once the scheduler can go: its members have left, or had their time to do so."""
+        """Not None once the scheduler may exit: its members have left, or have had the time to leave."""
         if self._job.over_s is None:
             return None
-        # A member that froze may never close its connection.
+        # A frozen member may never close its connection.
         has_connections = bool(self._connections - self._roster.lost_connections())
         late = "; ".join(m.describe() for m in self._roster.present())
         return finish(self.state != ENDED, now_s - self._job.over_s, has_connections, late, self.reason)
 
     @property
     def cpu_machines(self) -> int:
-        """Those that sum, or are ready to."""
+        """The number of CPU machines whose servers sum, or are ready to."""
         return len(self._roster.cpu_servers())
 
     def status(self, now_s: float) -> pb.StatusReply:
@@ -250,7 +252,7 @@ class SchedulerCore:
             state=self.state,
             reason=self.reason,
             epoch=self._roster.epoch,
-            members=[m.to_status(now_s, self._silence.doubt(m, now_s)) for m in self._roster.everyone],
+            members=[m.to_status(now_s, self._liveness.doubt(m, now_s)) for m in self._roster.everyone],
             tensors=self._group.declarations.accepted_count,
             tensor_bytes=self._group.declarations.accepted_bytes,
             partition_bytes=self._roster.partition_bytes,
@@ -271,24 +273,24 @@ class SchedulerCore:
         welcome = pb.SchedulerMessage(welcome=pb.Welcome(member_id=admitted.id))
         out = [(connection, welcome)]
         if self.state == FORMING:
-            return out + self._form(self._forming.came(now_s))
-        if not admitted.is_worker:  # a summation service more
+            return out + self._form(self._forming.registered(now_s))
+        if not admitted.is_worker:  # one more summation service
             admitted.is_late = True
             out.append((connection, pb.SchedulerMessage(membership=self._services.membership)))
         return out
 
     def _form(self, out: Outgoing) -> Outgoing:
-        """Open the first epoch, if it is time to, after saying ``out``."""
+        """Open the first epoch, if the cluster is complete, after sending ``out``."""
         if self.state != FORMING or self._forming.rates is None:
             return out
         membership = self._roster.complete(self._forming.rates)
         if self._elastic is not None:
             for member in self._roster.workers():
                 self._elastic.forget(member)
-        return out + self._begin(membership, "all are there")
+        return out + self._begin(membership, "all members have registered")
 
     def _begin(self, membership: pb.Membership, why: str) -> Outgoing:
-        """A group starts with nothing declared."""
+        """A new group, with nothing declared, is at work."""
         self._services.opened(membership)
         n, size = len(membership.workers), sum(worker.local_size for worker in membership.workers)
         self._group = RankGroup(self._job, n, size)
@@ -304,26 +306,26 @@ class SchedulerCore:
 
     def _gathered(self, member: MemberRecord, gathered: pb.Gathered, now_s: float) -> Outgoing:
         if self._elastic is None or not member.is_worker:
-            raise ProtocolError("only communication services of elastic jobs come back")
+            raise ProtocolError("only a communication service of an elastic job sends Gathered")
         out = self._elastic.gathered(member, gathered) + self._regroup(now_s)
         if self._job.is_running and self._elastic.is_deserted:
-            out += self._end("all ranks of the group have left, and others have yet to join it", now_s)
+            out += self._end("all ranks of the group have left, before others joined it", now_s)
         return out
 
     def _reform(self, member: MemberRecord, reform: pb.Reform, now_s: float) -> Outgoing:
         if self._elastic is None:
-            raise ProtocolError("the group of a job that is not elastic can't be formed anew")
+            raise ProtocolError("only the group of an elastic job can be re-formed")
         return self._lose_group(reform.reason, now_s, reform.planned)
 
     def _lose_group(self, why: str, now_s: float, planned: bool = False) -> Outgoing:
-        """The group can't go on, or does not want to; the next one may."""
+        """The group can't go on, or its ranks leave it together. The next one may go on."""
         if self._elastic is None or not self._job.is_running:
             return []
         return self._elastic.begin(why, planned, now_s) + self._regroup(now_s)
 
     def _regroup(self, now_s: float) -> Outgoing:
-        """Form the next group, if it is time to."""
-        if self._elastic is None or not self._elastic.is_active:
+        """Form the next group, if all is ready for it."""
+        if self._elastic is None or self._elastic.state is GroupState.AT_WORK:
             return []
         decision = self._elastic.decide(now_s)
         match decision:
@@ -360,7 +362,7 @@ class SchedulerCore:
         if self._elastic is not None and member.is_worker:
             self._elastic.forget(member)
             if workers and self._elastic.is_void(member):
-                return self._regroup(now_s)  # nobody in a group with it
+                return self._regroup(now_s)  # no other member is in a group with it
         if not workers:
             self._job.end("all workers have left", now_s)
             self._all_left = True
@@ -372,7 +374,7 @@ class SchedulerCore:
 
     def _report(self, member: MemberRecord, report: pb.Report, now_s: float) -> Outgoing:
         if self._job.is_running and not member.is_worker:
-            return self._lose(member, report.message, now_s)  # a service that fails takes nobody with it
+            return self._lose(member, report.message, now_s)  # the job goes on without a service that fails
         error = report.error if report.error in BY_NAME else "CommunicationError"
         # A traceback may follow the sentence.
         first, *rest = report.message.split("\n", 1)
@@ -389,8 +391,8 @@ class SchedulerCore:
         text = f"lost {member.describe()}: {why}"
         if self._job.is_running and not member.is_worker:
             out = self._services.reassign(text, now_s)
-            if tell_it_too:  # should it wake up
-                sentence = f"this summation service was given up, and others sum what it did: {why}"
+            if tell_it_too:  # it may only have been frozen
+                sentence = f"this summation service was given up, and others have taken over its keys: {why}"
                 out.append(refused(member.connection, "PeerLostError", sentence))
             return out
         if self._elastic is not None and self._job.is_running and self._roster.workers():
@@ -405,7 +407,7 @@ class SchedulerCore:
     def _drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
         if member.is_worker:
             if self._elastic is None:
-                raise ProtocolError("only a summation service can be drained, unless the job is elastic")
+                raise ProtocolError("a worker can be drained only in an elastic job")
             member.is_draining = True
             return self._elastic.drain(member) if self._job.is_running else []
         return self._services.drain(member, reason, now_s)

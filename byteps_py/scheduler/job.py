@@ -1,20 +1,21 @@
-"""The state of the whole job on the scheduler, and its one way to end badly. Pure.
+"""The state of the whole job on the scheduler, what its parts say to members, and when the scheduler may exit. Pure.
 
-    FORMING ──all there──► RUNNING ──all workers left, or stop──► ENDED
-       │                      │
-       └── deadline, death ───┴── death, broken protocol, report of a rank ──► FAILED
+    FORMING ──all have registered──► RUNNING ──all workers left, or stop──► ENDED
+       │                                │
+       └── deadline, lost member ───────┴── lost member, broken protocol, report of a rank ──► FAILED
 
-``reason`` is one sentence on why the state is what it is; status, logs and errors print the same one.
+``reason`` is one sentence on why the state is what it is. Status pages, logs and errors print this sentence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.member import MemberRecord
-from byteps_py.scheduler.outgoing import Outgoing, failure, to_each
-from byteps_py.scheduler.roster import Roster
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.roster import MemberRecord, Roster
 
 FORMING = pb.StatusReply.STATE_FORMING
 RUNNING = pb.StatusReply.STATE_RUNNING
@@ -22,8 +23,14 @@ FAILED = pb.StatusReply.STATE_FAILED
 ENDED = pb.StatusReply.STATE_ENDED
 
 
+#: In order of sending. After a Refused the connection is to be closed.
+Outgoing = list[tuple[int, pb.SchedulerMessage]]
+END_LINGER_S = 10.0  # how long members may take to leave a job that has ended
+FAILED_LINGER_S = 30.0  # … and one that has failed: trainers notice it at their next operation
+
+
 class Job:
-    """What the parts of the scheduler share. ``over_s``: since when it has ended or failed."""
+    """What the parts of the scheduler share. ``over_s``: when it ended or failed; None while it goes on."""
 
     roster_class: type[Roster] = Roster
 
@@ -39,33 +46,63 @@ class Job:
         return self.state == RUNNING
 
     def end(self, reason: str, now_s: float) -> None:
-        """In order. What has ended already has ended for the first reason."""
+        """End in order. A job that is over already keeps its first reason."""
         if self.over_s is None:
             self.state, self.reason, self.over_s = ENDED, reason, now_s
 
     def fail(self, error: str, text: str, now_s: float, silent_for: MemberRecord | None = None) -> Outgoing:
+        """End with an error, a type name of byteps_py/errors.py; all members but ``silent_for`` hear it."""
         if self.over_s is not None:
             return []  # the first failure explains the later ones
         self.state, self.reason, self.over_s = FAILED, text, now_s
-        told = [m for m in self.roster.present() if m is not silent_for]
-        return to_each(told, failure(error, text)) + self.dismiss_servers()
+        members = [m for m in self.roster.present() if m is not silent_for]
+        return to_each(members, failure(error, text)) + self.dismiss_servers()
 
     def dismiss_servers(self) -> Outgoing:
-        """Servers of a job that is over stay as long as a worker does, and no longer."""
+        """Of a job that is over: servers stay until the last worker has left."""
         if self.roster.workers():
             return []
         return to_each(self.roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
 
     def takes(self, what: str) -> bool:
-        """Whether to listen to what only members of a running job say: before the membership, ranks have no numbers
-        to vote with; after the end, nobody needs the answer."""
+        """True if messages that only members of a running job send are to be handled: after the end, nobody needs the
+        answer. Raises ProtocolError before the first membership, when ranks have no numbers yet."""
         if self.state == FORMING:
-            raise ProtocolError(f"sent {what} before the cluster was complete")
+            raise ProtocolError(f"it sent {what} before the cluster was complete")
         return self.is_running
 
 
 def ranks_of(member: MemberRecord) -> range:
-    """Those that it speaks for. Raises ProtocolError if it speaks for none."""
+    """The global ranks of a communication service. Raises ProtocolError for a member of another kind."""
     if not member.is_worker:
-        raise ProtocolError("only communication services speak for ranks")
+        raise ProtocolError("only a communication service may send this: it speaks of ranks")
     return member.ranks
+
+
+def to_each(members: Iterable[MemberRecord], message: pb.SchedulerMessage) -> Outgoing:
+    return [(m.connection, message) for m in members]
+
+
+def refused(connection: int, error: str, message: str, later: bool = False) -> tuple[int, pb.SchedulerMessage]:
+    return connection, pb.SchedulerMessage(refused=pb.Refused(error=error, message=message, later=later))
+
+
+def failure(error: str, message: str, left: Iterable[int] = ()) -> pb.SchedulerMessage:
+    """``left``: the ranks that have shut down in order, if that is the only reason."""
+    ranks = list(left)
+    return pb.SchedulerMessage(failure=pb.Failure(error=error, message=message, orderly=bool(ranks), ranks=ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The scheduler may exit, with this status. ``reason``: why, in one sentence."""
+
+    exit_status: int
+    reason: str
+
+
+def finish(has_failed: bool, over_for_s: float, has_connections: bool, late: str, reason: str) -> Finish | None:
+    """Not None once all members have left, or have had the time to. ``late``: those that have not, in words."""
+    if has_connections and over_for_s < (FAILED_LINGER_S if has_failed else END_LINGER_S):
+        return None
+    return Finish(int(has_failed), reason + (f" (still connected: {late})" if has_connections and late else ""))

@@ -1,4 +1,4 @@
-"""Questions to a running scheduler from outside its job: `bps status`, `stop`, `scale`, health checks, the demo."""
+"""Requests to a running scheduler from outside its job: `bps status`, `stop` and `scale`, health checks. Any thread."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _MOST_RETRIES_S = 4.0  # a scheduler that has a secret hangs up on a process wit
 
 
 def status(settings: Settings, timeout_s: float = 5.0) -> pb.StatusReply:
-    """Who is there, what they carried, what they wait for, as the scheduler of ``settings`` knows it.
+    """The job's members, their traffic and what they wait for, as the scheduler of ``settings`` knows it.
 
-    Raises RendezvousError (nobody there, or another secret), StallError (no answer in time), ConfigurationError
-    (no address). Any thread.
+    Raises RendezvousError (no scheduler there, or another secret), StallError (no answer in ``timeout_s``),
+    ConfigurationError (no address).
     """
     reply: pb.StatusReply = _ask(settings, "Status", pb.StatusRequest(), timeout_s)
     return reply
 
 
 def stop(settings: Settings, reason: str, timeout_s: float = 5.0) -> None:
-    """Ask the scheduler to end its job in order; returns when it has told its members. Raises like ``status``."""
+    """Let the scheduler end its job in order; returns when it has told its members. Raises like ``status``."""
     _ask(settings, "Stop", pb.StopRequest(reason=sendable(reason)), timeout_s)
 
 
 def scale(settings: Settings, servers: int, addresses: Sequence[str], timeout_s: float = 5.0) -> int:
-    """Let the servers at these addresses go, and then CPU machines until ``servers`` are left (-1: any number).
-    Returns how many stay, as soon as their keys begin to move. Raises like ``status``; UsageError if it can't be."""
+    """Drain the servers at these addresses, and then CPU machines until ``servers`` are left (-1: any number). Returns
+    how many stay, as soon as keys begin to move. Raises like ``status``, and UsageError if the job can't do it."""
     request = pb.ScaleRequest(servers=servers, addresses=addresses)
     reply: pb.ScaleReply = _ask(settings, "Scale", request, timeout_s)
     if reply.error:

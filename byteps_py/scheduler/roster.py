@@ -1,44 +1,155 @@
-"""Who belongs to the cluster: whom to admit, who is still missing, and the membership once nobody is.
+"""The members of the cluster: one record each, and the rules for admitting them and for opening epochs.
 
-Pure. Every decision comes with its sentence.
+Pure. Every decision comes with a sentence that explains it.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from byteps_py import tuning
+from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster import PROTOCOL_VERSION, ClusterConfig
-from byteps_py.scheduler.member import MemberRecord, Presence
-from byteps_py.wording import count_text
+from byteps_py.scheduler.cluster_config import PROTOCOL_VERSION, ClusterConfig
+from byteps_py.wording import count_text, ranks_text
 
 MAX_LOCAL_SIZE = 1024
-#: Machine index of a GPU machine that is not in the group: it waits to join an elastic job, or was left behind.
+#: The machine index of a GPU machine outside the group: it waits to join an elastic job, or was left behind.
 OUTSIDE = -1
+
+
+def describe(facts: pb.Register, ranks: range = range(0)) -> str:
+    """A process that registers, or has registered, in words."""
+    place = f"host {facts.host or '?'}, pid {facts.pid}"
+    if facts.role == pb.ROLE_COMMUNICATION:
+        return f"worker {facts.machine_index} ({f'{ranks_text(ranks)}, ' if ranks else ''}{place})"
+    if facts.kind == pb.MACHINE_KIND_GPU:
+        return f"the summation service of GPU machine {facts.machine_index} ({place}, {facts.address})"
+    return f"server {facts.address} ({place})"
+
+
+class Presence(enum.Enum):
+    """A member's state. It goes from PRESENT to LEFT or to LOST, once."""
+
+    PRESENT = "present"
+    LEFT = "left"  # it sent Leave
+    LOST = "lost"  # its stream ended without Leave, or it was silent for too long, or it broke the protocol
+
+
+@dataclass(slots=True, eq=False)
+class MemberRecord:
+    """One member. ``connection``: its session (see sessions/scheduler_sessions.py)."""
+
+    id: int
+    connection: int
+    facts: pb.Register
+    last_seen_s: float
+    first_rank: int = -1  # CS: set when the cluster is complete
+    weight: int = 0  # SS: its part of the keys; set when the cluster is complete
+    link_mbit: float = 0.0  # of its machine's link; set when the cluster is complete
+    presence: Presence = Presence.PRESENT
+    is_draining: bool = False  # it is to leave: an SS gets no keys, a CS of an elastic job is in no further group
+    is_ready: bool = False  # its kernels are loaded and, of a CS, all its ranks have connected
+    is_late: bool = False  # SS: it registered while the job ran, and is not ready for keys yet
+    epoch: int = 0  # CS: the latest epoch whose placement it has applied
+    detector: FailureDetector | None = None  # of its heartbeats; see liveness.py
+    statistics: pb.Statistics = field(default_factory=pb.Statistics)
+    home: tuple[str, int] = ("", -1)  # of a GPU machine: what its processes have in common, as they registered
+
+    def __post_init__(self) -> None:
+        facts, self.facts = self.facts, pb.Register()
+        self.facts.CopyFrom(facts)  # elastic jobs change the machine's index
+        self.home = (facts.machine_id, facts.machine_index)
+
+    @property
+    def is_present(self) -> bool:
+        return self.presence is Presence.PRESENT
+
+    @property
+    def is_worker(self) -> bool:
+        """True for a communication service."""
+        return self.facts.role == pb.ROLE_COMMUNICATION
+
+    @property
+    def can_hold_keys(self) -> bool:
+        return not (self.is_worker or self.is_draining or self.is_late)
+
+    @property
+    def is_cpu_server(self) -> bool:
+        return not self.is_worker and self.facts.kind == pb.MACHINE_KIND_CPU
+
+    @property
+    def is_gpu_server(self) -> bool:
+        return not self.is_worker and self.facts.kind == pb.MACHINE_KIND_GPU
+
+    @property
+    def holds_keys(self) -> bool:
+        """True for a summation service that reductions depend on."""
+        return self.weight > 0
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of a CS of a complete cluster; empty for others."""
+        if self.first_rank < 0:
+            return range(0)
+        return range(self.first_rank, self.first_rank + self.facts.local_size)
+
+    def describe(self) -> str:
+        """The member in words: ``worker 1 (ranks 2-3, host gpu1, pid 42)``."""
+        return describe(self.facts, self.ranks)
+
+    def to_message(self) -> pb.Member:
+        facts = self.facts
+        return pb.Member(
+            member_id=self.id,
+            role=facts.role,
+            kind=facts.kind,
+            machine_id=facts.machine_id,
+            machine_index=facts.machine_index,
+            address=facts.address,
+            local_address=facts.local_address,
+            local_size=facts.local_size,
+            first_rank=max(0, self.first_rank),
+            host=facts.host,
+            pid=facts.pid,
+            weight=self.weight,
+            link_mbit=self.link_mbit,
+        )
+
+    def to_status(self, now_s: float, doubt: str = "") -> pb.MemberStatus:
+        return pb.MemberStatus(
+            member=self.to_message(),
+            alive=self.is_present,
+            heartbeat_age_s=max(0.0, now_s - self.last_seen_s),
+            statistics=self.statistics,
+            doubt=doubt,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a registration is not accepted: a type name of byteps_py/errors.py, and the sentence."""
+    """Why a registration is refused: a type name of byteps_py/errors.py, and the sentence."""
 
     error: str
     message: str
-    later: bool = False  # it may try again: the job that it comes back to is about to end
+    later: bool = False  # it may try again: the job that its predecessor left is about to end
 
 
 class Roster:
+    """All members of the job, and its epochs. ``epoch``: the latest; 0 before the cluster is complete."""
+
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
         self._by_connection: dict[int, MemberRecord] = {}
         self._next_id = 1
         self.epoch = 0
         self.first_epoch = 1  # after those of an earlier cluster at this address, as far as known
-        self.workers_since = 0  # the epoch since which the workers are these
+        self.workers_since = 0  # the epoch that brought the present workers
         self.partition_bytes = 0  # known once the cluster is complete
         self.everyone: list[MemberRecord] = []
-        # Those of all epochs. A machine that has left in order, its ranks done, keeps its number.
+        # The workers of the group, also those that have left in order: a machine whose ranks are done keeps its index.
         self._workers: list[MemberRecord] = []
 
     def of_connection(self, connection: int) -> MemberRecord | None:
@@ -51,7 +162,7 @@ class Roster:
         return {m.connection for m in self.everyone if m.presence is Presence.LOST}
 
     def workers(self) -> list[MemberRecord]:
-        """Present communication services, by machine index; of an elastic job, those in its group."""
+        """Connected communication services, by machine index; of an elastic job, those in its group."""
         members = (m for m in self.present() if m.is_worker and m.facts.machine_index != OUTSIDE)
         return sorted(members, key=lambda m: m.facts.machine_index)
 
@@ -69,22 +180,23 @@ class Roster:
         return record
 
     def _place_of(self, newcomer: MemberRecord) -> int:
-        """A summation service's, if its machine is in the group already; a worker waits for the next group."""
+        """The machine index of a summation service whose machine is in the group; a worker waits for the next group."""
         workers = [] if newcomer.is_worker else self.workers()
         return next((m.facts.machine_index for m in workers if m.home == newcomer.home), OUTSIDE)
 
     @property
     def size(self) -> int:
-        """Ranks of the job, also of workers that have left."""
+        """Number of the job's ranks, also of workers that have left."""
         return sum(len(m.ranks) for m in self.everyone)
 
     def has_services(self, without: MemberRecord | None = None) -> bool:
-        """Whether there is one for the workers; one machine alone needs none."""
+        """True if the workers have a summation service, or are one machine alone, which needs none. ``without``: a
+        service that does not count."""
         there = (m for m in self._services() if m.is_cpu_server or m.facts.machine_index != OUTSIDE)
         return len(self._workers) == 1 or any(member is not without for member in there)
 
     def has_services_for(self, members: Sequence[tuple[int, int]]) -> bool:
-        """The same for the workers of an epoch that is yet to be opened, see ``regroup``."""
+        """The same for the workers of an epoch that is not open yet, see ``regroup``."""
         homes = {member.home for member in self.everyone if member.id in dict(members)}
         return len(members) == 1 or any(m.is_cpu_server or m.home in homes for m in self._services())
 
@@ -92,7 +204,7 @@ class Roster:
         return [*self.cpu_servers(), *([] if self._config.servers_only else self.gpu_servers())]
 
     def remove(self, record: MemberRecord, presence: Presence) -> None:
-        """The member is gone. A cluster that is still forming forgets it, and its place is free again."""
+        """The member has left or is lost. A cluster that is still forming forgets one that left: its place is free."""
         record.presence = presence
         if not self.epoch and presence is Presence.LEFT:
             self.everyone.remove(record)
@@ -105,11 +217,11 @@ class Roster:
         return Refusal("RendezvousError", clash, later=self._has_left(register)) if clash else None
 
     def _contradiction(self, register: pb.Register) -> str:
-        """What the process was told that doesn't fit this cluster; empty if all fits."""
+        """Which of the process's settings do not fit this cluster; empty if all fit."""
         config = self._config
         if register.protocol != PROTOCOL_VERSION:
             return (
-                f"this process speaks version {register.protocol} of the control protocol, the scheduler version "
+                f"this process has version {register.protocol} of the control protocol, the scheduler has version "
                 f"{PROTOCOL_VERSION}: install the same byteps_py everywhere"
             )
         if register.job != config.job:
@@ -123,21 +235,26 @@ class Roster:
             return f"unknown kind of machine {register.kind}"
         if register.elastic != config.elastic:
             told, known = ("is set" if flag else "is not set" for flag in (register.elastic, config.elastic))
-            return f"BYTEPS_ELASTIC {told} for this process and {known} for the scheduler: set it alike everywhere"
+            return (
+                f"BYTEPS_ELASTIC {told} for this process and {known} for the scheduler: it must be the same everywhere"
+            )
         for variable, theirs, ours in (
             ("DMLC_NUM_WORKER", register.num_workers, config.num_workers),
             ("DMLC_NUM_SERVER", register.num_servers, config.num_servers),
         ):
-            # One more than it began with, perhaps.
+            # A job that has grown has more machines than it began with.
             may_grow = self.epoch and (register.role == pb.ROLE_SUMMATION or config.elastic)
             if theirs != ours and not may_grow:
-                return f"{variable} is {theirs} in this process and {ours} in the scheduler: set it alike everywhere"
+                return (
+                    f"{variable} is {theirs} in this process and {ours} in the scheduler: "
+                    "it must be the same everywhere"
+                )
         first = self.present()[0] if self.present() else None
         if first is not None and register.partition_bytes != first.facts.partition_bytes:
             here, there = (facts.partition_bytes or "not set" for facts in (register, first.facts))
             return (
-                f"BYTEPS_PARTITION_BYTES is {here} in this process and {there} in {first.describe()}: set it alike "
-                "everywhere"
+                f"BYTEPS_PARTITION_BYTES is {here} in this process and {there} in {first.describe()}: it must be "
+                "the same everywhere"
             )
         return self._impossible_place(register)
 
@@ -149,14 +266,14 @@ class Roster:
             if not 1 <= register.local_size <= MAX_LOCAL_SIZE:
                 return f"BYTEPS_LOCAL_SIZE={register.local_size} is not in 1..{MAX_LOCAL_SIZE}"
         elif not register.address:
-            return "a summation service registers with the address it listens at, and this one gave none"
+            return "a summation service must register with the address at which it listens; this one gave none"
         may_join = self.epoch and self._config.elastic
         if register.kind == pb.MACHINE_KIND_GPU and not may_join and not 0 <= register.machine_index < n:
             return f"DMLC_WORKER_ID={register.machine_index} is not in 0..{n - 1} (DMLC_NUM_WORKER={n})"
         return ""
 
     def _clash(self, register: pb.Register) -> str:
-        """Why there is no place for one more such member; empty if there is."""
+        """Why the cluster has no place for one more such member; empty if it has."""
         if self.epoch and register.role != pb.ROLE_SUMMATION and not self._config.elastic:
             return (
                 "the cluster is complete already; a worker can't join or come back while it runs, unless the job is "
@@ -174,7 +291,9 @@ class Roster:
         if register.kind == pb.MACHINE_KIND_CPU and not self.epoch:
             k = self._config.num_servers
             if sum(m.is_cpu_server for m in self.present()) >= k:
-                return f"all {count_text(k, 'server')} (DMLC_NUM_SERVER={k}) are there already: this one is too many"
+                return (
+                    f"DMLC_NUM_SERVER={k}, and {count_text(k, 'server')} have registered already: this one is too many"
+                )
         return ""
 
     def _is_same_place(self, other: MemberRecord, register: pb.Register) -> bool:
@@ -183,7 +302,7 @@ class Roster:
         return other.facts.machine_index == register.machine_index
 
     def _has_left(self, register: pb.Register) -> bool:
-        """True if this is the successor of a member that left a job which the others have not left yet."""
+        """True if a member with the same place has left in order, while others have not left yet."""
         return any(
             m.presence is Presence.LEFT
             and (m.facts.role, m.facts.kind) == (register.role, register.kind)
@@ -192,7 +311,7 @@ class Roster:
         )
 
     def missing(self) -> str:
-        """Who the cluster still waits for, in words; empty when it is complete."""
+        """The members that the cluster still waits for, in words; empty when it is complete."""
         config, present = self._config, self.present()
         n, k = config.num_workers, config.num_servers
         waiting: list[str] = []
@@ -218,21 +337,21 @@ class Roster:
         )
 
     def cpu_servers(self) -> list[MemberRecord]:
-        """In the order in which they get their keys."""
+        """Servers of CPU machines that may hold keys, in the order in which they get them."""
         servers = (m for m in self.present() if m.is_cpu_server and m.can_hold_keys)
         return sorted(servers, key=lambda m: m.facts.address)
 
     def gpu_servers(self) -> list[MemberRecord]:
-        """By machine index; none where GPU machines don't sum."""
+        """Servers of GPU machines that may hold keys, by machine index; none where GPU machines do not sum."""
         servers = (m for m in self.present() if m.is_gpu_server and m.can_hold_keys)
         return sorted(servers, key=lambda m: m.facts.machine_index)
 
     def link_rates(self) -> list[float]:
-        """Mbit/s as configured, CPU machines first, then GPU machines; 0: to be measured."""
+        """The configured rates in Mbit/s, CPU machines first, then GPU machines; 0: to be measured."""
         return [member.facts.link_mbit for member in (*self.cpu_servers(), *self.workers())]
 
     def complete(self, link_mbit: Sequence[float]) -> pb.Membership:
-        """Open the first epoch, with these rates, not ``link_rates``. Callable once, when ``missing`` is empty."""
+        """Open the first epoch, with these rates in Mbit/s. Callable once, when ``missing`` is empty."""
         first_rank = 0
         self._workers = workers = self.workers()
         cpu = self.cpu_servers()
@@ -249,7 +368,7 @@ class Roster:
         return self._open_epoch("")
 
     def regroup(self, members: Sequence[tuple[int, int]], reason: str, is_continued: bool) -> pb.Membership:
-        """Open the next epoch with these machines, (member id, number of ranks) in order, and the servers there are."""
+        """Open the next epoch with these machines, (member id, number of ranks) in order, and the present servers."""
         by_id = {member.id: member for member in self.everyone}
         for member in self.everyone:
             if member.facts.kind == pb.MACHINE_KIND_GPU:
@@ -271,7 +390,7 @@ class Roster:
         return membership
 
     def reassign(self, reason: str) -> pb.Membership | None:
-        """Open the next epoch: the servers that are there now share the keys anew. None if that changes nothing."""
+        """Open the next epoch: the present servers share the keys. None if no server's share changes."""
         before = {member.id: member.weight for member in self.everyone if member.weight}
         membership = self._open_epoch(reason)
         if before == {server.member_id: server.weight for server in membership.servers}:
@@ -283,7 +402,10 @@ class Roster:
         workers, cpu, gpu = self._workers, self.cpu_servers(), self.gpu_servers()
         by_machine = {member.facts.machine_index: member for member in gpu}
         usual_mbit = max((member.link_mbit for member in (*cpu, *workers)), default=0.0)
-        for member in (*cpu, *workers):  # one that came later is taken for one like the others, unless it says more
+        for member in (
+            *cpu,
+            *workers,
+        ):  # a machine that joined later counts as fast as the others, unless it says its rate
             member.link_mbit = member.link_mbit or member.facts.link_mbit or usual_mbit or tuning.LOOPBACK_MBIT
         for worker in workers:
             if (beside := by_machine.get(worker.facts.machine_index)) is not None:
@@ -292,7 +414,7 @@ class Roster:
         weights = self._config.weights(*rates)
         holders = [*cpu, *(by_machine.get(worker.facts.machine_index) for worker in workers)]
         shares = {member.id: weight for member, weight in zip(holders, weights, strict=True) if member is not None}
-        if len(workers) > 1 and not any(shares.values()):  # machines that should sum have no service (any more)
+        if len(workers) > 1 and not any(shares.values()):  # the machines that should sum have no service
             shares = {member.id: 1 for member in holders if member is not None}
         for member in self.everyone:
             member.weight = shares.get(member.id, 0)

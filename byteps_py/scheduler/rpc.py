@@ -1,11 +1,15 @@
-"""How processes reach the scheduler over gRPC: options, credentials, and what its errors mean. Any thread.
+"""How processes reach the scheduler over gRPC: options, credentials, TCP retransmission, and what errors mean.
 
-Only service processes and the command line import this: gRPC does not survive a fork, and trainers fork.
+Any thread. Only service processes and the command line import this: gRPC does not survive a fork, and trainers fork.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import stat
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -37,24 +41,29 @@ _COMMON: Options = [
 ]
 
 
+_TCP_THIN_LINEAR_TIMEOUTS = 16  # of linux/tcp.h; six attempts, then it doubles again
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
 def token(settings: Settings) -> str:
-    """What a caller shows to the scheduler; empty without a secret."""
+    """The token that a caller shows to the scheduler; empty without a secret."""
     return auth.token(settings, "control")
 
 
 def metadata(settings: Settings) -> tuple[tuple[str, str], ...]:
-    """Sent with every call."""
+    """The metadata of every call."""
     shown = token(settings)
     return ((TOKEN_KEY, shown),) if shown else ()
 
 
 def server_options() -> Options:
+    """The options of the scheduler's gRPC server."""
     return [
         *_COMMON,
         ("grpc.so_reuseport", 0),  # a second scheduler on this port must fail, not share its connections
-        # Connections that say nothing that makes sense are closed within 5 s, and get to say little before.
+        # A connection that does not speak the protocol is closed within 5 s, and can send little until then.
         ("grpc.server_handshake_timeout_ms", 4_000),
-        ("grpc.max_connection_idle_ms", 500),  # looked at as often: up to twice that
+        ("grpc.max_connection_idle_ms", 500),  # gRPC also checks it this often: up to twice that
         ("grpc.max_concurrent_streams", 64),
         ("grpc.max_metadata_size", 8 << 10),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
@@ -63,13 +72,13 @@ def server_options() -> Options:
 
 
 def open_channel(settings: Settings) -> grpc.Channel:
-    """A channel to ``settings.scheduler_address``; it connects at the first call. Close it.
+    """A channel to ``settings.scheduler_address``; it connects at the first call. The caller closes it.
 
-    Raises ConfigurationError without an address.
+    Raises ConfigurationError if there is no address.
     """
     if not settings.scheduler_address:
-        raise ConfigurationError("no scheduler's address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
-    # A scheduler's machine that vanishes without closing its connections is noticed like a silent member.
+        raise ConfigurationError("the scheduler's address is not set: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
+    # A scheduler's machine that vanishes without closing its connections is noticed as late as a silent member.
     keepalive_ms = max(1000, int(settings.heartbeat_timeout_s * 500))
     options: Options = [
         *_COMMON,
@@ -108,7 +117,7 @@ def add_port(server: grpc.aio.Server, address: str, settings: Settings, began: C
     own = tls.credentials(auth.membership_key(settings))
 
     def unchanged() -> Any:
-        """gRPC asks for other certificates before each handshake; None: these stay."""
+        """gRPC asks for new certificates before each handshake; None: keep these."""
         began()
 
     certificates = grpc.ssl_server_certificate_configuration([(own.private_key, own.certificate)], own.authority)
@@ -118,24 +127,24 @@ def add_port(server: grpc.aio.Server, address: str, settings: Settings, began: C
 
 
 def reason(details: str) -> str:
-    """What is worth reading of gRPC's words: their end, which says what the system said."""
+    """The useful part of gRPC's error text: its end, which has the system's error."""
     return details.rpartition("last error: ")[2].rpartition("remote host: ")[2].removeprefix("UNKNOWN: ")
 
 
 def is_not_up_yet(error: grpc.RpcError) -> bool:
-    """True if nobody answered: the scheduler may still be starting, or has more callers than it can serve."""
+    """True if no scheduler answered: it may still be starting, or have more callers than it can serve."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and not _is_of_another_cluster(error)
 
 
 def is_dropped(error: grpc.RpcError) -> bool:
-    """True if the other end hung up before it was known who it is. Another attempt may do better."""
+    """True if the other end closed the connection before it had authenticated itself. Another attempt may succeed."""
     details = (error.details() or "").lower()
     return error.code() is grpc.StatusCode.UNAVAILABLE and any(word in details for word in _DROPPED)
 
 
 def _is_of_another_cluster(error: grpc.RpcError) -> bool:
-    """True if the other end showed a certificate that another secret has made, or speaks no TLS where it should. One
-    that only hung up has shown nothing."""
+    """True if the other end showed a certificate made from another secret, or does not speak TLS. An end that only
+    closed the connection has shown neither."""
     details = (error.details() or "").upper()
     return any(word in details for word in ("BAD_SIGNATURE", "CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER"))
 
@@ -159,9 +168,9 @@ def explain(address: str, error: grpc.RpcError, waited_s: float) -> BytePSError:
         )
     if is_dropped(error):
         return RendezvousError(
-            f"what listens at {address} ended each connection for {waited_s:g} s before it had shown who it is: the "
-            "scheduler has a BYTEPS_SECRET and this process has not, or it has more callers than it can serve, or "
-            "something else has its port"
+            f"the process at {address} closed each connection for {waited_s:g} s before it had shown who it is: the "
+            "scheduler has a BYTEPS_SECRET and this process has none, or the scheduler has more callers than it can "
+            "serve, or another program uses its port"
         )
     if code is grpc.StatusCode.UNAVAILABLE:
         return absent(address, waited_s, details)
@@ -170,11 +179,44 @@ def explain(address: str, error: grpc.RpcError, waited_s: float) -> BytePSError:
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return RendezvousError(f"the scheduler at {address} turned this process away: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return ProtocolError(f"what listens at {address} is no byteps_py scheduler of this version ({details})")
+        return ProtocolError(f"the process at {address} is not a byteps_py scheduler of this version ({details})")
     return CommunicationError(f"the scheduler at {address} failed: {code.name}, {details}")
 
 
 def lost(address: str, details: str) -> PeerLostError:
-    """The error for a connection that stood, and broke, and can't be made again."""
+    """The error for an established connection that broke and can't be made again."""
     why = reason(details) or "it ended the connection"
     return PeerLostError(f"lost the scheduler at {address}: {why}; see its log")
+
+
+def retry_steadily(port: int) -> int:
+    """Let TCP retransmit at steady intervals on this process's sockets that listen on ``port`` (their connections
+    inherit the option) or are connected to it. Returns the number of sockets; 0 where the system does not know the
+    option.
+
+    TCP waits twice as long before each retransmission. After a network has lost everything for 0.5 s, the next attempt
+    may be another 0.5 s away, and with it the heartbeats that show which members live. On connections with little in
+    flight Linux can keep to the first interval instead (TCP_THIN_LINEAR_TIMEOUTS), but gRPC has no option for that, so
+    it is set from outside.
+    """
+    count = 0
+    with contextlib.suppress(OSError):
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile, not connected, or the option is not known
+                if not stat.S_ISSOCK(entry.stat().st_mode):
+                    continue
+                one = socket.socket(fileno=int(entry.name))
+                try:
+                    if _is_of(one, port):
+                        one.setsockopt(socket.IPPROTO_TCP, _TCP_THIN_LINEAR_TIMEOUTS, 1)
+                        count += 1
+                finally:
+                    one.detach()  # gRPC closes it
+    return count
+
+
+def _is_of(one: socket.socket, port: int) -> bool:
+    if one.family not in _FAMILIES or one.type != socket.SOCK_STREAM:
+        return False
+    listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return int((one.getsockname() if listens else one.getpeername())[1]) == port

@@ -1,7 +1,7 @@
-"""The scheduler's shell: a gRPC server that carries events to the sessions, and what they say to the members.
+"""The scheduler's shell: a gRPC server that carries events to the sessions, and their messages to the members.
 
-Everything runs in one asyncio thread. Nothing here decides anything. What is said waits until what it follows from
-is in the journal; all that happens in one turn of the loop is written at once.
+Everything runs in one asyncio thread. This module decides nothing. A message is held back until the event that it
+follows from is in the journal; the events of one turn of the loop are written together.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from byteps_py.log import logger
 from byteps_py.machine import require_secret
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
+from byteps_py.scheduler import connection_limits, rpc
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler import restoring, rpc, unfinished
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.connections import SchedulerConnections, address_of
-from byteps_py.scheduler.ending import Finish
-from byteps_py.scheduler.journal import Journal, journal_path
-from byteps_py.scheduler.member import describe
-from byteps_py.scheduler.restoring import Restored
-from byteps_py.scheduler.session import Sent
-from byteps_py.scheduler.sessions import Sessions
-from byteps_py.scheduler.steady import retry_steadily
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.connection_limits import SchedulerConnections, address_of
+from byteps_py.scheduler.job import Finish
+from byteps_py.scheduler.roster import describe
+from byteps_py.scheduler.rpc import retry_steadily
+from byteps_py.scheduler.sessions import recovery
+from byteps_py.scheduler.sessions.journal import Journal, journal_path
+from byteps_py.scheduler.sessions.recovery import Restored
+from byteps_py.scheduler.sessions.scheduler_sessions import Sent, Sessions
 from byteps_py.settings import Settings
 
 TICK_S = 0.2
 STOP_GRACE_S = 1.0
 _OF_THIS_CLUSTER = "knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, the same everywhere)"
-NOBODY = "a process"  # that has yet to say who it is
-MAX_BACKLOG = 20_000  # messages that wait for one connection; who takes none of so many is cut off
+UNREGISTERED = "a process"  # the name of a connection that has not registered
+MAX_BACKLOG = 20_000  # messages that wait for one connection; one that has more is cut off
 
 Context = grpc.aio.ServicerContext[pb.MemberMessage, pb.SchedulerMessage]
 
 
 class _Link:
-    """One stream, seen from here. None in the backlog ends it."""
+    """The scheduler's end of one stream. None in the backlog ends it."""
 
     def __init__(self) -> None:
         self.backlog: asyncio.Queue[Sent | None] = asyncio.Queue(MAX_BACKLOG)
         self.handler = asyncio.current_task()
-        self.who = NOBODY
+        self.who = UNREGISTERED
 
     def put(self, sent: Sent | None) -> None:
         try:
@@ -71,14 +71,16 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._config = ClusterConfig.from_settings(settings)
         self._journal: Journal | None = None
         self._sessions = Sessions(self._config)
-        self._clock_s = -time.monotonic()  # of the scheduler's own clock, which begins at 0, less that of the system
+        self._clock_s = (
+            -time.monotonic()
+        )  # the scheduler's clock, which begins at 0, minus the system's monotonic clock
         self._links: dict[int, _Link] = {}
         self._streams = itertools.count(1)
         self._strangers = Traffic()
         self._connections = SchedulerConnections(settings.scheduler_port)
-        self._held: list[Sent] = []  # until the journal has what they follow from
+        self._held: list[Sent] = []  # until the journal has the events that they follow from
         self._is_flushing = False
-        self._said = ""
+        self._logged_reason = ""
         self._happened = asyncio.Event()
         self._bug: Exception | None = None
 
@@ -98,17 +100,17 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 self._journal.close()
 
     async def _serve(self, host: str, port: int) -> Finish:
-        restored = restoring.restore(self._config, self._journal)
+        restored = recovery.restore(self._config, self._journal)
         self._go_on_with(restored)
         if self._sessions.restarts and self._journal is not None:
             logger.warning(
-                "goes on where a scheduler before it stopped, by the journal %s (%d records): waiting for its members",
+                "resuming the job of the journal %s (%d records): waiting for its members to come back",
                 self._journal.path, restored.records,
             )  # fmt: skip
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):  # before anybody can know that there is a scheduler
+        for number in (signal.SIGTERM, signal.SIGINT):  # before any process can know that the scheduler runs
             loop.add_signal_handler(number, self.stop, f"the scheduler got {signal.Signals(number).name}")
-        server = grpc.aio.server(interceptors=[unfinished.Interceptor()], options=rpc.server_options())
+        server = grpc.aio.server(interceptors=[connection_limits.RequestTimeout()], options=rpc.server_options())
         control_pb2_grpc.add_SchedulerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         try:
             rpc.add_port(
@@ -130,15 +132,15 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             return finish
         finally:
             watching.cancel()
-            # One that comes while the process ends leaves its status alone.
+            # A signal that arrives while the process exits must not change its status.
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)
             for link in self._links.values():
                 link.put(None)
             await server.stop(STOP_GRACE_S)
-            # Calls that are over for their callers may have a last line to run. For each that the end of the event loop
-            # cuts off, gRPC would print a traceback.
+            # Calls that are over for their callers may still have lines to run. gRPC prints a traceback for each call
+            # that the end of the event loop cuts off.
             if rest := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(rest, timeout=STOP_GRACE_S)
 
@@ -154,11 +156,11 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             now_s = self._now_s()
             self._deliver(self._sessions.tick(now_s))
             for address in self._connections.take_refused():
-                self._strangers.note("turned away", address, f"it has not shown that it {_OF_THIS_CLUSTER}")
+                self._strangers.note("turned away", address, f"it has not proven that it {_OF_THIS_CLUSTER}")
             if self._bug is not None:
                 raise self._bug
             if self._sessions.is_abandoned:
-                self._begin_anew()
+                self._begin_new_job()
             finish = self._sessions.finished(now_s)
             if finish is not None:
                 self._flush()
@@ -170,28 +172,28 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             except TimeoutError:
                 pass
 
-    def _begin_anew(self) -> None:
-        """The journal's job is no more. A member that is connected has not been accepted, and tries again."""
-        logger.warning("nobody of the journal's job has come back (%s): beginning anew", self._sessions.core.reason)
+    def _begin_new_job(self) -> None:
+        """No member of the journal's job came back. Processes that are connected have been put off, and try again."""
+        logger.warning("no member of the journal's job came back (%s): beginning a new job", self._sessions.core.reason)
         self._held.clear()
         for link in self._links.values():
             link.put(None)
         self._links.clear()
-        restored = restoring.begin(self._config, self._journal, self._sessions.core.epoch, self._now_s())
+        restored = recovery.begin(self._config, self._journal, self._sessions.core.epoch, self._now_s())
         self._go_on_with(restored)
 
     def status(self) -> pb.StatusReply:
-        """The job as it stands, also after its end. In the server's thread."""
+        """The job's status, also after its end. Call it in the server's thread."""
         reply = self._sessions.status(self._now_s())
         reply.journal = str(self._journal.path) if self._journal is not None else ""
         return reply
 
     def stop(self, reason: str) -> None:
-        """End the job in order. In the server's thread, or as its signal handler."""
+        """End the job in order. Call it in the server's thread; it also serves as its signal handler."""
         self._deliver(self._sessions.stop(reason, self._now_s()))
         self._happened.set()
 
-    # ---- what is said ----------------------------------------------------------------------------------------
+    # ---- sending ---------------------------------------------------------------------------------------------
 
     def _deliver(self, sent: list[Sent]) -> None:
         self._held += sent
@@ -199,30 +201,33 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             self._is_flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
         core = self._sessions.core
-        if self._said != core.reason:
-            self._said = core.reason
+        if self._logged_reason != core.reason:
+            self._logged_reason = core.reason
             has_failed = core.state == states.FAILED
-            if not (has_failed and last_words.say(Blame.SERVICE, self._said, f"byteps_py scheduler: {self._said}")):
-                logger.log(logging.ERROR if has_failed else logging.INFO, "%s", self._said)
+            if not (
+                has_failed
+                and last_words.say(Blame.SERVICE, self._logged_reason, f"byteps_py scheduler: {self._logged_reason}")
+            ):
+                logger.log(logging.ERROR if has_failed else logging.INFO, "%s", self._logged_reason)
 
     def _flush(self) -> None:
-        """Write what has happened, then say what follows from it."""
+        """Write events to the journal, then send the messages that follow from them."""
         self._is_flushing = False
         if self._journal is not None:
             try:
                 self._journal.flush()
                 if self._journal.is_long:
-                    restoring.compact(self._config, self._journal, self._sessions, self._now_s())
+                    recovery.compact(self._config, self._journal, self._sessions, self._now_s())
             except OSError as error:
                 self._give_up_journal(self._journal, error)
         held, self._held = self._held, []
         for sent in held:
-            self._say(sent)
-        told = [s.message.stalled.message or s.message.slow.message for s in held if s.message is not None]
-        for sentence in dict.fromkeys(filter(None, told)):
+            self._send(sent)
+        warnings = [s.message.stalled.message or s.message.slow.message for s in held if s.message is not None]
+        for sentence in dict.fromkeys(filter(None, warnings)):
             logger.info("%s", sentence)  # the workers warn
 
-    def _say(self, sent: Sent) -> None:
+    def _send(self, sent: Sent) -> None:
         link = self._links.get(sent.stream)
         if link is None:
             return
@@ -230,15 +235,17 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             refused = sent.message.refused
             if refused.later:
                 logger.debug("turned away %s: %s", link.who, refused.message)
-            elif link.who == NOBODY:
-                self._strangers.note("turned away", link.who, refused.message)  # there may be many
+            elif link.who == UNREGISTERED:
+                self._strangers.note("turned away", link.who, refused.message)  # logs few of many
             else:
                 logger.warning("turned away %s: %s", link.who, refused.message)
         link.put(sent if sent.message is not None else None)
 
     def _give_up_journal(self, journal: Journal, error: OSError) -> None:
-        """One that is behind would be worse than none. The job goes on."""
-        logger.error("the journal %s can't be written: %s; a killed scheduler can't go on", journal.path, error)
+        """Go on without a journal: one that lacks events would be worse than none."""
+        logger.error(
+            "the journal %s can't be written: %s; from now on a killed scheduler can't be resumed", journal.path, error
+        )
         self._journal, self._sessions.write = None, None
         journal.delete()
         journal.close()
@@ -255,7 +262,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             while (sent := await link.backlog.get()) is not None:
                 await context.write(sent.stamped())
         finally:
-            # Cancelled when the member's process or connection is gone.
+            # gRPC cancels this call when the member's process or connection has ended.
             self._links.pop(stream, None)
             self._deliver(self._sessions.closed(stream, self._now_s()))
             self._happened.set()
@@ -270,11 +277,11 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 try:
                     self._deliver(self._sessions.received(stream, message, self._now_s()))
                 except Exception as error:
-                    self._bug = error  # ``run`` raises it: a scheduler in an unknown state must not go on
+                    self._bug = error  # ``run`` raises it: a scheduler whose state is unknown must not go on
                     self._happened.set()
                     return
         finally:
-            self._deliver([Sent(stream, None)])  # after what is still held
+            self._deliver([Sent(stream, None)])  # after the messages that are still held back
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:  # noqa: N802
         await self._authenticate(context)
@@ -296,13 +303,13 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
     async def _authenticate(self, context: Context) -> None:
         shown = dict(context.invocation_metadata() or ()).get(rpc.TOKEN_KEY, "")
         if not auth.is_valid(str(shown), self._settings, "control"):
-            why = "the cluster secrets differ" if shown else "it needs the cluster secret"
+            why = "the cluster secrets or the jobs differ" if shown else "it shows no cluster secret"
             self._connections.explained(context.peer())
-            self._strangers.note("turned away", address_of(context.peer()), f"{why}, or the jobs do")
+            self._strangers.note("turned away", address_of(context.peer()), why)
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
-                f"{why}, or the jobs do: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE, and the same BYTEPS_JOB_ID "
-                "or scheduler address, everywhere",
+                f"{why}: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE, and the same BYTEPS_JOB_ID or scheduler "
+                "address, everywhere",
             )
         self._connections.admit(context.peer())
 
@@ -313,18 +320,21 @@ async def _watch(connections: SchedulerConnections) -> None:
 
 
 def listening_address(settings: Settings) -> tuple[str, int]:
-    """The numeric address to listen on. Raises ConfigurationError if it is missing, unsafe, foreign or taken."""
+    """The numeric address to listen on. Raises ConfigurationError if it is missing, not this machine's or taken, or if
+    it can be reached from other machines and there is no secret."""
     if not settings.scheduler_address:
-        raise ConfigurationError("a scheduler needs DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT: where it listens")
+        raise ConfigurationError(
+            "a scheduler needs the address to listen on: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
+        )
     name, port = settings.scheduler_host, settings.scheduler_port
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ConfigurationError(f"DMLC_PS_ROOT_URI={name} is not known: {error}") from error
+        raise ConfigurationError(f"DMLC_PS_ROOT_URI={name} can't be resolved: {error}") from error
     family, kind, proto, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     host = str(address[0])
     require_secret(host, settings)
-    # gRPC says only that binding failed, not why; a plain socket does.
+    # gRPC says that binding failed, but not why. A plain socket says why.
     try:
         with socket.socket(family, kind, proto) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

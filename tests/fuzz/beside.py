@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from byteps_py import auth, channel
 from byteps_py.channel import Channel
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import PeerLostError
 from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival, SharedMemory
-from byteps_py.server.local import Local, LocalPeer
+from byteps_py.server.contribution_listeners import LocalListener, LocalPeer
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
 from byteps_py.tensors import DType, Op
@@ -105,7 +105,7 @@ class ServerBeside(Target):
         self._loop = _Loop()
         traffic = Traffic(_log_limiter=Limiter(0))
         name = f"byteps-fuzz-{os.getpid()}"
-        self._local = Local(
+        self._local = LocalListener(
             name, _SETTINGS, Runtime(loop=cast(Any, self._loop)), traffic, self._arrived, self._gone, self._withdrawn
         )
         self._callers: dict[int, tuple[Channel, LocalPeer]] = {}

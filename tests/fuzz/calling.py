@@ -10,7 +10,7 @@ from typing import Any, cast
 import zmq
 
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
-from byteps_py.dataplane.handshake import Challenge, Doorkeeper
+from byteps_py.dataplane.handshake import Challenge, ListenerHandshake
 from byteps_py.dataplane.seal import Seal
 from byteps_py.errors import ProtocolError
 from byteps_py.settings import Settings
@@ -104,7 +104,7 @@ class _Listener:
     """The far end of one connection, which knows the secret."""
 
     def __init__(self, settings: Settings) -> None:
-        self._keeper = Doorkeeper(settings)
+        self._keeper = ListenerHandshake(settings)
         self.challenge: Challenge | None = None
         self.seal: Seal | None = None
         self.is_spoilt = False  # something else has been said, so that who calls will hear no more of it

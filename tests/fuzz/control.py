@@ -11,10 +11,10 @@ from byteps_py.errors import JournalError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler import journal
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.restoring import replay
-from byteps_py.scheduler.sessions import Sessions
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.sessions import journal
+from byteps_py.scheduler.sessions.recovery import replay
+from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 from byteps_py.tensors import DType, Op
 
 from .base import Target

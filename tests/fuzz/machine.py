@@ -242,7 +242,7 @@ class Machine:
             yield pb.SchedulerMessage(joined=message.join)
             yield pb.SchedulerMessage(verdicts=pb.Verdicts(verdicts=self._declarations.join(message.join.rank)))
         elif body == "idle":
-            self._declarations.start_anew()
+            self._declarations.void_all()
             yield pb.SchedulerMessage(all_joined=pb.AllJoined(last=0, direct_round=message.idle.direct_round))
 
     def _send(self, message: pb.MemberMessage) -> None:

@@ -6,7 +6,7 @@ import zmq
 from google.protobuf.message import DecodeError
 from support.data_plane import HandLink, header_for
 
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.listener import Peer
 from byteps_py.errors import BytePSError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime

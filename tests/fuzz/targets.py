@@ -9,14 +9,12 @@ import zmq
 
 from byteps_py import launchers
 from byteps_py import rank_protocol as protocol
-from byteps_py.dataplane.handshake import Caller, Doorkeeper
-from byteps_py.dataplane.listener import DataListener
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.handshake import CallerHandshake, ListenerHandshake
+from byteps_py.dataplane.listener import DataListener, Peer
 from byteps_py.dataplane.seal import DamagedError, Protection, new_seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
-from byteps_py.server.actions import Answer, Reduce
-from byteps_py.server.partition import Contribution, Round
+from byteps_py.server.round_state import Answer, Contribution, Reduce, Round
 from byteps_py.server.rounds import HELD_BYTES, Rounds
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
@@ -82,14 +80,14 @@ class Handshake(Target):
     """Whoever does not know the secret is not accepted, whatever it says."""
 
     seeds = (
-        Caller(_SECRET, 0, "tcp://a:1").hello,
+        CallerHandshake(_SECRET, 0, "tcp://a:1").hello,
         bytes(128),
         bytes(32),
     )
 
     def __init__(self) -> None:
-        self._keeper = Doorkeeper(_SECRET)
-        self._caller = Caller(_SECRET, 0, "tcp://a:1")
+        self._keeper = ListenerHandshake(_SECRET)
+        self._caller = CallerHandshake(_SECRET, 0, "tcp://a:1")
 
     def feed(self, data: bytes) -> None:
         try:
@@ -114,7 +112,7 @@ class Listener(Target):
 
     seeds = (
         *HEADERS,
-        *[Header(Kind.HELLO, 0).pack() + Caller(_SECRET, 0, "tcp://a:1").hello],
+        *[Header(Kind.HELLO, 0).pack() + CallerHandshake(_SECRET, 0, "tcp://a:1").hello],
         b"\0" * 110,
     )
 

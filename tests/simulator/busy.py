@@ -6,7 +6,7 @@ same, as the job comes to its end.
 
 from __future__ import annotations
 
-from byteps_py.scheduler.member import Presence
+from byteps_py.scheduler.roster import Presence
 
 from .cluster import Cluster
 from .parts import Parts

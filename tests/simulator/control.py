@@ -7,17 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from byteps_py.control_link import ControlEvents
 from byteps_py.errors import PeerLostError, RendezvousError, from_name
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler.client import complete
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.control_events import ControlEvents
-from byteps_py.scheduler.member import Presence
-from byteps_py.scheduler.restoring import replay
-from byteps_py.scheduler.resuming import MemberSession
-from byteps_py.scheduler.session import Sent
-from byteps_py.scheduler.sessions import Sessions
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.roster import Presence
+from byteps_py.scheduler.sessions.recovery import replay
+from byteps_py.scheduler.sessions.scheduler_sessions import Sent, Sessions
+from byteps_py.scheduler.sessions.session_protocol import MemberSession
 from byteps_py.server.service import _ORPHAN_S
 from byteps_py.settings import Settings
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.core import SchedulerCore
-from byteps_py.scheduler.elastic import Elastic
-from byteps_py.scheduler.reforming import Reforming
+from byteps_py.scheduler.elastic import Elastic, Reforming
 from byteps_py.scheduler.roster import Roster
-from byteps_py.scheduler.sessions import Sessions
+from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 from byteps_py.server.rounds import Rounds
 from byteps_py.worker.elastic_rank_server import ElasticRankServer, _Waiter
 from byteps_py.worker.group import Group

@@ -12,9 +12,8 @@ from typing import Any
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.job import Job
 from byteps_py.scheduler.roster import Roster
-from byteps_py.scheduler.sessions import Sessions
-from byteps_py.server.actions import Reduce
-from byteps_py.server.partition import Round, RoundState
+from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
+from byteps_py.server.round_state import Reduce, Round, RoundState
 from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import TensorSpec
 from byteps_py.wire import Header, name_of

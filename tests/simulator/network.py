@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from byteps_py.dataplane.peer import Peer, reply
+from byteps_py.dataplane.listener import Peer, reply
 from byteps_py.server.arrival import Arrival, FrameMemory
 from byteps_py.settings import SLOW_FACTOR, Settings
 from byteps_py.shm import Block

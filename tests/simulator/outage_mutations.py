@@ -6,8 +6,8 @@ from typing import Any
 
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.scheduler.core import SchedulerCore
-from byteps_py.scheduler.sessions import Sessions
-from byteps_py.scheduler.silence import Silence
+from byteps_py.scheduler.liveness import LivenessMonitor
+from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 from byteps_py.worker.elastic_rank_server import ElasticRankServer
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.failure_suspicions import FailureSuspicions
@@ -65,7 +65,7 @@ class ForgetWhoWasLate(Mutation):
 
     class sessions(Sessions):
         class core_class(SchedulerCore):
-            class silence_class(Silence):
+            class liveness_class(LivenessMonitor):
                 class detector_class(FailureDetector):
                     def heard(self, after_s: float) -> None:
                         pass

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from byteps_py.placement.table import PlacementTable
-from byteps_py.scheduler.sessions import Sessions
+from byteps_py.placement.placement_table import PlacementTable
+from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 from byteps_py.server.arrival import Arrival
 from byteps_py.server.rounds import Rounds
 from byteps_py.server.service import SummationService

@@ -16,8 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from byteps_py.dataplane.dialer import DialTarget, Owner
-from byteps_py.dataplane.listener import RemotePeer
-from byteps_py.dataplane.peer import Peer
+from byteps_py.dataplane.listener import Peer, RemotePeer
 from byteps_py.wire import Header, Kind
 
 from .local import Loop

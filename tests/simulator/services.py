@@ -9,8 +9,8 @@ from typing import Any
 
 from byteps_py.errors import RendezvousError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.server.actions import Action as ServerAction
-from byteps_py.server.partition import Round, RoundState
+from byteps_py.server.round_state import Action as ServerAction
+from byteps_py.server.round_state import Round, RoundState
 from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
 from byteps_py.worker.actions import Action, RoundDone

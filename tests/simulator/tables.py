@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from byteps_py.placement.table import Move, PlacementTable
+from byteps_py.placement.placement_table import Move, PlacementTable
 
 from .program import PARTITION_BYTES
 

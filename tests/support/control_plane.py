@@ -11,11 +11,10 @@ from collections import deque
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
-from byteps_py.scheduler.cluster import ClusterConfig
-from byteps_py.scheduler.restoring import replay
-from byteps_py.scheduler.resuming import MemberSession
-from byteps_py.scheduler.session import Sent
-from byteps_py.scheduler.sessions import Sessions
+from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.sessions.recovery import replay
+from byteps_py.scheduler.sessions.scheduler_sessions import Sent, Sessions
+from byteps_py.scheduler.sessions.session_protocol import MemberSession
 
 _tokens = itertools.count(1)
 

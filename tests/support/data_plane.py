@@ -10,14 +10,14 @@ import numpy as np
 import zmq
 
 from byteps_py import auth, channel
+from byteps_py.control_link import ControlEvents
 from byteps_py.dataplane.authenticator import Authenticator, show_password
-from byteps_py.dataplane.handshake import Caller
+from byteps_py.dataplane.handshake import CallerHandshake
 from byteps_py.dataplane.seal import Seal
 from byteps_py.errors import BytePSError
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
@@ -52,7 +52,7 @@ class Machine:
         self.socket.linger = 0
         show_password(self.socket, settings, known_as or address)
         self.socket.connect(address)
-        self._caller = Caller(settings, index, known_as or address, group)
+        self._caller = CallerHandshake(settings, index, known_as or address, group)
         self.socket.send_multipart([Header(Kind.HELLO, index, group).pack(), self._caller.hello])
         self._shown = shown
         self.seals: tuple[Seal, Seal] | None = None

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable
 
 from byteps_py import errors
-from byteps_py.launch.cluster import free_port
+from byteps_py.control_link import ControlEvents
+from byteps_py.launch.cluster_plan import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import client
-from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.settings import Settings
 from support import warm
 
@@ -29,7 +29,7 @@ import sys
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import client
-from byteps_py.scheduler.control_events import ControlEvents
+from byteps_py.control_link import ControlEvents
 from byteps_py.settings import Settings
 loop = EventLoop()
 register = pb.Register(role=1, kind=1, machine_index=1, local_size=1)

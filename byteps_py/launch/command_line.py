@@ -1,0 +1,207 @@
+"""The command line of ``bpslaunch``. Pure; any thread."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from byteps_py import __version__
+from byteps_py.errors import ConfigurationError
+from byteps_py.launch.installation import describe_build
+from byteps_py.launch.supervisor import Supervision
+from byteps_py.variables import VARIABLES, Variable
+
+_TAG_VARIABLE = "BYTEPS_TAG_OUTPUT"
+
+_DESCRIPTION = """\
+Start the processes of a training job on this machine, watch them, and end them together.
+
+With DMLC_ROLE set, it starts what this machine runs in that role:
+  worker     the communication service, this machine's share of summation (when DMLC_NUM_SERVER is below
+             DMLC_NUM_WORKER), and BYTEPS_LOCAL_SIZE ranks of CMD (default: one per visible GPU, else one)
+  joint      a worker; with DMLC_NUM_SERVER at least DMLC_NUM_WORKER also one of these servers
+  server     a summation service for a CPU machine; CMD is not needed
+  scheduler  the scheduler; CMD is not needed
+With -np, it starts a whole cluster on this machine, over loopback, each emulated machine with processes of its own.
+"""
+
+_EPILOG = """\
+examples:
+  bpslaunch -np 2 python train.py                               two ranks on this machine
+  bpslaunch -np 2 --machines 2 --servers 1 python train.py      2 GPU machines with 2 ranks each, 1 CPU machine
+  DMLC_ROLE=worker DMLC_WORKER_ID=0 DMLC_NUM_WORKER=2 DMLC_NUM_SERVER=1 \\
+    DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=9000 bpslaunch python train.py
+                                                                this machine's part of a cluster
+
+Ranks find BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE in their environment, with -np also HOROVOD_RANK, HOROVOD_SIZE and
+what else horovodrun sets, and OMP_NUM_THREADS = cores / ranks on this host unless it is set already. For
+torch.distributed they find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. On several
+machines the last two are the scheduler's address and the port before its own: set them where the scheduler does not
+run on the machine of DMLC_WORKER_ID=0. Only the first rank reads this terminal's input. When CMD's name is python and
+no such program is found, the Python that runs bpslaunch is used.
+
+The lines of several ranks have prefixes ([0], [1], ...). When a job fails, the error of the first rank that failed
+comes last, once; errors of other ranks that follow from it are left out (--output-filename keeps them).
+
+exit code: that of the first rank that failed (128 + signal number if a signal killed it); 2 when the configuration
+is unusable; 126 or 127 when CMD can't be run or found. When a rank fails, the others have 15 s to end with an error
+that says what they miss; then they get SIGTERM and, after the grace period, SIGKILL. In an elastic job a rank that
+fails stops no other, and the exit code is 0 if one ends well.
+SIGINT, SIGTERM and SIGHUP are passed on to the ranks and end the job (SIGTERM to a part of an elastic job: its ranks
+leave at their next commit); a second Ctrl-C kills it. SIGUSR1 and SIGUSR2 are passed on. Whatever the ranks have
+started ends with the job.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """The parsed command line. ``ranks``: 0 if DMLC_ROLE says what to start; ``variables``: to set in every process."""
+
+    command: tuple[str, ...]
+    ranks: int
+    machines: int
+    servers: int
+    variables: Mapping[str, str]
+    how: Supervision
+    is_verbose: bool
+
+
+def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
+    """Parse a command line. Raises ConfigurationError for options that do not fit together; on a malformed option
+    argparse itself ends the program with status 2."""
+    given = _parser().parse_args(arguments)
+    command = tuple(given.command[1:] if given.command[:1] == ["--"] else given.command)
+    role = _role(environ)
+    if given.hosts:
+        raise ConfigurationError(
+            "bpslaunch starts processes on this machine only. For several machines, start it on each one, with "
+            "DMLC_ROLE and its companion variables set (see --help)"
+        )
+    if role and (given.ranks or given.machines or given.servers is not None):
+        raise ConfigurationError(
+            f"DMLC_ROLE={role} is set, so this machine is one part of a cluster: BYTEPS_LOCAL_SIZE, DMLC_NUM_WORKER "
+            "and DMLC_NUM_SERVER say its size. Unset DMLC_ROLE to start a whole cluster here with -np"
+        )
+    if not role and not given.ranks:
+        raise ConfigurationError(
+            "how many ranks? Give -np RANKS to start a cluster on this machine, or set DMLC_ROLE (worker, server, "
+            "scheduler or joint) to start this machine's part of one; bpslaunch --help explains both"
+        )
+    if not command and role not in ("server", "scheduler"):
+        raise ConfigurationError("which program? Give the training command last: bpslaunch -np 2 python train.py")
+    is_elastic = given.elastic or given.min_np is not None or given.max_np is not None
+    variables = {
+        "BYTEPS_PARTITION_BYTES": given.partition_bytes,
+        "BYTEPS_START_TIMEOUT_S": given.start_timeout,
+        "BYTEPS_LOG_LEVEL": given.log_level,
+        "BYTEPS_ELASTIC": "1" if is_elastic else None,
+        "BYTEPS_MIN_NP": given.min_np,
+        "BYTEPS_MAX_NP": given.max_np,
+        "BYTEPS_ELASTIC_TIMEOUT_S": given.elastic_timeout,
+        "BYTEPS_RESET_LIMIT": given.reset_limit,
+        "BYTEPS_REPORT": None if given.report is None else str(given.report.absolute()),
+    }
+    return LaunchOptions(
+        command,
+        given.ranks or 0,
+        given.machines or 1,
+        given.servers or 0,
+        {name: value for name, value in variables.items() if value is not None},
+        Supervision(
+            grace_s=given.grace_period,
+            tag_output=_tag_output(given.tag_output, environ),
+            folder=given.output_filename,
+            elastic=is_elastic or _is_elastic(environ),
+            is_part=bool(role),
+        ),
+        given.verbose,
+    )
+
+
+def _tag_output(given: bool | None, environ: Mapping[str, str]) -> bool | None:
+    """None: the number of ranks decides. Raises ConfigurationError."""
+    text = environ.get(_TAG_VARIABLE, "")
+    if given is not None or not text:
+        return given
+    return bool(Variable("tag_output", (_TAG_VARIABLE,), bool, "").parse(_TAG_VARIABLE, text))
+
+
+def _role(environ: Mapping[str, str]) -> str:
+    """DMLC_ROLE; empty if it is not set. Raises ConfigurationError."""
+    variable = next(each for each in VARIABLES if each.field == "role")
+    return str(variable.parse("DMLC_ROLE", environ["DMLC_ROLE"])) if environ.get("DMLC_ROLE", "").strip() else ""
+
+
+def _is_elastic(environ: Mapping[str, str]) -> bool:
+    """True if the environment makes the job elastic. Raises ConfigurationError."""
+    variable = next(each for each in VARIABLES if each.field == "elastic")
+    return any(bool(variable.parse(name, environ[name])) for name in variable.names if environ.get(name))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "bpslaunch",
+        usage="bpslaunch [options] CMD [ARGUMENT ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-np", "-n", "--num-proc", dest="ranks", type=_count(1), metavar="RANKS", help="ranks of each machine")
+    add("--machines", type=_count(1), metavar="N", help="GPU machines to emulate (default 1)")
+    add("--servers", type=_count(0), metavar="K", help="CPU machines to emulate, which only sum (default 0)")
+    add("--partition-bytes", metavar="B", help="sets BYTEPS_PARTITION_BYTES")
+    add(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="sets BYTEPS_REPORT: the traffic of each process, as JSON, at the end",
+    )
+    add("--timeout", "--start-timeout", dest="start_timeout", metavar="S", help="sets BYTEPS_START_TIMEOUT_S")
+    add("--elastic", action="store_true", help="go on without ranks that are lost, and with new ones (BYTEPS_ELASTIC)")
+    add("--min-np", "--min-num-proc", metavar="R", help="sets BYTEPS_MIN_NP, elastic: wait while there are fewer ranks")
+    add("--max-np", "--max-num-proc", metavar="R", help="sets BYTEPS_MAX_NP, elastic: let no more ranks join")
+    add("--elastic-timeout", metavar="S", help="sets BYTEPS_ELASTIC_TIMEOUT_S: how long to wait for ranks")
+    add("--reset-limit", metavar="N", help="sets BYTEPS_RESET_LIMIT: how often the ranks may change")
+    add("--log-level", metavar="LEVEL", help="sets BYTEPS_LOG_LEVEL")
+    add(
+        "--tag-output", "--prefix-output", action="store_true", default=None,
+        help="put [rank] before every line of output (the default if there is more than one)",
+    )  # fmt: skip
+    add(
+        "--no-tag-output", "--no-prefix-output", dest="tag_output", action="store_false",
+        help="let ranks write to this terminal themselves (also BYTEPS_TAG_OUTPUT=0)",
+    )  # fmt: skip
+    add("--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.R/stdout and stderr")
+    add("--grace-period", type=_seconds, default=5.0, metavar="S", help="from SIGTERM to SIGKILL (default 5)")
+    add("-v", "--verbose", action="store_true", help="print what is started, with its variables")
+    add("-H", "--hosts", "-hostfile", "--hostfile", dest="hosts", help=argparse.SUPPRESS)
+    add("--version", action="version", version=f"byteps_py {__version__}")
+    add("-cb", "--check-build", action=_CheckBuild, nargs=0, help="print what this installation can do, and exit")
+    add("command", nargs=argparse.REMAINDER, metavar="CMD", help="the training program and its arguments")
+    return parser
+
+
+class _CheckBuild(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(describe_build())
+        parser.exit()
+
+
+def _count(low: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text} is below {low}")
+        return int(text)
+
+    return number
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value

@@ -1,0 +1,311 @@
+"""A member's link to the scheduler over gRPC; see client.py.
+
+Threads: ``byteps-control`` reads one stream after another. A thread of gRPC sends the messages of a stream, and
+heartbeats, so that heartbeats are sent even while the event loop is busy. Both threads end with the link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+
+from byteps_py.control_link import ControlEvents
+from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, from_name
+from byteps_py.log import logger
+from byteps_py.loop import EventLoop
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.proto import control_pb2_grpc
+from byteps_py.scheduler import rpc
+from byteps_py.scheduler.rpc import retry_steadily
+from byteps_py.scheduler.sessions.session_protocol import MemberSession
+from byteps_py.settings import Settings
+
+RETRY_S = 0.1
+#: A shorter absence of the scheduler is not reported.
+SHORT_S = 0.5
+_HURRIED_TRIES = 100  # after so many, the link tries less often
+
+
+class _Stream:
+    """The member's end of one connection. ``outgoing``: the messages to send; None ends it."""
+
+    def __init__(self) -> None:
+        self.outgoing: queue.SimpleQueue[pb.MemberMessage | None] = queue.SimpleQueue()
+        self.sender: threading.Thread | None = None
+        self.cancel: Callable[[], object] = lambda: None
+
+
+@dataclass(slots=True, eq=False)
+class _Absence:
+    """The time since the connection to the scheduler broke. ``is_reported``: ``on_away`` has been called."""
+
+    since_s: float
+    why: str = ""
+    is_reported: bool = False
+
+
+class GrpcControlLink:
+    """A ControlLink. ``_lock`` guards the session, the stream and the flags about them."""
+
+    close_timeout_s = 5.0
+
+    #: A process that ends waits for an absent scheduler, to send Leave, until it has been away for this long.
+    away_close_s = 2.0
+
+    def __init__(
+        self,
+        settings: Settings,
+        register: pb.Register,
+        loop: EventLoop,
+        events: ControlEvents,
+    ) -> None:
+        self.steady_connections = 0
+        self._settings = settings
+        self._address = settings.scheduler_address
+        self._loop = loop
+        self._events = events
+        self._lock = threading.Lock()
+        self._session = MemberSession(register)
+        self._attempt: _Stream | None = None  # being read
+        self._stream: _Stream | None = None  # the same, once the scheduler has said Welcome on it
+        self._is_dismissed = False  # the scheduler said Stop: the end of the stream is no loss
+        self._is_late = False  # the deadline for the first answer has passed
+        self._is_over = False
+        self._put_off: BytePSError | None = None  # the refusal of a scheduler that may accept this process later
+        self._absence: _Absence | None = None  # of the scheduler, once it has welcomed this member
+        self._is_heartbeat_due = False  # the loop's thread is to make a heartbeat, and has not yet
+        self._closing = threading.Event()
+        self._gives_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="byteps-control", daemon=True)
+        loop.post(lambda: loop.call_later(settings.start_timeout_s, self._expire))
+        self._thread.start()
+
+    # ---- any thread ------------------------------------------------------------------------------------------
+
+    def send(self, message: pb.MemberMessage) -> None:
+        with self._lock:
+            if not self._is_over and not self._closing.is_set():
+                self._say(message)
+
+    def close(self, reason: str = "") -> None:
+        last = pb.MemberMessage(heartbeat=self._events.heartbeat())  # so that the report at the job's end is complete
+        with self._lock:
+            if self._closing.is_set():
+                return
+            is_member, is_here = self._session.is_member, self._stream is not None
+            self._say(last)
+            self._say(pb.MemberMessage(leave=pb.Leave(reason=reason)))
+            self._closing.set()
+            if self._stream is not None:
+                self._stream.outgoing.put(None)
+        if is_member and not self._is_over:  # the scheduler ends the stream once it has received Leave
+            away_s = 0.0 if self._absence is None else time.monotonic() - self._absence.since_s
+            self._thread.join(self.close_timeout_s if is_here else max(0.0, self.away_close_s - away_s))
+        with self._lock:
+            self._gives_up.set()
+            attempt = self._attempt
+        if attempt is not None:
+            attempt.cancel()
+        self._thread.join(self.close_timeout_s)
+        if attempt is not None and attempt.sender is not None:
+            attempt.sender.join(self.close_timeout_s)
+
+    def _say(self, message: pb.MemberMessage) -> None:
+        """With the lock held."""
+        stamped = self._session.say(message)
+        if self._stream is not None:
+            self._stream.outgoing.put(stamped)
+
+    # ---- byteps-control --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BytePSError | None
+        try:
+            with rpc.open_channel(self._settings) as channel:
+                error = self._attend(control_pb2_grpc.SchedulerStub(channel))  # type: ignore[no-untyped-call]
+        except Exception as bug:
+            error = CommunicationError(f"the link to the scheduler at {self._address} broke: {bug!r}")
+        self._is_over = True
+        if error is not None:
+            self._post(lambda: self._events.on_lost(error))
+
+    def _attend(self, stub: control_pb2_grpc.SchedulerStub) -> BytePSError | None:
+        """Read one stream after another. Returns why the link is lost for good; None if it ends in order."""
+        started_s = time.monotonic()
+        tries = 0
+        while True:
+            stream = _Stream()
+            failure = self._read_stream(stub, stream)
+            with self._lock:
+                was_here, self._stream = self._stream is not None, None
+            stream.outgoing.put(None)
+            if self._gives_up.is_set() or (self._closing.is_set() and self._has_left(failure)):
+                return None
+            if isinstance(failure, BytePSError) or self._is_dismissed:
+                return failure if isinstance(failure, BytePSError) else None
+            if self._session.is_member:
+                tries = 0 if was_here else tries + 1
+                # Whatever the address answers meanwhile: the scheduler may be started again, and nothing is lost by
+                # trying.
+                if error := self._wait_for_scheduler("" if failure is None else failure.details() or ""):
+                    return error
+            elif error := self._first_failure(failure, time.monotonic() - started_s):
+                return error
+            self._gives_up.wait(0.0 if was_here else RETRY_S if tries < _HURRIED_TRIES else 5 * RETRY_S)
+
+    def _has_left(self, failure: BytePSError | grpc.RpcError | None) -> bool:
+        """While closing: True if the scheduler has Leave, has ended the stream, or has never known this process."""
+        with self._lock:
+            return (
+                not isinstance(failure, grpc.RpcError) or not self._session.is_member or not self._session.unconfirmed
+            )
+
+    def _first_failure(self, failure: grpc.RpcError | None, waited_s: float) -> BytePSError | None:
+        """Before the first Welcome: the error that ends the link; None if the scheduler may only be late."""
+        details = "" if failure is None else failure.details() or ""
+        if self._is_late or waited_s >= self._settings.start_timeout_s:
+            return self._put_off or rpc.absent(self._address, self._settings.start_timeout_s, details)
+        if failure is not None and not rpc.is_not_up_yet(failure):
+            return rpc.explain(self._address, failure, waited_s)
+        return None
+
+    def _read_stream(self, stub: control_pb2_grpc.SchedulerStub, stream: _Stream) -> BytePSError | grpc.RpcError | None:
+        """One connection. Returns the refusal or the error that ended it; None if the scheduler ended it."""
+        with self._lock:
+            register = self._session.register()
+        call = stub.Attend(self._requests(register, stream), metadata=rpc.metadata(self._settings))
+        with self._lock:
+            stream.cancel = call.cancel
+            self._attempt = stream
+            if self._gives_up.is_set() or self._is_late:
+                call.cancel()
+        try:
+            for message in call:
+                if message.HasField("refused"):
+                    error = from_name(message.refused.error, message.refused.message)
+                    if message.refused.later:
+                        self._put_off = error
+                        call.cancel()
+                        return None
+                    if not message.refused.unknown:
+                        self._pass_on(message)
+                    return error
+                if message.HasField("welcome"):
+                    self.steady_connections = retry_steadily(self._settings.scheduler_port)
+                self._receive(message, stream)
+        except ProtocolError as error:
+            call.cancel()
+            return error
+        except grpc.RpcError as error:
+            return error
+        return None
+
+    def _receive(self, message: pb.SchedulerMessage, stream: _Stream) -> None:
+        with self._lock:
+            is_news = self._session.hear(message)
+            is_first = not self._session.is_member
+            if message.HasField("welcome"):
+                is_news = is_first
+                self._welcomed(message, stream)
+        self._is_dismissed = self._is_dismissed or message.HasField("stop")
+        if is_news:
+            self._pass_on(message)
+
+    def _pass_on(self, message: pb.SchedulerMessage) -> None:
+        self._post(lambda: self._events.on_message(message))
+
+    def _welcomed(self, message: pb.SchedulerMessage, stream: _Stream) -> None:
+        """The session goes on, on this stream. With the lock held."""
+        for kept in self._session.welcomed(message):
+            stream.outgoing.put(kept)
+        stream.outgoing.put(self._session.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True))))
+        self._stream = stream
+        if self._closing.is_set():
+            stream.outgoing.put(None)
+        if self._absence is not None:
+            absence, self._absence = self._absence, None
+            away_s = time.monotonic() - absence.since_s
+            text = "the scheduler at %s is back after %.1f s: messages that waited for it are sent"
+            if absence.is_reported:
+                logger.warning(text, self._address, away_s)
+                self._post(self._events.on_back)
+            else:
+                logger.info(text, self._address, away_s)
+
+    def _wait_for_scheduler(self, details: str) -> BytePSError | None:
+        """The scheduler is away. Returns the error that ends the link; None while the link waits for it."""
+        now_s = time.monotonic()
+        with self._lock:
+            if (absence := self._absence) is None:
+                absence = self._absence = _Absence(now_s)
+                self._post(lambda: self._loop.call_later(SHORT_S, lambda: self._report_absence(absence)))
+            absence.why = details or absence.why
+            is_waiting = bool(self._session.epoch) or now_s - absence.since_s < self._settings.start_timeout_s
+            return None if is_waiting else rpc.lost(self._address, absence.why)
+
+    def _requests(self, register: pb.MemberMessage, stream: _Stream) -> Iterator[pb.MemberMessage]:
+        # Runs in gRPC's thread.
+        stream.sender = threading.current_thread()
+        interval_s = self._settings.heartbeat_interval_s
+        yield register
+        message = stream.outgoing.get()  # Welcome puts the first message there: nothing is sent before it
+        next_beat_s = time.monotonic()
+        while message is not None:
+            yield message
+            message = None
+            while message is None:
+                left_s = next_beat_s - time.monotonic()
+                if left_s <= 0:
+                    next_beat_s += interval_s - left_s
+                    if (bare := self._request_heartbeat()) is not None:
+                        yield bare
+                    continue
+                with contextlib.suppress(queue.Empty):
+                    message = stream.outgoing.get(timeout=left_s)
+                    if message is None:
+                        return
+
+    def _request_heartbeat(self) -> pb.MemberMessage | None:
+        """Let the loop's thread make a heartbeat. While it is too busy for that, return a bare one: the process
+        lives."""
+        with self._lock:
+            if self._is_heartbeat_due:
+                return self._session.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True)))
+            self._is_heartbeat_due = True
+        self._loop.post(self._report)
+        return None
+
+    def _post(self, callback: Callable[[], None]) -> None:
+        self._loop.post(lambda: None if self._closing.is_set() else callback())
+
+    # ---- the loop's thread -----------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        if self._is_over or self._closing.is_set():
+            return
+        heartbeat = pb.MemberMessage(heartbeat=self._events.heartbeat())
+        with self._lock:
+            self._is_heartbeat_due = False
+            self._say(heartbeat)
+
+    def _report_absence(self, absence: _Absence) -> None:
+        """Report an absence of the scheduler, unless it was short."""
+        with self._lock:
+            if self._is_over or self._is_dismissed or self._absence is not absence:
+                return
+            absence.is_reported = True
+            error = rpc.lost(self._address, absence.why)
+        self._events.on_away(error)
+
+    def _expire(self) -> None:
+        with self._lock:
+            self._is_late = not self._session.is_member
+            attempt = self._attempt
+        if self._is_late and attempt is not None:
+            attempt.cancel()

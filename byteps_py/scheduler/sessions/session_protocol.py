@@ -1,0 +1,140 @@
+"""The session protocol: messages that survive broken connections and restarted schedulers, and a member's end of it.
+
+Each side numbers what it says and keeps it until the other side confirms it; a message that arrives twice is dropped.
+How much a member keeps while there is no scheduler is bounded by what ranks do without its answers: each rank waits, up
+to the stall limit. The scheduler's end is scheduler_sessions.py. Pure: knows no connection. One thread at a time may
+call.
+
+    connection 1:  Register ─►   ◄─ Welcome   Declare 1 ─►   ◄─ Membership 1   Arrive 2 ─►  ✂
+    connection 2:  Register, received 1 ─►   ◄─ Welcome, received 1   Arrive 2 ─►   ◄─ Verdicts 2
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from byteps_py.errors import ProtocolError
+from byteps_py.proto import control_pb2 as pb
+
+M = TypeVar("M")
+
+
+TOKEN_BYTES = 16
+#: Reports that a newer one soon replaces: they are not kept and have no number.
+_FLEETING = ("heartbeat", "sight")
+
+
+class Outbox(Generic[M]):
+    """The messages of one side that the other side has not confirmed. They are numbered from 1; ``last``: the number of
+    the newest.
+
+    >>> box = Outbox[str]()
+    >>> box.put("a"), box.put("b")
+    (1, 2)
+    >>> box.drop(1)
+    >>> list(box), box.last
+    ([(2, 'b')], 2)
+    """
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._kept: deque[M] = deque()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[tuple[int, M]]:
+        return enumerate(self._kept, self.last - len(self._kept) + 1)
+
+    def put(self, message: M) -> int:
+        """Keep a message until it is confirmed. Returns its number."""
+        self._kept.append(message)
+        self.last += 1
+        return self.last
+
+    def has(self, received: int) -> bool:
+        """True if all messages after number ``received``, the other side's last one, are still here."""
+        return self.last - len(self._kept) <= received <= self.last
+
+    def drop(self, received: int) -> None:
+        """The other side has received all messages up to this number."""
+        while self._kept and self.last - len(self._kept) < received:
+            self._kept.popleft()
+
+
+class MemberSession:
+    """A member's end of its session with the scheduler."""
+
+    def __init__(
+        self, register: pb.Register, new_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES)
+    ) -> None:
+        self._register = pb.Register()
+        self._register.CopyFrom(register)
+        self._register.token = new_token()
+        self._outbox: Outbox[pb.MemberMessage] = Outbox()
+        self._received = 0
+
+    @property
+    def is_member(self) -> bool:
+        """True once the scheduler has accepted its registration."""
+        return self._register.member_id > 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last Membership that has arrived; 0: none has."""
+        return self._register.epoch
+
+    @property
+    def unconfirmed(self) -> int:
+        """How many messages the scheduler may not have received."""
+        return len(self._outbox)
+
+    def register(self) -> pb.MemberMessage:
+        """The first message of every connection."""
+        self._register.received = self._received
+        return pb.MemberMessage(register=self._register)
+
+    def say(self, message: pb.MemberMessage) -> pb.MemberMessage:
+        """Number a message and keep it. Returns it as it is to be sent on a connection with a Welcome, if there is
+        one."""
+        stamped = pb.MemberMessage(received=self._received)
+        stamped.MergeFrom(message)
+        if message.WhichOneof("body") not in _FLEETING:
+            stamped.number = self._outbox.put(stamped)
+        return stamped
+
+    def welcomed(self, message: pb.SchedulerMessage) -> list[pb.MemberMessage]:
+        """Welcome has arrived on a new connection. Returns the messages to send there before any other.
+
+        Raises ProtocolError if the scheduler has forgotten messages that it had confirmed.
+        """
+        if not self._outbox.has(message.received):
+            raise ProtocolError(
+                f"the scheduler has {message.received} messages of this process, but had confirmed more: it was "
+                "restarted with an old copy of its journal"
+            )
+        self._register.member_id = message.welcome.member_id
+        self._outbox.drop(message.received)
+        return [kept for _, kept in self._outbox]
+
+    def hear(self, message: pb.SchedulerMessage) -> bool:
+        """True if this message is new and has a body.
+
+        Raises ProtocolError if a message before it is missing, or if epochs go backwards.
+        """
+        self._outbox.drop(message.received)
+        if message.number:
+            if message.number <= self._received:
+                return False
+            if message.number != self._received + 1:
+                raise ProtocolError(f"message {message.number} of the scheduler arrived after message {self._received}")
+            self._received = message.number
+        if message.HasField("membership"):
+            epoch = message.membership.epoch
+            if epoch <= self._register.epoch:
+                raise ProtocolError(f"the scheduler opened epoch {epoch} after epoch {self._register.epoch}")
+            self._register.epoch = epoch
+        return message.WhichOneof("body") is not None

@@ -1,0 +1,141 @@
+"""What a summation server knows of a partition's rounds in flight, and what the rounds ask the shell to do.
+
+Pure data. The rules are in rounds.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from byteps_py.errors import BytePSError
+from byteps_py.wire import Header
+
+
+@dataclass(slots=True, eq=False)
+class Contribution:
+    """One machine's contribution to one round. ``origin``: the peer to answer, compared by identity.
+
+    ``nbytes``: the size of the payload that arrived. In a subclass the shell adds where the payload lies.
+    """
+
+    header: Header
+    origin: object
+    nbytes: int
+
+
+C = TypeVar("C", bound=Contribution)
+
+
+class RoundState(enum.Enum):
+    """See the table in rounds.py."""
+
+    COLLECTING = "waiting for contributions"
+    REDUCING = "has all contributions"
+    DROPPED = "superseded"
+
+
+@dataclass(slots=True, eq=False)
+class Round(Generic[C]):
+    """One round in flight.
+
+    ``is_resent``: a machine lacks the result, which others may have. At ``want_at`` (s), machines that have not
+    contributed are asked for their contributions. ``redirected``: by machine, the contribution to answer instead of the
+    one that is summed.
+    """
+
+    partition: PartitionRounds[C]
+    number: int
+    since_s: float
+    state: RoundState = RoundState.COLLECTING
+    is_resent: bool = False
+    want_at: float = 0.0
+    contributions: dict[int, C] = field(default_factory=dict)
+    redirected: dict[int, C] = field(default_factory=dict)
+
+    def in_order(self) -> list[C]:
+        """Contributions by machine index: the order in which they are added."""
+        return [self.contributions[machine] for machine in sorted(self.contributions)]
+
+    def waiting(self) -> list[C]:
+        """The contributions to answer, in machine order."""
+        asked = (self.redirected.get(c.header.sender, c) for c in self.in_order())
+        return [c for c in asked if not c.header.is_supply]
+
+
+@dataclass(slots=True, eq=False)
+class PartitionRounds(Generic[C]):
+    """A piece of one generation of a tensor. ``last_round``: the last completed one; ``broken_round``: the last refused
+    one, for ``reason``; -1: none yet."""
+
+    key: int
+    generation: int
+    index: int
+    last_round: int = -1
+    broken_round: int = -1
+    reason: str = ""
+    rounds: dict[int, Round[C]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"partition {self.index} of tensor key {self.key:#018x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Generic[C]):
+    """Combine ``round.in_order()``, then call ``Rounds.reduced``."""
+
+    round: Round[C]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[C]):
+    """Send the result to these contributions' origins. They are in machine order."""
+
+    contributions: list[C]
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseContributions(Generic[C]):
+    """Tell these contributions' origins that, and why, the contributions are not used."""
+
+    contributions: list[C]
+    error: type[BytePSError]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Ask ``machines`` to resend their contributions to a round; ``header``: of another machine's contribution to
+    it."""
+
+    header: Header
+    machines: tuple[int, ...]
+
+
+Action = Reduce[C] | Answer[C] | RefuseContributions[C] | Want
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStall:
+    """A round that waits for machines. ``machines``: how many take part; ``missing``: all machines of the job that have
+    not contributed, also those that take no part."""
+
+    key: int
+    index: int
+    round: int
+    age_s: float
+    machines: int
+    missing: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start. ``bytes_summed``: bytes of results, each counted once."""
+
+    rounds: int = 0
+    bytes_summed: int = 0
+    duplicates: int = 0
+    refused: int = 0
+    wanted: int = 0
+    bytes_in_flight: int = 0
