@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from byteps_py import streaming
 from byteps_py.errors import CommunicationError, JoinedError, MismatchError, ProtocolError
+from byteps_py.kernels.jit import streaming
 from byteps_py.session.nearby import messages
 from byteps_py.session.nearby.memory import Incoming, Outgoing
 from byteps_py.session.nearby.message_matcher import MessageMatcher, Parcel, Stream
