@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "env",
         help="list the environment variables",
-        description="List the environment variables that byteps_py reads; of several names the first that is set wins.",
+        description="List the environment variables that byteps_py reads. Of several names, the first one set counts.",
     )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table, as in docs/variables.md")
     parser.set_defaults(handler=run)
@@ -32,15 +32,21 @@ def run(arguments: argparse.Namespace) -> int:
         for variable, default in rows:
             names = ", ".join(f"`{name}`" for name in variable.names)
             print(f"| {names} | {default and f'`{default}`'} | {variable.allowed()} | {variable.meaning} |")
+        print()
+        for variable in VARIABLES:
+            if variable.detail:
+                print(f"- `{variable.names[0]}`: {variable.detail}")
         return 0
     for variable, default in rows:
         print(f"{', '.join(variable.names)}\n    {variable.meaning}")
         print(f"    takes {variable.allowed()}; default: {default or 'none'}")
+        if variable.detail:
+            print(f"    {variable.detail}")
     return 0
 
 
 def _default(variable: Variable, value: object) -> str:
-    """The default as one would write it in the environment; empty where there is none."""
+    """The default as a user would set it in the environment; empty if there is none."""
     if value is None:
         return ""
     if isinstance(value, bool):

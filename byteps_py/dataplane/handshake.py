@@ -5,8 +5,8 @@
        ──PROOF      proof that the CS knows it ───────────────────────────────────────────────────►
        ◄═WELCOME    sealed, as is all that follows, each way under a key of this connection alone (seal.py) ═
 
-A CS says nothing more until it is welcome: what a stranger may send is little (unauthenticated.py), and a busy listener
-hears the proof late.
+A CS says nothing more until it is welcome: what a stranger may send is little
+(unauthenticated_connections.py), and a busy listener hears the proof late.
 
 Proofs are HMACs, under a key made from the secret, of all that is said and of whom it binds: the job, the listener's
 address, the machine that speaks and its group of ranks (see listener.py), the protection (so that nobody can talk the

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from byteps_py.last_words import Blame, LastWords
+from byteps_py.failure_notice import Blame, FailureNotice
 
 #: Different errors that are shown; there may be as many as there are ranks.
 _MOST = 4
@@ -19,7 +19,7 @@ SHOW_AFTER_S = 15.0
 @dataclass(slots=True)
 class _Said:
     label: str
-    words: LastWords
+    words: FailureNotice
     at_s: float
 
 
@@ -30,7 +30,7 @@ class FailureReport:
         self._said: list[_Said] = []
         self._shown: set[Blame] = set()
 
-    def heard(self, label: str, words: LastWords, now_s: float) -> None:
+    def heard(self, label: str, words: FailureNotice, now_s: float) -> None:
         if words.blame is not Blame.NOBODY:
             self._said.append(_Said(label, words, now_s))
 

@@ -1,5 +1,5 @@
 """The scheduler's connections that have shown no valid token yet. gRPC tells of none, so they are found among the
-descriptors of the process, and end by the limits that hold for every listener (unauthenticated.py).
+descriptors of the process, and end by the limits that hold for every listener (unauthenticated_connections.py).
 
 ``handshake_begins`` may be called by any thread, the others are for the scheduler's.
 """
@@ -13,7 +13,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 
-from byteps_py.unauthenticated import MOST, UnauthenticatedConnections, duplicate
+from byteps_py.unauthenticated_connections import MOST, UnauthenticatedConnections, duplicate
 
 _DESCRIPTORS = "/proc/self/fd"
 #: Between two looks, and while many connect.

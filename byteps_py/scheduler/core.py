@@ -24,7 +24,7 @@ from byteps_py.scheduler.roster import Refusal
 from byteps_py.scheduler.services import Services
 from byteps_py.scheduler.silence import Silence
 from byteps_py.scheduler.watch import GroupWatch
-from byteps_py.unauthenticated import PATIENCE_S
+from byteps_py.unauthenticated_connections import PATIENCE_S
 from byteps_py.wording import STOPPED, count_text
 
 REGISTER_TIMEOUT_S = PATIENCE_S - 0.5  # a connection that has not said by then who it is, is turned away

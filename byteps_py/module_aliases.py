@@ -1,8 +1,8 @@
-"""Modules of ``horovod.torch`` and ``byteps.torch`` where scripts look for them: ``byteps_py.mpi_ops`` is
+"""Aliases for the modules that scripts import from ``horovod.torch`` and ``byteps.torch``: ``byteps_py.mpi_ops`` is
 ``byteps_py.torch.mpi_ops``.
 
-Owns which they are, and how they are found; knows nothing of what is in them, and imports torch only with one of
-them. Whoever imports calls, in any thread.
+Owns the list of aliases and the import hook that resolves them. Must not know what the modules contain; torch is
+imported only when an alias is. Python's import system calls the hook, in any thread.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-#: What of ``horovod.torch``, and of ``byteps.torch``, is a module.
+#: The names that are modules in ``horovod.torch`` or ``byteps.torch``.
 NAMES = frozenset({"compression", "cross_barrier", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"})
 
 
 class _Loader(importlib.abc.Loader):
-    """Gives the module that there is already: a second one would have classes of its own."""
+    """Returns the module under its real name. A second copy of it would have classes of its own."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -31,7 +31,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import has put the alias's there
+        module.__spec__ = self._spec  # the import system has replaced it by the alias's
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -44,6 +44,6 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.machinery.ModuleSpec(fullname, _Loader(f"{package}.torch.{module}"))
 
 
-def find() -> None:
-    """From now on they are found."""
+def install() -> None:
+    """Install the import hook."""
     sys.meta_path.insert(0, _Finder())
