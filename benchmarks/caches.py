@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from byteps_py import streaming
+from byteps_py.kernels.jit import streaming
 
 _TURNS = 60
 _LIMIT_S = 30.0

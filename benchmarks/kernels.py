@@ -28,7 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from byteps_py.kernels import compiled, prepare, reduce, reduce_checked
+from byteps_py.kernels import prepare, reduce, reduce_checked
+from byteps_py.kernels.jit import numba_kernels
 from byteps_py.tensors import Checks, DType, Op
 
 SIZES_KB = (64, 256, 1024, 65536)
@@ -98,7 +99,7 @@ class Lane:
 
 def machine_code(dtype: DType, checks: Checks) -> int:
     """The kernel's address: a C function of (room for a result, room for an error, the kernel's arguments)."""
-    (compiled_,) = compiled.build(Op.SUM, dtype, checks).overloads.values()  # type: ignore[attr-defined]
+    (compiled_,) = numba_kernels.build(Op.SUM, dtype, checks).overloads.values()  # type: ignore[attr-defined]
     return int(compiled_.library.get_pointer_to_function(compiled_.fndesc.llvm_func_name))
 
 

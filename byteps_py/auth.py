@@ -1,6 +1,6 @@
-"""Proof that a peer is a member of the job: what is made from the cluster secret, and how it is checked. Any thread.
+"""Proof that a peer is a member of the job: the key and the tokens that are derived from the cluster secret.
 
-Without any secret (a service started by hand on loopback) every token is empty, and equal.
+Without any secret (a service started by hand on loopback) every token is empty, so all tokens are equal. Any thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hmac
 
 from byteps_py.settings import Settings
 
-# A stranger who connects sees proofs, and can try secrets on them at home. Each try costs 16 MB for some 50 ms.
+# A stranger who connects sees proofs, and can guess secrets offline. Each guess costs 16 MB for some 50 ms.
 _SCRYPT_N, _SCRYPT_R = 1 << 14, 8
 _SALT = b"byteps_py cluster secret"
 KEY_BYTES = 32
@@ -23,15 +23,17 @@ def _stretch(secret: str) -> bytes:
 
 
 def membership_key(settings: Settings) -> bytes:
-    """The key that all members of this job have, and nobody else; empty without a secret.
+    """The key that only members of this job have; empty without a secret.
 
-    The cluster secret is stretched, once in a process: scrypt (RFC 7914). ``local_secret`` is random and long.
+    The cluster secret goes through scrypt (RFC 7914), once per process. ``local_secret`` is random and long, and is
+    used as it is.
     """
     return _stretch(settings.secret) if settings.secret else settings.local_secret.encode()
 
 
 def token(settings: Settings, *parts: str) -> str:
-    """What a member of ``settings.job`` shows, bound to ``parts`` (purpose, who)."""
+    """The token, in hexadecimal, that a member of ``settings.job`` shows. It is valid for ``parts`` only: the purpose,
+    and who the member is. Empty without a secret."""
     key = membership_key(settings)
     if not key:
         return ""
@@ -40,5 +42,5 @@ def token(settings: Settings, *parts: str) -> str:
 
 
 def is_valid(shown: str, settings: Settings, *parts: str) -> bool:
-    """Compare in constant time."""
+    """True if ``shown`` is ``token(settings, *parts)``. Takes the same time for any wrong token."""
     return hmac.compare_digest(shown.encode(errors="replace"), token(settings, *parts).encode())

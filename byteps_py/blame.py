@@ -1,7 +1,7 @@
-"""Who made a sum NaN or infinite, as 64 bits that fit in a header and a record. Pure; any thread.
+"""The ranks that made a sum NaN or infinite, as 64 bits that fit in a header and a record. Pure; any thread.
 
-A bit for each rank; with more than 63 ranks a bit for so many neighbours. Bits of several partitions are joined by
-``|``. The last bit: the sum is not finite although what was added is, so that nobody is to blame.
+Each of the first 63 bits stands for one rank, or for several neighbouring ranks in a job of more than 63. ``|`` joins
+the bits of several partitions. The last bit means overflow: the sum is not finite although all contributions are.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ OVERFLOW = 1 << _BITS
 
 
 def of_rank(rank: int, size: int) -> int:
-    """The bit of ``rank``, of ``size`` in the job."""
+    """The bit of ``rank`` in a job of ``size`` ranks."""
     return 1 << (rank if size <= _BITS else rank * _BITS // size)
 
 
 def ranks_of(blame: int, size: int) -> list[int]:
-    """The ranks that ``blame`` may mean.
+    """The ranks that ``blame`` may mean, ascending.
 
     >>> ranks_of(of_rank(1, 4) | of_rank(3, 4) | OVERFLOW, 4)
     [1, 3]
@@ -27,12 +27,12 @@ def ranks_of(blame: int, size: int) -> list[int]:
 
 
 def text(blame: int, size: int) -> str:
-    """Who it was, in words.
+    """``blame`` in words, for messages.
 
     >>> text(of_rank(1, 4), 4), text(OVERFLOW, 4)
     ('rank 1', 'no rank alone: their values are finite, and their sum is not')
     >>> text(of_rank(64, 128), 128)
-    'one or more of ranks 64-65'
+    'one or more of ranks 63-65'
     """
     ranks = ranks_of(blame, size)
     if not ranks:

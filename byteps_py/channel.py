@@ -1,8 +1,8 @@
-"""Messages between two processes of one machine: a Unix seqpacket socket that can carry descriptors.
+"""Messages between two processes of one machine: a Unix seqpacket socket that can also pass file descriptors.
 
-The name lies in the abstract namespace, so nothing is left in a file system. Abstract names have no owner
-and no mode; both ends therefore check that the other runs as the same user. A round trip costs about 10 µs
-(ZeroMQ: about 95 µs). ``send`` may be called by any thread, ``receive`` by one at a time.
+The socket's name is in Linux's abstract namespace, so nothing is left in a file system. Abstract names have no owner
+and no mode; so each end checks that the other runs as the same user. A round trip takes about 10 µs (ZeroMQ: about
+95 µs). Any thread may call ``send``; ``receive`` takes one thread at a time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _TRUNCATED = int(socket.MSG_TRUNC) | int(socket.MSG_CTRUNC)
 
 
 class _Kept(threading.local):
-    """One buffer per thread: a fresh one for each message would cost ten times what receiving it does, and one for
-    each connection would be memory that a stranger gets for nothing."""
+    """One receive buffer per thread. A new buffer for each message would cost ten times what receiving does, and one
+    per connection would let strangers make the process allocate memory."""
 
     def __init__(self) -> None:
         self.buffer = memoryview(bytearray(MAX_MESSAGE))
@@ -39,7 +39,7 @@ _kept = _Kept()
 
 
 def _check_same_user(sock: socket.socket) -> int:
-    """The peer's pid. Raises ProtocolError if it runs as another user."""
+    """The peer's process id. Raises ProtocolError if the peer runs as another user."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():
         raise ProtocolError(f"process {pid} of user {uid} is at the other end of a socket of user {os.getuid()}")
@@ -47,7 +47,7 @@ def _check_same_user(sock: socket.socket) -> int:
 
 
 def _address(name: str) -> bytes:
-    """That of an abstract socket. Raises ConfigurationError if the name is too long for one."""
+    """The address of the abstract socket ``name``. Raises ConfigurationError if the name is too long."""
     encoded = os.fsencode(name)
     if len(encoded) > MAX_SOCKET_NAME_BYTES:
         raise ConfigurationError(
@@ -58,12 +58,15 @@ def _address(name: str) -> bytes:
 
 
 class Channel:
-    """One connected end. ``peer_pid`` is the process that opened the other."""
+    """One end of a connection. ``peer_pid`` is the id of the process that opened the other end.
+
+    Raises ProtocolError if the peer runs as another user.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
-        # The socket stays in blocking mode: a Python timeout would apply to senders in other threads too.
+        # The socket stays in blocking mode: a Python timeout would also apply to senders in other threads.
         seconds, fraction = divmod(SEND_TIMEOUT_S, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(fraction * 1e6)))
         self._readable = select.poll()
@@ -71,16 +74,22 @@ class Channel:
         self.peer_pid = _check_same_user(sock)
 
     def fileno(self) -> int:
+        """The socket's descriptor."""
         return self._sock.fileno()
 
     def send(self, data: bytes | bytearray, fds: tuple[int, ...] = ()) -> None:
-        """Waits while the peer's buffer is full. Raises PeerLostError when the peer is gone, or has taken
-        nothing for ``SEND_TIMEOUT_S``."""
+        """Send one message of at most ``MAX_MESSAGE`` bytes, and duplicates of ``fds``. Waits while the peer's buffer
+        is full. Any thread.
+
+        Raises:
+            PeerLostError: the peer has closed the connection, or has read nothing for ``SEND_TIMEOUT_S``.
+            ProtocolError: ``data`` is too long.
+        """
         if not self._send(data, fds, 0):
             raise PeerLostError(f"process {self.peer_pid} has read nothing for {SEND_TIMEOUT_S} s")
 
     def try_send(self, data: bytes | bytearray, fds: tuple[int, ...] = ()) -> bool:
-        """Like ``send``, but False at once when the peer's buffer is full."""
+        """Like ``send``, but return False at once if the peer's buffer is full."""
         return self._send(data, fds, _DONTWAIT)
 
     def _send(self, data: bytes | bytearray, fds: tuple[int, ...], flags: int) -> bool:
@@ -99,9 +108,13 @@ class Channel:
         return True
 
     def receive(self, timeout_s: float) -> tuple[bytes, list[int]] | None:
-        """One message and its descriptors; None when ``timeout_s`` passed without one (0: don't wait).
+        """Return one message and its descriptors, or None if none came within ``timeout_s`` (0: don't wait).
 
-        Raises PeerLostError when the other end is gone.
+        The caller owns the descriptors, and closes them. One thread at a time.
+
+        Raises:
+            PeerLostError: the peer has closed the connection.
+            ProtocolError: the message is longer than ``MAX_MESSAGE``.
         """
         buffer = _kept.buffer
         try:
@@ -109,7 +122,7 @@ class Channel:
                 return None
             try:
                 nbytes, ancillary, flags, _ = self._sock.recvmsg_into([buffer], _ANCILLARY_BYTES, _DONTWAIT)
-            except ConnectionResetError:  # the peer closed before it had read all; what it had sent is still to come
+            except ConnectionResetError:  # the peer closed with unread messages; its own can still be received
                 nbytes, ancillary, flags, _ = self._sock.recvmsg_into([buffer], _ANCILLARY_BYTES, _DONTWAIT)
         except BlockingIOError:
             return None
@@ -122,7 +135,7 @@ class Channel:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds += array.array("i", raw[: len(raw) - len(raw) % 4])
         if not nbytes or flags & _TRUNCATED:
-            for fd in fds:  # nobody will
+            for fd in fds:  # the caller does not get them
                 os.close(fd)
         if not nbytes:
             raise PeerLostError(f"process {self.peer_pid} closed its local connection")
@@ -131,16 +144,21 @@ class Channel:
         return buffer[:nbytes].tobytes(), fds
 
     def shutdown(self) -> None:
-        """End the connection, for all processes that share it: both ends read what was sent before, then its end."""
-        with contextlib.suppress(OSError):  # the peer has ended it
+        """End the connection, also for other processes that hold this socket. Each end still receives what was sent
+        before, and then its end."""
+        with contextlib.suppress(OSError):  # the peer has ended it already
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Close the descriptor."""
         self._sock.close()
 
 
 class Listener:
-    """Accepts channels under an abstract name."""
+    """Accepts channels under an abstract name.
+
+    Raises ConfigurationError if the name is too long, and RendezvousError if another process listens under it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -151,7 +169,7 @@ class Listener:
         except OSError as error:
             self._sock.close()
             raise RendezvousError(
-                f"the local socket {name!r} is taken: another process already plays this part of this job ({error})"
+                f"the local socket {name!r} is taken: another process already has this role in this job ({error})"
             ) from error
         self._sock.listen(128)
 
@@ -159,7 +177,7 @@ class Listener:
         return self._sock.fileno()
 
     def accept(self) -> Channel:
-        """Raises ProtocolError when another user's process knocks; it is turned away."""
+        """Accept a connection. Raises ProtocolError, and closes it, if it is another user's."""
         sock, _ = self._sock.accept()
         try:
             return Channel(sock)
@@ -172,7 +190,7 @@ class Listener:
 
 
 def connect(name: str, timeout_s: float) -> Channel:
-    """Connect to the listener ``name``, waiting up to ``timeout_s`` for it to come. Raises RendezvousError."""
+    """Connect to the listener ``name``. Waits up to ``timeout_s`` until it listens, then raises RendezvousError."""
     address = _address(name)
     deadline = time.monotonic() + timeout_s
     while True:

@@ -1,30 +1,30 @@
-"""Every error this package raises on purpose.
+"""All errors that this package raises on purpose.
 
     BytePSError
     ├── ConfigurationError (ValueError)       a variable or argument is missing, malformed or contradicts another
-    ├── JournalError                          the scheduler's journal is damaged, or another's
+    ├── JournalError                          the scheduler's journal is damaged, or belongs to another job
     ├── UsageError (ValueError)               the calling program misuses the API
-    │   ├── NotInitializedError               used before init() or after shutdown()
+    │   ├── NotInitializedError               a call before init() or after shutdown()
     │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
     │   └── GradientOrderError (AssertionError)  backward, synchronize, step, zero_grad out of order
-    ├── NonFiniteError (FloatingPointError)   a gradient is NaN or infinite; on every rank
-    │   └── NonFiniteInputError               what a rank gives to torch.distributed is; on that rank
+    ├── NonFiniteError (FloatingPointError)   a gradient is NaN or infinite; raised on every rank
+    │   └── NonFiniteInputError               an input to torch.distributed is; raised on the rank that gave it
     └── CommunicationError (RuntimeError)     the job, not this call, is at fault; Horovod's HorovodInternalError
         ├── MismatchError                     ranks disagree about a tensor
         ├── StallError (TimeoutError)         a deadline passed while waiting for ranks
         ├── JoinedError (also a UsageError)   an operation needs every rank, and some have joined
-        ├── RendezvousError                   the cluster did not come together
+        ├── RendezvousError                   the processes of the cluster did not find each other
         ├── PeerLostError                     a process of the job died or left
         ├── DismissedError                    this machine was told to leave an elastic job, which goes on without it
-        ├── ProtocolError                     a peer sent something it must not
-        └── IntegrityError                    what was sent came damaged, twice
+        ├── ProtocolError                     a peer sent a message that it must not send
+        └── IntegrityError                    a message arrived damaged twice
 
-A message says what happened, to which tensor and ranks, and what to do about it.
+A message says what happened, to which tensor and ranks, and what to do about it. Pure; any thread.
 """
 
 
 class BytePSError(Exception):
-    """Base of all errors of this package."""
+    """The base class of all errors of this package."""
 
 
 class ConfigurationError(BytePSError, ValueError):
@@ -32,7 +32,7 @@ class ConfigurationError(BytePSError, ValueError):
 
 
 class JournalError(BytePSError):
-    """The scheduler's journal can't be gone on with: it is damaged, another's, or another version's."""
+    """A scheduler can't continue from its journal: it is damaged, or was written by another job or version."""
 
 
 class UsageError(BytePSError, ValueError):
@@ -44,40 +44,45 @@ class NotInitializedError(UsageError):
 
 
 class UnsupportedError(UsageError, NotImplementedError):
-    """An operation was asked for that does not exist for these arguments.
+    """The operation does not exist for these arguments.
 
-    Also a RuntimeError: that is what Horovod's users catch here.
+    It is also a RuntimeError (as every NotImplementedError is), which Horovod's users catch here.
     """
 
 
 class GradientOrderError(UsageError, AssertionError):
     """Calls of backward, synchronize, step and zero_grad came in an order that would lose a gradient.
 
-    Also an AssertionError: that is what Horovod's users catch here.
+    It is also an AssertionError, which Horovod's users catch here.
     """
 
 
 class NonFiniteError(BytePSError, FloatingPointError):
-    """A gradient is NaN or infinite on some rank, and BYTEPS_NONFINITE=raise. Every rank raises it in the same step."""
+    """A gradient is NaN or infinite on some rank, and BYTEPS_NONFINITE is ``raise``.
+
+    Every rank raises this error in the same step.
+    """
 
 
 class NonFiniteInputError(NonFiniteError):
-    """A rank gives NaN or infinity to a sum of torch.distributed, and BYTEPS_NONFINITE=raise. Only that rank raises it;
-    the others raise its words when it ends."""
+    """A rank gave NaN or infinity to a sum of torch.distributed, and BYTEPS_NONFINITE is ``raise``.
+
+    Only that rank raises this error; the others raise an error with its message when that rank ends.
+    """
 
 
 class CommunicationError(BytePSError, RuntimeError):
-    """A reduction can't be completed, for a reason outside the call that reports it."""
+    """A reduction can't be completed, for a reason outside the call that raises this error."""
 
 
-#: Horovod's name for it: what elastic training goes back to its last commit after.
+#: Horovod's name. After this error, elastic training returns to its last commit.
 HorovodInternalError = CommunicationError
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
-    """Not a failure: hosts came or are about to go, and the job must be joined again.
+    """Not a failure: hosts have come or are about to leave, and the ranks must form a new group.
 
-    skip_sync: hosts only went, so that the ranks that stay are equal already.
+    ``skip_sync`` is True if hosts only left. Then the remaining ranks have equal states already.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -96,12 +101,13 @@ class StallError(CommunicationError, TimeoutError):
 class JoinedError(UsageError, CommunicationError):
     """An operation needs every rank, and some have joined: they have no more data (``join()``).
 
-    Both: it is the calling program's doing, and reported by the job, where Horovod's users expect HorovodInternalError.
+    It is both a UsageError, since the calling program caused it, and a CommunicationError, since Horovod's users expect
+    HorovodInternalError.
     """
 
 
 class RendezvousError(CommunicationError):
-    """The processes of a cluster did not find each other in time, or contradict each other."""
+    """The processes of a cluster did not find each other in time, or have contradictory settings."""
 
 
 class PeerLostError(CommunicationError):
@@ -117,10 +123,10 @@ class ProtocolError(CommunicationError):
 
 
 class IntegrityError(CommunicationError):
-    """A message came damaged, and so did its repetition: the network, or memory, changes what passes through."""
+    """A message arrived damaged, and so did its repetition: the network or memory alters data."""
 
 
-#: What crosses a process border as text comes back as its own type.
+#: Errors that keep their type when they cross a process boundary as text.
 BY_NAME: dict[str, type[BytePSError]] = {
     cls.__name__: cls
     for cls in (
@@ -140,5 +146,5 @@ BY_NAME: dict[str, type[BytePSError]] = {
 
 
 def from_name(name: str, message: str) -> BytePSError:
-    """The error that a peer process reported as (type name, message)."""
+    """The error that another process reported as (type name, message); a CommunicationError if the name is unknown."""
     return BY_NAME.get(name, CommunicationError)(message)

@@ -1,6 +1,6 @@
 """Exit statuses by which a service tells its launcher what to do, beyond 0 (it ended in order) and 1 (it failed).
 
-``handle_signals`` keeps a status from being replaced by a signal that comes while the process ends.
+``handle_signals`` makes sure that a signal which arrives while the process exits does not replace its status.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-#: The program finds its configuration unusable, its port included.
+#: The configuration is unusable, for instance because the port is taken.
 UNUSABLE_STATUS = 2
-#: A summation service that was taken for dead, and is not: it can be started again (EX_TEMPFAIL).
+#: A summation service that was declared dead by mistake. It can be started again (EX_TEMPFAIL).
 GIVEN_UP_STATUS = 75
-#: A scheduler whose journal can't be kept (EX_CONFIG): the next one could not, either.
+#: A scheduler that can't write its journal (EX_CONFIG). Starting it again would not help.
 NO_JOURNAL_STATUS = 78
 
 
 @contextmanager
 def handle_signals(signals: Sequence[int], handler: Callable[[int, object], object]) -> Iterator[None]:
-    """Call ``handler`` for these signals, and ignore them afterwards: for a process with nothing left to do but end.
+    """Call ``handler`` for ``signals`` inside the ``with`` block, and ignore them afterwards. Main thread only.
 
-    An interpreter that ends restores the default action of a signal with a handler, which would kill it. Main thread
-    only.
+    For a process that exits after the block. An interpreter that exits restores the default action of a signal that has
+    a Python handler; that action would kill the process.
     """
     for number in signals:
         signal.signal(number, handler)

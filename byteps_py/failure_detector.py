@@ -1,33 +1,50 @@
-"""When a member's silence is its death: an accrual failure detector, one for each member. Pure; knows no clock.
+"""An accrual failure detector, one for each member: how long a silence means that the member is dead.
 
-    suspicion = silence / the silence that this member can't be expected to survive
-    0 ──────────── lives ──────────── 1 ── dead
+Pure: it knows no clock. The thread that owns the member calls it.
 
-What a member can't be expected to survive follows from its own past: ``GAIN`` times as late as the latest of its recent
-heartbeats, or ``GAIN_OTHERS`` times as late as others' have been, whose processors it may share. On a quiet machine,
-where none is late, that is less than the floor (PS_HEARTBEAT_TIMEOUT), which then decides. On a busy machine the same
-silence proves less. The ceiling (BYTEPS_HEARTBEAT_TIMEOUT_MAX_S) bounds how long a death can be overlooked. The death
-of a process needs no detector: its connection ends.
+    suspicion = silence / timeout of this member
+    0 ──────────── alive ──────────── 1 ── dead
 
-Not the mean and deviation of the intervals, as in Hayashibara's detector: waits for a processor have a heavy tail, and
-the worst of some hundred says more about the worst of ten thousand than their mean does. It is forgotten by halves.
+The timeout follows from the past. It is ``GAIN`` times the delay of the member's most delayed recent heartbeat, or
+``GAIN_OTHERS`` times the delay of other members' heartbeats, which may share its processors. On an idle machine no
+heartbeat is late; there the floor (PS_HEARTBEAT_TIMEOUT) decides. On a busy machine the same silence proves less. The
+ceiling (BYTEPS_HEARTBEAT_TIMEOUT_MAX_S) bounds how long a death can remain unnoticed. A process that ends needs no
+detector, because its connection ends too.
+
+Hayashibara's detector uses the mean and the deviation of the intervals; this one does not. The time that a process
+waits for a processor has a heavy tail, and the maximum of some hundred waits says more about the maximum of ten
+thousand than their mean does. The remembered maximum halves every ``HALF_LIFE_S`` seconds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: So many times as late as any heartbeat has been may the next one be.
+#: The next heartbeat may be this many times as late as the member's most delayed one.
 GAIN = 6.0
-#: The same for what only others have shown so far: the load may have begun with the silence that is to be judged.
+#: The same for other members' heartbeats. They count because the load may have begun with the silence itself.
 GAIN_OTHERS = 2.0
-#: A late heartbeat counts for half after so long.
+#: After this many seconds a late heartbeat counts for half.
 HALF_LIFE_S = 180.0
 
 
 @dataclass(slots=True)
 class FailureDetector:
-    """``interval_s``: between heartbeats, as sent. ``lateness_s``: of the latest one, as far as it is remembered."""
+    """The state of one member. All times are seconds.
+
+    Attributes:
+        interval_s: time between heartbeats as the member sends them.
+        floor_s: the shortest timeout.
+        ceiling_s: the longest timeout.
+        lateness_s: delay of the most delayed heartbeat so far, halved every ``HALF_LIFE_S``.
+
+    >>> detector = FailureDetector(interval_s=0.2, floor_s=1.0, ceiling_s=10.0)
+    >>> detector.timeout_s()
+    1.0
+    >>> detector.heard(0.7)  # half a second late
+    >>> round(detector.timeout_s(), 1)
+    3.2
+    """
 
     interval_s: float
     floor_s: float
@@ -35,25 +52,26 @@ class FailureDetector:
     lateness_s: float = 0.0
 
     def heard(self, after_s: float) -> None:
-        """A sign of life, ``after_s`` since the one before."""
+        """Record a heartbeat, ``after_s`` seconds after the one before."""
         remembered_s = self.lateness_s * 0.5 ** (after_s / HALF_LIFE_S)
         self.lateness_s = max(remembered_s, after_s - self.interval_s)
 
     def started(self) -> None:
-        """The processes of its machine have started, and starved each other: that is over, as far as is known."""
+        """Record that the machine's processes have started. They were late because they competed for processors while
+        they started, which is over."""
         self.lateness_s /= 4
 
     def timeout_s(self, others_lateness_s: float = 0.0) -> float:
-        """The silence that means death."""
+        """The silence that means that the member is dead."""
         late_s = max(GAIN * self.lateness_s, GAIN_OTHERS * others_lateness_s)
         return min(self.ceiling_s, max(self.floor_s, self.interval_s + late_s))
 
     def suspicion(self, silence_s: float, others_lateness_s: float = 0.0) -> float:
-        """1 and more: dead."""
+        """``silence_s`` as a fraction of the timeout; 1 or more means dead."""
         return silence_s / self.timeout_s(others_lateness_s)
 
     def why(self, silence_s: float) -> str:
-        """Why so long a silence was a death, with the variable that says how long it may be."""
+        """Why a silence of ``silence_s`` means that the member is dead, naming the variable that sets the limit."""
         text = f"nothing was heard of it for {silence_s:.1f} s"
         if silence_s >= self.ceiling_s > self.floor_s:
             return f"{text} (BYTEPS_HEARTBEAT_TIMEOUT_MAX_S)"

@@ -1,8 +1,8 @@
-"""The jobs of this machine, found without being told of them: each service leaves a note for `bps`, and holds it.
+"""How `bps` finds the jobs on this machine: each service writes a note, and keeps it locked while it runs.
 
-A note is a file in the user's runtime folder, its owner's only, without the cluster secret. It is locked as long as its
-service lives; the system gives the lock back when that is killed, so who finds a note that nobody holds takes it away.
-Any thread; needs the standard library only.
+A note is a file in the user's runtime folder that only its owner can read. It does not contain the cluster secret. The
+system releases the lock when the service ends, even if it is killed. So a process that finds an unlocked note deletes
+it. Any thread; needs only the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from byteps_py.log import logger
 from byteps_py.settings import Settings
 
-#: All processes that a launcher starts have it in their environment, and so has what they start.
+#: A launcher sets this variable in the environment of its processes, which inherit it to theirs.
 TOKEN_VARIABLE = "BYTEPS_LAUNCH_TOKEN"
 _SUFFIX = ".job"
 _MAX_BYTES = 1 << 14
@@ -30,8 +30,18 @@ _TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class JobNote:
-    """As its services know it. ``secret_file``: where they read the secret; empty if they were told it, or have none.
-    ``ranks``: of this machine, where nothing but a communication service knows the job."""
+    """A job as one of its services knows it.
+
+    Attributes:
+        scheduler_host: empty on a single machine, which has no scheduler.
+        scheduler_port: 0 without a scheduler.
+        job_id: BYTEPS_JOB_ID; may be empty.
+        secret_file: absolute path of the file with the cluster secret; empty if the secret comes from the environment,
+            or if there is none.
+        pid: process id of the service.
+        ranks: ranks on this machine, for a job without a scheduler; otherwise 0.
+        local_secret: the secret that bpslaunch made for a job on loopback.
+    """
 
     scheduler_host: str
     scheduler_port: int
@@ -39,15 +49,16 @@ class JobNote:
     secret_file: str
     pid: int
     ranks: int = 0
-    local_secret: str = field(default="", repr=False)  # bpslaunch made it for this job
+    local_secret: str = field(default="", repr=False)
 
     @property
     def address(self) -> str:
-        """Of its scheduler; empty on a single machine, which has none."""
+        """``host:port`` of the scheduler; empty without one."""
         return f"{self.scheduler_host}:{self.scheduler_port}" if self.scheduler_host else ""
 
     @classmethod
     def of(cls, settings: Settings) -> JobNote:
+        """The note that this process writes."""
         secret_file = os.path.abspath(settings.secret_file) if settings.secret_file else ""
         ranks = 0 if settings.scheduler_host else settings.local_size
         place = settings.scheduler_host, settings.scheduler_port
@@ -55,7 +66,7 @@ class JobNote:
 
 
 def runtime_folder() -> Path:
-    """The user's: it does not outlive the machine's run."""
+    """The user's folder for notes. It does not survive a restart of the machine."""
     if folder := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(folder) / "byteps"
     return Path(tempfile.gettempdir()) / f"byteps-{os.getuid()}"
@@ -63,7 +74,7 @@ def runtime_folder() -> Path:
 
 @contextlib.contextmanager
 def announced(settings: Settings) -> Iterator[None]:
-    """While this process serves a job. Where no note can be left, nothing else changes."""
+    """Keep a note of this process's job during the ``with`` block. If it can't be written, only `bps` misses it."""
     path, held = None, -1
     try:
         clear()
@@ -79,7 +90,7 @@ def announced(settings: Settings) -> Iterator[None]:
 
 
 def find() -> list[JobNote]:
-    """The jobs of this user on this machine, once each; in the order of their schedulers' addresses."""
+    """The jobs of this user on this machine, each once, ordered by their schedulers' addresses."""
     clear()
     found: dict[tuple[str, str], JobNote] = {}
     for path in sorted(runtime_folder().glob(f"*{_SUFFIX}")):
@@ -89,8 +100,10 @@ def find() -> list[JobNote]:
 
 
 def with_local_secret(settings: Settings) -> Settings:
-    """``settings`` of a process that is to reach a scheduler. If that is of a job which bpslaunch has started on this
-    machine for this user, with a secret of its own, the job's note says it."""
+    """``settings`` with the local secret of the scheduler's job, if a note has it.
+
+    bpslaunch makes such a secret for a job that this user starts on this machine. Other settings stay as they are.
+    """
     if settings.secret or settings.local_secret or not settings.scheduler_host:
         return settings
     for job in find():
@@ -101,9 +114,9 @@ def with_local_secret(settings: Settings) -> Settings:
 
 
 def clear(folder: Path | None = None) -> None:
-    """Take away the notes of services that were killed."""
+    """Delete the notes of services that were killed. ``folder``: by default the user's runtime folder."""
     for path in (folder or runtime_folder()).glob(f"*{_SUFFIX}"):
-        with contextlib.suppress(OSError):  # held, or gone
+        with contextlib.suppress(OSError):  # locked by its service, or gone
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,19 +126,19 @@ def clear(folder: Path | None = None) -> None:
 
 
 def _leave(folder: Path, job: JobNote) -> tuple[Path, int]:
-    """Raises OSError."""
+    """Write the note; returns its path and a descriptor that holds the lock. Raises OSError."""
     for _ in range(_TRIES):
         folder.mkdir(mode=0o700, exist_ok=True)
         about = folder.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{folder} is not this user's alone")
+            raise PermissionError(f"{folder} must belong to this user, and be accessible to nobody else")
         path = folder / f"{job.pid}-{secrets.token_hex(4)}{_SUFFIX}"
-        # It gets its name when it is complete, and held: who looks earlier does not see it.
+        # The note gets its name once it is complete and locked, so that `clear` and `find` never see a partial one.
         unnamed = path.with_suffix(".new")
         try:
             fd = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            continue  # another job has ended, and taken the empty folder with it
+            continue  # another job has ended meanwhile, and deleted the empty folder
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             os.write(fd, json.dumps(asdict(job)).encode())
@@ -135,17 +148,17 @@ def _leave(folder: Path, job: JobNote) -> tuple[Path, int]:
             os.close(fd)
             raise
         return path, fd
-    raise FileNotFoundError(f"{folder} disappears")
+    raise FileNotFoundError(f"{folder} was deleted {_TRIES} times while a note was written")
 
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # others' notes are there
+    with contextlib.suppress(OSError):  # other notes are there
         path.parent.rmdir()
 
 
 def _read(path: Path) -> JobNote | None:
-    """None if it is gone, or not what it should be."""
+    """None if the file is gone, can be accessed by others, or is not a note."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(fd) as file:

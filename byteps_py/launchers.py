@@ -1,8 +1,8 @@
-"""What torchrun, Open MPI's mpirun and SLURM's srun tell the processes that they start. Pure; any thread.
+"""The variables that torchrun, Open MPI's mpirun and SLURM's srun set for their processes. Pure; any thread.
 
-Each launcher has its own variables for the same facts: how many machines, which is this one, how many ranks has
-it, which is this one. Launchers may be nested (torchrun in a step of srun), and the inner one's variables stand
-beside the outer one's; so one launcher is listened to as a whole, the innermost.
+Each launcher has its own variables for the same facts: the number of machines, the index of this one, the number of
+ranks on it, the index of this rank. Launchers may be nested (torchrun in a step of srun); then a process has the
+variables of both. So all facts are taken from one launcher, the innermost.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ Environ = Mapping[str, str]
 
 
 def facts(environ: Environ) -> Facts:
-    """What the launcher says of a rank, under our own variables' names; those that are set already win.
+    """The launcher's facts about this rank, under the names of this package's variables. Empty without a launcher.
 
-    Raises ConfigurationError if what it says does not tell which machine this is.
+    Variables of this package that are set take precedence over these. Raises ConfigurationError if the facts do not say
+    which machine this is.
     """
     if environ.get("DMLC_ROLE", "").strip().lower() in ("server", "scheduler"):
-        return {}  # of these the launcher knows nothing: it counts them among the ranks
+        return {}  # to the launcher, these processes are ranks like others
     for is_there, read in _LAUNCHERS:
         if environ.get(is_there):
             return read(environ)
@@ -31,15 +32,16 @@ def facts(environ: Environ) -> Facts:
 
 
 def job(environ: Environ) -> str:
-    """What the ranks of one launch have in common and no other launch on this machine has; empty if unknown.
+    """A name for the launch: equal in its ranks, different from any other launch on this machine; empty if unknown.
 
-    Processes of one launch that torchrun has started again are a launch of their own.
+    When torchrun starts processes again, that is another launch.
     """
     return "/".join(environ[name] for name in _JOB if environ.get(name))
 
 
 def scheduler(environ: Environ) -> tuple[str, int] | None:
-    """Where the first machine's scheduler is to listen, next to the port on which torch.distributed meets."""
+    """The scheduler's host and port: on the first machine, next to the port of torch.distributed's rendezvous. None if
+    MASTER_ADDR and MASTER_PORT do not say where that is."""
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not host or not re.fullmatch("[0-9]{1,5}", port):
         return None
@@ -57,7 +59,8 @@ def _torchrun(environ: Environ) -> Facts:
 
 
 def _open_mpi(environ: Environ) -> Facts:
-    """It does not count machines: that follows from the ranks, if every machine has equally many, in order."""
+    """mpirun does not say how many machines there are. That follows from the ranks if every machine has the same number
+    of them, in order."""
     found = _renamed(
         environ, BYTEPS_LOCAL_SIZE="OMPI_COMM_WORLD_LOCAL_SIZE", BYTEPS_LOCAL_RANK="OMPI_COMM_WORLD_LOCAL_RANK"
     )
@@ -72,15 +75,15 @@ def _open_mpi(environ: Environ) -> Facts:
         raise ConfigurationError(
             f"mpirun started {size} ranks, {local_size} of them on this machine, where rank {rank} has the local rank "
             f"{local_rank}; that does not say which machine this is. Start equally many ranks on every machine, in "
-            "order (mpirun --map-by slot --rank-by slot), or set DMLC_NUM_WORKER everywhere and each machine's "
-            "DMLC_WORKER_ID"
+            "order (mpirun --map-by slot --rank-by slot), or set DMLC_NUM_WORKER on all machines, and DMLC_WORKER_ID "
+            "on each"
         )
     return {**found, "DMLC_NUM_WORKER": str(machines), "DMLC_WORKER_ID": str(worker_id)}
 
 
 def _srun(environ: Environ) -> Facts:
-    """Of the step's own variables, which a batch script does not have: there, the allocation's say nothing about
-    the processes that the script starts."""
+    """Uses only the step's variables. A batch script has those of the allocation, which say nothing about the processes
+    that the script starts."""
     found = _renamed(
         environ,
         DMLC_NUM_WORKER="SLURM_STEP_NUM_NODES",
@@ -95,7 +98,7 @@ def _srun(environ: Environ) -> Facts:
 
 
 def _tasks_per_node(text: str) -> list[str]:
-    """``2(x3),1`` is ``2, 2, 2, 1``; empty if it is something else."""
+    """``2(x3),1`` is ``2, 2, 2, 1``; any text of another form is an empty list."""
     sizes: list[str] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
@@ -106,7 +109,7 @@ def _tasks_per_node(text: str) -> list[str]:
 
 
 def _count(environ: Environ, name: str, least: int) -> int:
-    """``least`` if it is not set. Raises ConfigurationError."""
+    """The variable's value; ``least`` if it is not set. Raises ConfigurationError."""
     text = environ.get(name, str(least))
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
         raise ConfigurationError(f"{name}={text[:40]!r} is not what mpirun sets: a whole number of at least {least}")
@@ -117,7 +120,7 @@ def _renamed(environ: Environ, **names: str) -> Facts:
     return {ours: environ[theirs] for ours, theirs in names.items() if environ.get(theirs)}
 
 
-#: A variable that only this launcher sets, the innermost launcher first.
+#: A variable that only this launcher sets, and the function that reads its facts. The innermost launcher comes first.
 _LAUNCHERS: tuple[tuple[str, Callable[[Environ], Facts]], ...] = (
     ("GROUP_WORLD_SIZE", _torchrun),
     ("OMPI_COMM_WORLD_SIZE", _open_mpi),

@@ -1,4 +1,4 @@
-"""One logger for all processes. Each line says which process speaks."""
+"""The logger of all processes. Each line names the process that wrote it. Any thread."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ logger = logging.getLogger("byteps_py")
 
 
 def configure(level: str, who: str) -> None:
-    """Send this process's log to stderr, each line prefixed with ``who`` ("server 1", "rank 0").
+    """Write this process's log to stderr, each line with ``who`` ("server 1", "rank 0") in its prefix.
 
-    Called once by each program's entry point; a library user's own logging set-up is left alone.
+    The entry point of each service calls this once. Training scripts keep their own logging configuration.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s byteps_py {who} %(levelname)s: %(message)s", "%H:%M:%S"))

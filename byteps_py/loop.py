@@ -1,8 +1,8 @@
 """The event loop of a service process: sockets, descriptors, timers, and calls from other threads.
 
-One thread runs the loop and owns everything registered with it; only ``post`` and ``stop`` may be called
-from others. ZeroMQ sockets can't be waited for by epoll: once there is one, ZeroMQ's poller waits for all;
-until then (always, in a job of one machine) epoll does, in two thirds of the time.
+One thread runs the loop and owns everything that is registered with it. Other threads may call only ``post``, ``stop``
+and ``time``. epoll can't wait for ZeroMQ sockets, so once one is registered, ZeroMQ's poller waits for all sources.
+Until then (always, in a job of one machine) epoll waits, in two thirds of the time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,19 @@ from byteps_py.spin_policy import LOOK_S, SpinPolicy
 Callback = Callable[[], None]
 
 
-#: A late timer counts for half after so long.
+#: After this many seconds a late timer counts for half.
 _HALF_LIFE_S = 60.0
 
 
 class EventLoop:
+    """Calls registered callbacks in the thread that calls ``run``.
+
+    >>> loop = EventLoop()
+    >>> loop.call_later(0.0, loop.stop)
+    >>> loop.run()
+    >>> loop.close()
+    """
+
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._poller: zmq.Poller | None = None  # once there is a ZeroMQ socket
@@ -38,14 +46,14 @@ class EventLoop:
         self._posted: collections.deque[Callback] = collections.deque()
         self._timers: list[tuple[float, int, Callback]] = []
         self._order = itertools.count()
-        self._late_s, self._late_at = 0.0, 0.0  # by how much the latest timer was late, and when
+        self._late_s, self._late_at = 0.0, 0.0  # delay of the most delayed timer, and when it was
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._spin_policy = SpinPolicy()
         self._stopped = False
 
     def add_reader(self, source: zmq.Socket[bytes] | int, callback: Callback) -> None:
-        """Call ``callback`` whenever ``source`` (ZeroMQ socket or descriptor) can be read."""
+        """Call ``callback`` whenever ``source`` (a ZeroMQ socket or a descriptor) can be read."""
         self._readers[source] = callback
         if isinstance(source, int):
             self._epoll.register(source, select.EPOLLIN)
@@ -57,23 +65,25 @@ class EventLoop:
             self._poller.register(source, zmq.POLLIN)
 
     def change_reader(self, source: zmq.Socket[bytes] | int, callback: Callback) -> None:
-        """Another ``callback`` for what is registered already."""
+        """Replace the callback of a source that is registered."""
         self._readers[source] = callback
 
     def add_writer(self, fd: int, callback: Callback) -> None:
-        """Also call ``callback`` when ``fd``, already registered for reading, can be written."""
+        """Also call ``callback`` whenever ``fd``, which is registered for reading, can be written."""
         self._writers[fd] = callback
         self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
         if self._poller is not None:
             self._poller.register(fd, zmq.POLLIN | zmq.POLLOUT)
 
     def remove_writer(self, fd: int) -> None:
+        """Undo ``add_writer``; ``fd`` stays registered for reading."""
         if self._writers.pop(fd, None):
             self._epoll.modify(fd, select.EPOLLIN)
             if self._poller is not None:
                 self._poller.register(fd, zmq.POLLIN)
 
     def remove(self, source: zmq.Socket[bytes] | int) -> None:
+        """Forget ``source``; nothing happens if it is not registered."""
         if self._readers.pop(source, None) is None:
             return
         if isinstance(source, int):
@@ -83,31 +93,32 @@ class EventLoop:
             self._poller.unregister(source)
 
     def time(self) -> float:
-        """This loop's clock, in seconds; it never goes back. Any thread."""
+        """The loop's monotonic clock, in seconds. Any thread."""
         return time.monotonic()
 
     def call_later(self, delay_s: float, callback: Callback) -> None:
+        """Call ``callback`` once, after ``delay_s`` seconds."""
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
 
     @property
     def lateness_s(self) -> float:
-        """By how much timers have been late lately, at worst: how busy this process, or its machine, is."""
+        """The longest recent delay of a timer, in seconds: a measure of how busy this process or its machine is."""
         return self._late_s * math.exp2((self._late_at - time.monotonic()) / _HALF_LIFE_S)
 
     def post(self, callback: Callback) -> None:
-        """Run ``callback`` in the loop's thread, soon. Any thread."""
+        """Call ``callback`` soon in the loop's thread. Any thread."""
         self._posted.append(callback)
-        with contextlib.suppress(OSError):  # closed: nobody runs callbacks any more
+        with contextlib.suppress(OSError):  # the loop is closed, and calls nothing any more
             os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
-        """Let ``run`` return. Any thread; also a signal handler."""
+        """Make ``run`` return. Any thread, and signal handlers."""
         self._stopped = True
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
     def run(self) -> None:
-        """Serve until ``stop``. A callback's exception ends the loop and is raised here."""
+        """Call callbacks until ``stop``. An exception of a callback ends the loop, and is raised here."""
         while not self._stopped:
             self._run_timers()
             timeout_ms = self._timeout_ms()
@@ -117,7 +128,7 @@ class EventLoop:
                 self._dispatch(self._await_events(timeout_ms), select.EPOLLOUT)
 
     def _await_events(self, timeout_ms: int | None) -> list[tuple[int, int]]:
-        """Look for a while, if it pays; then sleep."""
+        """Poll for a while if that has paid lately (see ``SpinPolicy``), then sleep."""
         if timeout_ms != 0 and self._spin_policy.is_due():
             limit = time.perf_counter() + LOOK_S
             while not (events := self._epoll.poll(0)) and time.perf_counter() < limit:
@@ -151,10 +162,11 @@ class EventLoop:
             heapq.heappop(self._timers)[2]()
 
     def _run_posted(self) -> None:
-        # Only what is there now: a callback that posts again must not starve the sockets.
+        # Only what was posted before: a callback that posts again must not starve the sockets.
         for _ in range(len(self._posted)):
             self._posted.popleft()()
 
     def close(self) -> None:
+        """Release the loop's descriptors; ``run`` must have returned."""
         self._epoll.close()
         os.close(self._wake)

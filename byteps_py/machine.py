@@ -1,4 +1,7 @@
-"""Which machine this is, and under which names and addresses others reach its processes."""
+"""Which machine this is, and the names and addresses under which others reach its processes.
+
+Reads settings and asks the system; opens no connection that lasts. Any thread.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def machine_id(settings: Settings) -> str:
-    """Equal in two processes exactly when they may share memory: boot id and network namespace, or as told."""
+    """Equal in two processes exactly if they may share memory: boot id and network namespace, or BYTEPS_MACHINE_ID."""
     if settings.machine_id:
         return settings.machine_id
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -25,7 +28,7 @@ def machine_id(settings: Settings) -> str:
 
 
 def local_socket(settings: Settings, part: str) -> str:
-    """Name of the local socket of this machine's CS (``part`` = "cs") or SS ("ss") in this job."""
+    """The name of the local socket of this machine's CS (``part`` "cs") or SS ("ss") in this job."""
     if part == "cs" and settings.socket_name:
         return settings.socket_name
     seed = f"{os.getuid()}/{settings.job}/{machine_id(settings)}/{settings.worker_id if part == 'cs' else ''}"
@@ -33,9 +36,10 @@ def local_socket(settings: Settings, part: str) -> str:
 
 
 def offered_host(settings: Settings) -> str:
-    """The address this process offers: as told, else its interface's, else the one that reaches the scheduler.
+    """The host name or address that this process offers to others.
 
-    Raises ConfigurationError for an address beyond loopback without a cluster secret.
+    It is DMLC_NODE_HOST, else the address of DMLC_INTERFACE, else the address from which this machine reaches the
+    scheduler. Raises ConfigurationError for an address beyond loopback without a cluster secret.
     """
     if settings.node_host:
         host = settings.node_host
@@ -50,25 +54,25 @@ def offered_host(settings: Settings) -> str:
 
 
 def check_offered_host(settings: Settings) -> None:
-    """What a GPU machine's services would fail of; for whoever starts them, and can say it where it is read.
+    """Check the address before a GPU machine's services start, so that the launcher can report the error.
 
     Raises ConfigurationError that names the variable.
     """
     listens = settings.num_workers > 1 or settings.elastic
     if not listens and settings.link_mbit:
-        return  # nobody asks
+        return  # the services will not need the address
     host = offered_host(settings)
     if listens and host == settings.node_host and (why := _unusable(host)):
         raise ConfigurationError(
-            f"DMLC_NODE_HOST={host} is no address of this machine ({why}): give the one under which the other machines "
-            "reach it, or leave it out and name its interface (DMLC_INTERFACE)"
+            f"DMLC_NODE_HOST={host} is not an address of this machine ({why}): set it to the address under which the "
+            "other machines reach this one, or set DMLC_INTERFACE to its network interface instead"
         )
 
 
 def _unusable(host: str) -> str:
-    """Why nothing can listen there; empty if it can."""
+    """Why no socket can listen at ``host``; empty if one can."""
     if host in (name for _, name in socket.if_nameindex()):
-        return ""  # ZeroMQ takes it
+        return ""  # ZeroMQ accepts the name of an interface
     why = ""
     try:
         for family, kind, _, _, address in socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM):
@@ -84,14 +88,14 @@ def _unusable(host: str) -> str:
 
 
 def link_mbit(settings: Settings) -> float:
-    """Rate of this machine's link each way, Mbit/s; 0: not known, to be measured."""
+    """The rate of this machine's link in each direction, in Mbit/s; 0 if it is unknown and will be measured."""
     if settings.link_mbit:
         return settings.link_mbit
     return LOOPBACK_MBIT if is_loopback(offered_host(settings)) else 0.0
 
 
 def require_secret(host: str, settings: Settings) -> None:
-    """Raises ConfigurationError if ``host`` is reachable from other machines and no secret protects it."""
+    """Raise ConfigurationError if other machines can reach ``host`` and there is no cluster secret."""
     if is_loopback(host) or settings.secret:
         return
     raise ConfigurationError(
@@ -101,6 +105,7 @@ def require_secret(host: str, settings: Settings) -> None:
 
 
 def is_loopback(host: str) -> bool:
+    """True if only processes of this machine can reach ``host``."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
@@ -119,7 +124,7 @@ def _interface_address(name: str) -> str:
 def _source_address(target: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect((target, 9))  # a datagram socket: chooses a route, sends nothing
+            sock.connect((target, 9))  # for a datagram socket, this chooses a route and sends nothing
         except OSError as error:
             raise ConfigurationError(f"DMLC_PS_ROOT_URI={target} can't be reached: {error}") from error
         return str(sock.getsockname()[0])

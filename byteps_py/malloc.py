@@ -1,7 +1,7 @@
-"""Tuning of the process's allocator. Call once, before threads start.
+"""Settings of the process's allocator. Call these functions once, before threads start.
 
-libzmq allocates every large message on its own. glibc would serve each from a fresh mapping and give it back
-at once, so that every page of every message is faulted in anew: the faults cost as much as moving the data.
+libzmq allocates every large message separately. By default glibc maps fresh memory for each, and unmaps it at once. So
+every page of every message is faulted in again, and the faults cost as much as moving the data.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc refuses more
 
 
 def use_one_heap() -> bool:
-    """One heap for all threads, not one for each: what threads of a library allocate and free in turn is used again.
+    """Use one heap for all threads, so that memory which one thread frees is available to the others.
 
-    gRPC's threads, in a flood of TLS handshakes, make a scheduler grow by 12 MB so, and by 33 MB with a heap for each.
-    False if the C library has no such knob (musl).
+    A flood of TLS handshakes makes a scheduler grow by 12 MB with one heap, and by 33 MB with one for each of gRPC's
+    threads. Returns False if the C library has no such setting (musl).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(_M_ARENA_MAX, 1) == 1
@@ -29,13 +29,13 @@ def use_one_heap() -> bool:
 def keep_freed_memory(retained_bytes: int) -> bool:
     """Serve allocations up to 32 MB from the heap, and keep up to ``retained_bytes`` of freed memory in it.
 
-    One heap for all threads: a message is allocated by one thread and freed by another. False if the C library
-    has no such knobs (musl); everything works, only slower.
+    All threads share one heap, because one thread allocates a message and another frees it. Returns False if the C
+    library has no such settings (musl); then everything works, but slower.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    retained = min(retained_bytes, (1 << 31) - 1)  # the knobs are ints
+    retained = min(retained_bytes, (1 << 31) - 1)  # mallopt takes an int
     settings = (
         (_M_ARENA_MAX, 1),
         (_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),

@@ -1,7 +1,7 @@
-"""What a service takes from its process and its machine: one object, given to the constructors that need it.
+"""Everything that a service takes from its process and its machine, as one object that constructors receive.
 
-A service process makes one ``Runtime()``. The simulator of the tests gives each of its processes another one, with a
-virtual clock, network and memory; a test may replace a single field.
+A service process makes one ``Runtime()``. The tests' simulator gives each simulated process another one, with a virtual
+clock, network and memory; a test may replace a single field. The loop's thread uses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from byteps_py.tensors import Checks, DType, Op
 
 
 class Kernels(Protocol):
-    """byteps_py.kernels: arithmetic on memory, by address. Any thread."""
+    """The functions of ``byteps_py.kernels``: arithmetic on memory, by address. Any thread."""
 
     def reduce(
         self, op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], count: int, divisor: int = 1
@@ -54,20 +54,22 @@ class Kernels(Protocol):
 class Thresholds:
     """Sizes in bytes at which a service does something in another way, and one time in seconds.
 
-    ``inline_sum``: a communication service's kernel that reads and writes fewer bytes runs on the loop's thread, since
-        the way to the engine and back costs 50 to 100 µs. Measured: 256 KB summed over 2 ranks takes 90 µs so, through
-        the engine 150 to 190.
-    ``last_inline_sum``: the same for the last piece of a tensor of one machine, whose end the loop would only wait for
-        (1 MB: 115 µs, was 200), up to 4 ranks' 1 MB.
-    ``inline_copy``: copies of fewer bytes run on the loop's thread.
-    ``inline_server_sum``: a server's sum up to this size takes less time than handing it to another thread.
-    ``local_sum_piece``, ``local_copy_piece``: where nothing is sent to another machine, a tensor is cut only so that
-        several threads can work on it.
-    ``joint_copy``: pieces up to this size are copied together when all are there.
-    ``copied_answer``: a piece of fewer bytes is copied into its message; a larger one is sent from where it lies.
-    ``strip``: see strips.py. Ranks use the same.
-    ``sent_check_s``: a frame that can't be sent from where it lies is sent in time so short that nothing sooner is
-        worth asking.
+    Attributes:
+        inline_sum: a kernel of a communication service that reads and writes fewer bytes runs on the loop's thread,
+            since a round trip through the engine costs 50 to 100 µs. Measured: summing 256 KB over 2 ranks takes 90 µs
+            on the loop's thread, and 150 to 190 µs through the engine.
+        last_inline_sum: the same limit for the last piece of a tensor of one machine, for which the loop would only
+            wait (1 MB: 115 µs, was 200). It allows 1 MB of 4 ranks.
+        inline_copy: a copy of fewer bytes runs on the loop's thread.
+        inline_server_sum: a server sums up to this size itself, in less time than handing it to another thread takes.
+        local_sum_piece: where nothing is sent to another machine, a tensor is cut into pieces of this size, only so
+            that several threads can sum it.
+        local_copy_piece: the same for copies.
+        joint_copy: pieces up to this size are copied together, once all are there.
+        copied_answer: a piece of fewer bytes is copied into its message; a larger one is sent from its place in memory.
+        strip: see strips.py. Ranks use the same size.
+        sent_check_s: how soon to check again whether ZeroMQ has sent a frame. Sending takes so little time that
+            checking sooner would not help.
     """
 
     inline_sum: int = 1 << 20
@@ -83,13 +85,13 @@ class Thresholds:
 
 
 def has_ended(pidfd: int) -> bool:
-    """The process has ended."""
+    """True if the process of ``pidfd`` has ended."""
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """``loop`` is also the clock: ``loop.time()``. The other fields are classes to make something of, or functions."""
+    """The event loop, which is also the clock (``loop.time()``), and the classes and functions that a service uses."""
 
     loop: EventLoop = field(default_factory=EventLoop)
     engine: type[Engine] = Engine
@@ -104,6 +106,6 @@ class Runtime:
     move: Callable[[int, int, int], object] = ctypes.memmove  # (target, source, bytes)
     getpid: Callable[[], int] = os.getpid
     open_pidfd: Callable[[int], int] = os.pidfd_open
-    has_ended: Callable[[int], bool] = has_ended  # the process of a pidfd
+    has_ended: Callable[[int], bool] = has_ended
     close_fd: Callable[[int], None] = os.close
     thresholds: Thresholds = Thresholds()

@@ -1,8 +1,8 @@
-"""The one place where the environment is read.
+"""The settings of a process, read from the environment. No other module reads these variables.
 
-``Settings.from_env`` reads and validates every variable once, names the bad one and what it allows, and
-yields a frozen object that all processes pass on. The variables are described by ``VARIABLES``; `bps env`
-and docs/variables.md print that table; `forms` says what a text must look like to be a host, a path or a name.
+``Settings.from_env`` reads and validates every variable once, and returns a frozen object that the program passes on.
+``variables`` has the table of variables, which `bps env` and docs/variables.md print; ``validators`` says what a text
+must look like to be a host, a path or a name. Any thread.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ from byteps_py.tuning import MAX_PARTITION_BYTES
 from byteps_py.variables import IGNORED, INTERNAL, VARIABLES
 
 MIN_SECRET_BYTES = 16
-#: A command that prints a good one.
+#: A command that prints a good secret.
 MAKE_SECRET = "head -c 32 /dev/urandom | base64"
-#: So many timeouts long may be silent, unless a variable says otherwise, who is slow but not dead.
+#: By default, a process that is slow but not dead may be silent for this many heartbeat timeouts.
 SLOW_FACTOR = 10
-_ALIKE = 0.8  # of 1; names that share a prefix alone come to half of it
-_MAX_SECRET = 1 << 20  # characters of its file, which may be a device that has no end
+_ALIKE = 0.8  # similarity from 0 to 1; names that share only their prefix are about half as alike
+_MAX_SECRET = 1 << 20  # characters to read; the file may be a device that has no end
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything a process of the cluster is told. Sizes in bytes, times in seconds.
+    """The settings of one process. Sizes are bytes, times are seconds; docs/variables.md describes each field.
 
-    Raises ConfigurationError for values that can't be what they are to be, or contradict each other, saying why.
+    Raises ConfigurationError if a value is not valid, or if two values contradict each other. The message says why.
+
+    >>> settings = Settings.from_env({"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "1"})
+    >>> settings.num_workers, settings.worker_id, settings.stall_limit_s
+    (2, 1, 600.0)
     """
 
     role: str = "worker"
@@ -101,8 +105,8 @@ class Settings:
             raise ConfigurationError(f"{given} is set but {missing} is not; a scheduler's address needs both")
         if self.placement == "servers-only" and self.num_workers > 1 and not self.num_servers:
             raise ConfigurationError(
-                "BYTEPS_PLACEMENT=servers-only needs servers, but DMLC_NUM_SERVER is 0: without CPU machines GPU "
-                "machines sum"
+                "BYTEPS_PLACEMENT=servers-only needs CPU machines, but DMLC_NUM_SERVER is 0: without CPU machines, the "
+                "GPU machines have to sum"
             )
         if 0 < len(self.secret.encode(errors="surrogateescape")) < MIN_SECRET_BYTES:
             raise ConfigurationError(
@@ -132,17 +136,20 @@ class Settings:
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ConfigurationError(
                 f"PS_HEARTBEAT_TIMEOUT={self.heartbeat_timeout_s:g} must be at least twice "
-                f"PS_HEARTBEAT_INTERVAL={self.heartbeat_interval_s:g}: one late beat is no death"
+                f"PS_HEARTBEAT_INTERVAL={self.heartbeat_interval_s:g}: one late heartbeat does not mean death"
             )
         if self.heartbeat_timeout_max_s is not None and self.heartbeat_timeout_max_s < self.heartbeat_timeout_s:
             raise ConfigurationError(
                 f"BYTEPS_HEARTBEAT_TIMEOUT_MAX_S={self.heartbeat_timeout_max_s:g} must not be below "
-                f"PS_HEARTBEAT_TIMEOUT={self.heartbeat_timeout_s:g}: it is the most that busy machines are given"
+                f"PS_HEARTBEAT_TIMEOUT={self.heartbeat_timeout_s:g}: it is the longest timeout, for busy machines"
             )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Read ``environ`` (default: the process's). Raises ConfigurationError naming the bad variable."""
+        """The settings that ``environ`` has (default: the process's environment).
+
+        An empty variable counts as unset. Raises ConfigurationError that names the variable which is not valid.
+        """
         environ = os.environ if environ is None else environ
         environ = {**launchers.facts(environ), **{name: text for name, text in environ.items() if text}}
         values: dict[str, object] = {}
@@ -156,26 +163,27 @@ class Settings:
 
     @property
     def is_alone(self) -> bool:
-        """One rank and no servers: nothing is started and nothing is sent."""
+        """True for one rank without servers, which starts no service and sends nothing."""
         ranks = self.num_workers * self.local_size
         return ranks == 1 and self.num_servers == 0 and not self.force_distributed and not self.elastic
 
     @property
     def gpu_machines_sum(self) -> bool:
-        """GPU machines run a summation service each: for their share of the sums or, where k ≥ n and they have none,
-        ready to take over when CPU machines go."""
-        has_network = self.num_workers > 1 or (self.elastic and bool(self.scheduler_host))  # others may join
+        """True if each GPU machine runs a summation service. It sums the machine's share; where k ≥ n that is nothing,
+        and it stands by to take over when CPU machines leave."""
+        has_network = self.num_workers > 1 or (self.elastic and bool(self.scheduler_host))  # machines may join later
         return has_network and self.placement == "optimal"
 
     @property
     def patience_s(self) -> float:
-        """How long a process may be silent that is known, or thought, to be slow rather than dead: one whose heartbeats
-        have been late, one of a machine that lives, or one whom only the scheduler may declare dead sooner."""
+        """How long a process may be silent if it is probably slow rather than dead. That holds for a process whose
+        heartbeats have been late, for one whose machine is alive, and for one that only the scheduler may declare dead
+        sooner."""
         return self.heartbeat_timeout_max_s or SLOW_FACTOR * self.heartbeat_timeout_s
 
     @property
     def max_partition_bytes(self) -> int:
-        """No partition of the job is larger."""
+        """The size in bytes that no partition of the job exceeds."""
         return self.partition_bytes or MAX_PARTITION_BYTES
 
     @property
@@ -185,25 +193,26 @@ class Settings:
 
     @property
     def job(self) -> str:
-        """What keeps two jobs on one machine apart: the job id, else the scheduler's address, else the parent."""
+        """A name that tells two jobs on one machine apart: the job id, else the scheduler's address, else the parent
+        process."""
         return self.job_id or self.scheduler_address or f"pid-{os.getppid()}"
 
     def describe(self) -> str:
-        """All settings, one per line, the secret hidden."""
+        """All settings, one per line, without the secrets."""
         shown = [f.name for f in fields(self) if f.name not in ("secret", "local_secret")]
         lines = [f"{name} = {getattr(self, name)!r}" for name in shown]
         return "\n".join([*lines, f"secret = {'(set)' if self.secret else '(none)'}"])
 
 
 def ignored_variables(environ: Mapping[str, str]) -> list[str]:
-    """Sentences about set variables that mean nothing here: BytePS's, and those that nobody knows, with the name that
-    was perhaps meant. Said once in each job on each machine.
+    """Sentences about variables that are set but have no effect: BytePS's, and unknown ones, with the name that was
+    perhaps meant. Each machine logs them once per job.
 
     >>> ignored_variables({"DMLC_NUM_WORKERS": "2", "HOME": "/"})
     ['DMLC_NUM_WORKERS has no effect: no such variable is known; did you mean DMLC_NUM_WORKER?']
     """
     known = {name for variable in VARIABLES for name in variable.names}
-    # 0 asks for what is so in any case.
+    # 0 asks for what this package does in any case.
     asked_for = [name for name in IGNORED if environ.get(name, "0").strip() not in ("", "0")]
     sentences = [f"{name} has no effect: {IGNORED[name]}" for name in asked_for]
     for name in (name for name, text in environ.items() if text.strip()):
@@ -215,7 +224,7 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    """The name that was perhaps meant, or none: one that differs in its prefix alone, else one that looks alike."""
+    """The name that was perhaps meant, or "": one that differs only in its prefix, else a similar one."""
     stem = name.partition("_")[2]
     same = [each for each in sorted(known) if each.partition("_")[2] == stem]
     return next(iter(same or difflib.get_close_matches(name, sorted(known), 1, _ALIKE)), "")

@@ -1,8 +1,8 @@
-"""Shared memory that nobody can leak: memfd segments, passed as descriptors, carved by an allocator.
+"""Shared memory that can't leak: memfd segments, passed as descriptors, and an allocator of blocks in them.
 
-A segment has no name in any file system: it is gone when the last process that maps it is gone, SIGKILL
-included, and nobody can open it who was not handed its descriptor. One owner allocates; others map.
-Not thread-safe: one thread owns an Arena.
+A segment has no name in any file system. It is gone when the last process that maps it is gone, even if that was
+killed, and only processes that were given its descriptor can open it. One process allocates, others map. Not
+thread-safe: one thread owns an Arena.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from byteps_py.errors import ProtocolError
 PAGE = 4096
 LINE = 64
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_libc = ctypes.CDLL(None)  # its calls release the GIL, which mmap.madvise holds
+_libc = ctypes.CDLL(None)  # its calls release the GIL; mmap.madvise would hold it
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL and fault page by page instead
 _AT_ONCE_BYTES = 1 << 20
-_POPULATE_BYTES = 64 << 20  # tens of milliseconds, in which nothing can stop the thread
+_POPULATE_BYTES = 64 << 20  # takes tens of milliseconds, during which nothing can stop the thread
 
 
 def _check(fd: int, nbytes: int) -> None:
-    """Touching pages that are not there, or that somebody cuts off later, would be SIGBUS."""
+    """Raise ProtocolError unless ``fd`` is a memfd of at least ``nbytes`` that can't shrink.
+
+    An access to pages that do not exist, or that a peer removes later, would raise SIGBUS.
+    """
     size = os.fstat(fd).st_size
     if size < nbytes:
         raise ProtocolError(f"a shared segment has {size} bytes, its sender claims {nbytes}")
@@ -42,9 +45,14 @@ def _check(fd: int, nbytes: int) -> None:
 
 
 class Segment:
-    """One mapped memfd. ``address`` is where it lies in this process; ``view`` its bytes.
+    """One mapped memfd. ``address`` is its address in this process, ``view`` its bytes.
 
-    Raises ProtocolError for a descriptor that can't hold ``nbytes`` for good.
+    The segment owns ``fd``. Raises ProtocolError if ``fd`` is not a memfd of at least ``nbytes`` that can't shrink.
+
+    >>> segment = Segment.create(100)
+    >>> segment.nbytes, bytes(segment.view[:2])
+    (4096, b'\\x00\\x00')
+    >>> segment.close()
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -57,9 +65,9 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """A new segment of ``nbytes`` (rounded up to pages). Its pages cost nothing until they are touched.
+        """A new segment of ``nbytes``, rounded up to whole pages. A page uses no memory until it is touched.
 
-        Raises OSError if there is no room for so many.
+        Raises OSError if the system can't provide that many.
         """
         nbytes = -(-nbytes // PAGE) * PAGE
         fd = os.memfd_create("byteps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -72,39 +80,39 @@ class Segment:
             raise
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Fault pages in now, so that the first use does not (a fresh page costs 20 times a warm one). Any thread; the
-        GIL is free meanwhile. What can't be had now is faulted in later."""
+        """Fault the pages of this range in now, so that the first use does not have to (a new page takes 20 times as
+        long as one that is there). Any thread; the GIL is released. Pages that are not available now come later."""
         start, end = offset // PAGE * PAGE, offset + nbytes
-        while start < end and self.fd >= 0:  # closed: a process that ends must not wait for gigabytes of pages
+        while start < end and self.fd >= 0:  # stops after close(): a process must not exit gigabytes of pages late
             step = min(_POPULATE_BYTES, end - start)
             _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(step), _MADV_POPULATE_WRITE)
             start += step
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Give the whole pages in this range back to the system; afterwards they read as zeros, for all who map it."""
+        """Give the whole pages in this range back to the system. Afterwards they read as zeros in all processes."""
         start, end = -(-offset // PAGE) * PAGE, (offset + nbytes) // PAGE * PAGE
         if end > start:
             _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(end - start), _MADV_REMOVE)
 
     def let_go(self) -> None:
-        """Give the descriptor back. The memory goes with this object, whose users may be at work yet."""
+        """Close the descriptor. The memory stays mapped as long as this object exists: threads may still use it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def close(self) -> None:
-        """Give the descriptor back. The memory itself goes when its last view does."""
+        """Close the descriptor, and unmap the memory when its last view is gone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-            with contextlib.suppress(BufferError):  # somebody still holds a view; the mapping goes with it
+            with contextlib.suppress(BufferError):  # a view is left; the mapping goes when that does
                 self.view.release()
                 self._map.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of a segment: which one, where, how long, and its address in this process."""
+    """A piece of a segment: the segment's index in its arena, offset and size in bytes, address in this process."""
 
     segment: int
     offset: int
@@ -113,8 +121,13 @@ class Block:
 
 
 class Arena:
-    """Blocks out of segments that grow as needed. Freed blocks are used again for the same size class. ``elsewhere``
-    runs what takes long (a gigabyte's pages take seconds) on another thread; by default it is done at once."""
+    """Allocates blocks in segments, and makes segments as needed. A freed block is used again for the same size.
+
+    Args:
+        segment_bytes: least size of a segment.
+        elsewhere: runs a function on another thread. It is used to fault in the pages of large blocks (a gigabyte takes
+            seconds); by default that is done at once.
+    """
 
     def __init__(
         self, segment_bytes: int = 64 << 20, elsewhere: Callable[[Callable[[], None]], None] | None = None
@@ -126,7 +139,7 @@ class Arena:
         self._free: dict[int, list[Block]] = {}
 
     def allocate(self, nbytes: int) -> Block:
-        """A block of at least ``nbytes``, aligned to a page from one page up and to a cache line below."""
+        """A block of at least ``nbytes``. It is aligned to a page if it is at least a page, else to a cache line."""
         align = PAGE if nbytes >= PAGE else LINE
         rounded = max(LINE, -(-nbytes // align) * align)
         spare = self._free.get(rounded)
@@ -145,14 +158,16 @@ class Arena:
         return Block(len(self.segments) - 1, start, rounded, segment.address + start)
 
     def free(self, block: Block) -> None:
+        """Make ``block`` available to ``allocate`` again."""
         self._free.setdefault(block.nbytes, []).append(block)
 
     def let_go(self) -> None:
-        """Give the descriptors back; see Segment."""
+        """Close the descriptors of all segments; see ``Segment.let_go``."""
         for segment in self.segments:
             segment.let_go()
 
     def close(self) -> None:
+        """Close all segments. No block may be used afterwards."""
         for segment in self.segments:
             segment.close()
         self.segments.clear()

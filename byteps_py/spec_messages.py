@@ -1,4 +1,4 @@
-"""A TensorSpec as the scheduler's protocol carries it. Pure; any thread."""
+"""Conversion between a TensorSpec and its message in the scheduler's protocol. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 
 
 def to_spec(name: str, message: pb.Spec) -> TensorSpec:
-    """The spec that a message describes. Raises ProtocolError for one that no correct member sends."""
+    """The spec that ``message`` describes. Raises ProtocolError if no correct member would send it."""
     try:
         return TensorSpec(
             name=name,

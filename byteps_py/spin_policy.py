@@ -1,30 +1,37 @@
-"""Whether to look again and again before one sleeps. Pure.
+"""Whether a waiting thread should poll for a while before it sleeps. Pure.
 
-To be woken takes some 50 µs, to look at a socket 2. A process that looks yields the processor each time, so
-that whoever shares its core can go on.
+A wake-up takes some 50 µs, polling a socket 2 µs. A thread that polls yields the processor each time, so that others
+can use its core.
 """
 
 from __future__ import annotations
 
-#: As long as two wake-ups.
+#: How long to poll: as long as two wake-ups take.
 LOOK_S = 100e-6
-#: Where cores are short, or others late, who looks does so in vain: after so many times in a row, only one of so many
-#: waits begins with it, until it pays again.
+#: Where cores are scarce or other processes late, polling is in vain. After this many vain attempts in a row, only one
+#: of this many waits begins with polling, until polling succeeds again.
 _MOST_VAIN, _WAITS_PER_TRY = 2, 16
 
 
 class SpinPolicy:
-    """From how often it did pay. Any thread, races do no harm."""
+    """Decides from the results of earlier attempts. Any thread, races do no harm.
+
+    >>> policy = SpinPolicy()
+    >>> policy.is_due()
+    True
+    >>> policy.ended(paid=True)
+    """
 
     def __init__(self) -> None:
         self._vain = 0  # in a row
-        self._waits = 0  # since the last look
+        self._waits = 0  # since the last attempt
 
     def is_due(self) -> bool:
-        """True if this wait is to begin with a look."""
+        """True if this wait should begin with polling."""
         self._waits += 1
         return self._vain < _MOST_VAIN or self._waits >= _WAITS_PER_TRY
 
     def ended(self, paid: bool) -> None:
+        """Record an attempt. ``paid``: what was waited for came while the thread polled."""
         self._waits = 0
         self._vain = 0 if paid else self._vain + 1

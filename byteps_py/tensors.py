@@ -1,4 +1,7 @@
-"""What a tensor is to the service: dtype, operation, spec, key. Pure; any thread."""
+"""What a tensor is to the service: dtype, operation, spec, layout, key.
+
+Must not know torch, sockets or memory. Pure; any thread.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from byteps_py.wording import count_text, ranks_text
 
 MAX_NAME_BYTES = 1024
 MAX_TERMS_BYTES = 256
-MAX_TENSOR_BYTES = 1 << 48  # no machine holds more; keeps sums of sizes within 64 bits
+MAX_TENSOR_BYTES = 1 << 48  # more than any machine holds; keeps sums of sizes within 64 bits
 PAGE_BYTES = 4096
 
 
 class DType(enum.IntEnum):
-    """Element types on the wire; the values are wire codes and never change."""
+    """The types of elements. The values are wire codes and never change."""
 
     FLOAT32 = 1
     FLOAT64 = 2
@@ -33,11 +36,12 @@ class DType(enum.IntEnum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """The size of one element in bytes."""
         return _ITEMSIZE[self]
 
     @property
     def is_floating(self) -> bool:
+        """True for floating types, False for integers."""
         return self <= DType.BFLOAT16
 
 
@@ -55,13 +59,13 @@ _ITEMSIZE = {
 
 
 class Op(enum.IntEnum):
-    """How contributions are combined; the values are wire codes and never change.
+    """How contributions are combined. The values are wire codes and never change.
 
-    An average is a SUM whose result each worker divides (see ``TensorSpec.divisor``).
-    BROADCAST combines nothing: the result is the contribution of the root rank.
-    GATHER and EXCHANGE combine nothing either, and go from machine to machine without a server: GATHER gives every
-    rank the contributions of all; EXCHANGE gives every rank the pieces that the others have for it. How long they
-    are and where they lie is said anew when it changes, see ``Layout``.
+    An average is a SUM whose result each machine divides (see ``TensorSpec.divisor``). The last three operations
+    combine nothing. The result of a BROADCAST is the contribution of the root rank. GATHER gives every rank the
+    contributions of all ranks, EXCHANGE gives every rank the pieces that the other ranks have for it. Both go from
+    machine to machine without a server. A ``Layout`` says where the pieces lie and how long they are; ranks send it
+    again when it changes.
     """
 
     SUM = 1
@@ -74,18 +78,20 @@ class Op(enum.IntEnum):
 
     @property
     def is_reduction(self) -> bool:
+        """True if the operation combines contributions elementwise."""
         return self <= Op.PRODUCT
 
     @property
     def is_direct(self) -> bool:
-        """From machine to machine, without a server: nothing is combined, nothing voted on."""
+        """True if data goes from machine to machine without a server, and nothing is combined."""
         return self >= Op.GATHER
 
 
 class Checks(enum.IntFlag):
-    """What a reduction finds out about its result in the same pass.
+    """What a reduction checks about its result in the same pass.
 
-    FINITE: whether it is NaN or infinite anywhere, and through which contribution. CHECKSUM: 64 bits of its bytes.
+    FINITE: whether the result is NaN or infinite anywhere, and which contributions are. CHECKSUM: a checksum of 64 bits
+    over the result's bytes.
     """
 
     NONE = 0
@@ -94,40 +100,54 @@ class Checks(enum.IntFlag):
 
 
 class NonFinite(enum.IntEnum):
-    """What ranks do about a reduction whose result is NaN or infinite; the values are wire codes and never change."""
+    """What ranks do about a result that is NaN or infinite. The values are wire codes and never change."""
 
-    ALLOW = 0  # nothing: nobody looks
-    RAISE = 1
-    SKIP = 2  # leave the step out
+    ALLOW = 0  # nothing; results are not checked
+    RAISE = 1  # raise NonFiniteError
+    SKIP = 2  # skip the step
 
 
 def _utf8_bytes(text: str) -> int:
-    """Raises UsageError if ``text`` can't be written in UTF-8, as names travel."""
+    """The size of ``text`` in UTF-8. Raises UsageError if it can't be encoded."""
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"the name {text[:40]!r} has a character that UTF-8 does not know ({text[error.start]!r}, half of a "
-            "surrogate pair): names must be text that can be sent"
+            f"the name {text[:40]!r} has a character that UTF-8 can't encode ({text[error.start]!r}, half of a "
+            "surrogate pair): a name must be valid UTF-8"
         ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What all ranks must agree on before a name is reduced for the first time.
+    """What all ranks must agree on before the first round of a name.
 
-    ``average`` divides the sum by the number of ranks at delivery: true division for floating types, floor
-    division for integers. ``root`` is the global rank that a BROADCAST reads, else -1. ``priority``: higher
-    goes first when tensors compete for the network (below zero, but for the first quarter of a tensor); ranks may
-    differ in it. ``group``: the global ranks that take part, ascending; empty for all.
+    Attributes:
+        name: 1 to 1024 bytes in UTF-8.
+        dtype: type of the elements.
+        shape: dimensions. A GATHER or an EXCHANGE has the dtype UINT8 and the shape (bytes of the input, bytes of the
+            result): room for the largest round, which each rank chooses for itself. Declaring it again with more room
+            makes its memory grow.
+        op: the operation.
+        average: divide the sum by the number of ranks at delivery: true division for floating types, floor division
+            for integers.
+        root: global rank that a BROADCAST reads; -1 for other operations.
+        priority: a tensor with a higher priority goes first when tensors compete for the network. With a priority below
+            zero, the first quarter of a tensor goes in the order of the calls, which machines share, and only the rest
+            by priority. Ranks may give different priorities.
+        group: global ranks that take part, ascending; empty for all.
+        scatters: each rank gets only its piece of a reduction. Pieces are whole rows (of the first dimension), as even
+            as possible, the longer ones first, in the order of the group.
+        terms: further text on which ranks must agree, at most 256 bytes.
+        nonfinite: unless it is ALLOW, each round reports which ranks made its result NaN or infinite.
+        count: number of elements.
+        nbytes: size in bytes.
 
-    ``scatters``: each rank gets only its piece of a reduction. Pieces are rows (of the first dimension), as even as
-    can be, the longer ones first, in the order of the group.
+    Raises UsageError if the values contradict each other.
 
-    ``nonfinite``: unless it is ALLOW, each round says which ranks made its result NaN or infinite.
-
-    A GATHER or an EXCHANGE has a dtype of UINT8 and the shape (bytes of the input, bytes of the result): room for the
-    largest round, which each rank chooses for itself. Declared again with more room, its memory grows.
+    >>> spec = TensorSpec("weight", DType.FLOAT32, (3, 4), average=True)
+    >>> spec.nbytes, spec.divisor(size=8), spec.describe()
+    (48, 8, 'average of float32[3, 4]')
     """
 
     name: str
@@ -150,11 +170,11 @@ class TensorSpec:
         if any(d < 0 for d in self.shape):
             raise UsageError(f"tensor {self.name!r}: shape {self.shape} has a negative dimension")
         if (self.op is Op.BROADCAST) != (self.root >= 0):
-            raise UsageError(f"tensor {self.name!r}: a broadcast, and nothing else, names a root rank")
+            raise UsageError(f"tensor {self.name!r}: a broadcast needs a root rank, and no other operation takes one")
         if self.average and self.op is not Op.SUM:
             raise UsageError(f"tensor {self.name!r}: only a sum can be averaged, not {self.op.name.lower()}")
         if self.group and (self.group[0] < 0 or any(a >= b for a, b in itertools.pairwise(self.group))):
-            raise UsageError(f"tensor {self.name!r}: group {self.group} is not ascending")
+            raise UsageError(f"tensor {self.name!r}: the ranks of group {self.group} are not ascending from 0")
         if self.group and self.root >= 0 and self.root not in self.group:
             raise UsageError(f"tensor {self.name!r}: root rank {self.root} is not in its group {list(self.group)}")
         if self.scatters and not (self.op.is_reduction and self.shape):
@@ -163,7 +183,7 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: terms of more than {MAX_TERMS_BYTES} bytes: {self.terms[:40]!r}…")
         if self.op.is_direct and not (self.dtype is DType.UINT8 and len(self.shape) == 2):
             raise UsageError(f"tensor {self.name!r}: a {self.op.name.lower()} is uint8, of shape (input, result)")
-        # Once: rounds ask for them again and again.
+        # Computed once: every round uses them.
         object.__setattr__(self, "count", self.shape[0] if self.op.is_direct else math.prod(self.shape))
         object.__setattr__(self, "nbytes", self.count * self.dtype.itemsize)
         if max(self.nbytes, self.shape[1] if self.op.is_direct else 0) > MAX_TENSOR_BYTES:
@@ -171,31 +191,31 @@ class TensorSpec:
 
     @property
     def needs_all(self) -> bool:
-        """It can't go on without a rank that has joined."""
+        """True if the operation needs all ranks, including those that have joined."""
         return self.scatters or not self.op.is_reduction
 
     @property
     def is_guarded(self) -> bool:
-        """Whoever takes the sum looks for NaN and infinity in it."""
+        """True if each round checks its result for NaN and infinity."""
         return bool(self.nonfinite) and self.dtype.is_floating and self.op.is_reduction and not self.scatters
 
     def members(self, size: int) -> Sequence[int]:
-        """The ranks that take part, of ``size`` in the job."""
+        """The ranks that take part, in a job of ``size`` ranks."""
         return self.group or range(size)
 
     def divisor(self, size: int) -> int:
-        """What a result is divided by at delivery, with ``size`` ranks in the job."""
+        """The number by which a result is divided at delivery, in a job of ``size`` ranks; 1 without ``average``."""
         return len(self.group) or size if self.average else 1
 
     def piece(self, position: int, members: int) -> tuple[int, int]:
-        """(first element, elements) of what the member at ``position`` of ``members`` gets when it ``scatters``."""
+        """(first element, number of elements) that the member at ``position`` of ``members`` gets if ``scatters``."""
         rows = self.shape[0]
         width = math.prod(self.shape[1:])
         first = position * (rows // members) + min(position, rows % members)
         return first * width, (rows // members + (position < rows % members)) * width
 
     def result_nbytes(self, rank: int, size: int) -> int:
-        """Bytes of the result of ``rank``, with ``size`` ranks in the job."""
+        """The size in bytes of the result of ``rank``, in a job of ``size`` ranks."""
         if self.op.is_direct:
             return self.shape[1]
         if self.scatters:
@@ -204,21 +224,22 @@ class TensorSpec:
         return self.nbytes
 
     def agrees_with(self, other: TensorSpec) -> bool:
-        """True if ranks that gave these two specs may be reduced together."""
+        """True if ranks with these two specs may take part in the same rounds."""
         return self.signature() == other.signature()
 
     def fits_in(self, other: TensorSpec) -> bool:
-        """True if a slot of ``other``, which it agrees with, has room for it."""
+        """True if a slot of ``other``, which agrees with this spec, has room for it."""
         return not self.op.is_direct or all(mine <= there for mine, there in zip(self.shape, other.shape, strict=True))
 
     def signature(self) -> tuple[object, ...]:
+        """Everything that ranks must agree on, but the name."""
         shape = () if self.op.is_direct else self.shape
         return (
             self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms, self.nonfinite,
         )  # fmt: skip
 
     def describe(self) -> str:
-        """The part that ranks must agree on, for messages: ``average of float32[3, 4]``."""
+        """Everything that ranks must agree on, for messages: ``average of float32[3, 4]``."""
         op = "average" if self.average else self.op.name.lower()
         op = f"scattered {op}" if self.scatters else op
         root = f" from rank {self.root}" if self.op is Op.BROADCAST else ""
@@ -229,33 +250,35 @@ class TensorSpec:
         return f"{op} of {what}{root}{group}{terms}{guard}"
 
 
-#: In the names of operations that were given none, and so are matched in the order of their calls.
+#: Part of the names of operations that the program gave no name. They are matched in the order of their calls.
 UNNAMED = ".noname."
 
-#: The priority of gradients that are waited for all together: they go in the order in which they become ready, the same
-#: on all machines, and behind what is waited for by itself.
+#: The priority of gradients that an optimizer waits for all together. They go in the order in which they become ready,
+#: which is the same on all machines, and behind tensors that are waited for singly.
 TOGETHER = -1
 
 
 class Sizes(enum.IntEnum):
-    """How far one who receives pieces looks at their sizes. Where one is not as expected, it gets a MismatchError."""
+    """How a rank that receives pieces checks their sizes. A piece of another size is a MismatchError on that rank."""
 
-    PLAIN = 0  # a piece that is expected to be empty is not asked for
-    CHECKED = 1  # it is
-    TOGETHER = 2  # it is, and nobody's round is over before all have asked: so who sends gets the error, too
-    TENTATIVE = 3  # it is; a piece of another size stays where it is, and the round may be given again
+    PLAIN = 0  # pieces that are expected to be empty are not requested, and so not checked
+    CHECKED = 1  # all pieces are requested
+    TOGETHER = 2  # the same, and no rank's round ends before all have requested: so senders get the error too
+    TENTATIVE = 3  # all are requested; a piece of another size is not taken, and the round may be given again
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One rank's part in a round of a GATHER or an EXCHANGE: (offset, bytes) of pieces of its memory.
+    """One rank's part in a round of a GATHER or an EXCHANGE: the pieces of its memory, as (offset, size) in bytes.
 
-    ``sends``: in the input, for each member of the group, in order; a GATHER has one piece, which is for all.
-    ``receives``: in the result, from each member. What one member sends and what the other expects must be equally
-    long. A piece of 0 bytes is not sent; ``sizes`` says whether it is looked at. A member of a GATHER may leave out its
-    own: it has it. A rank that is TENTATIVE sends nothing.
+    Attributes:
+        sends: pieces of the input, one for each member of the group, in order. A GATHER has one piece, for all members.
+        receives: pieces of the result, one from each member. In a GATHER, a member may leave out its own.
+        sizes: how the sizes of received pieces are checked. A rank whose ``sizes`` is TENTATIVE sends nothing.
 
-    >>> Layout(sends=((0, 8),), receives=((0, 8), (8, 8)))  # all gather 8 bytes of each of two
+    What one member sends and what the other expects must have the same size. A piece of 0 bytes is not sent.
+
+    >>> Layout(sends=((0, 8),), receives=((0, 8), (8, 8)))  # two ranks gather 8 bytes of each
     Layout(sends=((0, 8),), receives=((0, 8), (8, 8)), sizes=<Sizes.PLAIN: 0>)
     """
 
@@ -264,11 +287,12 @@ class Layout:
     sizes: Sizes = Sizes.PLAIN
 
     def check(self, spec: TensorSpec, members: int) -> None:
-        """Raises UsageError if ``spec``, with so many members, has no room for it."""
+        """Raise UsageError if ``spec``, in a group of ``members`` ranks, has no room for this layout."""
         room_in, room_out = spec.shape
         if len(self.receives) != members or len(self.sends) != (1 if spec.op is Op.GATHER else members):
             raise UsageError(
-                f"tensor {spec.name!r}: a layout for {count_text(len(self.receives), 'rank')}, its group has {members}"
+                f"tensor {spec.name!r}: the layout is for {count_text(len(self.receives), 'rank')}, its group has "
+                f"{members}"
             )
         for ranges, room, what in ((self.sends, room_in, "input"), (self.receives, room_out, "result")):
             for offset, nbytes in ranges:
@@ -280,7 +304,7 @@ class Layout:
 
 
 def differing(name: str, source: int, sent: int, target: int, due: int) -> str:
-    """What to say when two ranks disagree about a piece of a GATHER or an EXCHANGE."""
+    """The message of an error about two ranks that disagree on the size of a piece of a GATHER or an EXCHANGE."""
     return (
         f"tensor {name!r}: rank {source} sends {sent} bytes to rank {target}, which expects {due}; give matching sizes "
         "on both"
@@ -288,15 +312,15 @@ def differing(name: str, source: int, sent: int, target: int, due: int) -> str:
 
 
 def key_of(name: str) -> int:
-    """The 64-bit key of a name. A function of the name alone, so declaration order never matters."""
+    """The 64-bit key of a name. It depends on the name alone, so the order of declarations does not matter."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def split(nbytes: int, partition_bytes: int, itemsize: int) -> list[tuple[int, int]]:
-    """Cut ``nbytes`` into (offset, length) pieces of at most ``partition_bytes``, as even as whole units allow.
+    """Cut ``nbytes`` into pieces of at most ``partition_bytes``, as even as whole units allow.
 
-    The unit is a page where ``partition_bytes`` is a multiple of one, else an element: so pieces of shared
-    memory start on pages, and no element is ever cut in two.
+    Returns (offset, size) in bytes of each. The unit is a page if ``partition_bytes`` is a multiple of one, else an
+    element. So pieces of shared memory start at pages, and no element is cut.
 
     >>> split(10, 4, 1)
     [(0, 4), (4, 3), (7, 3)]
@@ -319,7 +343,7 @@ def split(nbytes: int, partition_bytes: int, itemsize: int) -> list[tuple[int, i
 
 
 def unsupported(spec: TensorSpec, joined: Iterable[int]) -> str:
-    """What to say when ranks have joined and a tensor can't do without them."""
+    """The message of an error about a tensor that needs the ranks ``joined``, which have joined."""
     ranks = sorted(joined)
     have = "has" if len(ranks) == 1 else "have"
     return f"tensor {spec.name!r}: {spec.describe()} is not supported while {ranks_text(ranks)} {have} joined"

@@ -1,7 +1,7 @@
-"""The control plane's certificates, made from the cluster secret: whoever knows it is a member, nobody else.
+"""The control plane's certificates, derived from the cluster secret: a process that knows the secret is a member.
 
-The secret gives the key of a certificate authority; every process issues a certificate of its own for a fresh
-key. Both ends of a connection show theirs and check the other's (mutual TLS). Nothing is written to disk.
+The secret determines the key of a certificate authority, and every process issues a certificate for a new key of its
+own. Both ends of a connection present and check certificates (mutual TLS). Nothing is written to disk. Any thread.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import NameOID
 
-#: The name in every certificate; addresses are not certified, membership is.
+#: The name in every certificate: certificates prove membership, not addresses.
 SERVER_NAME = "byteps"
 _CURVE = ec.SECP256R1()
 _CURVE_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-# A job lives for days, a clock may be off by years: certificates do not expire, the job's secret does.
+# Clocks may be off by years, so certificates do not expire. A new secret makes the old certificates worthless.
 _VALID_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _VALID_TO = datetime.datetime(2999, 1, 1, tzinfo=datetime.UTC)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """PEM texts: the authority to trust, and this process's own certificate and private key."""
+    """In PEM format: the authority's certificate, and this process's certificate and private key."""
 
     authority: bytes
     certificate: bytes
@@ -34,7 +34,7 @@ class Credentials:
 
 
 def credentials(key: bytes) -> Credentials:
-    """Credentials of a new member of the cluster whose ``auth.membership_key`` is ``key``. Any thread."""
+    """New credentials for a member of the cluster whose ``auth.membership_key`` is ``key``."""
     seed = HKDF(hashes.SHA256(), 48, salt=None, info=b"byteps_py control plane authority").derive(key)
     authority_key = ec.derive_private_key(int.from_bytes(seed) % (_CURVE_ORDER - 1) + 1, _CURVE)
     authority = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "byteps cluster")])

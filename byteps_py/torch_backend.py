@@ -1,7 +1,8 @@
-"""Makes torch.distributed know the backend "byteps". Outside ``byteps_py.torch``, which needs a torch that is loaded.
+"""Registers the backend "byteps" with torch.distributed.
 
 torch calls ``register`` by itself (entry points ``torch.backends`` and ``torch.distributed.backends``), so that
-``dist.init_process_group("byteps")`` needs no import of this package. Any thread.
+``dist.init_process_group("byteps")`` needs no import of this package. This module is outside ``byteps_py.torch``, which
+can only be imported once torch has been. Any thread.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ NAME = "byteps"
 
 
 def register() -> None:
-    """Cheap: the backend itself is imported when the first group is made. A no-op when done already, and where torch
-    was built without torch.distributed."""
+    """Register the backend. The backend's own code is imported when the first group is made.
+
+    Does nothing if the backend is registered, or if torch was built without torch.distributed.
+    """
     import torch.distributed as dist
 
     if dist.is_available() and NAME not in dist.Backend.backend_list:

@@ -1,43 +1,50 @@
-"""Sizes that follow the rate of the links: the largest partition, and the bytes a machine has in flight.
+"""Sizes that depend on the links' rates: the largest partition, and how many bytes a machine has in flight.
 
-With n machines a server's link brings in n contributions to a partition of p bytes, one after the other, and takes
-out n answers: 2·n·p/B from the first byte pushed to the last one answered. That pipeline has to be filled, so 2·n·p
-bytes in flight is the least; and it has to run empty at the end, so all that is more is lost there, and waits in
-queues ahead of more urgent tensors. Small partitions make it short, but cost processor time for every message.
-Where GPU machines sum, too, their links carry what others push beside what is their own, and both wait for each other:
-smaller partitions and more in flight are better there. Two GPU machines gain no time by CPU machines, and lose the
-time by which an answer follows its push: smaller partitions are better, and no more in flight is needed in any case.
+With n machines, a server's link receives n contributions to a partition of p bytes, one after the other, and sends n
+answers. At B bytes per second that takes 2·n·p/B from the first byte pushed to the last one answered. To fill this
+pipeline a machine needs at least 2·n·p bytes in flight. The pipeline also has to drain at the end. So more bytes in
+flight are lost time there, and wait in queues ahead of more urgent tensors. Small partitions make the pipeline short,
+but each message costs processor time.
+
+Where GPU machines sum too, their links carry other machines' pushes beside their own, and each waits for the other.
+There, smaller partitions and more bytes in flight are better. Two GPU machines gain no time from CPU machines, and lose
+the time by which an answer follows its push: smaller partitions are better, and no more bytes in flight are needed.
 docs/tried.md has the measurements. Pure; any thread.
 """
 
 from __future__ import annotations
 
-#: What a link that only passes memory (loopback) counts as.
+#: The rate that is assumed for loopback, in Mbit/s.
 LOOPBACK_MBIT = 40_000.0
 
 MAX_PARTITION_BYTES = 4 << 20  # larger messages are slower per byte in ZeroMQ
 MIN_PARTITION_BYTES = 64 << 10
 
-_PIPELINE_S = 0.02  # what the pipeline may take
-#: What a message takes on the wire at least: the services need 0.2 ms of processor time for it at either end, and what
-#: else there is to do, beside them, should have most of it.
+_PIPELINE_S = 0.02  # the longest time of the pipeline
+#: The shortest time of a message on the wire. The services at its ends need 0.2 ms of processor time each, and should
+#: leave most of the processor to other work.
 _MESSAGE_S, _SHARED_MESSAGE_S = 0.006, 0.003
 _IN_FLIGHT_OVER_LEAST, _SHARED_IN_FLIGHT_OVER_LEAST = 1.5, 2.0
-#: Longer, and what machines ask each other for keeps the links idle if it is late; shorter, and what is on its way
-#: counts as answered. Where GPU machines sum, their links are shared, and answers take longer.
+#: When an answer is due, relative to the least time. If this is too long, links stay idle when a machine's request is
+#: late; if it is too short, bytes that are still on their way count as answered. Where GPU machines sum, links are
+#: shared, and answers take longer.
 _ANSWER_OVER_LEAST, _SHARED_ANSWER_OVER_LEAST = 1.5, 3.0
-#: Freed memory that a process keeps for messages, before it knows what it will have in flight.
+#: Freed memory, in bytes, that a process keeps for messages before it knows how much it will have in flight.
 USUAL_CREDIT_BYTES = 64 << 20
 
 
 def gpu_machines_sum(cpu_servers: int, gpu_servers: int) -> bool:
-    """True if GPU machines sum for others in a job with so many summation services of either kind."""
+    """True if GPU machines sum for others in a job with these numbers of summation services on CPU and GPU machines."""
     return cpu_servers < gpu_servers
 
 
 def partition_bytes(link_mbit: float, machines: int, is_shared: bool) -> int:
-    """The largest partition for links of this rate each way between so many GPU machines: a power of two.
-    ``is_shared``: these machines sum, too.
+    """The size in bytes of the largest partition, a power of two.
+
+    Args:
+        link_mbit: rate of the slowest link in each direction, Mbit/s.
+        machines: number of GPU machines.
+        is_shared: GPU machines sum too.
 
     >>> [partition_bytes(400, machines, is_shared=False) >> 10 for machines in (2, 3, 8)]
     [128, 256, 256]
@@ -56,7 +63,7 @@ def partition_bytes(link_mbit: float, machines: int, is_shared: bool) -> int:
 
 
 def credit_bytes(partition: int, machines: int, is_shared: bool) -> int:
-    """How much a machine has in flight, for partitions of this size.
+    """The bytes that a machine has in flight, for partitions of ``partition`` bytes.
 
     >>> [credit_bytes(128 << 10, machines, is_shared=True) >> 10 for machines in (2, 3, 4)]
     [768, 1536, 2048]
@@ -66,11 +73,12 @@ def credit_bytes(partition: int, machines: int, is_shared: bool) -> int:
 
 
 def head_start_bytes(credit: int, cpu_servers: int, is_shared: bool) -> int:
-    """By how much a machine that begins lets each CPU machine's server go first, with so many bytes in flight.
+    """The bytes that a machine with nothing in flight pushes to each CPU machine's server before other servers.
 
-    The placement fills all links alike, but TCP gives each flow the same part of a GPU machine's: those to CPU machines
-    get less than they need beside those of what GPU machines sum, until these have nothing more in flight. What a full
-    link is behind by then it can't catch up on. Too much, and nothing is left for the others.
+    ``credit`` is the machine's limit of bytes in flight. The placement loads all links equally, but TCP gives every
+    flow of a GPU machine's link the same rate. So the flows to CPU machines get less than they need while GPU machines'
+    sums are in flight beside them, and a full link can't catch up later. A head start that is too large leaves nothing
+    for the other servers.
 
     >>> [head_start_bytes(2 << 20, k, is_shared=True) >> 10 for k in (1, 2, 3, 4)]
     [512, 512, 341, 256]
@@ -79,7 +87,7 @@ def head_start_bytes(credit: int, cpu_servers: int, is_shared: bool) -> int:
 
 
 def answer_s(credit: int, link_mbit: float, is_shared: bool) -> float:
-    """By when what was pushed, or asked for, has its answer, with so many bytes in flight over links of this rate,
-    unless a machine is late."""
+    """The time in seconds within which a request is answered unless a machine is late, with ``credit`` bytes in flight
+    over links of this rate; 0 if the rate is unknown."""
     over_least = _SHARED_ANSWER_OVER_LEAST if is_shared else _ANSWER_OVER_LEAST
     return over_least * credit * 8 / (link_mbit * 1e6) if link_mbit else 0.0

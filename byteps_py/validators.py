@@ -1,7 +1,7 @@
-"""The values that a setting can have, where its type alone says too little: hosts' names, sockets' names, paths, sizes.
+"""Which values a setting may have, beyond its type: names of hosts and sockets, paths, sizes.
 
-Owns the table from a setting to its validator, and how a value is shown in an error. Must not ask the system: that a
-host is known, or a file can be written, is for whoever uses it to find out. Pure; any thread.
+Owns the table from a setting to its validator, and how an error shows a value. Must not ask the system: whether a host
+exists or a file can be written is found out where it is used. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-#: An abstract address is a null byte and the name, in the 108 bytes of ``sun_path``.
+#: An abstract address is a null byte and the name, in 108 bytes (``sun_path``).
 MAX_SOCKET_NAME_BYTES = 107
 
 _MAX_HOST = 253
-_MAX_INTERFACE_BYTES = 15  # IFNAMSIZ, less its end
-_MAX_IDENTIFIER = 2000  # several names of a launcher's go together into a job's
-_MAX_PATH_BYTES = 4095  # PATH_MAX, less its end
+_MAX_INTERFACE_BYTES = 15  # IFNAMSIZ without its null byte
+_MAX_IDENTIFIER = 2000  # a job's name may consist of several names of a launcher
+_MAX_PATH_BYTES = 4095  # PATH_MAX without its null byte
 _MAX_PART_BYTES = 255  # NAME_MAX
-_MAX_COUNT = 1 << 62  # as a float, or in 64 bits, it is a number still
+_MAX_COUNT = 1 << 62  # fits in 64 bits, and in a float
 _SHOWN = 200
 
 #: Python encodes a host's name as IDNA, which raises UnicodeError for empty labels and for those above 63.
@@ -30,14 +30,14 @@ _ADDRESS_V6 = re.compile(r"(\[)?([0-9A-Fa-f:.]+)(?:%(?:[A-Za-z0-9_-]|\.(?=[A-Za-
 
 @dataclass(frozen=True, slots=True)
 class Validator:
-    """``takes``: as words; ``allows``: a value that is set."""
+    """``takes``: the allowed values, in words. ``allows``: whether a value that is set is allowed."""
 
     takes: str
     allows: Callable[[Any], bool]
 
 
 def is_host(text: str) -> bool:
-    """A host's name, or an IPv4 or IPv6 address; whatever else, no resolver can know.
+    """True for the name of a host and for an IPv4 or IPv6 address. A resolver can't know anything else.
 
     >>> [is_host(text) for text in ("db_1.example", "10.0.0.1", "fe80::1%eth0", "[::1]", "../x", "http://x", "-x")]
     [True, True, True, True, False, False, False]
@@ -57,7 +57,7 @@ def is_host(text: str) -> bool:
 
 
 def _is_interface(text: str) -> bool:
-    """As the kernel sees it."""
+    """The kernel's rule."""
     return (
         _size(text) <= _MAX_INTERFACE_BYTES
         and text.isprintable()
@@ -75,7 +75,7 @@ def _is_identifier(text: str) -> bool:
 
 
 def _is_path(text: str) -> bool:
-    """What the kernel would look up at all."""
+    """True if the kernel would look the path up."""
     parts = text.split("/")
     return "\0" not in text and _size(text) <= _MAX_PATH_BYTES and max(map(_size, parts)) <= _MAX_PART_BYTES
 
@@ -89,15 +89,15 @@ _IDENTIFIER = Validator(f"printable characters, at most {_MAX_IDENTIFIER}", _is_
 _PATH = Validator(f"a path of at most {_MAX_PATH_BYTES} bytes, {_MAX_PART_BYTES} in each of its parts", _is_path)
 _COUNT = Validator("a whole number from 0 to 2^62 - 1", lambda number: number < _MAX_COUNT)
 
-#: By field of Settings. Secrets may be anything; what is not here has its range or its choices in VARIABLES.
+#: By field of Settings. Secrets may be any text; VARIABLES has the range or the choices of fields that are not here.
 VALIDATORS: dict[str, Validator] = {
-    "scheduler_host": Validator(f"{_HOST.takes}, as MASTER_ADDR and --scheduler do in its place", is_host),
+    "scheduler_host": Validator(f"{_HOST.takes}; so do MASTER_ADDR and --scheduler", is_host),
     "node_host": _HOST,
     "interface": Validator(
         f"the name of a network interface: at most {_MAX_INTERFACE_BYTES} bytes, no space, no '/'", _is_interface
     ),
     "machine_id": _IDENTIFIER,
-    "job_id": Validator(f"{_IDENTIFIER.takes}, as a launcher's names for the job do in its place", _is_identifier),
+    "job_id": Validator(f"{_IDENTIFIER.takes}; so does a launcher's name for the job", _is_identifier),
     "socket_name": Validator(f"printable characters, at most {MAX_SOCKET_NAME_BYTES} bytes", _is_socket_name),
     "secret_file": _PATH,
     "journal_dir": _PATH,
@@ -112,7 +112,7 @@ VALIDATORS: dict[str, Validator] = {
 
 
 def refusal(field: str, name: str, value: object) -> str:
-    """Why ``value`` can't be that of ``field``, which the variable ``name`` sets; empty if it can."""
+    """Why ``value`` is not allowed for ``field``, which the variable ``name`` sets; empty if it is allowed."""
     validator = VALIDATORS.get(field)
     if validator is None or value in ("", None) or validator.allows(value):
         return ""
@@ -121,7 +121,7 @@ def refusal(field: str, name: str, value: object) -> str:
 
 
 def shown(text: str) -> str:
-    """``text`` in one line, without its end if it is long, and harmless to a terminal.
+    """``text`` for a message: in one line, cut if it is long, and without characters that control a terminal.
 
     >>> shown("a\\nb")
     'a\\\\nb'
@@ -131,8 +131,8 @@ def shown(text: str) -> str:
 
 
 def sendable(text: str) -> str:
-    """``text`` with a question mark for what UTF-8 can't say: halves of surrogate pairs, as undecodable bytes of file
-    names and arguments become.
+    """``text`` with a question mark for each character that UTF-8 can't encode: halves of surrogate pairs, into which
+    Python decodes invalid bytes of file names and arguments.
 
     >>> sendable("a\\udcff")
     'a?'

@@ -1,4 +1,4 @@
-"""The table of environment variables: names, type, range, meaning. Documentation is generated from it."""
+"""The table of environment variables: names, type, range, meaning. `bps env` prints it. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from byteps_py.errors import ConfigurationError
 from byteps_py.validators import VALIDATORS
 
-_FAR = float(1 << 31)  # a limit against overflows only
+_FAR = float(1 << 31)  # prevents overflows; not shown as a limit
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -15,7 +15,18 @@ _FALSE = ("0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One setting: the field of Settings it fills, the names it is read from (first that is set wins)."""
+    """One setting.
+
+    Attributes:
+        field: the field of Settings.
+        names: the variables; the first that is set is used.
+        kind: the type of the value.
+        meaning: what the setting does, in a few words.
+        low: least value; None without a limit.
+        high: largest value; None without a limit.
+        choices: the allowed values, if they are a list.
+        detail: sentences that do not fit in the table.
+    """
 
     field: str
     names: tuple[str, ...]
@@ -24,9 +35,10 @@ class Variable:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
+    detail: str = ""
 
     def allowed(self) -> str:
-        """The values it takes, as words."""
+        """The allowed values, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.kind is bool:
@@ -41,13 +53,16 @@ class Variable:
         return f"{noun} of at least {self.low:.15g}" if self.low is not None else noun
 
     def parse(self, name: str, text: str) -> object:
-        """The value of ``text``. Raises ConfigurationError that names the variable and what it allows."""
+        """The value that ``text`` stands for.
+
+        Raises ConfigurationError that names the variable ``name`` and the allowed values.
+        """
         is_hidden = self.field in ("secret", "local_secret")
         shown = "(hidden)" if is_hidden else repr(text if len(text) <= 200 else text[:200] + "…")
         error = ConfigurationError(f"{name}={shown} is not valid: it takes {self.allowed()}")
         try:
             text.encode()
-        except UnicodeEncodeError:  # the environment's bytes are no UTF-8
+        except UnicodeEncodeError:  # the variable's bytes are not valid UTF-8
             raise error from None
         text = text.strip()
         value: object = text
@@ -75,62 +90,62 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("role", ("DMLC_ROLE",), str, "what this process is", choices=("worker", "server", "scheduler", "joint")),
     Variable("scheduler_host", ("DMLC_PS_ROOT_URI",), str, "host of the scheduler"),
     Variable("scheduler_port", ("DMLC_PS_ROOT_PORT",), int, "port of the scheduler", low=1, high=65535),
-    Variable("num_workers", ("DMLC_NUM_WORKER",), int, "GPU machines, n; default: what the launcher says, or 1", low=1, high=65535),
-    Variable("num_servers", ("DMLC_NUM_SERVER",), int, "CPU machines, k", low=0, high=65535),
+    Variable("num_workers", ("DMLC_NUM_WORKER",), int, "number of GPU machines, n; default: what the launcher says, or 1", low=1, high=65535),
+    Variable("num_servers", ("DMLC_NUM_SERVER",), int, "number of CPU machines, k", low=0, high=65535),
     Variable("worker_id", ("DMLC_WORKER_ID",), int, "index of this GPU machine, from 0; default: what the launcher says, or 0", low=0, high=65534),
-    Variable("local_size", ("BYTEPS_LOCAL_SIZE",), int, "ranks on this machine; default: what the launcher says, or 1", low=1, high=1024),
+    Variable("local_size", ("BYTEPS_LOCAL_SIZE",), int, "number of ranks on this machine; default: what the launcher says, or 1", low=1, high=1024),
     Variable("local_rank", ("BYTEPS_LOCAL_RANK",), int, "index of this rank on its machine; default: what the launcher says, or 0", low=0, high=1023),
-    Variable("machine_id", ("BYTEPS_MACHINE_ID",), str, "says which processes share a machine; default: boot id and network namespace"),
+    Variable("machine_id", ("BYTEPS_MACHINE_ID",), str, "name of this machine, the same in all its processes; default: boot id and network namespace"),
     Variable("node_host", ("DMLC_NODE_HOST",), str, "address this process offers to others"),
     Variable("interface", ("DMLC_INTERFACE",), str, "network interface whose address this process offers"),
-    Variable("job_id", ("BYTEPS_JOB_ID",), str, "keeps jobs on one machine apart; default: the scheduler's address"),
+    Variable("job_id", ("BYTEPS_JOB_ID",), str, "name of the job, which tells jobs on one machine apart; default: the scheduler's address"),
     Variable("socket_name", ("BYTEPS_SOCKET_NAME",), str, "local socket of this machine's communication service; set by bpslaunch"),
     Variable("secret", ("BYTEPS_SECRET",), str, "cluster secret, at least 16 bytes; required to listen beyond loopback"),
     Variable("secret_file", ("BYTEPS_SECRET_FILE",), str, "file that holds the cluster secret"),
-    Variable("local_secret", ("BYTEPS_LOCAL_SECRET",), str, "keeps other users of this machine out of a job on loopback; set by bpslaunch -np"),
-    Variable("encrypt", ("BYTEPS_ENCRYPT",), bool, "encrypt tensors on their way between machines; without, they are authenticated only; needs a secret"),
-    Variable("partition_bytes", ("BYTEPS_PARTITION_BYTES",), int, "largest piece of a tensor that is sent at once; default: by the links' rates, a few ms of the slowest", low=4096, high=1 << 30),
-    Variable("link_mbit", ("BYTEPS_LINK_MBIT",), float, "rate of this machine's network link each way, Mbit/s; 0: measured when the cluster comes together", low=0, high=_FAR),
-    Variable("placement", ("BYTEPS_PLACEMENT",), str, "who sums: every machine by its optimal share, or CPU machines alone (the classical parameter server)", choices=("optimal", "servers-only")),
-    Variable("credit_bytes", ("BYTEPS_SCHEDULING_CREDIT",), int, "most bytes a machine has in flight; 0: no limit; default: 3 or 4 partitions for each GPU machine", low=0),
-    Variable("fusion_bytes", ("BYTEPS_FUSION_BYTES",), int, "gradients smaller than this travel together, up to this size; 0: never", low=0),
-    Variable("nonfinite", ("BYTEPS_NONFINITE",), str, "what to do about NaN and infinity in gradients: nothing, as a GradScaler (AMP) expects; raise NonFiniteError, which names ranks and parameters, on every rank; or leave the step out on every rank", choices=("allow", "raise", "skip")),
+    Variable("local_secret", ("BYTEPS_LOCAL_SECRET",), str, "secret of a job on loopback, against other users of this machine; set by bpslaunch -np"),
+    Variable("encrypt", ("BYTEPS_ENCRYPT",), bool, "encrypt tensors between machines, which are otherwise only authenticated; needs a cluster secret"),
+    Variable("partition_bytes", ("BYTEPS_PARTITION_BYTES",), int, "largest piece of a tensor that is sent at once; default: what the slowest link carries in a few ms", low=4096, high=1 << 30),
+    Variable("link_mbit", ("BYTEPS_LINK_MBIT",), float, "rate of this machine's network link in each direction, Mbit/s; 0: measured when the cluster starts", low=0, high=_FAR),
+    Variable("placement", ("BYTEPS_PLACEMENT",), str, "which machines sum: all, each its optimal share, or only CPU machines (the classical parameter server)", choices=("optimal", "servers-only")),
+    Variable("credit_bytes", ("BYTEPS_SCHEDULING_CREDIT",), int, "limit of the bytes that a machine has in flight; 0: no limit; default: 3 or 4 partitions per GPU machine", low=0),
+    Variable("fusion_bytes", ("BYTEPS_FUSION_BYTES",), int, "gradients smaller than this are sent together, in buckets of up to this size; 0: never", low=0),
+    Variable("nonfinite", ("BYTEPS_NONFINITE",), str, "what to do if gradients are NaN or infinite", choices=("allow", "raise", "skip"), detail="allow does nothing, as a GradScaler (AMP) expects; raise raises NonFiniteError on every rank, which names ranks and parameters; skip skips the step on every rank."),
     Variable("server_threads", ("BYTEPS_SERVER_ENGINE_THREAD",), int, "summing threads of a summation service; 0: one per core, at most 4", low=0, high=256),
     Variable("worker_threads", ("BYTEPS_WORKER_ENGINE_THREAD",), int, "summing threads of a communication service; 0: one per core, at most 4", low=0, high=256),
     Variable("force_distributed", ("BYTEPS_FORCE_DISTRIBUTED",), bool, "use the services even for a single rank"),
-    Variable("start_timeout_s", ("BYTEPS_START_TIMEOUT_S",), float, "how long to wait for the cluster to come together", low=0.1, high=_FAR),
-    Variable("stall_warn_s", ("BYTEPS_STALL_WARN_S",), float, "warn about ranks that keep others waiting this long", low=0.1, high=_FAR),
-    Variable("stall_limit_s", ("BYTEPS_STALL_LIMIT_S",), float, "give up, with an error, after this long; 0: never", low=0, high=_FAR),
-    Variable("straggler", ("BYTEPS_STRAGGLER",), float, "warn about a rank or a summation service that takes so many times as long as the others", low=1.5, high=_FAR),
+    Variable("start_timeout_s", ("BYTEPS_START_TIMEOUT_S",), float, "how long to wait for the other processes of the cluster at the start", low=0.1, high=_FAR),
+    Variable("stall_warn_s", ("BYTEPS_STALL_WARN_S",), float, "log a warning about ranks for which others have waited this long", low=0.1, high=_FAR),
+    Variable("stall_limit_s", ("BYTEPS_STALL_LIMIT_S",), float, "raise an error after waiting this long for other ranks; 0: never", low=0, high=_FAR),
+    Variable("straggler", ("BYTEPS_STRAGGLER",), float, "log a warning about a rank or a summation service that takes this many times as long as the others", low=1.5, high=_FAR),
     Variable("heartbeat_interval_s", ("PS_HEARTBEAT_INTERVAL",), float, "seconds between heartbeats", low=0.01, high=3600),
-    Variable("heartbeat_timeout_s", ("PS_HEARTBEAT_TIMEOUT",), float, "seconds of silence after which a process counts as dead; longer where its heartbeats have been late, as on a busy machine: up to BYTEPS_HEARTBEAT_TIMEOUT_MAX_S", low=0.1, high=_FAR),
-    Variable("heartbeat_timeout_max_s", ("BYTEPS_HEARTBEAT_TIMEOUT_MAX_S",), float, "the longest silence that does not count as death: of a process whose heartbeats have been late, of a worker whose machine is heard through another process, and on a machine whose processes are starting; default: ten times PS_HEARTBEAT_TIMEOUT", low=0.1, high=_FAR),
-    Variable("journal_dir", ("BYTEPS_JOURNAL_DIR",), str, "folder of the scheduler's journal, with which a killed one can be started again; none: no journal; default: $XDG_STATE_HOME/byteps or ~/.local/state/byteps, else a folder of the user's in the temporary one"),
-    Variable("elastic", ("BYTEPS_ELASTIC", "HOROVOD_ELASTIC"), bool, "the job goes on when ranks or machines are lost, leave or join (elastic.run); else a loss ends it"),
-    Variable("min_ranks", ("BYTEPS_MIN_NP",), int, "elastic: with fewer ranks than this the job waits for others to join", low=1, high=1 << 20),
-    Variable("max_ranks", ("BYTEPS_MAX_NP",), int, "elastic: machines whose ranks would be more than this in all have to wait; 0: no limit", low=0, high=1 << 20),
-    Variable("elastic_timeout_s", ("BYTEPS_ELASTIC_TIMEOUT_S", "HOROVOD_ELASTIC_TIMEOUT"), float, "elastic: how long ranks wait to be a group again, for each other and for as many as BYTEPS_MIN_NP", low=0.1, high=_FAR),
-    Variable("reset_limit", ("BYTEPS_RESET_LIMIT",), int, "elastic: the job ends with an error when its group would be formed anew more often than this; 0: no limit", low=0, high=1 << 20),
-    Variable("report", ("BYTEPS_REPORT",), str, "file to which the scheduler writes, at the end, who carried what (JSON)"),
+    Variable("heartbeat_timeout_s", ("PS_HEARTBEAT_TIMEOUT",), float, "seconds of silence after which a process counts as dead", low=0.1, high=_FAR, detail="A process whose heartbeats have been late, as on a busy machine, has more time, up to BYTEPS_HEARTBEAT_TIMEOUT_MAX_S."),
+    Variable("heartbeat_timeout_max_s", ("BYTEPS_HEARTBEAT_TIMEOUT_MAX_S",), float, "the longest silence that does not count as death; default: ten times PS_HEARTBEAT_TIMEOUT", low=0.1, high=_FAR, detail="It applies to a process whose heartbeats have been late, to a worker on a machine from which another process is still heard, and to a machine whose processes are starting."),
+    Variable("journal_dir", ("BYTEPS_JOURNAL_DIR",), str, "folder of the scheduler's journal, with which a killed scheduler can be started again; none: no journal", detail="The default is $XDG_STATE_HOME/byteps or ~/.local/state/byteps, or else a folder of the user in the temporary folder."),
+    Variable("elastic", ("BYTEPS_ELASTIC", "HOROVOD_ELASTIC"), bool, "the job goes on when ranks or machines are lost, leave or join (elastic.run); otherwise a loss ends it"),
+    Variable("min_ranks", ("BYTEPS_MIN_NP",), int, "elastic: with fewer ranks than this, the job waits for others to join", low=1, high=1 << 20),
+    Variable("max_ranks", ("BYTEPS_MAX_NP",), int, "elastic: the most ranks of a job; a machine whose ranks would exceed this waits; 0: no limit", low=0, high=1 << 20),
+    Variable("elastic_timeout_s", ("BYTEPS_ELASTIC_TIMEOUT_S", "HOROVOD_ELASTIC_TIMEOUT"), float, "elastic: how long ranks wait to form a group again, for each other and until there are BYTEPS_MIN_NP", low=0.1, high=_FAR),
+    Variable("reset_limit", ("BYTEPS_RESET_LIMIT",), int, "elastic: how often the group may be formed again before the job ends with an error; 0: no limit", low=0, high=1 << 20),
+    Variable("report", ("BYTEPS_REPORT",), str, "file to which the scheduler writes, at the end, what each service carried (JSON)"),
     Variable("timeline", ("HOROVOD_TIMELINE",), str, "file for a timeline of rank 0, a Chrome trace; rank N appends .rankN; DYNAMIC: when start_timeline() is called"),
-    Variable("timeline_mark_cycles", ("HOROVOD_TIMELINE_MARK_CYCLES",), bool, "mark in it where a tensor leaves while no other is on its way"),
+    Variable("timeline_mark_cycles", ("HOROVOD_TIMELINE_MARK_CYCLES",), bool, "mark the times at which a tensor is sent while no other is in flight"),
     Variable("trace_on", ("BYTEPS_TRACE_ON",), bool, "write a timeline of some rounds of each tensor to <BYTEPS_TRACE_DIR>/<rank>/comm.json"),
-    Variable("trace_dir", ("BYTEPS_TRACE_DIR",), str, "folder for that"),
-    Variable("trace_start_step", ("BYTEPS_TRACE_START_STEP",), int, "the first of these rounds", low=0),
-    Variable("trace_end_step", ("BYTEPS_TRACE_END_STEP",), int, "the last of these rounds", low=0),
-    Variable("log_level", ("BYTEPS_LOG_LEVEL",), str, "how much is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "FATAL", "TRACE")),
+    Variable("trace_dir", ("BYTEPS_TRACE_DIR",), str, "folder for the timelines of BYTEPS_TRACE_ON"),
+    Variable("trace_start_step", ("BYTEPS_TRACE_START_STEP",), int, "the first round in the timelines of BYTEPS_TRACE_ON", low=0),
+    Variable("trace_end_step", ("BYTEPS_TRACE_END_STEP",), int, "the last round in the timelines of BYTEPS_TRACE_ON", low=0),
+    Variable("log_level", ("BYTEPS_LOG_LEVEL",), str, "the least severe messages that are logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "FATAL", "TRACE")),
 )  # fmt: skip
 
-_CORES = "OMP_NUM_THREADS and the system's own means (taskset, numactl) say which cores are used"
+_CORES = "set the cores with OMP_NUM_THREADS and the system's tools (taskset, numactl)"
 _NCCL = "NCCL is not used"
 
-#: BytePS's variables that mean nothing here, and why.
+#: BytePS's variables that have no effect here, and why.
 IGNORED: dict[str, str] = {
     "BYTEPS_ENABLE_MIXED_MODE": "servers on CPU and GPU machines are always used together",
     "BYTEPS_MIXED_MODE_BOUND": "servers on CPU and GPU machines are always used together",
-    "BYTEPS_SERVER_ENABLE_SCHEDULE": "servers always sum what is complete first",
-    "BYTEPS_ENABLE_ASYNC": "asynchronous training is not offered",
-    "BYTEPS_ENABLE_IPC": "shared memory is always used between processes of one machine",
+    "BYTEPS_SERVER_ENABLE_SCHEDULE": "servers always sum complete rounds first",
+    "BYTEPS_ENABLE_ASYNC": "asynchronous training is not supported",
+    "BYTEPS_ENABLE_IPC": "processes of one machine always use shared memory",
     "BYTEPS_SOCKET_PATH": "local sockets have no files",
     "BYTEPS_KEY_HASH_FN": "placement has one hash function, the same on every machine",
     "BYTEPS_BUILT_IN_HASH_COEF": "placement has one hash function, the same on every machine",
@@ -149,12 +164,12 @@ IGNORED: dict[str, str] = {
     "BYTEPS_MIN_COMPRESS_BYTES": "Compression.fp16 and .bf16 compress tensors of any size",
     "BYTEPS_GLOBAL_RANK": "ranks are numbered machine by machine",
     "BYTEPS_ENABLE_GDB": "run the training command under a debugger",
-    "BYTEPS_DEBUG_SAMPLE_TENSOR": "tensors are not shown",
-    "BYTEPS_TELEMETRY_ON": "get_pushpull_speed() always answers",
-    "BYTEPS_LOG_HIDE_TIME": "the log's lines always have their time",
-    "DMLC_ENABLE_RDMA": "RDMA is not offered",
+    "BYTEPS_DEBUG_SAMPLE_TENSOR": "tensors are never printed",
+    "BYTEPS_TELEMETRY_ON": "get_pushpull_speed() always works",
+    "BYTEPS_LOG_HIDE_TIME": "log lines always have their time",
+    "DMLC_ENABLE_RDMA": "RDMA is not supported",
     "PS_VERBOSE": "use BYTEPS_LOG_LEVEL",
 }
 
-#: Set by our own programs for each other.
+#: Set by this package's programs for each other.
 INTERNAL = frozenset({"BYTEPS_LAUNCH_TOKEN", "BYTEPS_LAUNCH_WORDS", "BYTEPS_TAG_OUTPUT"})

@@ -1,8 +1,8 @@
-"""The header of a data-plane message: what a CS and an SS say to each other. Pure; any thread.
+"""The messages of the data plane, between a CS and an SS or two CSs: headers and small payloads. Pure; any thread.
 
-Over TCP a message is [header, payload], sealed (dataplane/seal.py) but for those of the handshake; between two
-processes of one machine it is a header whose payload lies in shared memory (``local``). Nothing here allocates by what
-a header claims.
+Over TCP a message is [header, payload], sealed (dataplane/seal.py) except during the handshake. Between two processes
+of one machine it is a header, and its payload lies in shared memory (server/local.py). This module never allocates
+memory by a size that a header claims.
 """
 
 from __future__ import annotations
@@ -26,42 +26,61 @@ MAX_WAITED_US = (1 << 32) - 1
 
 
 class Kind(enum.IntEnum):
-    """What a message is for; the values are wire codes and never change."""
+    """The kind of a message. The values are wire codes and never change."""
 
-    HELLO = 1  # CS → SS or CS, first on a connection: who I am; payload: see dataplane/handshake.py
-    PUSH = 2  # CS → SS: my contribution; an answer is expected
-    PULL = 3  # CS → SS: I contribute nothing to this broadcast, but want its result
+    HELLO = 1  # CS → SS or CS, first on a connection: names the sender; payload: see dataplane/handshake.py
+    PUSH = 2  # CS → SS: a contribution; an answer is expected
+    PULL = 3  # CS → SS: the sender contributes nothing to this broadcast, but wants its result
     ANSWER = 4  # SS → CS: the result of a round; CS → CS: the bytes that were fetched
     REFUSED = 5  # to a CS: the message is not accepted; payload: the reason, as text
-    SEGMENT = 6  # CS → SS on one machine: a shared-memory segment, its descriptor beside the message
-    PROBE = 7  # CS → SS, and back as it came: how fast is the way?
-    FETCH = 8  # CS → CS: give me bytes of a rank of yours; payload: a Fetch. The answer is an ANSWER with them
-    FETCH_SUM = 9  # CS → CS: give me your machine's sum of a part of a scattered reduction; its offset: which part
-    PASS = 10  # CS → SS: my ranks have joined, and I contribute nothing; tell me, without the result, when it is there
-    WANT = 11  # SS → CS: another machine lacks the result of this round; if you have it, give me your part once more
-    WITHDRAW = 12  # CS → SS: what I gave to this round goes to another server; no answer
-    TAKEN = 13  # CS → CS: I have all of what a Fetch names, of its round ``taken``; no answer
-    AWAITED = 14  # SS → CS: others have given to these rounds, and wait for you; payload: names of rounds; no answer
-    CHALLENGE = 20  # back, at a HELLO: prove that you know the secret, as I do
-    PROOF = 21  # CS → SS or CS, at a CHALLENGE
-    DAMAGED = 22  # back: message number ``round`` of this connection could not be opened; send it again
-    WELCOME = 23  # back, at a PROOF; this and all that follows, each way, is sealed
+    SEGMENT = 6  # CS → SS on one machine: a shared-memory segment; the message carries its descriptor
+    PROBE = 7  # CS → SS, which returns it unchanged: measures the link
+    FETCH = 8  # CS → CS: requests bytes of one of the receiver's ranks; payload: a Fetch. An ANSWER brings them
+    FETCH_SUM = 9  # CS → CS: requests the machine's sum of a part of a scattered reduction; ``offset``: which part
+    PASS = 10  # CS → SS: the machine's ranks have joined and contribute nothing; wants an answer without the result
+    WANT = 11  # SS → CS: another machine lacks this round's result; a CS that has it sends its contribution again
+    WITHDRAW = 12  # CS → SS: the sender's contribution to this round goes to another server; no answer
+    TAKEN = 13  # CS → CS: the sender has all bytes that a Fetch names, of its round ``taken``; no answer
+    AWAITED = 14  # SS → CS: other machines wait for the receiver in these rounds; payload: names of rounds; no answer
+    CHALLENGE = 20  # the answer to a HELLO: asks for proof that the peer knows the secret, and proves the same
+    PROOF = 21  # CS → SS or CS: the answer to a CHALLENGE
+    DAMAGED = 22  # to the sender of message number ``round`` of this connection, which can't be opened: send it again
+    WELCOME = 23  # the answer to a PROOF; this message and all later ones, in both directions, are sealed
 
 
 #: Flags of a contribution. RESENT: its machine lacks the result, though the server may have sent it. SUPPLY: its
-#: machine has the result, and wants no answer; it was asked for it (WANT).
+#: machine has the result, and wants no answer; a WANT asked for the contribution.
 RESENT = 1
 SUPPLY = 2
 
 
 @dataclass(slots=True)
 class Header:
-    """One message's header. ``sender``: machine index of the CS. ``root``: machine index of a broadcast's
-    source. ``index``: which partition of the key; ``offset``, ``length``: where it lies in the tensor and how
-    long it is, in bytes. The next four fields place payload and answer in shared memory (0 over TCP). ``machines``:
-    how many contribute, 0 for all. ``flags``: of RESENT and SUPPLY. ``blame`` (see blame.py): of a PUSH, who is to
-    blame if its payload is NaN or infinite, 0 if nobody wants to know; of its ANSWER, who is. ``waited_us``: of an
-    ANSWER, for how long the PUSH had waited for others."""
+    """The header of one message. Sizes and offsets are bytes.
+
+    Attributes:
+        kind: kind of the message.
+        sender: machine index of the CS.
+        epoch: the sender's epoch.
+        dtype: type of the elements.
+        op: operation.
+        root: machine index of a broadcast's source.
+        key: key of the tensor.
+        generation: generation of the tensor.
+        index: index of the partition in the tensor.
+        round: round of the tensor.
+        offset: offset of the partition in the tensor.
+        length: size of the partition.
+        segment: shared-memory segment of the payload; this and the next three fields are 0 over TCP.
+        segment_offset: offset of the payload in it.
+        answer_segment: segment of the answer.
+        answer_offset: offset of the answer in it.
+        machines: number of machines that contribute; 0 for all.
+        flags: RESENT, SUPPLY.
+        blame: see blame.py. In a PUSH, the ranks to blame if its payload is NaN or infinite; 0 if the round is not
+            checked. In its ANSWER, the ranks that are to blame.
+        waited_us: in an ANSWER, how long the PUSH had waited for other machines, in microseconds.
+    """
 
     kind: Kind
     sender: int
@@ -86,18 +105,21 @@ class Header:
 
     @property
     def is_resent(self) -> bool:
+        """The flag RESENT."""
         return bool(self.flags & RESENT)
 
     @property
     def is_supply(self) -> bool:
+        """The flag SUPPLY."""
         return bool(self.flags & SUPPLY)
 
     @property
     def answer_place(self) -> tuple[int, int]:
-        """Where in shared memory the answer is wanted, or lies: segment, offset."""
+        """(segment, offset) of the answer in shared memory."""
         return self.answer_segment, self.answer_offset
 
     def pack(self) -> bytes:
+        """The header's ``HEADER_BYTES`` bytes."""
         return _LAYOUT.pack(
             MAGIC,
             VERSION,
@@ -125,7 +147,7 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header:
-        """Raises ProtocolError for anything that no correct peer sends."""
+        """The header in ``data``. Raises ProtocolError for anything that no correct peer sends."""
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
@@ -146,13 +168,13 @@ class Header:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None
 
 
-# Plain dictionaries: an enum's call takes ten times as long, and every message pays it.
+# Plain dictionaries: calling an enum takes ten times as long, for every message.
 _KINDS = {int(k): k for k in Kind}
 _DTYPES = {int(d): d for d in DType}
 _OPS = {int(o): o for o in Op}
 
 
-#: A round of a partition: key, generation, index, round.
+#: Names a round of a partition: key, generation, index, round.
 RoundName = tuple[int, int, int, int]
 
 _NAME = struct.Struct("<QIIQ")
@@ -160,17 +182,17 @@ MAX_NAMES = 64
 
 
 def name_of(header: Header) -> RoundName:
-    """What a contribution has in common with its answer alone."""
+    """The name of the header's round. A contribution and its answer have the same, and no other message has it."""
     return header.key, header.generation, header.index, header.round
 
 
 def pack_names(names: Sequence[RoundName]) -> bytes:
-    """The payload of an AWAITED."""
+    """The payload of an AWAITED with these names, at most ``MAX_NAMES``."""
     return b"".join(_NAME.pack(*name) for name in names)
 
 
 def unpack_names(data: bytes) -> list[RoundName]:
-    """Raises ProtocolError."""
+    """The names in the payload of an AWAITED. Raises ProtocolError."""
     if len(data) % _NAME.size or not 0 < len(data) <= MAX_NAMES * _NAME.size:
         raise ProtocolError(f"{len(data)} bytes are not the names of 1 to {MAX_NAMES} rounds")
     return list(_NAME.iter_unpack(data))
@@ -181,10 +203,19 @@ _FETCH = struct.Struct("<IIQBQ")
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """The payload of a FETCH: of the piece, of ``total`` bytes, that rank ``source`` has for rank ``target``, the
-    header's ``length`` bytes at its ``offset`` are wanted. The header's ``index`` numbers the requests, of FETCH_SUM
-    as well. ``is_tentative``: if it has another size it stays there, for a later request. ``taken``: a round of which
-    all that ``source`` had for ``target`` has come; 0: none. Until then it is kept, as it may be lost on the way."""
+    """The payload of a FETCH.
+
+    It requests ``length`` bytes (see ``Header``) at ``offset`` of the piece that rank ``source`` has for rank
+    ``target``. The header's ``index`` numbers the requests; the same holds for FETCH_SUM.
+
+    Attributes:
+        source: rank that sends the piece.
+        target: rank that receives it.
+        total: size of the whole piece in bytes.
+        is_tentative: if the piece has another size, it stays where it is, for a later request.
+        taken: a round whose whole piece has arrived; 0 for none. The sender keeps a piece until then, since it may be
+            lost on the way.
+    """
 
     source: int
     target: int
@@ -193,11 +224,12 @@ class Fetch:
     taken: int = 0
 
     def pack(self) -> bytes:
+        """The payload's bytes."""
         return _FETCH.pack(self.source, self.target, self.total, self.is_tentative, self.taken)
 
     @classmethod
     def unpack(cls, data: bytes) -> Fetch:
-        """Raises ProtocolError."""
+        """The request in ``data``. Raises ProtocolError."""
         if len(data) != _FETCH.size:
             raise ProtocolError(f"a FETCH has a payload of {_FETCH.size} bytes, got {len(data)}")
         source, target, total, is_tentative, taken = _FETCH.unpack(data)

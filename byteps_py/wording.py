@@ -1,16 +1,17 @@
-"""Phrases that errors and logs share: counts, ranks, names. Pure; any thread."""
+"""Phrases that the messages of errors and logs share: counts, ranks, names. Pure; any thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-#: How the reason of a job begins that somebody has ended.
+#: The prefix of a job's reason to end if somebody ended it on purpose.
 STOPPED = "stopped: "
 _MAX_RANGES = 8
 
 
 def count_text(number: int, noun: str) -> str:
-    """
+    """A number and its noun, in the plural unless the number is 1.
+
     >>> count_text(1, "server"), count_text(2, "server")
     ('1 server', '2 servers')
     """
@@ -18,7 +19,7 @@ def count_text(number: int, noun: str) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks as people write them, long lists cut.
+    """Ranks as ranges, long lists cut.
 
     >>> ranks_text([3, 0, 1, 7])
     'ranks 0-1, 3, 7'

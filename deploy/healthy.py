@@ -1,7 +1,7 @@
-"""The images' health check: exit status 0 if the scheduler answers and counts this container among the living.
+"""The images' health check: exit status 0 if the scheduler answers and reports this container's processes as alive.
 
-Asks only the scheduler, whose heartbeats know more than a look at a process or a port would. One thread. Prints
-one line, which `docker inspect` shows.
+It asks only the scheduler: heartbeats say more than the existence of a process or an open port. Single-threaded. It
+prints one line, which `docker inspect` shows.
 """
 
 from __future__ import annotations

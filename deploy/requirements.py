@@ -1,9 +1,9 @@
-"""Prints what pyproject.toml asks for, one requirement a line, so that an image installs it before the sources come.
+"""Print the requirements of pyproject.toml, one per line, so that an image can install them before it copies sources.
 
-    python requirements.py dependencies     what the package needs
-    python requirements.py EXTRA            what one of its extras adds
+    python requirements.py dependencies     the package's requirements
+    python requirements.py EXTRA            the additional requirements of one of its extras
 
-Reads the pyproject.toml of the folder it is run in.
+Reads the pyproject.toml of the current folder.
 """
 
 from __future__ import annotations

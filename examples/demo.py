@@ -1,7 +1,7 @@
-"""The demo that ``make demo`` runs: one model, trained on one machine as if on several, three ways.
+"""The demo that ``make demo`` runs: it trains one model three times on emulated machines, with 2, 0 and 1 CPU machines.
 
-Two worker machines of two ranks each train examples/digits.py through k summation servers on CPU machines,
-for k = 2, 0 and 1, all as separate processes. The weights at the end must be the same, bit for bit.
+Two worker machines of two ranks each run examples/digits.py with k summation servers on CPU machines, for k = 2, 0 and
+1. All processes are separate. The weights at the end must be the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def run(servers: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def show_shares(servers: int, report: dict[str, Any]) -> None:
-    """What each summation server carried, beside what the formula gives it."""
+    """Print what each summation server carried, and its share by the formula."""
     optimum = Optimum(MACHINES, servers)
     holders = [m for m in report["members"] if m["kind"] == "server" and m["bytes_summed"]]
-    holders.sort(key=lambda m: (not m["machine"].startswith("CPU"), m["machine_id"]))  # as the formula lists them
+    holders.sort(key=lambda m: (not m["machine"].startswith("CPU"), m["machine_id"]))  # in the formula's order
     total = sum(m["bytes_summed"] for m in holders) or 1
     print(f"   server                   bytes summed   share  formula (n = {MACHINES}, k = {servers})")
     for member, weight in zip(holders, optimum.server_weights, strict=True):

@@ -1,6 +1,6 @@
 """Train a classifier of handwritten digits on real data (scikit-learn's digits, which ships with the package).
 
-Runs alone and on any number of workers and servers, unchanged:
+The program runs alone, and unchanged on any number of workers and servers:
 
     python examples/digits.py
     bpslaunch -np 2 python examples/digits.py
@@ -24,7 +24,7 @@ import byteps_py as bps
 
 
 def read_data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """1,437 images to train on and 360 to test with: float32[n, 64] from 0 to 1, and their int64[n] labels."""
+    """1,437 training images and 360 test images: float32[n, 64] from 0 to 1, and their int64[n] labels."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target, dtype=torch.int64)
@@ -45,7 +45,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: argpars
     began = time.perf_counter()
     seen = 0
     for epoch in range(arguments.epochs):
-        # Every rank draws the same order and takes its own part of each batch.
+        # All ranks draw the same order, and each takes its own part of each batch.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
         per_step = arguments.batch_size * bps.size()
         total = 0.0
@@ -55,7 +55,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: argpars
             mine = order[start : start + arguments.batch_size]
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images[mine]), labels[mine])
-            loss.backward()  # gradients travel while the backward pass still runs
+            loss.backward()  # gradients are sent while the backward pass still runs
             optimizer.step()
             total += loss.item()
             seen += per_step
@@ -66,7 +66,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, arguments: argpars
 
 
 def test(model: nn.Module) -> float:
-    """Share of test images that are classified right. Each rank tests a part."""
+    """The fraction of test images that are classified correctly. Each rank tests a part."""
     _, _, images, labels = read_data()
     model.eval()
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test(model: nn.Module) -> float:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Equal for two models exactly when all their weights are the same, bit for bit."""
+    """A digest that is equal for two models exactly if all their weights are the same, bit for bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().contiguous().numpy().tobytes())
@@ -83,7 +83,7 @@ def digest_of(model: nn.Module) -> str:
 
 
 def time_of_reduction(model: nn.Module, repeats: int = 20) -> float:
-    """Median seconds to sum a tensor of the model's size over all ranks."""
+    """The median time in seconds of summing a tensor of the model's size over all ranks."""
     gradient = torch.ones(sum(p.numel() for p in model.parameters()))
     times = []
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Train a small GPT on real text that is on every machine: Python's own language reference, as pydoc ships it.
+"""Train a small GPT on real text that every machine has: Python's language reference, which pydoc contains.
 
 python examples/gpt.py
 bpslaunch -np 2 --machines 2 --servers 1 python examples/gpt.py --steps 300
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Characters in, logits of the next character out. The embedding is tied to the head."""
+    """Maps characters to the logits of the next character. The embedding is tied to the head."""
 
     def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def write(self, tokens: torch.Tensor, length: int, generator: torch.Generator) -> torch.Tensor:
-        """``length`` more characters after int64[n] ``tokens``."""
+        """Generate ``length`` characters after int64[n] ``tokens``."""
         for _ in range(length):
             logits = self(tokens[-self.context :].unsqueeze(0))[0, -1] / 0.8
             following = torch.multinomial(functional.softmax(logits, 0), 1, generator=generator)
@@ -108,7 +108,7 @@ def main() -> None:
         inputs, targets = batch(source, generator)
         return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    own = torch.Generator().manual_seed(1 + bps.rank())  # each rank reads other places of the text
+    own = torch.Generator().manual_seed(1 + bps.rank())  # each rank reads different parts of the text
     began = time.perf_counter()
     for step in range(1, arguments.steps + 1):
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""An elastic Horovod script, with nothing changed but its import: digits again, committed every few batches.
+"""An elastic Horovod script in which only the import was changed. It trains on digits, and commits every few batches.
 
-After a failure training goes on from the last commit, with the ranks that are left; --kill-at has the last rank kill
-itself, to show it, and --fail-at makes a failure up that all survive:
+After a failure, training goes on from the last commit with the remaining ranks. --kill-at makes the last rank kill
+itself, and --fail-at simulates a failure that all ranks survive:
 
     bpslaunch -np 2 --elastic python examples/horovod_elastic.py --kill-at 7
 """
@@ -52,7 +52,7 @@ def main() -> None:
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:
         for state.epoch in range(state.epoch, args.epochs):
-            first = state.batch  # the sampler has only what is left of the epoch
+            first = state.batch  # the sampler has only the rest of the epoch
             for state.batch, (inputs, target) in enumerate(loader, start=first):
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(inputs), target)

@@ -1,7 +1,7 @@
-"""A Horovod ImageNet script, with nothing changed but its import; images and labels are made up.
+"""A Horovod ImageNet script in which only the import was changed. Images and labels are synthetic.
 
-Gradient accumulation, learning-rate warm-up and decay, metrics averaged over ranks, checkpoints on rank 0 from which a
-job goes on. With --model tiny --image-size 32 it runs on a CPU in seconds:
+It uses gradient accumulation, learning-rate warm-up and decay, metrics averaged over ranks, and checkpoints on rank 0
+from which a job can continue. With --model tiny --image-size 32 it runs on a CPU in seconds:
 
     bpslaunch -np 2 python examples/horovod_imagenet.py --model tiny --image-size 32 --images 64 --epochs 2
 """
@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
 
 
 class MadeUpImages(Dataset):
-    """Noise around a pattern for each class. Image number i is the same in every run."""
+    """Noise around one pattern per class. Image number i is the same in every run."""
 
     def __init__(self, count: int, size: int, offset: int = 0) -> None:
         self.count = count
@@ -126,14 +126,14 @@ class Training:
 
     @property
     def scale(self) -> int:
-        """Of the learning rate. Adasum needs no larger one for more ranks."""
+        """The factor of the learning rate. Adasum needs no larger rate for more ranks."""
         return self.args.batches_per_allreduce * (1 if self.args.use_adasum else hvd.size())
 
     def checkpoint(self, epoch: int) -> Path:
         return self.args.checkpoints / f"checkpoint-{epoch}.pt"
 
     def resume(self) -> int:
-        """Rank 0 reads the last checkpoint, and the others take everything from rank 0. Returns the epochs done."""
+        """Rank 0 reads the last checkpoint, and the others receive it. Returns the number of completed epochs."""
         done = 0
         if hvd.rank() == 0 and self.args.checkpoints:
             self.args.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ class Training:
         return done
 
     def adjust_learning_rate(self, epoch: int, batch: int) -> None:
-        """From that of one rank to that of all over the first epochs, then down by ten, three times."""
+        """Raise the rate over the first epochs from one rank's to all ranks'; later divide it by ten, three times."""
         if epoch < self.args.warmup_epochs:
             progress = (epoch + (batch + 1) / len(self.loader)) / self.args.warmup_epochs
             factor = (1 + progress * (hvd.size() - 1)) / hvd.size()

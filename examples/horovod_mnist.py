@@ -1,6 +1,6 @@
-"""A Horovod training script, with nothing changed but its import: a small convolutional net on handwritten digits.
+"""A Horovod training script in which only the import was changed: a small convolutional net for handwritten digits.
 
-The digits are scikit-learn's (8x8 pixels), which ship with the package, so nothing is downloaded.
+The digits (8x8 pixels) are part of scikit-learn, so nothing is downloaded.
 
     bpslaunch -np 2 python examples/horovod_mnist.py
     bpslaunch -np 2 python examples/horovod_mnist.py --use-adasum --fp16-allreduce
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def datasets() -> tuple[Dataset, Dataset]:
-    """1,437 images to train on and 360 to test with."""
+    """1,437 training images and 360 test images."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -91,7 +91,7 @@ def test(model: nn.Module, loader: DataLoader, args: argparse.Namespace) -> None
             output = model(data)
             loss += F.nll_loss(output, target, reduction="sum").item()
             right += output.argmax(1).eq(target).sum().item()
-    # Each rank has tested its part: the parts are equally long.
+    # Each rank has tested its part. The parts have equal lengths.
     loss = metric_average(loss / len(loader.sampler), "avg_loss")
     accuracy = metric_average(right / len(loader.sampler), "avg_accuracy")
     if hvd.rank() == 0:

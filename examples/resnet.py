@@ -1,4 +1,4 @@
-"""ResNet in one screen (He et al., 2015): the model that synthetic benchmarks use; needs no torchvision."""
+"""ResNet (He et al., 2015) without torchvision: the model of the synthetic benchmarks."""
 
 from __future__ import annotations
 

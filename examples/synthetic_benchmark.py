@@ -1,4 +1,4 @@
-"""Training speed on synthetic images: the benchmark that BytePS's and Horovod's users know.
+"""Measure training speed on synthetic images, like the benchmark of BytePS and Horovod.
 
 bpslaunch -np 2 python examples/synthetic_benchmark.py --model resnet50 --batch-size 4 --image-size 64
 """
@@ -48,7 +48,7 @@ def main() -> None:
             print(line, flush=True)
 
     def batches(count: int) -> float:
-        """Seconds that ``count`` steps take."""
+        """The time in seconds of ``count`` steps."""
         began = time.perf_counter()
         for _ in range(count):
             optimizer.zero_grad()

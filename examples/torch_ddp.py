@@ -1,7 +1,7 @@
-"""DistributedDataParallel on the backend "byteps": gradients are summed by every machine that can help.
+"""DistributedDataParallel with the backend "byteps": every machine of the cluster helps to sum gradients.
 
 torchrun --nproc-per-node 2 examples/torch_ddp.py
-DMLC_NUM_SERVER=1 … torchrun --nnodes 2 … examples/torch_ddp.py     with CPU machines: see docs/torch-distributed.md
+DMLC_NUM_SERVER=1 … torchrun --nnodes 2 … examples/torch_ddp.py     # with CPU machines, see docs/torch-distributed.md
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import byteps_py.torch  # noqa: F401  the backend; not needed where byteps_py is installed by pip
+import byteps_py.torch  # noqa: F401  the backend; not needed if pip has installed byteps_py
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(dist.get_rank())  # each rank its own points
+    generator = torch.Generator().manual_seed(dist.get_rank())  # each rank has its own points
     for step in range(arguments.steps):
         x = 4 * torch.rand(128, 2, generator=generator) - 2
         loss = nn.functional.mse_loss(model(x), (x[:, :1] * x[:, 1:]).sin())

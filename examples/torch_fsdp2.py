@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state in pieces, one of each rank; and a checkpoint of them.
+"""FSDP2: each rank has one piece of the parameters, gradients and optimizer state. Writes a checkpoint of them.
 
 torchrun --nproc-per-node 2 examples/torch_fsdp2.py --checkpoint /tmp/checkpoint
 """
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-import byteps_py.torch  # noqa: F401  the backend; not needed where byteps_py is installed by pip
+import byteps_py.torch  # noqa: F401  the backend; not needed if pip has installed byteps_py
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer)  # gathered when it computes, in pieces before and after
+            fully_shard(layer)  # parameters are gathered while the layer computes
     fully_shard(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank has some of the layers; batches go through them in pieces (schedule 1F1B).
+"""Pipeline parallelism: each rank has some of the layers, and micro-batches go through them (schedule 1F1B).
 
 torchrun --nproc-per-node 2 examples/torch_pp.py
 """
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-import byteps_py.torch  # noqa: F401  the backend; not needed where byteps_py is installed by pip
+import byteps_py.torch  # noqa: F401  the backend; not needed if pip has installed byteps_py
 
 WIDTH = 64
 
 
 def layers_of(rank: int, size: int) -> nn.Module:
-    """What ``rank`` of ``size`` computes."""
+    """The layers that ``rank`` of ``size`` ranks computes."""
     first = nn.Linear(2 if rank == 0 else WIDTH, WIDTH)
     return nn.Sequential(first, nn.Tanh(), nn.Linear(WIDTH, 1 if rank == size - 1 else WIDTH))
 

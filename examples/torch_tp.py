@@ -1,4 +1,4 @@
-"""Tensor parallelism: each layer's weights in pieces, one of each rank, which all compute on the same inputs.
+"""Tensor parallelism: each rank has one piece of each layer's weights, and all ranks compute on the same inputs.
 
 torchrun --nproc-per-node 2 examples/torch_tp.py
 """
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import byteps_py.torch  # noqa: F401  the backend; not needed where byteps_py is installed by pip
+import byteps_py.torch  # noqa: F401  the backend; not needed if pip has installed byteps_py
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from byteps_py.server.arrival import Arrival, FrameMemory, SharedMemory
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
 from byteps_py.tensors import Op
-from byteps_py.unauthenticated import PATIENCE_S
+from byteps_py.unauthenticated_connections import PATIENCE_S
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 _BATCH = 64

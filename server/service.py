@@ -23,7 +23,7 @@ import resource
 import time
 from pathlib import Path
 
-from byteps_py import last_words, machine
+from byteps_py import failure_notice, machine
 from byteps_py.control_link import Connect, ControlEvents, ControlLink
 from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.traffic import Traffic
@@ -36,7 +36,7 @@ from byteps_py.errors import (
     from_name,
 )
 from byteps_py.exit_status import GIVEN_UP_STATUS
-from byteps_py.last_words import Blame
+from byteps_py.failure_notice import Blame
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
@@ -277,7 +277,7 @@ class SummationService:
                 self._on_membership(message.membership)
             case "failure":
                 text = f"the job has failed: {message.failure.error}: {message.failure.message}"
-                if not last_words.say(Blame.SERVICE, message.failure.message, f"byteps_py server: {text}"):
+                if not failure_notice.send(Blame.SERVICE, message.failure.message, f"byteps_py server: {text}"):
                     logger.log(self._bad_news, "%s", text)
                 self._end(1, "the job has failed")
             case "stop":

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from byteps_py import streaming
 from byteps_py.kernels import reduce
+from byteps_py.kernels.jit import streaming
 from byteps_py.tensors import Op
 from byteps_py.torch.engine.dtypes import WIRE
 from byteps_py.torch.engine.ring import adding

@@ -178,8 +178,8 @@ def test_processes_name_the_variable_and_print_no_traceback() -> None:
     ("variable", "sentence"),
     [
         ({"DMLC_INTERFACE": "nosuch0"}, "DMLC_INTERFACE=nosuch0 has no IPv4 address"),
-        ({"DMLC_NODE_HOST": "192.0.2.77"}, "DMLC_NODE_HOST=192.0.2.77 is no address of this machine"),
-        ({"DMLC_NODE_HOST": "nosuch.invalid"}, "DMLC_NODE_HOST=nosuch.invalid is no address of this machine"),
+        ({"DMLC_NODE_HOST": "192.0.2.77"}, "DMLC_NODE_HOST=192.0.2.77 is not an address of this machine"),
+        ({"DMLC_NODE_HOST": "nosuch.invalid"}, "DMLC_NODE_HOST=nosuch.invalid is not an address of this machine"),
     ],
     ids=["interface", "host", "name"],
 )

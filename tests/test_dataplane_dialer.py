@@ -21,7 +21,7 @@ from byteps_py.dataplane.seal import Data
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ProtocolError
 from byteps_py.loop import EventLoop
-from byteps_py.unauthenticated import MOST_BYTES
+from byteps_py.unauthenticated_connections import MOST_BYTES
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 PUSHED = bytes(3 * MOST_BYTES)

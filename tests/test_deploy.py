@@ -23,7 +23,7 @@ import pytest
 from numba.core.caching import CacheImpl
 
 from byteps_py.kernels import __main__ as compile_kernels
-from byteps_py.kernels import compiled
+from byteps_py.kernels.jit import numba_kernels
 from byteps_py.launch.cluster_plan import free_port
 from byteps_py.tensors import DType, Op
 
@@ -224,7 +224,7 @@ def test_kernels_that_cant_be_kept_end_a_build(
 ) -> None:
     """The command that compiles them, where nothing can be written."""
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
-    monkeypatch.setattr(compile_kernels, "prepare_all", lambda: [compiled.build(Op.SUM, DType.INT16)])
+    monkeypatch.setattr(compile_kernels, "prepare_all", lambda: [numba_kernels.build(Op.SUM, DType.INT16)])
     assert compile_kernels.main() == 1
     assert "NUMBA_CACHE_DIR" in capsys.readouterr().err
 

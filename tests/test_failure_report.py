@@ -14,8 +14,8 @@ import pytest
 from support import warm
 from support.clusters import clean_environment
 
-from byteps_py import errors, last_words
-from byteps_py.last_words import Blame, LastWords
+from byteps_py import errors, failure_notice
+from byteps_py.failure_notice import Blame, FailureNotice
 from byteps_py.launch import command_line
 from byteps_py.launch.failure_report import FailureReport
 from byteps_py.launch.process_output import OutputStream, WordsPipe
@@ -27,14 +27,14 @@ PROGRAM = Path(__file__).parent / "programs" / "fails.py"
 def heard(*said: tuple[str, Blame, str]) -> FailureReport:
     report = FailureReport()
     for at_s, (label, blame, error) in enumerate(said):
-        report.heard(label, LastWords(blame, error, f"{error} of {label}"), at_s)
+        report.heard(label, FailureNotice(blame, error, f"{error} of {label}"), at_s)
     return report
 
 
 def test_the_cause_is_shown_and_not_its_consequences() -> None:
     report = heard(("0", Blame.OTHERS, "lost"), ("cs", Blame.SERVICE, "failed"), ("1", Blame.OWN, "bad"))
     assert report.take() == [("1", "bad of 1")]
-    report.heard("2", LastWords(Blame.OTHERS, "lost", "lost of 2"), 9.0)  # it took its time
+    report.heard("2", FailureNotice(Blame.OTHERS, "lost", "lost of 2"), 9.0)  # it took its time
     assert report.take() == []
 
 
@@ -65,19 +65,19 @@ def test_words_of_a_process_that_does_not_end_are_due() -> None:
 def test_words_go_through_the_pipe_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = WordsPipe()
     try:
-        assert not last_words.say(Blame.OWN, "E", "without a launcher")
-        monkeypatch.setenv(last_words.VARIABLE, pipe.name)
-        assert last_words.say(Blame.OWN, "E: ä", "line 1\nline 2")
-        assert last_words.say(Blame.OTHERS, "F", "x" * 100_000)
+        assert not failure_notice.send(Blame.OWN, "E", "without a launcher")
+        monkeypatch.setenv(failure_notice.VARIABLE, pipe.name)
+        assert failure_notice.send(Blame.OWN, "E: ä", "line 1\nline 2")
+        assert failure_notice.send(Blame.OTHERS, "F", "x" * 100_000)
         first, second = pipe.read()
-        assert first == LastWords(Blame.OWN, "E: ä", "line 1\nline 2")
+        assert first == FailureNotice(Blame.OWN, "E: ä", "line 1\nline 2")
         assert len(second.text) == 30_001
         os.write(pipe.writer, b'{"blame": "own"}\nrubbish\n[]\n')
         assert pipe.read() == []
         descriptor, _, inode = pipe.name.partition(":")
         for name in (f"{descriptor}:{int(inode) + 1}", "x:1", "999999:1", ""):  # another file has that descriptor now
-            monkeypatch.setenv(last_words.VARIABLE, name)
-            assert not last_words.is_heard()
+            monkeypatch.setenv(failure_notice.VARIABLE, name)
+            assert not failure_notice.has_launcher()
     finally:
         os.close(pipe.writer)
         assert pipe.read() == []

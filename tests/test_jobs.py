@@ -87,7 +87,7 @@ def test_a_folder_of_another_user_is_not_used(folder: Path, caplog: pytest.LogCa
     folder.chmod(0o777)
     with caplog.at_level("DEBUG", "byteps_py"), jobs.announced(Settings()):
         assert notes(folder) == []
-    assert "is not this user's alone" in caplog.text
+    assert "must belong to this user" in caplog.text
 
 
 def test_the_only_job_is_found(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

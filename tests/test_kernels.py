@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support.arithmetic import NUMPY, Memory, assert_same, bits, moderate_values, random_values, reference, run
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels import bind, loops, reduce
+from byteps_py.kernels import bind, reduce
+from byteps_py.kernels.jit import reduction_loops
 from byteps_py.tensors import DType, Op
 
 INTEGERS = [dtype for dtype in DType if not dtype.is_floating]
@@ -33,7 +34,9 @@ def test_what_comes_from_memory_is_added_like_what_is_in_caches(dtype):
     """Bytes around the size from which on the loop is another one."""
     rng = np.random.default_rng(3)
     for nbytes, ranks in itertools.product((-64, -8, 0, 8, 64 + 24, 1000), (2, 3)):
-        arrays = [random_values(rng, dtype, (loops._FROM_MEMORY + nbytes) // dtype.itemsize) for _ in range(ranks)]
+        arrays = [
+            random_values(rng, dtype, (reduction_loops._FROM_MEMORY + nbytes) // dtype.itemsize) for _ in range(ranks)
+        ]
         assert_same(dtype, run(Op.SUM, dtype, arrays), reference(Op.SUM, dtype, arrays))
 
 

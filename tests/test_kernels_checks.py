@@ -10,8 +10,8 @@ from support.arithmetic import NUMPY, Memory, assert_same, bits, moderate_values
 
 from byteps_py.errors import UsageError
 from byteps_py.kernels import Report, reduce_checked
-from byteps_py.kernels.checks import MULTIPLIER, SHIFT
-from byteps_py.kernels.loops import _FROM_MEMORY, chunk_width
+from byteps_py.kernels.jit.reduction_loops import _FROM_MEMORY, chunk_width
+from byteps_py.kernels.jit.result_checks import MULTIPLIER, SHIFT
 from byteps_py.tensors import Checks, DType, Op
 
 BOTH = Checks.FINITE | Checks.CHECKSUM

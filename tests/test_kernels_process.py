@@ -12,7 +12,8 @@ import pytest
 from numba.core.caching import CacheImpl
 from support.arithmetic import assert_same, moderate_values, reference, run
 
-from byteps_py.kernels import compiled, halves, prepare, reduce
+from byteps_py.kernels import prepare, reduce
+from byteps_py.kernels.jit import half_precision, numba_kernels
 from byteps_py.tensors import DType, Op
 
 
@@ -101,7 +102,7 @@ def test_kernels_of_several_processes_are_kept_on_disk_and_stay_apart(tmp_path):
 def test_kernels_work_where_nothing_can_be_written(monkeypatch, caplog):
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
     with caplog.at_level("INFO", logger="byteps_py"):
-        kernel = compiled.build(Op.SUM, DType.INT16)
+        kernel = numba_kernels.build(Op.SUM, DType.INT16)
     assert "NUMBA_CACHE_DIR" in caplog.text
     values = np.array([5, 6], np.int16)
     table = np.array([values.ctypes.data] * 3, np.uint64)
@@ -112,10 +113,10 @@ def test_kernels_work_where_nothing_can_be_written(monkeypatch, caplog):
 @pytest.mark.parametrize("op", [Op.SUM, Op.PRODUCT], ids=lambda op: op.name)
 def test_float16_without_the_processor_s_help(monkeypatch, op):
     """The conversions by integer arithmetic, which processors without F16C use, give the same bits."""
-    monkeypatch.setattr(halves, "_has_float16", lambda: False)
+    monkeypatch.setattr(half_precision, "_has_float16", lambda: False)
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])  # the cache must not hold what this test compiles
-    monkeypatch.setattr(compiled, "_unique_name", lambda op, dtype, _: f"test_{op.name}_{dtype.name}")
-    kernel = compiled.build(op, DType.FLOAT16)
+    monkeypatch.setattr(numba_kernels, "_unique_name", lambda op, dtype, _: f"test_{op.name}_{dtype.name}")
+    kernel = numba_kernels.build(op, DType.FLOAT16)
     everything = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     for step, divisor in ((1, 1), (5003, 1), (20011, 7), (33333, 4096)):
         arrays = [everything, np.roll(everything, step)]

@@ -15,8 +15,8 @@ from llvmlite import ir
 from support.ring import SLOT_BYTES, Rank, deliver, deliver_all, go_on, go_to_the_end, some
 from torch_values import same
 
-from byteps_py import streaming
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
+from byteps_py.kernels.jit import streaming
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import SpinPolicy

@@ -41,7 +41,7 @@ from byteps_py.loop import EventLoop
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler import query
 from byteps_py.scheduler.core import REGISTER_TIMEOUT_S
-from byteps_py.unauthenticated import PATIENCE_S
+from byteps_py.unauthenticated_connections import PATIENCE_S
 from byteps_py.wire import Kind
 from byteps_py.worker import rank_server
 from byteps_py.worker.peers import PeerMachines

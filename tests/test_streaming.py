@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from byteps_py import streaming
-from byteps_py.streaming import LEAST_BYTES, Choice
+from byteps_py.kernels.jit import streaming
+from byteps_py.kernels.jit.streaming import LEAST_BYTES, Choice
 
 MB = 1 << 20
 #: Seconds for a byte: through the caches, past them; of a piece that goes the other way.

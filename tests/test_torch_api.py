@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -286,21 +283,3 @@ def test_all_names_exist_and_are_found_on_the_package() -> None:
 def test_importing_shared_ground_does_not_import_torch() -> None:
     code = "import sys; from byteps_py import channel, session, wire; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-FRONT_ENDS = Path(__file__).parent.parent / "byteps_py"
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        ".".join(path.relative_to(FRONT_ENDS.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path in sorted([*FRONT_ENDS.glob("torch/**/*.py"), FRONT_ENDS / "aliases.py"])
-        if ">>> " in path.read_text()
-    ],
-)
-def test_examples_in_the_documentation(module) -> None:
-    with use(Context(lambda settings: byteps_py.session.solo.SoloSession())):
-        result = doctest.testmod(importlib.import_module(module))
-    assert result.attempted > 0
-    assert result.failed == 0

@@ -15,7 +15,7 @@ from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageErr
 from byteps_py.log import logger
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
-from byteps_py.unauthenticated import MOST, PATIENCE_S
+from byteps_py.unauthenticated_connections import MOST, PATIENCE_S
 from byteps_py.wording import count_text
 from byteps_py.worker.ranks import RankConnection
 from byteps_py.worker.requests import Requests

@@ -30,7 +30,7 @@ def pieces(spec: TensorSpec, size: int, limit: int, strip_bytes: int = STRIP_BYT
 
     >>> from byteps_py.tensors import DType
     >>> pieces(TensorSpec("g", DType.FLOAT32, (5, 2), scatters=True), size=2, limit=16)
-    [(0, 16, 0), (16, 8, 0), (24, 16, 1)]
+    [(0, 12, 0), (12, 12, 0), (24, 16, 1)]
     """
     members = spec.members(size)
     itemsize = spec.dtype.itemsize

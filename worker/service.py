@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from byteps_py import last_words
+from byteps_py import failure_notice
 from byteps_py.control_link import Connect, ControlEvents
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, from_name
+from byteps_py.failure_notice import Blame
 from byteps_py.kernels.engine import default_threads
 from byteps_py.kernels.readiness import Readiness
-from byteps_py.last_words import Blame
 from byteps_py.log import logger
 from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
@@ -120,7 +120,8 @@ class CommunicationService:
         try:
             self._loop.run()
         except BytePSError as error:  # a server broke the protocol, say: all must know
-            if not last_words.say(Blame.SERVICE, str(error), f"byteps_py worker {self._settings.worker_id}: {error}"):
+            text = f"byteps_py worker {self._settings.worker_id}: {error}"
+            if not failure_notice.send(Blame.SERVICE, str(error), text):
                 logger.error("%s", error)
             self._fail(error)
         finally:

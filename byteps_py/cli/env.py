@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "env",
         help="list the environment variables",
-        description="List the environment variables that byteps_py reads; of several names the first that is set wins.",
+        description="List the environment variables that byteps_py reads. Of several names, the first one set counts.",
     )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table, as in docs/variables.md")
     parser.set_defaults(handler=run)
@@ -32,10 +32,16 @@ def run(arguments: argparse.Namespace) -> int:
         for variable, default in rows:
             names = ", ".join(f"`{name}`" for name in variable.names)
             print(f"| {names} | {default and f'`{default}`'} | {variable.allowed()} | {variable.meaning} |")
+        print()
+        for variable in VARIABLES:
+            if variable.detail:
+                print(f"- `{variable.names[0]}`: {variable.detail}")
         return 0
     for variable, default in rows:
         print(f"{', '.join(variable.names)}\n    {variable.meaning}")
         print(f"    takes {variable.allowed()}; default: {default or 'none'}")
+        if variable.detail:
+            print(f"    {variable.detail}")
     return 0
 
 

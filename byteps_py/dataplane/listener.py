@@ -27,7 +27,7 @@ from byteps_py.errors import ConfigurationError, ProtocolError
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
-from byteps_py.unauthenticated import PATIENCE_S, UnauthenticatedConnections
+from byteps_py.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.wire import Header, Kind
 
 _NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining enums takes a microsecond

@@ -1,13 +1,13 @@
-"""``python -m byteps_py.kernels``: compile every kernel and keep it, as the images' build does.
+"""``python -m byteps_py.kernels``: compile every kernel into the cache on disk. The build of the images runs this.
 
-Exit status 1 where compiled kernels can't be kept: every process would then compile its own.
+The exit status is 1 if compiled kernels can't be cached: every process would then compile its own.
 """
 
 from __future__ import annotations
 
 import sys
 
-from byteps_py.kernels.compiled import kept_in
+from byteps_py.kernels.jit.numba_kernels import kept_in
 from byteps_py.kernels.reduction import prepare_all
 
 

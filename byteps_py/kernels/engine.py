@@ -1,7 +1,7 @@
 """A small pool of threads that runs work by priority, for work that releases the GIL.
 
-Owns its threads and what waits for them. Knows nothing of what the work does. ``submit`` and ``close`` may be
-called by any thread, but ``close`` by none of the engine's own.
+Owns its threads and the queue of waiting work; must not know what the work does. Any thread may call ``submit`` and
+``close``, except that the engine's own threads must not call ``close``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def default_threads(configured: int) -> int:
 
 
 class Engine:
-    """``threads`` daemon threads, named ``name-0``, ``name-1``, …
+    """``threads`` daemon threads, named ``name-0``, ``name-1``, … Raises UsageError if there is none.
 
     >>> engine = Engine(threads=1, name="sum")
     >>> finished = threading.Event()
@@ -46,8 +46,8 @@ class Engine:
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, int, Work, Done]] = []  # a heap: highest priority, then oldest, first
         self._order = itertools.count()
-        # One token for each piece of work, and at the end one for each thread. Its waiting is written in C: a round
-        # trip through the engine takes 12 µs, with a Condition 13.
+        # One token for each piece of work, and at the end one for each thread. SimpleQueue waits in C: a round trip
+        # through the engine takes 12 µs, with a Condition 13.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closed = False
         self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)]
@@ -55,10 +55,10 @@ class Engine:
             thread.start()
 
     def submit(self, priority: int, work: Work, done: Done) -> None:
-        """Run ``work()`` on an engine thread, then ``done(None)``, or ``done(error)`` with what it raised.
+        """Run ``work()`` on an engine thread, then ``done(None)``, or ``done(error)`` if ``work`` raised ``error``.
 
-        Higher priorities start first; within one, the order is that of submission. ``done`` is called exactly once,
-        on the engine's thread, and must not raise. Raises ``UsageError`` after ``close``.
+        Work of a higher priority starts first; work of one priority starts in the order of submission. ``done`` is
+        called exactly once, on the engine's thread, and must not raise. Raises ``UsageError`` after ``close``.
         """
         with self._lock:
             if self._closed:
@@ -67,10 +67,11 @@ class Engine:
         self._tokens.put(None)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Let running work finish, end what has not started with ``CommunicationError``, join the threads.
+        """Let running work finish, fail work that has not started with ``CommunicationError``, join the threads.
 
-        When it returns, no work runs any more and every ``done`` was called. Raises ``StallError`` if work is still
-        running after ``timeout_s``; the memory it uses must then stay. A second call only joins again.
+        When ``close`` returns, no work runs and every ``done`` was called. It raises ``StallError`` if work is still
+        running after ``timeout_s`` seconds; the caller must then keep the memory that the work uses. A second call only
+        joins again.
         """
         with self._lock:
             first, self._closed = not self._closed, True
@@ -102,10 +103,10 @@ class Engine:
         else:
             try:
                 work()
-            except BaseException as raised:  # whoever waits for the work decides, SystemExit included
+            except BaseException as raised:  # the caller that waits for the work handles it, SystemExit included
                 error = raised
         try:
             done(error)
         except Exception:
-            # A defect of the caller. The thread lives on, or all later work would hang without a word.
+            # A defect of the caller. The thread goes on: otherwise all later work would hang silently.
             logger.exception("engine %r: the callback of finished work failed", self._name)

@@ -1,6 +1,6 @@
-"""Which kernels are ready: the others are compiled, or loaded, on an engine's thread while everything else goes on.
+"""Which kernels are ready. The others are compiled or loaded on an engine's thread while the service goes on.
 
-Owned by the loop's thread, and only it calls these methods.
+Only the event loop's thread calls these methods.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ Pair = tuple[Op, DType] | tuple[Op, DType, Checks]
 
 
 class Readiness:
-    """``prepare``: kernels.prepare. ``failed(error)``: a kernel can't be compiled; what waited for it has failed with
-    the same error."""
+    """Kernels that are ready, and work that waits for the others.
+
+    Args:
+        prepare: ``kernels.prepare``.
+        engine: runs ``prepare``, and the work.
+        loop: the event loop of the thread that owns this object.
+        failed: called with the error if a kernel can't be compiled; all work that waited for it got the same error.
+    """
 
     def __init__(
         self, prepare: Callable[..., None], engine: Engine, loop: EventLoop, failed: Callable[[BaseException], None]
@@ -27,31 +33,31 @@ class Readiness:
         self._failed = failed
         self._ready: set[Pair] = set()
         self._when_done: list[Callable[[], None]] = []
-        # By pair that is being prepared: what is to run when it is.
+        # By pair that is being prepared: the work to submit when it is ready.
         self._waiting: dict[Pair, list[tuple[int, Work, Done]]] = {}
 
     def __contains__(self, pair: Pair) -> bool:
-        """A call of its kernel takes no longer than memory does."""
-        return pair in self._ready or pair[0] is Op.BROADCAST  # that is a copy, which nobody checks
+        """True if a call of the pair's kernel would not wait for a compiler."""
+        return pair in self._ready or pair[0] is Op.BROADCAST  # an unchecked copy, which has no kernel
 
     def expect(self, pairs: Iterable[Pair]) -> None:
-        """These will be needed."""
+        """Start preparing these pairs, which will be needed."""
         for pair in pairs:
             if pair not in self and pair not in self._waiting:
                 self._waiting[pair] = []
                 self._engine.submit(0, lambda pair=pair: self._make_ready(pair), self._reporter(pair))  # type: ignore[misc]
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, when nothing is being prepared: at once, or later."""
+        """Call ``callback`` once, as soon as no kernel is being prepared; at once if none is now."""
         if self._waiting:
             self._when_done.append(callback)
         else:
             callback()
 
     def submit(self, pair: Pair, priority: int, work: Work, done: Done) -> None:
-        """``Engine.submit`` when the kernel is ready: work that needs a compiler keeps no thread waiting for it.
+        """``Engine.submit`` as soon as the pair's kernel is ready, so that no engine thread waits for a compiler.
 
-        ``done`` is called by any thread.
+        ``done`` may be called by any thread.
         """
         if pair in self:
             self._engine.submit(priority, work, done)

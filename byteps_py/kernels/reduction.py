@@ -1,7 +1,7 @@
 """``reduce``: combine contributions that lie in memory, in one pass. The one place where tensors are added.
 
-Knows addresses, operation and dtype; nothing of tensors' names, ranks or sockets. Any thread; the GIL is released
-while memory is read. The caller guarantees that the addresses stay valid and that nobody writes there meanwhile.
+Knows addresses, operation and dtype; must not know tensors' names, ranks or sockets. Any thread; the GIL is released
+while a kernel runs. The caller guarantees that the addresses stay valid and that nobody writes there meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from byteps_py.tensors import Checks, DType, Op
 from byteps_py.wording import count_text
 
 if TYPE_CHECKING:
-    from byteps_py.kernels.compiled import Kernel
+    from byteps_py.kernels.jit.numba_kernels import Kernel
 
 _kernels: dict[tuple[Op, DType, Checks], Kernel] = {}
 _build_lock = threading.Lock()
@@ -27,9 +27,14 @@ _build_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a reduction with checks has found. ``poisoned``: which of the inputs hold NaN or infinity where the result
-    does, so for sums and products all that hold any. ``overflowed``: the result does somewhere although no input does
-    there. ``checksum``: of the result's bytes. What was not asked for is empty, False, 0."""
+    """What a reduction with checks found. A field that was not asked for is empty, False or 0.
+
+    Attributes:
+        poisoned: indices of the inputs that hold NaN or infinity where the result does. For sums and products these
+            are all inputs that hold any.
+        overflowed: the result is NaN or infinite somewhere although no input is there.
+        checksum: of the result's bytes.
+    """
 
     poisoned: tuple[int, ...]
     overflowed: bool
@@ -37,25 +42,28 @@ class Report:
 
     @property
     def is_finite(self) -> bool:
+        """True if the result holds neither NaN nor infinity."""
         return not self.poisoned and not self.overflowed
 
 
-_NOTHING = Report((), False, 0)  # to make one takes as long as a sum of 8 KB
+_NOTHING = Report((), False, 0)  # shared: making one takes as long as a sum of 8 KB
 
 
 def reduce(op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], count: int, divisor: int = 1) -> None:
     """Combine ``count`` elements at each address of ``inputs`` and write the result to each of ``outputs``.
 
-    Elementwise and strictly first to last: float16, bfloat16 and float32 in float32, float64 in float64, integers
-    in their own type, wrapping around. The result is rounded once to ``dtype``. If ``divisor`` is above 1 the
-    rounded value is then divided by it: floats truly (float32, or float64 for float64) and rounded again, integers
-    to the floor, by less than 2**40. MIN and MAX give NaN where any input has one, and take -0.0 for less than 0.0.
+    Elements are combined strictly first to last: float16, bfloat16 and float32 in float32, float64 in float64, integers
+    in their own type, wrapping around. The result is rounded once to ``dtype``. If ``divisor`` is above 1, the rounded
+    value is then divided by it: true division for floats (in float32, or float64 for float64), rounded again; floor
+    division for integers, whose divisor must be below 2**40. MIN and MAX give NaN where any input has one, and order
+    -0.0 below 0.0.
 
-    BROADCAST copies its one input, bit for bit, and has no divisor. An output may be exactly one of the inputs;
-    otherwise outputs overlap nothing. Addresses need no alignment. The first use of a pair (op, dtype) compiles its
-    kernel or loads it from disk: see ``prepare``.
+    BROADCAST copies its one input bit for bit, and takes no divisor. An output may be exactly one of the inputs;
+    otherwise outputs must not overlap anything. Addresses need no alignment. The first use of a pair (op, dtype)
+    compiles its kernel or loads it from disk; see ``prepare``.
 
-    Raises ``UsageError`` if there is no input or no output, or if a BROADCAST has several inputs or a divisor.
+    Raises:
+        UsageError: there is no input or no output, or a BROADCAST has several inputs or a divisor.
     """
     bind(op, dtype, inputs, outputs, count, divisor)()
 
@@ -63,8 +71,10 @@ def reduce(op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], 
 def bind(
     op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], count: int, divisor: int = 1
 ) -> Callable[[], None]:
-    """``reduce`` with these arguments, for who calls it again and again: of a small sum, three quarters is what is done
-    here once. Raises as ``reduce`` does."""
+    """``reduce`` with these arguments as a function, for repeated calls. Raises what ``reduce`` raises.
+
+    For a small sum, three quarters of the time of ``reduce`` is what ``bind`` does once.
+    """
     nbytes, num_inputs, num_outputs = count * dtype.itemsize, len(inputs), len(outputs)
     if num_inputs == 1 and divisor <= 1:
         return functools.partial(_copy, inputs[0], outputs, nbytes)
@@ -87,9 +97,9 @@ def reduce_checked(
     count: int,
     divisor: int = 1,
 ) -> Report:
-    """``reduce``, and in the same pass ``checks`` of the result: the same bits are written, and reported on.
+    """``reduce`` that also runs ``checks`` on the result in the same pass. It writes the same bits.
 
-    A kernel with checks is another kernel than the one without.
+    A kernel with checks is compiled apart from the one without.
     """
     _refuse_contradictions(op, inputs, outputs, divisor)
     kernel = _kernels.get((op, dtype, checks)) or _build(op, dtype, checks)
@@ -105,10 +115,10 @@ def reduce_checked(
 
 
 def prepare(pairs: Iterable[tuple[Op, DType]], checks: Checks = Checks.NONE) -> None:
-    """Make the kernels of these (op, dtype) ready, so that no reduction waits for a compiler. Any thread.
+    """Compile or load the kernels of these (op, dtype), so that no reduction waits for a compiler. Any thread.
 
-    About 0.2 s for each that no process on this machine has compiled yet, else milliseconds, and half a second for
-    loading the compiler itself.
+    A kernel that no process on this machine has compiled takes about 0.2 s, any other milliseconds. Loading the
+    compiler itself takes half a second.
     """
     for op, dtype in pairs:
         # Without checks a broadcast is a plain copy.
@@ -117,8 +127,11 @@ def prepare(pairs: Iterable[tuple[Op, DType]], checks: Checks = Checks.NONE) -> 
 
 
 def prepare_all() -> list[Kernel]:
-    """Make every kernel ready that a service may need, and return them: each reduction of each dtype, and those of
-    floats a second time, as BYTEPS_NONFINITE needs them."""
+    """Compile or load every kernel that a service may need, and return them.
+
+    These are each reduction of each dtype, and those of floats a second time, with the check that BYTEPS_NONFINITE
+    needs.
+    """
     reductions = [op for op in Op if op.is_reduction]
     prepare((op, dtype) for op in reductions for dtype in DType)
     prepare(((op, dtype) for op in reductions for dtype in DType if dtype.is_floating), Checks.FINITE)
@@ -135,13 +148,13 @@ def _refuse_contradictions(op: Op, inputs: Sequence[int], outputs: Sequence[int]
 
 
 def _build(op: Op, dtype: DType, checks: Checks) -> Kernel:
-    # Here, not above: whoever only imports this package should not pay for a compiler.
-    from byteps_py.kernels import compiled
+    # Imported here, so that importing this package does not load a compiler.
+    from byteps_py.kernels.jit import numba_kernels
 
     with _build_lock:
         kernel = _kernels.get((op, dtype, checks))
         if kernel is None:
-            kernel = _kernels[op, dtype, checks] = compiled.build(op, dtype, checks)
+            kernel = _kernels[op, dtype, checks] = numba_kernels.build(op, dtype, checks)
         return kernel
 
 

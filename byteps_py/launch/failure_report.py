@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from byteps_py.last_words import Blame, LastWords
+from byteps_py.failure_notice import Blame, FailureNotice
 
 #: How many different errors are shown; there may be as many as ranks.
 _MOST = 4
@@ -20,7 +20,7 @@ SHOW_AFTER_S = 15.0
 @dataclass(slots=True)
 class _Said:
     label: str
-    words: LastWords
+    words: FailureNotice
     at_s: float
 
 
@@ -31,7 +31,7 @@ class FailureReport:
         self._said: list[_Said] = []
         self._shown: set[Blame] = set()
 
-    def heard(self, label: str, words: LastWords, now_s: float) -> None:
+    def heard(self, label: str, words: FailureNotice, now_s: float) -> None:
         """A message of the process with this label, as in prefixes."""
         if words.blame is not Blame.NOBODY:
             self._said.append(_Said(label, words, now_s))

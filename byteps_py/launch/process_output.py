@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from byteps_py.last_words import LastWords
+from byteps_py.failure_notice import FailureNotice
 
 #: A longer line is shown in pieces: the launcher's memory is limited.
 MAX_LINE_BYTES = 64 << 10
@@ -61,7 +61,7 @@ class WordsPipe:
         self.is_over = False
         self._rest = b""
 
-    def read(self) -> list[LastWords]:
+    def read(self) -> list[FailureNotice]:
         """The messages that have arrived. ``is_over`` is set once all writing ends are closed."""
         for _ in range(_READS_AT_ONCE):
             try:
@@ -75,7 +75,7 @@ class WordsPipe:
             if len(self._rest) > _MAX_WORDS_BYTES:
                 self._rest = b""  # not a message of this package
         *lines, self._rest = self._rest.split(b"\n")
-        return [words for line in lines if (words := LastWords.unpack(line)) is not None]
+        return [words for line in lines if (words := FailureNotice.unpack(line)) is not None]
 
     def close(self) -> None:
         os.close(self.reader)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from byteps_py import jobs
+from byteps_py.failure_notice import VARIABLE
 from byteps_py.jobs import TOKEN_VARIABLE
-from byteps_py.last_words import VARIABLE
 from byteps_py.launch.failure_report import FailureReport
 from byteps_py.launch.process_guard import ProcessGuard, die_with, sweep
 from byteps_py.launch.process_output import OutputStream, WordsPipe, open_streams, say, show

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from byteps_py.unauthenticated import MOST, UnauthenticatedConnections, duplicate
+from byteps_py.unauthenticated_connections import MOST, UnauthenticatedConnections, duplicate
 
 _DESCRIPTORS = "/proc/self/fd"
 #: Seconds between two looks, and while many connect.

@@ -19,7 +19,7 @@ from multiprocessing import util
 from types import TracebackType
 from typing import Any, Protocol
 
-from byteps_py import last_words
+from byteps_py import failure_notice
 from byteps_py.errors import BytePSError
 from byteps_py.session import words
 
@@ -84,7 +84,7 @@ class MainHook(ChainedHook):
         if isinstance(error, BytePSError):
             error.__traceback__ = words.without_inside(error.__traceback__)
             args = (args[0], error, error.__traceback__)
-        if not _speakers or os.getpid() != _pid or not last_words.is_heard():
+        if not _speakers or os.getpid() != _pid or not failure_notice.has_launcher():
             self.before(*args)
             return
         stderr, sys.stderr = sys.stderr, io.StringIO()
@@ -92,7 +92,7 @@ class MainHook(ChainedHook):
             self.before(*args)
         finally:
             printed, sys.stderr = sys.stderr.getvalue(), stderr
-        if not last_words.say(words.blame_for(error), words.cause(error), printed):
+        if not failure_notice.send(words.blame_for(error), words.cause(error), printed):
             sys.stderr.write(printed)
 
 

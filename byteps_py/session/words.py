@@ -16,7 +16,7 @@ from byteps_py.errors import (
     PeerLostError,
     UsageError,
 )
-from byteps_py.last_words import Blame
+from byteps_py.failure_notice import Blame
 from byteps_py.tensors import TensorSpec
 
 #: BYTEPS_LOG_LEVEL says so; see ``without_inside``.

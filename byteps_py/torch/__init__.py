@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
         "byteps_py needs PyTorch to train, and it is not installed here: pip install 'byteps-py[torch]'", name="torch"
     ) from None
 
-from byteps_py import aliases as _aliases
+from byteps_py import module_aliases as _aliases
 from byteps_py.errors import (
     BytePSError,
     CommunicationError,

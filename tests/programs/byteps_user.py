@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  as BytePS's users write
 
 import byteps_py.torch as bps
-import byteps_py.torch.gradients.cross_barrier as crossing
-from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel as DDP  # noqa: N817
+import byteps_py.torch.cross_barrier as crossing
+from byteps_py.torch.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 STEPS = 4
 

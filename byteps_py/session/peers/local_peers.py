@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from byteps_py import streaming
 from byteps_py.errors import CommunicationError, JoinedError, MismatchError, ProtocolError
+from byteps_py.kernels.jit import streaming
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.memory import Incoming, Outgoing
 from byteps_py.session.peers.message_matcher import MessageMatcher, Parcel, Stream

@@ -1,6 +1,6 @@
 """Checksums of many pieces of memory in one call, as LLVM instructions. Import loads LLVM: import late.
 
-Each piece by the rule of byteps_py/kernels/checks.py: a change that is confined to one word always changes the result.
+Each piece by the rule of kernels/jit/result_checks.py: a change that is confined to one word always changes the result.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from byteps_py import llvm
-from byteps_py.kernels.checks import MULTIPLIER, SHIFT
+from byteps_py.kernels.jit import llvm
+from byteps_py.kernels.jit.result_checks import MULTIPLIER, SHIFT
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _LANES = ir.VectorType(_I64, 32)  # a product takes long: many at a time

@@ -1,8 +1,8 @@
 """Checksums of gradients that were handed over: a change in between is noticed, however it was made.
 
 PyTorch counts changes in ``Tensor._version``, but not those of its own unscaling kernel, of ``grad.data.mul_()`` or of
-``grad.numpy()[…]``. Knows memory only. Any thread. What computes them is compiled in a thread (instructions.py); until
-it is ready, zlib's does.
+``grad.numpy()[…]``. Knows memory only. Any thread. What computes them is compiled in a thread
+(kernels/jit/background.py); until it is ready, zlib's does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 
-from byteps_py.instructions import Compiled
+from byteps_py.kernels.jit.background import Compiled
 
 #: (address of the memory, of a table of offset and length of each piece, number of pieces, address for the checksums)
 Kernel = Callable[[int, int, int, int], None]

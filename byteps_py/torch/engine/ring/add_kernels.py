@@ -1,6 +1,6 @@
 """The sum of a share, as LLVM instructions: one pass that reads every row and writes the result twice.
 
-Elements are treated by the service's own instructions (byteps_py/kernels/vector.py). Any thread. Import loads LLVM:
+Elements are treated by the service's own instructions (byteps_py/kernels/jit/vector.py). Any thread. Import loads LLVM:
 import late.
 """
 
@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from byteps_py import llvm
-from byteps_py.kernels import vector
+from byteps_py.kernels.jit import llvm, vector
 from byteps_py.tensors import DType, Op
 
 _I64 = ir.IntType(64)

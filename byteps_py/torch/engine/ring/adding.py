@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from byteps_py import streaming
-from byteps_py.instructions import Compiled
+from byteps_py.kernels.jit import streaming
+from byteps_py.kernels.jit.background import Compiled
 from byteps_py.tensors import DType
 from byteps_py.torch.engine.dtypes import WIRE
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from byteps_py import streaming
-from byteps_py.instructions import Compiled, address_of
+from byteps_py.kernels.jit import streaming
+from byteps_py.kernels.jit.background import Compiled, address_of
 from byteps_py.session.peers import Ring
 from byteps_py.spin_policy import SpinPolicy
 from byteps_py.torch.engine.dtypes import WIRE

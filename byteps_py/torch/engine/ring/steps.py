@@ -15,9 +15,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from byteps_py import llvm
+from byteps_py.kernels.jit import llvm
+from byteps_py.kernels.jit.streaming import AT_ONCE_BYTES
 from byteps_py.session.peers.ring import AHEAD, ASLEEP, SLOTS, WORD
-from byteps_py.streaming import AT_ONCE_BYTES
 from byteps_py.torch.engine.ring.step_table import Status, TableEntry
 
 _I32, _I64, _VOID = ir.IntType(32), ir.IntType(64), ir.VoidType()

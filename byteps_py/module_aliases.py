@@ -62,7 +62,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import has put the alias's there
+        module.__spec__ = self._spec  # the import system has replaced it by the alias's
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -1,6 +1,6 @@
-"""float16 and bfloat16 to float32 and back, as LLVM instructions on vectors of bits. Pure; any thread.
+"""Conversion of float16 and bfloat16 to float32 and back, as LLVM instructions on vectors of bits. Pure; any thread.
 
-Rounding is to nearest, ties to even, once; NaN stays NaN. Every processor gives the same bits for numbers.
+Values are rounded once, to nearest, ties to even; NaN stays NaN. All processors give the same bits for numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 
 from llvmlite import binding, ir
 
-from byteps_py.kernels.intrinsics import call
+from byteps_py.kernels.jit.llvm import call
 
 _BITS = ir.IntType(32)
 
@@ -17,8 +17,8 @@ _BITS = ir.IntType(32)
 def widen_bfloat16(builder: ir.IRBuilder, stored: ir.Value) -> ir.Value:
     """i16 to float: a bfloat16 is the upper half of a float32.
 
-    Several come out in an order of their own, first those at even places, then those at odd ones: so each takes one
-    instruction. ``round_bfloat16`` puts them back.
+    A vector comes out in another order, first the elements at even places, then those at odd ones: each then takes one
+    instruction. ``round_bfloat16`` restores the order.
     """
     if stored.type.count == 1:
         bits = builder.zext(stored, _like(stored, _BITS))
@@ -29,7 +29,7 @@ def widen_bfloat16(builder: ir.IRBuilder, stored: ir.Value) -> ir.Value:
 
 
 def round_bfloat16(builder: ir.IRBuilder, wide: ir.Value) -> ir.Value:
-    """float to i16. A NaN's lower half must be zero, as in any that an operation on bfloat16s gives."""
+    """float to i16. The lower half of a NaN must be zero, as it is after any operation on bfloat16 values."""
     bits = builder.bitcast(wide, _like(wide, _BITS))
     if wide.type.count == 1:
         kept = builder.trunc(builder.lshr(bits, _all(bits, 16)), _like(wide, ir.IntType(16)))
@@ -41,8 +41,8 @@ def round_bfloat16(builder: ir.IRBuilder, wide: ir.Value) -> ir.Value:
         kept = builder.or_(builder.lshr(even, _all(even, 16)), builder.and_(odd, high))
         rest = builder.or_(builder.and_(even, low), builder.shl(odd, _all(odd, 16)))
         kept, rest = (builder.bitcast(each, _like(wide, ir.IntType(16))) for each in (kept, rest))
-    # Up if the rest is above a half, or is a half and the kept part odd. The carry runs up the exponent, at the end
-    # into infinity.
+    # Round up if the rest is above a half, or is a half and the kept part odd. The carry may reach the exponent, and
+    # so make the value infinite.
     rest = builder.or_(rest, builder.and_(kept, _all(kept, 1)))
     above = call(builder, "usub.sat", rest, _all(rest, 0x8000))
     return builder.add(kept, call(builder, "umin", above, _all(rest, 1)))
@@ -55,7 +55,7 @@ def widen_float16(builder: ir.IRBuilder, stored: ir.Value) -> ir.Value:
     floats = _like(stored, ir.FloatType())
     bits = builder.zext(stored, _like(stored, _BITS))
     magnitude = builder.and_(bits, _all(bits, 0x7FFF))
-    # Moved into place its exponent is 112 too small; the product also normalises float16's subnormal numbers.
+    # After the shift the exponent is 112 too small; the product also normalises float16's subnormal numbers.
     moved = builder.shl(magnitude, _all(bits, 13))
     scaled = builder.fmul(builder.bitcast(moved, floats), ir.Constant(floats, [2.0**112] * floats.count))
     special = builder.icmp_unsigned(">=", magnitude, _all(bits, 0x7C00))
@@ -65,6 +65,7 @@ def widen_float16(builder: ir.IRBuilder, stored: ir.Value) -> ir.Value:
 
 
 def round_float16(builder: ir.IRBuilder, wide: ir.Value) -> ir.Value:
+    """float to i16."""
     stored = _like(wide, ir.IntType(16))
     if _has_float16():
         return builder.bitcast(builder.fptrunc(wide, _like(wide, ir.HalfType())), stored)
@@ -74,7 +75,7 @@ def round_float16(builder: ir.IRBuilder, wide: ir.Value) -> ir.Value:
     odd = builder.and_(builder.lshr(bits, _all(bits, 13)), _all(bits, 1))
     biased = builder.add(builder.add(magnitude, odd), _all(bits, ((-112 << 23) + 0xFFF) & 0xFFFFFFFF))
     normal = builder.lshr(biased, _all(bits, 13))
-    # Subnormal ones: a float32 has 2**-24, float16's least, as its last digit when 0.5 is added to it.
+    # Subnormal numbers: 2**-24, the smallest float16, is the last binary digit of a float32 of 0.5.
     half = 126 << 23
     moved = builder.fadd(builder.bitcast(magnitude, wide.type), ir.Constant(wide.type, [0.5] * wide.type.count))
     subnormal = builder.sub(builder.bitcast(moved, bits.type), _all(bits, half))
@@ -87,10 +88,10 @@ def round_float16(builder: ir.IRBuilder, wide: ir.Value) -> ir.Value:
 
 
 def _has_float16() -> bool:
-    """Whether the processor converts float16. LLVM aborts the process where it would need a library for it.
+    """True if the processor converts float16. Where it does not, LLVM would call a library, and abort without one.
 
-    x86 has done so since 2012, but virtual machines may hide it, and users may tell numba not to use it. Processes that
-    have not loaded numba can't wait for that: their instructions are not compiled by it.
+    x86 processors have had these instructions since 2012, but a virtual machine may hide them, and users may tell numba
+    not to use them. A process that has not loaded numba compiles with LLVM alone, so LLVM's answer counts there.
     """
     if not binding.get_process_triple().startswith(("x86_64", "i686")):
         return True
@@ -102,7 +103,7 @@ def _has_float16() -> bool:
 
 
 def _take(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, start: int, count: int) -> ir.Value:
-    """``count`` elements of ``a`` and ``b``, one after the other, from ``start`` on."""
+    """``count`` elements of ``a`` followed by ``b``, from element ``start`` on."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_BITS, count), list(range(start, start + count))))
 
 

@@ -1,9 +1,8 @@
-"""Connections that have not proven that they are a member's: how many there may be, for how long, and how much they may
-send. The limits of every listener of the product stand here.
+"""Limits on connections that have not authenticated: how many there may be, for how long, and how much they may send.
 
-Owned by its listener's thread. ZeroMQ and gRPC can't be told to end a connection. So one that does not prove itself in
-time is cut off beneath them, and one that sends more than a proof takes: an incomplete message is memory that they
-hold.
+All listeners of this package use these limits. ZeroMQ and gRPC have no call that ends a connection. So this module
+shuts down the socket beneath them when a connection does not authenticate in time, or sends more than authentication
+needs, because they hold an incomplete message in memory. The listener's thread owns an object; it is not thread-safe.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: A member needs milliseconds, or seconds on a machine that is busy with starting up.
+#: Time to authenticate. A member needs milliseconds, or seconds on a machine whose processes are all starting.
 PATIENCE_S = 4.0
-#: So often they are looked at, while there are any.
+#: Time between two checks, while there are such connections.
 WATCH_S = 0.05
-#: Of a proof and all that goes with it: a few hundred bytes, twice.
+#: Bytes that such a connection may send. Authentication takes a few hundred bytes, twice.
 MOST_BYTES = 1 << 16
 _BYTES_RECEIVED = struct.Struct("@Q")
 _BYTES_RECEIVED_AT = 128  # in Linux's struct tcp_info
-#: Of more than this many at once the oldest is cut off, or, where all are younger than ``GRACE_S``, the one that came
-#: last: a member on a busy machine must have the time that its handshake takes.
+#: If there are more than this many, the oldest is cut off; or the newest, if all are younger than ``GRACE_S``, so that
+#: a member on a busy machine has time for its handshake.
 MOST = 256
 GRACE_S = 0.5
 
@@ -35,11 +34,15 @@ GRACE_S = 0.5
 @dataclass(frozen=True, slots=True)
 class _Connection:
     since_s: float
-    inode: int  # which connection it is: its descriptor may be another file's by now
+    inode: int  # identifies the connection: its descriptor may belong to another file by now
 
 
 class UnauthenticatedConnections:
-    """``port``: of the listener; nothing else's connections are ever touched."""
+    """The connections of one listener that have not authenticated.
+
+    ``port`` is the listener's port; connections to other ports are never touched. ``cut_off`` counts the connections
+    that were cut off.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.port = 0
@@ -47,12 +50,12 @@ class UnauthenticatedConnections:
         self._call_later: Callable[[float, Callable[[], None]], None] | None = None
         self._is_watching = False  # a timer runs
         self._waiting: dict[int, _Connection] = {}  # by descriptor, the oldest first
-        # Where few descriptors are allowed, most of them must be left for members.
+        # Where the limit of descriptors is low, most of them must be left for members.
         self._most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self.cut_off = 0
 
     def watch(self, call_later: Callable[[float, Callable[[], None]], None]) -> None:
-        """From now on look at them every WATCH_S."""
+        """Check the connections every ``WATCH_S`` from now on. ``call_later(delay_s, callback)`` sets a timer."""
         self._call_later = call_later
         self._look_later()
 
@@ -70,6 +73,7 @@ class UnauthenticatedConnections:
         return len(self._waiting)
 
     def came(self, fd: int) -> None:
+        """Record a new connection."""
         self.known(fd)
         with contextlib.suppress(OSError):  # gone already
             self._waiting[fd] = _Connection(self._clock(), self._inode(fd))
@@ -79,18 +83,18 @@ class UnauthenticatedConnections:
         self._look_later()
 
     def expel(self, fd: int) -> None:
-        """Cut off who was known, but not before what it has been told had WATCH_S to leave."""
+        """Cut off a connection, also one that was authenticated. What was sent to it has ``WATCH_S`` to leave."""
         self.known(fd)
         with contextlib.suppress(OSError):  # gone already
             self._waiting[fd] = _Connection(self._clock() - PATIENCE_S + WATCH_S, self._inode(fd))
         self._look_later()
 
     def known(self, fd: int) -> None:
-        """It has proven who it is, or is gone."""
+        """Forget a connection that has authenticated or ended."""
         self._waiting.pop(fd, None)
 
     def sweep(self) -> None:
-        """Cut off who is late, or has said too much."""
+        """Cut off connections that took too long or sent too much."""
         late_s = self._clock() - PATIENCE_S
         for fd, connection in list(self._waiting.items()):
             if connection.since_s <= late_s or self._received(fd, connection) > MOST_BYTES:
@@ -103,14 +107,14 @@ class UnauthenticatedConnections:
             self.cut_off += 1
 
     def _received(self, fd: int, connection: _Connection) -> int:
-        """So many bytes."""
+        """The number of bytes that the peer has sent."""
         with contextlib.suppress(OSError, struct.error), self._opened(fd, connection) as end:
             facts = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             return int(_BYTES_RECEIVED.unpack_from(facts, _BYTES_RECEIVED_AT)[0])
         return 0
 
     def _opened(self, fd: int, connection: _Connection) -> socket.socket:
-        """Raises OSError if it has ended."""
+        """A duplicate of the connection's socket. Raises OSError if the connection has ended."""
         end = duplicate(fd, self.port)
         if os.fstat(end.fileno()).st_ino != connection.inode:
             end.close()
@@ -123,7 +127,7 @@ class UnauthenticatedConnections:
 
 
 def duplicate(fd: int, port: int) -> socket.socket:
-    """A descriptor of our own, as ``fd`` is a library's. Raises OSError if it is no connection to that port."""
+    """A socket with a duplicate of ``fd``, which a library owns. Raises OSError unless it is connected to ``port``."""
     copy = os.dup(fd)
     try:
         end = socket.socket(fileno=copy)

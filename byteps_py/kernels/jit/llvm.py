@@ -1,6 +1,6 @@
-"""LLVM's part of what is compiled in processes that train (instructions.py). Any thread.
+"""What every user of LLVM here shares: calls of its own functions, stores past the caches, a compiler for one function.
 
-Import loads LLVM: import late.
+Knows nothing of what is compiled. Any thread. Importing this module loads LLVM, so it is imported late.
 """
 
 from __future__ import annotations
@@ -22,15 +22,29 @@ def new_module(name: str) -> ir.Module:
     return module
 
 
+def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
+    """Emit a call of LLVM's function ``name`` for the vector type of ``args``: ``"floor"`` is ``llvm.floor.v8f32``."""
+    vector = args[0].type
+    element = {"float": "f32", "double": "f64"}.get(str(vector.element), str(vector.element))
+    full_name = f"llvm.{name}.v{vector.count}{element}"
+    function = builder.module.globals.get(full_name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(vector, [vector] * len(args)), full_name)
+    return builder.call(function, args)
+
+
 def store_past_caches(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
-    """Store at a multiple of ``LINE_BYTES``, bypassing the caches. ``end_of_stores`` must follow."""
+    """Emit a store that bypasses the caches, to a multiple of ``LINE_BYTES``. ``end_of_stores`` must follow."""
     store = builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=LINE_BYTES)
     store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
 
 
 def end_of_stores(builder: ir.IRBuilder) -> None:
-    """Stores that bypass the caches are not ordered with what tells the reader; on x86 locked instructions, LLVM's
-    fences, need not do it."""
+    """Emit the fence after stores that bypass the caches.
+
+    Without it, such a store may become visible after the flag that tells the reader about it. On x86 that takes an
+    SFENCE: LLVM's own fence may become a locked instruction, which need not order these stores.
+    """
     module = builder.module
     if module.triple.startswith(("x86_64", "i686")):
         builder.call(ir.Function(module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse.sfence"), [])
@@ -39,7 +53,7 @@ def end_of_stores(builder: ir.IRBuilder) -> None:
 
 
 def pause(builder: ir.IRBuilder) -> None:
-    """Between two looks at what another processor is about to write."""
+    """Emit the processor's hint for a loop that polls memory until another core writes it."""
     module = builder.module
     name, arguments = "", []
     if module.triple.startswith(("x86_64", "i686")):
@@ -52,7 +66,10 @@ def pause(builder: ir.IRBuilder) -> None:
 
 
 def compile_function(function: ir.Function) -> Callable[..., None]:
-    """The only function of its module; it takes unsigned 64-bit numbers. Holds no GIL while it runs."""
+    """Compile ``function``, the only one of its module; each parameter is an unsigned 64-bit integer.
+
+    A call releases the GIL while the function runs.
+    """
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_default_triple().create_target_machine(

@@ -1,6 +1,7 @@
-"""What a kernel can find out about a result while it lies in registers, as LLVM instructions. No state; any thread.
+"""Checks of a kernel's result while it lies in registers, as LLVM instructions. No state; any thread.
 
-``Checks.FINITE``: is a result NaN or infinite, and which inputs were? ``Checks.CHECKSUM``: 64 bits of its bytes.
+``Checks.FINITE``: is the result NaN or infinite anywhere, and which inputs are there? ``Checks.CHECKSUM``: a checksum
+of 64 bits over the result's bytes.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ from byteps_py.tensors import DType
 
 _I64 = ir.IntType(64)
 _WORDS = {2: ir.IntType(16), 4: ir.IntType(32), 8: ir.IntType(64)}
-# All bits of the exponent: NaN or infinite.
+# A value with all bits of its exponent set is NaN or infinite.
 _EXPONENT = {DType.FLOAT32: 0x7F800000, DType.FLOAT64: 0x7FF << 52, DType.FLOAT16: 0x7C00, DType.BFLOAT16: 0x7F80}
 
-#: Odd, so that a product with it loses nothing; the golden ratio's bits.
+#: The golden ratio's bits. Odd, so that multiplying by it modulo 2**64 loses no information.
 MULTIPLIER = 0x9E3779B97F4A7C15
-#: Half a word: carries the upper bits, which multiplication only moves further up, down to the lower ones.
+#: Half a word. The shift brings upper bits down; multiplication alone only moves bits up.
 SHIFT = 32
 
 
 class Finite:
+    """Emits the check ``Checks.FINITE`` for stored elements of one dtype."""
+
     def __init__(self, builder: ir.IRBuilder, dtype: DType) -> None:
         self._builder = builder
         self._word, self._exponent = _WORDS[dtype.itemsize], _EXPONENT[dtype]
 
     def exceptions(self, stored: ir.Value) -> ir.Value:
-        """A bit for each element that is NaN or infinite."""
+        """One bit per element: set if it is NaN or infinite."""
         words = ir.VectorType(self._word, stored.type.count)
         exponent = ir.Constant(words, [self._exponent] * words.count)
         return self._builder.icmp_unsigned(
@@ -34,18 +37,19 @@ class Finite:
         )
 
     def any(self, bits: ir.Value) -> ir.Value:
+        """True if any bit is set."""
         return self._builder.icmp_unsigned(
             "!=", self._builder.bitcast(bits, ir.IntType(bits.type.count)), ir.IntType(bits.type.count)(0)
         )
 
 
 class Checksum:
-    """Every lane takes its word of each chunk: ``lane = ((lane ^ lane >> SHIFT) + word) · MULTIPLIER``, modulo
-    2**64.
+    """Emits the check ``Checks.CHECKSUM``.
 
-    A step loses nothing of the lane nor of the word, so a change that is confined to one word always changes the
-    checksum, above all any flipped bit. Elements after the last whole chunk go through one more lane, one by one;
-    in the end all lanes and the length go through another.
+    Each lane takes its word of every chunk: ``lane = ((lane ^ lane >> SHIFT) + word) · MULTIPLIER``, modulo 2**64. This
+    step loses no information of the lane or of the word. So a change within one word, such as a flipped bit, always
+    changes the checksum. Elements after the last whole chunk go through one more lane, one by one. At the end all lanes
+    and the length go through another.
     """
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
@@ -57,6 +61,7 @@ class Checksum:
             builder.store(_I64(0), self._narrow)
 
     def add(self, stored: ir.Value) -> None:
+        """Take a chunk, or one element."""
         builder = self._builder
         if stored.type.count > 1:
             words = builder.bitcast(stored, self._lanes)
@@ -66,6 +71,7 @@ class Checksum:
             builder.store(self._step(builder.load(self._narrow), builder.zext(bits, _I64)), self._narrow)
 
     def value(self, nbytes: ir.Value) -> ir.Value:
+        """The checksum of all that was added, ``nbytes`` in total."""
         builder = self._builder
         total = self._step(nbytes, builder.load(self._narrow))
         lanes = builder.load(self._wide)

@@ -1,11 +1,11 @@
-"""What happens to elements, as LLVM instructions on whole vectors: load and widen, combine, round, divide, store.
+"""Arithmetic on elements, as LLVM instructions on whole vectors: load and widen, combine, round, divide, store.
 
-Owns how each dtype is widened to the type it is added in and rounded back. Knows nothing of loops, contributions
-or Python callers: these functions run while a kernel is compiled and add instructions to it. No state; any thread.
+Owns how each dtype is widened to the type in which it is added, and rounded back. Must not know loops, contributions or
+Python callers: these functions run while a kernel is compiled and add instructions to it. No state; any thread.
 
-Why not plain loops and LLVM's vectoriser: where an output is one of the inputs its alias check takes the scalar
-loop, and sums of any number of inputs would go through memory. A vector value lives in registers, and a chunk
-is loaded before any of it is stored. There are no fast-math flags: what is written is what all machines compute.
+Why not plain loops and LLVM's vectoriser? Where an output is one of the inputs, the vectoriser's alias check takes the
+scalar loop, and sums of any number of inputs would go through memory. Here a vector value lives in registers, and a
+chunk is loaded before any of it is stored. There are no fast-math flags: all machines compute the same bits.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from byteps_py.kernels import halves
-from byteps_py.kernels.intrinsics import call
+from byteps_py.kernels.jit import half_precision
+from byteps_py.kernels.jit.llvm import call
 from byteps_py.tensors import DType, Op
 
-# In caches, sums of float16 in pieces of 16 are 1.3 to 1.6 times as fast on a Zen 5 as with 8 (with 32 alike); on a
-# Zen 4, 0.93 times (one piece of all takes 1.3 times as long there). Any pieces slow bfloat16 down.
+# In caches, sums of float16 in pieces of 16 elements are 1.3 to 1.6 times as fast on a Zen 5 as in pieces of 8 (32 is
+# as fast as 16); on a Zen 4, 0.93 times (one piece of all elements takes 1.3 times as long there). bfloat16 is slower
+# in pieces of any size.
 _HALVES_AT_ONCE = 16
 _INT = ir.IntType(32)
 _STORED: dict[DType, ir.Type] = {
     DType.FLOAT32: ir.FloatType(),
     DType.FLOAT64: ir.DoubleType(),
-    DType.FLOAT16: ir.IntType(16),  # bits, see halves.py
+    DType.FLOAT16: ir.IntType(16),  # bits, see half_precision.py
     DType.BFLOAT16: ir.IntType(16),
     DType.INT8: ir.IntType(8),
     DType.INT16: ir.IntType(16),
@@ -36,23 +37,23 @@ _STORED: dict[DType, ir.Type] = {
 
 
 def stored_type(dtype: DType, width: int) -> ir.VectorType:
-    """``width`` elements as they lie in memory."""
+    """The type of ``width`` elements as they lie in memory."""
     return ir.VectorType(_STORED[dtype], width)
 
 
 def widened_type(dtype: DType, width: int) -> ir.VectorType:
-    """``width`` elements in the type that they are combined in."""
+    """The type of ``width`` elements while they are combined."""
     halved = dtype in (DType.FLOAT16, DType.BFLOAT16)
     return ir.VectorType(ir.FloatType(), width) if halved else stored_type(dtype, width)
 
 
 def piece_width(dtype: DType, width: int) -> int:
-    """How many of ``width`` elements are best treated as one value."""
+    """How many of ``width`` elements should form one vector value."""
     return min(width, _HALVES_AT_ONCE) if dtype is DType.FLOAT16 else width
 
 
 def joined(builder: ir.IRBuilder, pieces: list[ir.Value]) -> ir.Value:
-    """One value of all ``pieces``, whose number is a power of two."""
+    """One vector of all ``pieces``, whose number is a power of two."""
     while len(pieces) > 1:
         order = ir.Constant(ir.VectorType(_INT, 2 * pieces[0].type.count), list(range(2 * pieces[0].type.count)))
         pieces = [builder.shuffle_vector(a, b, order) for a, b in zip(pieces[::2], pieces[1::2], strict=True)]
@@ -60,36 +61,37 @@ def joined(builder: ir.IRBuilder, pieces: list[ir.Value]) -> ir.Value:
 
 
 def load(builder: ir.IRBuilder, dtype: DType, width: int, address: ir.Value) -> ir.Value:
-    """``width`` elements from an address of any alignment, widened."""
+    """Load ``width`` elements from an address of any alignment, and widen them."""
     return _widen(builder, dtype, load_stored(builder, dtype, width, address))
 
 
 def load_stored(builder: ir.IRBuilder, dtype: DType, width: int, address: ir.Value) -> ir.Value:
-    """``width`` elements from an address of any alignment, as they lie in memory."""
+    """Load ``width`` elements from an address of any alignment, as they lie in memory."""
     return builder.load(builder.inttoptr(address, stored_type(dtype, width).as_pointer()), align=1)
 
 
 def store(builder: ir.IRBuilder, address: ir.Value, stored: ir.Value) -> None:
-    """Write stored elements to an address of any alignment."""
+    """Store elements, in the form they have in memory, at an address of any alignment."""
     builder.store(stored, builder.inttoptr(address, stored.type.as_pointer()), align=1)
 
 
 def combine(builder: ir.IRBuilder, op: Op, dtype: DType, a: ir.Value, b: ir.Value) -> ir.Value:
-    """``a op b``, widened in and out."""
+    """``a op b``; operands and result are widened."""
     return _COMBINE[op](builder, dtype, a, b)
 
 
 def rounded(builder: ir.IRBuilder, dtype: DType, wide: ir.Value) -> ir.Value:
-    """Widened elements rounded, to nearest even, to what is stored."""
+    """Widened elements rounded, to nearest even, to the type in memory."""
     if dtype is DType.FLOAT16:
-        return halves.round_float16(builder, wide)
+        return half_precision.round_float16(builder, wide)
     if dtype is DType.BFLOAT16:
-        return halves.round_bfloat16(builder, wide)
+        return half_precision.round_bfloat16(builder, wide)
     return wide
 
 
 def divided(builder: ir.IRBuilder, dtype: DType, stored: ir.Value, divisor: ir.Value) -> ir.Value:
-    """Stored elements divided by an integer above 1: true division of floats, floor division of integers."""
+    """Elements in the form they have in memory, divided by an integer above 1: true division of floats, floor division
+    of integers."""
     if not dtype.is_floating:
         return _floor_divide(builder, dtype, stored, divisor)
     wide = _widen(builder, dtype, stored)
@@ -99,9 +101,9 @@ def divided(builder: ir.IRBuilder, dtype: DType, stored: ir.Value, divisor: ir.V
 
 def _widen(builder: ir.IRBuilder, dtype: DType, stored: ir.Value) -> ir.Value:
     if dtype is DType.FLOAT16:
-        return halves.widen_float16(builder, stored)
+        return half_precision.widen_float16(builder, stored)
     if dtype is DType.BFLOAT16:
-        return halves.widen_bfloat16(builder, stored)
+        return half_precision.widen_bfloat16(builder, stored)
     return stored
 
 
@@ -109,8 +111,9 @@ def _floor_divide(builder: ir.IRBuilder, dtype: DType, value: ir.Value, divisor:
     count = value.type.count
     if dtype is DType.INT64:
         return _floor_divide_long(builder, value, divisor)
-    # Processors divide vectors of floats, not of integers. It is exact: a quotient that is no integer is at least
-    # 1/divisor away from one, and the rounding error is below that with 24 bits for 8 or 16, and 53 for 32.
+    # Processors divide vectors of floats, not of integers. The result is exact: a quotient that is not an integer is at
+    # least 1/divisor away from one, and the rounding error is below that, with 24 bits for integers of 8 and 16 bits,
+    # and 53 for those of 32.
     unsigned = dtype is DType.UINT8
     real = ir.DoubleType() if dtype is DType.INT32 else ir.FloatType()
     reals = ir.VectorType(real, count)
@@ -120,8 +123,8 @@ def _floor_divide(builder: ir.IRBuilder, dtype: DType, value: ir.Value, divisor:
 
 
 def _floor_divide_long(builder: ir.IRBuilder, value: ir.Value, divisor: ir.Value) -> ir.Value:
-    """In two steps, an estimate and what is left: 3.9 times as fast as integer division on a Zen 4. Exact for divisors
-    below 2**40: the estimate is off by less than 2**11 / divisor + 1, so what is left is exact as a float."""
+    """In two steps, an estimate and the remainder: 3.9 times as fast as integer division on a Zen 4. Exact for divisors
+    below 2**40: the estimate is off by less than 2**11 / divisor + 1, so the remainder is exact as a float."""
     reals = ir.VectorType(ir.DoubleType(), value.type.count)
     by = _splat(builder, divisor, value.type.count)
     real_by = builder.sitofp(by, reals)
@@ -143,7 +146,7 @@ def _product(builder: ir.IRBuilder, dtype: DType, a: ir.Value, b: ir.Value) -> i
 
 
 def _minimum(builder: ir.IRBuilder, dtype: DType, a: ir.Value, b: ir.Value) -> ir.Value:
-    # IEEE 754-2019 minimum: NaN if either is, and -0.0 below 0.0, so the order of contributions is of no matter.
+    # IEEE 754-2019 minimum: NaN if either operand is, and -0.0 below 0.0. The order of contributions does not matter.
     name = "minimum" if dtype.is_floating else "umin" if dtype is DType.UINT8 else "smin"
     return call(builder, name, a, b)
 

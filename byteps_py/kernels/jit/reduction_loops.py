@@ -1,6 +1,6 @@
-"""The loops of a kernel, as LLVM instructions: in which order memory is read and written, and when results are checked.
+"""The loops of a kernel, as LLVM instructions: the order in which memory is read and written, and results are checked.
 
-Owns chunks, inputs and outputs. What happens to elements is vector.py's, what is found out about a result checks.py's.
+Owns chunks, inputs and outputs. ``vector`` owns the arithmetic on elements, ``result_checks`` the checks of results.
 These functions run while a kernel is compiled and add instructions to it. No state; any thread.
 
     for each chunk:   in[0] ──load──► total
@@ -16,32 +16,35 @@ from collections.abc import Sequence
 from llvmlite import ir
 from numba.core import cgutils
 
-from byteps_py.kernels import checks, vector
+from byteps_py.kernels.jit import result_checks, vector
 from byteps_py.tensors import Checks, DType, Op
 
 _I64 = ir.IntType(64)
-# Enough to hide the latency of an addition; little enough to stay in 16 registers of 256 bits. No hints of
-# what is read next: on a Zen 4, float32 sums of 4 and 8 inputs were slower with them from 1 MB on, float16 as fast.
+# Enough to hide the latency of an addition; little enough to stay in 16 registers of 256 bits. There are no prefetch
+# hints: on a Zen 4 they made float32 sums of 4 and 8 inputs slower from 1 MB on, and float16 no faster.
 _CHUNK_BYTES = 256
-# Inputs of so many bytes come from memory. There two lines of each in turn are faster (float32 of 64 MB, Zen 5: 0.98
-# to 1.04 times the speed of gcc's loop, with one line 0.86 to 1.03, with four 0.86 to 1.07; Zen 4: with one 0.96 to
-# 1.10, with four 0.80 to 0.97), and looking for NaN costs nothing; in caches four are.
+# Inputs of at least this many bytes come from memory. There, two cache lines of each input in turn are faster (float32
+# of 64 MB, Zen 5: 0.98 to 1.04 times the speed of gcc's loop, with one line 0.86 to 1.03, with four 0.86 to 1.07; Zen
+# 4: with one 0.96 to 1.10, with four 0.80 to 0.97), and looking for NaN costs nothing. In caches, four lines are.
 _FROM_MEMORY = 4 << 20
 _MEMORY_CHUNK_BYTES = 128
-# So many inputs have a loop of their own, with their addresses at hand: in caches up to 1.25 times as fast (Zen 5), for
-# 20 ms more of compiling.
+# These numbers of inputs have a loop of their own, which keeps the addresses in registers: up to 1.25 times as fast in
+# caches (Zen 5), for 20 ms more of compiling.
 _UNROLLED = (2, 4, 8)
 
 
 def chunk_width(dtype: DType) -> int:
-    """Elements of ``dtype`` that are reduced at once."""
+    """The number of elements of ``dtype`` that are reduced at once."""
     return _CHUNK_BYTES // max(dtype.itemsize, 4)
 
 
 class Loops:
-    """Emits one kernel. ``arguments``: table, inputs, outputs, end, divisor. ``table``: the address of the inputs' and
-    outputs' addresses, one after the other, and of room for what ``checks`` find (see reduction.py). ``end``: the bytes
-    of one input."""
+    """Emits one kernel.
+
+    ``arguments`` are the kernel's parameters: table, inputs, outputs, end, divisor. ``table`` is the address of an
+    array of 64-bit words: the inputs' addresses, the outputs' addresses, and room for the results of checks (see
+    ``kernels.reduction``). ``end`` is the size of one input in bytes.
+    """
 
     def __init__(
         self,
@@ -55,12 +58,13 @@ class Loops:
         self._builder, self._op, self._dtype = builder, op, dtype
         self._table, self._inputs, self._end, self._divisor = table, inputs, end, divisor
         self._outputs_end = builder.add(inputs, outputs)
-        self._finite = checks.Finite(builder, dtype) if Checks.FINITE in wanted and dtype.is_floating else None
+        self._finite = result_checks.Finite(builder, dtype) if Checks.FINITE in wanted and dtype.is_floating else None
         width = chunk_width(dtype)
-        self._sum = checks.Checksum(builder, width * dtype.itemsize // 8) if Checks.CHECKSUM in wanted else None
-        self._known: list[ir.Value] = []  # the first addresses of the table, inside a loop that has read them
+        self._sum = result_checks.Checksum(builder, width * dtype.itemsize // 8) if Checks.CHECKSUM in wanted else None
+        self._known: list[ir.Value] = []  # the table's first addresses, inside a loop that has read them
 
     def emit(self) -> None:
+        """Emit the whole kernel: large chunks, then single elements, then the checksum."""
         builder, size = self._builder, self._dtype.itemsize
         width = chunk_width(self._dtype)
         start, wide_end = _I64(0), builder.and_(self._end, _I64(-width * size))
@@ -77,8 +81,8 @@ class Loops:
             self._set(builder.add(self._outputs_end, builder.add(self._inputs, _I64(1))), self._sum.value(self._end))
 
     def _sweep(self, start: ir.Value, end: ir.Value, width: int, counts: tuple[int, ...] = _UNROLLED) -> None:
-        """Reduce what lies between these offsets, ``width`` elements at once. ``counts``: of inputs, that have a loop
-        of their own."""
+        """Reduce the bytes between two offsets, ``width`` elements at once. ``counts``: numbers of inputs that have a
+        loop of their own."""
         builder, step = self._builder, _I64(width * self._dtype.itemsize)
         if not counts:
             with cgutils.for_range_slice(builder, start, end, step) as (offset, _):
@@ -87,7 +91,7 @@ class Loops:
         count = _I64(counts[0])
         with builder.if_else(builder.icmp_signed("==", self._inputs, count)) as (then, otherwise):
             with then:
-                # Once: LLVM would read them for each chunk, for all it knows an output may lie over the table.
+                # Read once. LLVM would read them for each chunk: as far as it knows, an output may overlap the table.
                 self._known = [builder.load(self._entry(_I64(i))) for i in range(counts[0] + 1)]
                 with cgutils.for_range_slice(builder, start, end, step) as (offset, _):
                     self._fold(offset, width, count)
@@ -109,7 +113,7 @@ class Loops:
             for total, value in zip(totals, load(index), strict=True):
                 builder.store(vector.combine(builder, op, dtype, builder.load(total), value), total)
 
-        with builder.goto_entry_block():  # LLVM turns them into registers
+        with builder.goto_entry_block():  # LLVM keeps them in registers
             totals = [builder.alloca(vector.widened_type(dtype, piece)) for _ in starts]
             results = [builder.alloca(vector.stored_type(dtype, piece)) for _ in starts]
 
@@ -149,8 +153,8 @@ class Loops:
         with cgutils.for_range_slice(builder, second, self._outputs_end, _I64(1)) as (index, _):
             write(index)
 
-    def _look_for_poison(self, finite: checks.Finite, result: ir.Value, offset: ir.Value, width: int) -> None:
-        """Where a result is NaN or infinite, which inputs were? They are asked before an output overwrites one."""
+    def _look_for_poison(self, finite: result_checks.Finite, result: ir.Value, offset: ir.Value, width: int) -> None:
+        """Where a result is NaN or infinite, find which inputs are too, before an output overwrites one of them."""
         builder = self._builder
         bad = finite.exceptions(result)
         with builder.goto_entry_block():

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import pytest
 
-from byteps_py.unauthenticated import MOST_BYTES, PATIENCE_S, WATCH_S, UnauthenticatedConnections
+from byteps_py.unauthenticated_connections import MOST_BYTES, PATIENCE_S, WATCH_S, UnauthenticatedConnections
 
 Timer = tuple[float, Callable[[], None]]
 

@@ -1,12 +1,13 @@
-"""Copies to memory that another process is about to read: through the caches, or past them, whichever is faster.
+"""Copies to memory that another process reads next: through the caches or past them, whichever is faster.
 
-Where what the reader has read before still lies in caches of another part of the processor (a core complex, a socket),
-each line has to be taken from there before it can be written again: 2.5 GB/s were measured, and 27 with stores that
-bypass the caches. Where both share a cache the usual way is the faster one, by half. Which it is depends on the cores
-on which processes happen to run, so it is measured, copy by copy.
+Suppose the memory's old contents still lie in caches of another part of the processor (a core complex, a socket), where
+the reader read them. Then each line has to be fetched from there before it can be written: 2.5 GB/s were measured, and
+27 GB/s with stores that bypass the caches. Where writer and reader share a cache, stores through it are faster, by
+half. Which case holds depends on the cores on which the processes happen to run, so each copy is measured.
 
-There is no call for such stores in libc, so a few instructions are compiled, in a thread, when they are first needed;
-until then, and where it can't be done, copies go the usual way. Any thread; the GIL is free meanwhile.
+libc has no call for such stores, so this module compiles a few instructions in a background thread when they are first
+needed. Until then, and where they can't be compiled, copies go through the caches. Any thread; the GIL is released
+during a copy.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from byteps_py.instructions import Compiled, address_of
+from byteps_py.kernels.jit.background import Compiled, address_of
 
-#: Of less the reader loses what the writer gains.
+#: Smaller copies always go through the caches: the reader would lose what the writer gains.
 LEAST_BYTES = 64 << 10
-#: Past the caches one goes if the usual way takes so much longer. Where caches are not shared it takes twice to three
-#: times as long as a piece past the caches, which first has to be thrown out of one's own; where they are, a quarter.
+#: Copies change over to streaming when copies through the caches take this many times as long. Without a shared cache
+#: these take two to three times as long as a streamed piece, which the writer's own cache has to drop first; with a
+#: shared cache, a quarter.
 _TO_LEAVE = 1.25
-#: And stays so while a piece that goes the usual way takes so much longer: where caches are not shared, 8 to 10 times.
+#: And they keep streaming while a piece through the caches takes this many times as long: without a shared cache it
+#: takes 8 to 10 times.
 _TO_STAY = 4.0
-#: One copy in so many begins with a piece that goes the other way.
+#: One copy in this many begins with a piece that goes the other way.
 _COPIES_PER_TRY = 32
 _PIECE_BYTES = 64 << 10
-_REMEMBERED = 4  # of each way: the best of the last so many counts
+_REMEMBERED = 4  # measurements of each way; the best of them counts
 _LINE = 64
 _UNROLLED = 4
 AT_ONCE_BYTES = _LINE * _UNROLLED
@@ -38,7 +41,7 @@ Stream = Callable[[int, int, int], None]
 
 
 class Choice:
-    """Which way to go, from how long copies took. Pure; any thread, races do no harm."""
+    """Decides which way copies of one size go, from how long earlier ones took. Pure; any thread, races do no harm."""
 
     def __init__(self) -> None:
         self.streams = False
@@ -46,18 +49,19 @@ class Choice:
         self._costs = {way: deque[float](maxlen=_REMEMBERED) for way in (False, True)}
 
     def is_try_due(self) -> bool:
-        """True if the next copy is to begin with a piece that goes the other way."""
+        """True if the next copy should begin with a piece that goes the other way."""
         self._copies += 1
         return self._copies % _COPIES_PER_TRY == 0 or len(self._costs[not self.streams]) < _REMEMBERED
 
     def took(self, streamed: bool, nbytes: int, seconds: float) -> None:
+        """Record that ``nbytes`` took ``seconds``, ``streamed`` past the caches or not."""
         self._costs[streamed].append(seconds / nbytes)
         usual, past = list(self._costs[False]), list(self._costs[True])  # another thread may clear them
         if len(usual) == len(past) == _REMEMBERED:
             streams = min(usual) > (_TO_STAY if self.streams else _TO_LEAVE) * min(past)
             if streams is not self.streams:
                 self.streams = streams
-                for costs in self._costs.values():  # what one way costs depends on which of them was the last one
+                for costs in self._costs.values():  # the cost of either way depends on which way the last copy went
                     costs.clear()
 
 
@@ -66,7 +70,7 @@ _choices: defaultdict[int, Choice] = defaultdict(Choice)
 
 
 def copy(target: int, source: int, nbytes: int) -> None:
-    """``nbytes`` from one address to another, which do not overlap."""
+    """Copy ``nbytes`` from address ``source`` to address ``target``; the two ranges must not overlap."""
     if nbytes < LEAST_BYTES or _code.ready is None:
         ctypes.memmove(target, source, nbytes)
         if nbytes >= LEAST_BYTES:
@@ -82,28 +86,30 @@ def copy(target: int, source: int, nbytes: int) -> None:
 
 
 def goes_past_caches(nbytes: int) -> bool:
-    """Whether copies of that size do, at the moment: for who writes to such memory otherwise."""
+    """True if copies of this size bypass the caches at the moment. For callers that write to such memory themselves."""
     return nbytes >= LEAST_BYTES and _code.ready is not None and _choices[nbytes.bit_length()].streams
 
 
 def choice(nbytes: int) -> Choice:
-    """Which way copies of that size go: for who copies by itself."""
+    """The decision for copies of this size, for callers that copy themselves and report with ``took``."""
     return _choices[nbytes.bit_length()]
 
 
 def address() -> int:
-    """Of the instructions themselves, once ``is_ready``: they copy (target, source, bytes) past the caches, a multiple
-    of ``AT_ONCE_BYTES`` to a multiple of a line."""
+    """The address of the compiled copy, for other compiled code. Call it only once ``is_ready`` returned True.
+
+    The function takes (target, source, bytes): ``target`` a multiple of 64, ``bytes`` a multiple of ``AT_ONCE_BYTES``.
+    """
     return address_of(_ready())
 
 
 def prepare() -> None:
-    """Have the instructions compiled, unless they are. Returns at once."""
+    """Start compiling the streamed copy unless that was started before. Returns at once."""
     _code.prepare()
 
 
 def is_ready() -> bool:
-    """Whether copies may go past the caches, once that is known, or within the time."""
+    """True if copies may bypass the caches. Waits for a compilation that was started, for up to a minute."""
     return _code.is_ready()
 
 
@@ -117,7 +123,7 @@ def _timed(choice: Choice, streamed: bool, target: int, source: int, nbytes: int
 
 
 def copy_past_caches(target: int, source: int, nbytes: int) -> None:
-    """The same as ``copy``, past the caches: once ``is_ready``."""
+    """``copy`` past the caches in any case. Raises RuntimeError unless ``is_ready`` returned True before."""
     stream = _ready()
     head = min(-target % _LINE, nbytes)
     body = (nbytes - head) // AT_ONCE_BYTES * AT_ONCE_BYTES
@@ -131,14 +137,14 @@ def copy_past_caches(target: int, source: int, nbytes: int) -> None:
 
 def _ready() -> Stream:
     if _code.ready is None:
-        raise RuntimeError("the instructions are not there; call prepare() and is_ready() first")
+        raise RuntimeError("the streamed copy is not compiled; call prepare() and is_ready() first")
     return _code.ready
 
 
 def _compile() -> Stream:
     from llvmlite import ir
 
-    from byteps_py import llvm
+    from byteps_py.kernels.jit import llvm
 
     module = llvm.new_module("byteps_streaming")
     line = ir.VectorType(ir.IntType(64), _LINE // 8)
