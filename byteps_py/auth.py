@@ -42,5 +42,12 @@ def token(settings: Settings, *parts: str) -> str:
 
 
 def is_valid(shown: str, settings: Settings, *parts: str) -> bool:
-    """True if ``shown`` is ``token(settings, *parts)``. Takes the same time for any wrong token."""
+    """True if ``shown`` is ``token(settings, *parts)``. Takes the same time for any wrong token.
+
+    >>> settings = Settings(secret="a secret of 16 bytes or more")
+    >>> is_valid(token(settings, "worker", "0"), settings, "worker", "0")
+    True
+    >>> is_valid(token(settings, "worker", "0"), settings, "worker", "1")
+    False
+    """
     return hmac.compare_digest(shown.encode(errors="replace"), token(settings, *parts).encode())

@@ -17,7 +17,8 @@ import threading
 import time
 
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError
-from byteps_py.validators import MAX_SOCKET_NAME_BYTES, shown
+from byteps_py.validators import MAX_SOCKET_NAME_BYTES
+from byteps_py.wording import shown
 
 MAX_MESSAGE = 192 << 10  # below the kernel's default socket buffer
 SEND_TIMEOUT_S = 30.0
@@ -190,7 +191,17 @@ class Listener:
 
 
 def connect(name: str, timeout_s: float) -> Channel:
-    """Connect to the listener ``name``. Waits up to ``timeout_s`` until it listens, then raises RendezvousError."""
+    """Connect to the listener ``name``. Waits up to ``timeout_s`` until it listens, then raises RendezvousError.
+
+    >>> listener = Listener(f"byteps-example-{os.getpid()}")
+    >>> here = connect(listener.name, timeout_s=1.0)
+    >>> there = listener.accept()
+    >>> here.send(b"hello")
+    >>> there.receive(timeout_s=1.0)
+    (b'hello', [])
+    >>> for end in (here, there, listener):
+    ...     end.close()
+    """
     address = _address(name)
     deadline = time.monotonic() + timeout_s
     while True:

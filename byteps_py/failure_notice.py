@@ -35,6 +35,10 @@ class FailureNotice:
         blame: whose failure it was.
         error: type and message; equal on ranks that failed in the same way.
         text: what the launcher shows, a traceback for instance.
+
+    >>> notice = FailureNotice(Blame.OWN, "ValueError: 3", "Traceback …")
+    >>> FailureNotice.unpack(notice.pack()) == notice
+    True
     """
 
     blame: Blame

@@ -22,6 +22,10 @@ def facts(environ: Environ) -> Facts:
 
     Variables of this package that are set take precedence over these. Raises ConfigurationError if the facts do not say
     which machine this is.
+
+    >>> torchrun = {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    >>> facts(torchrun)["DMLC_WORKER_ID"], facts(torchrun)["BYTEPS_LOCAL_SIZE"]
+    ('1', '4')
     """
     if environ.get("DMLC_ROLE", "").strip().lower() in ("server", "scheduler"):
         return {}  # to the launcher, these processes are ranks like others

@@ -105,7 +105,11 @@ def require_secret(host: str, settings: Settings) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """True if only processes of this machine can reach ``host``."""
+    """True if only processes of this machine can reach ``host``.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("10.0.0.1")
+    (True, False)
+    """
     return host in ("localhost", "::1") or host.startswith("127.")
 
 

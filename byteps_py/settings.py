@@ -17,6 +17,7 @@ from byteps_py import launchers, validators
 from byteps_py.errors import ConfigurationError
 from byteps_py.tuning import MAX_PARTITION_BYTES
 from byteps_py.variables import IGNORED, INTERNAL, VARIABLES
+from byteps_py.wording import shown
 
 MIN_SECRET_BYTES = 16
 #: A command that prints a good secret.
@@ -199,8 +200,8 @@ class Settings:
 
     def describe(self) -> str:
         """All settings, one per line, without the secrets."""
-        shown = [f.name for f in fields(self) if f.name not in ("secret", "local_secret")]
-        lines = [f"{name} = {getattr(self, name)!r}" for name in shown]
+        names = [f.name for f in fields(self) if f.name not in ("secret", "local_secret")]
+        lines = [f"{name} = {getattr(self, name)!r}" for name in names]
         return "\n".join([*lines, f"secret = {'(set)' if self.secret else '(none)'}"])
 
 
@@ -219,7 +220,7 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
         if name.startswith(("BYTEPS_", "DMLC_")) and name not in known | IGNORED.keys() | INTERNAL:
             near = _nearest(name, known)
             hint = f"; did you mean {near}?" if near else " (`bps env` lists them all)"
-            sentences.append(f"{validators.shown(name)} has no effect: no such variable is known{hint}")
+            sentences.append(f"{shown(name)} has no effect: no such variable is known{hint}")
     return sentences
 
 
@@ -231,7 +232,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _read_secret(path: str) -> str:
-    said = f"BYTEPS_SECRET_FILE={validators.shown(path)}"
+    said = f"BYTEPS_SECRET_FILE={shown(path)}"
     try:
         with Path(path).open() as file:
             secret = file.read(_MAX_SECRET + 1)

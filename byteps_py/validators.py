@@ -1,7 +1,7 @@
 """Which values a setting may have, beyond its type: names of hosts and sockets, paths, sizes.
 
-Owns the table from a setting to its validator, and how an error shows a value. Must not ask the system: whether a host
-exists or a file can be written is found out where it is used. Pure; any thread.
+Owns the table from a setting to its validator. Must not ask the system: whether a host exists or a file can be written
+is found out where it is used. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from byteps_py.wording import shown
+
 #: An abstract address is a null byte and the name, in 108 bytes (``sun_path``).
 MAX_SOCKET_NAME_BYTES = 107
 
@@ -21,7 +23,6 @@ _MAX_IDENTIFIER = 2000  # a job's name may consist of several names of a launche
 _MAX_PATH_BYTES = 4095  # PATH_MAX without its null byte
 _MAX_PART_BYTES = 255  # NAME_MAX
 _MAX_COUNT = 1 << 62  # fits in 64 bits, and in a float
-_SHOWN = 200
 
 #: Python encodes a host's name as IDNA, which raises UnicodeError for empty labels and for those above 63.
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
@@ -118,23 +119,3 @@ def refusal(field: str, name: str, value: object) -> str:
         return ""
     text = f"'{shown(value)}'" if isinstance(value, str) else shown(str(value))
     return f"{name}={text} is not valid: it takes {validator.takes}"
-
-
-def shown(text: str) -> str:
-    """``text`` for a message: in one line, cut if it is long, and without characters that control a terminal.
-
-    >>> shown("a\\nb")
-    'a\\\\nb'
-    """
-    short = text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
-    return short if short.isprintable() else repr(short)[1:-1]
-
-
-def sendable(text: str) -> str:
-    """``text`` with a question mark for each character that UTF-8 can't encode: halves of surrogate pairs, into which
-    Python decodes invalid bytes of file names and arguments.
-
-    >>> sendable("a\\udcff")
-    'a?'
-    """
-    return text.encode(errors="replace").decode()

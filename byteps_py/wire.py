@@ -80,6 +80,10 @@ class Header:
         blame: see blame.py. In a PUSH, the ranks to blame if its payload is NaN or infinite; 0 if the round is not
             checked. In its ANSWER, the ranks that are to blame.
         waited_us: in an ANSWER, how long the PUSH had waited for other machines, in microseconds.
+
+    >>> header = Header(Kind.PUSH, sender=1, dtype=DType.FLOAT32, key=7, round=2, length=4096)
+    >>> Header.unpack(header.pack()) == header
+    True
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Phrases that the messages of errors and logs share: counts, ranks, names. Pure; any thread."""
+"""Phrases that the messages of errors and logs share: counts, ranks, names, quoted values. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 #: The prefix of a job's reason to end if somebody ended it on purpose.
 STOPPED = "stopped: "
 _MAX_RANGES = 8
+_SHOWN = 200
 
 
 def count_text(number: int, noun: str) -> str:
@@ -47,3 +48,23 @@ def names_text(names: list[str], limit: int = 4) -> str:
     shown = ", ".join(repr(name) for name in names[:limit])
     hidden = len(names) - limit
     return f"tensor{'s' if len(names) != 1 else ''} {shown}" + (f" and {hidden} more" if hidden > 0 else "")
+
+
+def shown(text: str) -> str:
+    """``text`` for a message: in one line, cut if it is long, and without characters that control a terminal.
+
+    >>> shown("a\\nb")
+    'a\\\\nb'
+    """
+    short = text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+    return short if short.isprintable() else repr(short)[1:-1]
+
+
+def sendable(text: str) -> str:
+    """``text`` with a question mark for each character that UTF-8 can't encode: halves of surrogate pairs, into which
+    Python decodes invalid bytes of file names and arguments.
+
+    >>> sendable("a\\udcff")
+    'a?'
+    """
+    return text.encode(errors="replace").decode()

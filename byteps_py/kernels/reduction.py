@@ -64,6 +64,12 @@ def reduce(op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], 
 
     Raises:
         UsageError: there is no input or no output, or a BROADCAST has several inputs or a divisor.
+
+    >>> a, b, total = array("f", [1.0, 2.0]), array("f", [10.0, 20.0]), array("f", [0.0, 0.0])
+    >>> addresses = [values.buffer_info()[0] for values in (a, b, total)]
+    >>> reduce(Op.SUM, DType.FLOAT32, addresses[:2], addresses[2:], count=2)
+    >>> list(total)
+    [11.0, 22.0]
     """
     bind(op, dtype, inputs, outputs, count, divisor)()
 

@@ -13,7 +13,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
 from byteps_py.settings import Settings
-from byteps_py.validators import sendable
+from byteps_py.wording import sendable
 
 _RETRY_S = 0.1
 _MOST_RETRIES_S = 4.0  # a scheduler that has a secret hangs up on a process without one, again and again
