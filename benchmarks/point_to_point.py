@@ -2,7 +2,7 @@
 
     python -m benchmarks.point_to_point [--layouts 2x1 2x2 4x1] [--rounds 5] [--sizes …] [--json FILE]
 
-MxN: M machines of N ranks, all emulated on this one: ranks of different machines share no memory, and talk over loopback
+MxN: M machines of N ranks, all emulated on this one. Ranks of different machines share no memory, and use loopback
 TCP. All jobs are alive at once and take turns, round after round: in each turn one job carries out one operation with
 one size for a while, and the others sleep. A figure is the median over the rounds of a turn's median call; beside it
 stands the spread over the rounds. "CPU" is the processor time of all the job's processes, services too, per GB of
