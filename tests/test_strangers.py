@@ -165,7 +165,7 @@ class CommunicationService:
         self.loop.run()
         hearing.join()
         self.peers._listener.on_monitor()  # of those that have just gone
-        assert not self.rank_server._strangers
+        assert not self.rank_server._unauthenticated
         assert len(self.peers._listener._strangers) == 0
 
     def close(self) -> None:

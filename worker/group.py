@@ -237,8 +237,7 @@ class Group:
 
     def settle(self, gone: set[int]) -> None:
         """Tell local ranks that wait for it that others, but for those that are ``gone``, have what these gave."""
-        settling = [rank.local_rank for rank in self.executor.ranks.values() if rank.is_settling]
-        for local_rank in settling:
+        for local_rank in self._around.rank_server.settling():
             if not self._direct.owes(gone, local_rank):
                 self._around.rank_server.settled(local_rank)
 

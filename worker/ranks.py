@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
-from byteps_py.errors import PeerLostError
+from byteps_py.errors import BytePSError, PeerLostError
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
 from byteps_py.shm import Arena, Block
@@ -33,20 +33,21 @@ class DirectWait:
 
 
 class RankConnection:
-    """One rank. ``arena`` holds its slots; it outlives the connection, for kernels may still write there."""
+    """One process's connection. ``local_rank``, and ``arena``, which holds its slots, are known from ``enter`` on. The
+    arena outlives the connection: kernels may still write there."""
 
-    def __init__(self, runtime: Runtime, channel: Channel, local_rank: int, arena: Arena, barriers: int) -> None:
-        self.local_rank = local_rank
+    arena: Arena
+
+    def __init__(self, runtime: Runtime, channel: Channel) -> None:
+        self.local_rank = -1
         self.pid = channel.peer_pid
-        self.arena = arena
-        self.barriers_before = barriers  # passed before this rank came: its own count starts at 0
-        self.barriers = barriers  # how many it has come to
+        self.barriers_before = 0  # passed before this rank came: its own count starts at 0
+        self.barriers = 0  # how many it has come to
         self.rounds = 0  # results that it has been told of
         self.last_slot = 0  # of the last one
         self.last_done_s = 0.0
         self.note = ""  # what it said for the case that it keeps others waiting
         self.stack_fd = -1  # see stack_dump.py; -1: it has given none
-        self.is_settling = False  # it is about to leave, once others have what it gave
         self.door = -1  # the way to it for its neighbours, see session/nearby; -1: it has given none
         self.direct_waits: dict[int, DirectWait] = {}  # by id
         self._announced = 0  # segments the rank has been given
@@ -57,8 +58,19 @@ class RankConnection:
         self._done: list[tuple[int, int, int]] = []
         self._strips: list[tuple[int, int, int]] = []
         self._fd = channel.fileno()
-        # The socket of a dead rank may live on in a process it forked; its pid tells the truth.
-        self._pidfd = runtime.open_pidfd(self.pid)
+        self._pidfd = -1
+
+    def watch_process(self) -> None:
+        """From now on ``pidfd`` tells of its process's end. The socket of a dead rank may live on in a process that it
+        forked; its pid tells the truth. Raises ProcessLookupError if the process has ended."""
+        self._pidfd = self._runtime.open_pidfd(self.pid)
+
+    def enter(self, local_rank: int, arena: Arena, barriers: int) -> None:
+        """It takes part in a group that has passed ``barriers``. Raises ProcessLookupError if its process has ended."""
+        self.forget()
+        self.watch_process()
+        self.local_rank, self.arena = local_rank, arena
+        self.barriers_before = self.barriers = barriers
 
     @property
     def fd(self) -> int:
@@ -66,7 +78,7 @@ class RankConnection:
 
     @property
     def pidfd(self) -> int:
-        """Readable when the rank's process has ended."""
+        """Readable when the rank's process has ended; -1 if that is not watched."""
         return self._pidfd
 
     def receive(self) -> bytes | None:
@@ -144,6 +156,15 @@ class RankConnection:
         for fd in fds:
             self._runtime.close_fd(fd)
 
+    def turn_away(self, error: BytePSError) -> None:
+        """Say why the rank can't take part, and close."""
+        try:
+            self._channel.send(protocol.pack(RankMessageKind.FATAL, error=type(error).__name__, message=str(error)))
+        except PeerLostError:
+            pass
+        finally:
+            self.close()
+
     def hang_up(self) -> None:
         """The rank has left: no more words. Its process may live on, and the end of that can still be waited for."""
         if self._fd < 0:
@@ -157,8 +178,11 @@ class RankConnection:
             self._close(self._backlog.popleft()[1])
 
     def forget(self) -> None:
-        self._loop.remove(self._pidfd)
-        self._runtime.close_fd(self._pidfd)
+        """Watch its process no more."""
+        if self._pidfd >= 0:
+            self._loop.remove(self._pidfd)
+            self._runtime.close_fd(self._pidfd)
+            self._pidfd = -1
 
     def close(self) -> None:
         self.hang_up()

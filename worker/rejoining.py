@@ -10,11 +10,12 @@ from collections.abc import Callable
 from byteps_py.errors import BytePSError
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.worker.elastic_rank_server import ElasticRankServer
+from byteps_py.worker.local_ranks import IN_GROUP, RankState
+from byteps_py.worker.rank_server import RankServer
 
 
 class Rejoining:
-    def __init__(self, rank_server: ElasticRankServer, send: Callable[[pb.MemberMessage], None]) -> None:
+    def __init__(self, rank_server: RankServer, send: Callable[[pb.MemberMessage], None]) -> None:
         self._rank_server = rank_server
         self._send = send
         self._epoch = 0  # since which the last group that this machine was in was the same
@@ -29,18 +30,20 @@ class Rejoining:
 
     def check(self) -> None:
         """Ranks have come or gone: tell how many wait, once all that are to come have come."""
-        rank_server = self._rank_server
-        if not rank_server.is_whole:
+        ranks = self._rank_server.ranks
+        if not ranks.is_whole:
             return
+        waiting = ranks.waiting
+        is_at_work = bool(ranks.in_state(*IN_GROUP))
         ready = pb.Gathered(
-            ranks=rank_server.waiting,
-            others=rank_server.at_work > 0,
+            ranks=len(waiting),
+            others=is_at_work,
             epoch=self._epoch,
-            newcomers=rank_server.has_newcomers,
-            synced_in=rank_server.synced_in,
-            shut_down=rank_server.shut_down,
+            newcomers=not all(rank.is_back for rank in waiting),
+            synced_in=max((rank.synced_in for rank in waiting), default=0),
+            shut_down=len(ranks.in_state(RankState.LEFT)),
         )
-        if ready != self._told and not (self._told is None and rank_server.at_work and not rank_server.waiting):
+        if ready != self._told and not (self._told is None and is_at_work and not waiting):
             self._told = ready
             self._send(pb.MemberMessage(gathered=ready))
 

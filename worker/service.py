@@ -24,7 +24,6 @@ from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.wording import STOPPED
 from byteps_py.worker.batching import BatchingLink
-from byteps_py.worker.elastic_rank_server import ElasticRankServer
 from byteps_py.worker.failure_suspicions import FailureSuspicions
 from byteps_py.worker.group import Group, GroupRuntime
 from byteps_py.worker.links import silence_s
@@ -54,7 +53,6 @@ class CommunicationService:
 
     readiness_class: type[Readiness] = Readiness
     rank_server_class: type[RankServer] = RankServer
-    elastic_rank_server_class: type[ElasticRankServer] = ElasticRankServer
     peers_class: type[PeerMachines] = PeerMachines
     rejoining_class: type[Rejoining] = Rejoining
     suspicions_class: type[FailureSuspicions] = FailureSuspicions
@@ -99,7 +97,7 @@ class CommunicationService:
             return self.rank_server_class(
                 self._runtime, self._listener, settings.local_size, self._rank_died, self._ranks_changed
             )
-        rank_server = self.elastic_rank_server_class(
+        rank_server = self.rank_server_class(
             self._runtime, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._wants_group,
             settings.start_timeout_s,
         )  # fmt: skip
@@ -133,7 +131,7 @@ class CommunicationService:
         self._loop.post(self._told_to_end)
 
     def _told_to_end(self) -> None:
-        staying = self._rank_server.settle()
+        staying = self._rank_server.hear()
         if self._rejoining is not None and self._rejoining.leave():
             return
         if staying and self._group is not None:
@@ -149,7 +147,7 @@ class CommunicationService:
             self._loop.stop()
             return
         is_leaving = self._rejoining is not None and self._rejoining.is_leaving
-        if not is_leaving and len(self._rank_server.left) < self._group.topology.local_size:
+        if not is_leaving and len(self._rank_server.ranks.left) < self._group.topology.local_size:
             self._loop.stop()
             return
         self._shutdown_drain.go()
@@ -428,7 +426,7 @@ class CommunicationService:
             self._group.settle(self._shutdown_drain.gone)
         here = self._rank_server.ranks_here
         self._starting.ranks_here(here)
-        left = self._rank_server.gone if self._stay else self._rank_server.left
+        left = self._rank_server.ranks.gone if self._stay else self._rank_server.ranks.left
         if (
             self._group is not None
             and self._rank_server.failure is None
@@ -442,6 +440,6 @@ class CommunicationService:
             if not here and self._rejoining is not None and self._rejoining.is_leaving:
                 self._go()
             return
-        all_have_come = self._group is None or len(self._rank_server.left) >= self._settings.local_size
+        all_have_come = self._group is None or len(self._rank_server.ranks.left) >= self._settings.local_size
         if self._rank_server.failure is not None or (self._starting.has_had_ranks and all_have_come):
             self._go()

@@ -120,4 +120,4 @@ class Waits:
 
     @property
     def _left(self) -> dict[int, float]:
-        return self._rank_server.gone if self._stay else self._rank_server.left
+        return self._rank_server.ranks.gone if self._stay else self._rank_server.ranks.left

@@ -147,8 +147,8 @@ class DeadWithoutLastWords(Mutation):
     """The end of a process is seen before what it said last."""
 
     class rank_server(RankServer):
-        def _ended(self, rank: Any) -> None:
-            self._died(rank)
+        def _ended(self, rank: Any, connection: Any) -> None:
+            self._died(rank, connection)
 
 
 class SilentAboutTheDead(Mutation):
@@ -316,11 +316,10 @@ class WelcomeToAFailedJob(Mutation):
     """Ranks that wait while the cluster comes together are welcomed, though one of them was found dead."""
 
     class rank_server(RankServer):
-        def open(self, requests: Requests) -> None:
-            self._open = requests
-            waiting, self._waiting = self._waiting, []
-            for channel, local_rank in waiting:
-                self._welcome(channel, local_rank)
+        def _welcome(self, rank: Any) -> None:
+            failure, self.failure = self.failure, None
+            super()._welcome(rank)
+            self.failure = self.failure or failure
 
 
 class GoOnBeforeTheSchedulerKnows(Mutation):

@@ -8,10 +8,10 @@ from byteps_py.failure_detector import FailureDetector
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.sessions import Sessions
 from byteps_py.scheduler.silence import Silence
-from byteps_py.worker.elastic_rank_server import ElasticRankServer
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.failure_suspicions import FailureSuspicions
 from byteps_py.worker.piece_exchange import PieceExchange
+from byteps_py.worker.rank_server import RankServer
 from byteps_py.worker.scatter import ScatterPart
 from byteps_py.worker.tensor import Part, Stage
 from byteps_py.worker.waits import Waits
@@ -55,9 +55,9 @@ class BelieveEveryAccusation(Mutation):
 class TakeWhoShutsDownLateForDone(Mutation):
     """All ranks shut down, to initialize again, and one hears only afterwards that another has gone back."""
 
-    class elastic_rank_server(ElasticRankServer):
-        def _former_shut_down(self, *given: Any) -> Any:
-            return self._forget_former(*given)
+    class rank_server(RankServer):
+        def _returning_shut_down(self, *given: Any) -> Any:
+            return self._returning_ended(*given)
 
 
 class ForgetWhoWasLate(Mutation):

@@ -16,7 +16,6 @@ from byteps_py.server.rounds import Rounds
 from byteps_py.server.service import SummationService
 from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.batching import BatchingLink
-from byteps_py.worker.elastic_rank_server import ElasticRankServer
 from byteps_py.worker.executor import Executor
 from byteps_py.worker.failure_suspicions import FailureSuspicions
 from byteps_py.worker.group import Group
@@ -47,7 +46,6 @@ class Parts:
 
     service: type[CommunicationService] = CommunicationService
     rank_server: type[RankServer] = RankServer
-    elastic_rank_server: type[ElasticRankServer] = ElasticRankServer
     peers: type[PeerMachines] = PeerMachines
     rejoining: type[Rejoining] = Rejoining
     suspicions: type[FailureSuspicions] = FailureSuspicions
@@ -82,8 +80,7 @@ def communication_service(parts: type[Parts], table: type[PlacementTable]) -> ty
     of_group["placing_class"] = type("Placing", (parts.placing,), {"table_class": table})
     of_group["executor_class"] = type("Executor", (parts.executor,), {"piece_executor_class": parts.piece_executor})
     of_service = {
-        f"{name}_class": getattr(parts, name)
-        for name in ("rank_server", "elastic_rank_server", "peers", "rejoining", "suspicions", "link")
+        f"{name}_class": getattr(parts, name) for name in ("rank_server", "peers", "rejoining", "suspicions", "link")
     }
     group = type("Group", (parts.group,), of_group)
     return type("Service", (parts.service,), {**of_service, "group_class": group, "probe_class": Probe})
