@@ -6,12 +6,12 @@ import pytest
 
 from byteps_py.worker.local_ranks import (
     TRANSITIONS,
-    IllegalTransitionError,
     LocalRank,
     LocalRanks,
     RankEvent,
     RankState,
 )
+from byteps_py.worker.transitions import IllegalTransitionError
 
 A, L, W, P, S, R, T, G = (
     RankState.ABSENT, RankState.LATE, RankState.WAITING, RankState.PRESENT, RankState.SETTLING, RankState.RETURNING,
@@ -41,7 +41,7 @@ def test_every_event_in_every_state(state: RankState, event: RankEvent) -> None:
     rank.state, rank.connection = state, "it"
     after = EXPECTED[event][STATES.index(state)]
     if after is None:
-        with pytest.raises(IllegalTransitionError, match=f"local rank 3 is {state.name}: {event.name} can't happen"):
+        with pytest.raises(IllegalTransitionError, match=f"local rank 3 is {state.name} .*: {event.name} can't"):
             rank.happens(event)
         assert rank.state is state
     else:

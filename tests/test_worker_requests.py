@@ -14,19 +14,19 @@ from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.pace import RankPace
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.requests import Requests
-from byteps_py.worker.tensor import RankSlot
+from byteps_py.worker.tensor import RankSlot, SlotState, TensorState
 
 
 def kept() -> RankSlot:
     """Its declaration was rejected."""
     void = slot(0, spec(name="void"))
-    void.is_kept = True
+    void.move_to(SlotState.VOID)
     return void
 
 
 def retired() -> RankSlot:
     void = slot(0, spec(name="void"))
-    tensor([void]).retired = True
+    tensor([void]).move_to(TensorState.RETIRED)
     return void
 
 

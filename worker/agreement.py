@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.tensors import TensorSpec
 from byteps_py.worker.actions import Action, Fail, Release, SendBallot
-from byteps_py.worker.tensor import RankSlot, Tensor
+from byteps_py.worker.tensor import RankSlot, SlotState, Tensor
 
 #: Void slots that ranks are told of in one message.
 _MAX_SLOTS = 4096
@@ -71,7 +71,7 @@ class _Name:
         """These declarations have failed."""
         failed = tuple(slots)
         for slot in failed:
-            slot.is_kept = True
+            slot.move_to(SlotState.VOID)
             self.failed.setdefault(slot.local_rank, []).append(slot)
         return [Fail(failed, error)] if failed else []
 
@@ -110,7 +110,7 @@ class Agreement:
     def came(self, slot: RankSlot) -> list[Action]:
         """A rank handed over a round of ``slot``."""
         name = self._names[slot.spec.name]
-        if slot.is_kept and (late := name.late.get(slot.local_rank)) and late[0].slot is slot:
+        if slot.state is SlotState.VOID and (late := name.late.get(slot.local_rank)) and late[0].slot is slot:
             late.popleft()  # it gets the error for that round
         return self._poll(name)
 
@@ -229,7 +229,7 @@ class Agreement:
 
     def end_after(self, tensor: Tensor, round_: int, error: BytePSError) -> bool:
         """A tensor is void after ``round_``. True if that is over."""
-        tensor.ending, tensor.last_round = error, round_
+        tensor.end_after(round_, error)
         self._ending.append(tensor)
         return tensor.is_past(round_)
 
@@ -282,8 +282,8 @@ class Agreement:
         """The rank does not write to its void slots any more; nor does the service, if no kernel runs there."""
         slots = name.failed.pop(local_rank, [])
         for slot in slots:
-            slot.is_kept = False
-        idle = tuple(slot for slot in slots if slot.tensor is None or not (slot.tensor.running or slot.tensor.is_kept))
+            slot.move_to(SlotState.RELEASED)
+        idle = tuple(slot for slot in slots if slot.tensor is None or not slot.tensor.is_used)
         return [Release(idle)] if idle else []
 
     def decided(self, name_: str) -> list[Action]:
@@ -301,7 +301,8 @@ class Agreement:
                 *(name.proposal.slots.values() if name.proposal else ()),
             ]
             for slot in slots:
-                slot.has_left = slot.has_left or slot.local_rank == local_rank
+                if slot.local_rank == local_rank:
+                    slot.rank_left()
             if later := name.later.pop(local_rank, None):
                 actions.append(Release(tuple(later)))
             if name.proposal is not None and not name.proposal.sent:

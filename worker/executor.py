@@ -39,7 +39,12 @@ from byteps_py.worker.nonfinite_guard import NonFiniteGuard
 from byteps_py.worker.pace import RankPace
 from byteps_py.worker.piece_executor import Cores, PieceExecutor
 from byteps_py.worker.ranks import RankConnection
-from byteps_py.worker.tensor import Compute, Part, ScatterPart, Stage, Tensor
+from byteps_py.worker.tensor import IN_FLIGHT, QUEUED, REDUCING, Compute, Part, ScatterPart, Tensor, TensorState
+
+_ENDING = TensorState.ENDING
+#: What a summation service sends. Globals: see transitions.py.
+_ANSWER, _REFUSED, _WANT, _AWAITED = Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED
+_FROM_SERVERS = (_ANSWER, _REFUSED, _WANT, _AWAITED)
 
 
 class Executor:
@@ -179,7 +184,7 @@ class Executor:
             blame, action.tensor.blame = action.tensor.blame, 0
             for local_rank, slot_id, round_ in action.slots:
                 self._owe(local_rank, slot_id, round_, blame)
-            if action.tensor.ending is not None and action.tensor.round > action.tensor.last_round:
+            if action.tensor.state is _ENDING and action.tensor.round > action.tensor.last_round:
                 self.on_end(action.tensor)
         elif isinstance(action, Show):
             if rank := self.ranks.get(action.slot.local_rank):
@@ -208,7 +213,7 @@ class Executor:
         self._at_work += 1
         dtype = part.tensor.spec.dtype
         # A result that a server has summed, it has looked at as well.
-        is_guarded = part.tensor.spec.is_guarded and part.stage is Stage.REDUCING
+        is_guarded = part.tensor.spec.is_guarded and part.stage is REDUCING
         pair: Pair = (compute.op, dtype, Checks.FINITE) if is_guarded else (compute.op, dtype)
         is_ready = pair in self._ready
         work = compute.work
@@ -251,20 +256,20 @@ class Executor:
 
     def answered(self, header: Header, frame: zmq.Frame | None, server: int) -> None:
         """A summation service has sent a message."""
-        if header.kind not in (Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED):
+        if header.kind not in _FROM_SERVERS:
             raise ProtocolError(f"a summation service sent a {header.kind.name} message, which only workers send")
-        if header.kind is Kind.AWAITED:
+        if header.kind is _AWAITED:
             names = unpack_names(frame.bytes if frame is not None else b"")
             rounds = [(self._parts[name[:3]], name[3]) for name in names if name[:3] in self._parts]
             self.run(self._pipeline.awaited(rounds, self._loop.time()))
             return
         part = self._parts.get((header.key, header.generation, header.index))
-        if part is not None and header.kind is Kind.WANT:
+        if part is not None and header.kind is _WANT:
             self.run(self._pipeline.wanted(part, header.round, server))
             return
         if self._memory.take_abandoned(header, server) or part is None or not self._pipeline.awaits(part, header.round):
             return  # of a tensor that is void by now, or a repetition: a kernel may be reading the first answer
-        if header.kind is Kind.REFUSED:
+        if header.kind is _REFUSED:
             if server != part.server:
                 return  # it adds other partitions by now
             error, _, text = (frame.bytes if frame is not None else b"").decode(errors="replace").partition("\n")
@@ -302,7 +307,7 @@ class Executor:
             self._is_due(part)
             for part in self._parts.values()
             if part.tensor.slots
-            and not part.tensor.retired
+            and not part.tensor.state.is_void
             and (not part.tensor.spec.group or ranks.intersection(part.tensor.spec.group))
         )
 
@@ -310,8 +315,8 @@ class Executor:
     def _is_due(part: Part) -> bool:
         """Its result, what other machines have for it, or its way to them."""
         if isinstance(part, ScatterPart):
-            return part.stage is Stage.IN_FLIGHT
-        is_given = part.stage is Stage.IN_FLIGHT or (part.stage is Stage.QUEUED and part.is_resent)
+            return part.stage is IN_FLIGHT
+        is_given = part.stage is IN_FLIGHT or (part.stage is QUEUED and part.is_resent)
         return part.server >= 0 and is_given
 
     def move(self, server_of: Callable[[Part], int]) -> int:
@@ -328,7 +333,7 @@ class Executor:
     @property
     def _sent(self) -> list[Part]:
         """Partitions that servers add."""
-        return [part for part in self._parts.values() if part.server >= 0 and not part.tensor.retired]
+        return [part for part in self._parts.values() if part.server >= 0 and not part.tensor.state.is_void]
 
     # ---- ranks, scheduler, memory ----------------------------------------------------------------------
 

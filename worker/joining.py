@@ -27,7 +27,7 @@ from byteps_py.worker.executor import Executor
 from byteps_py.worker.piece_exchange import PieceExchange
 from byteps_py.worker.pipeline import Pipeline
 from byteps_py.worker.ranks import RankConnection
-from byteps_py.worker.tensor import RankSlot, Tensor
+from byteps_py.worker.tensor import RankSlot, Tensor, TensorState
 from byteps_py.worker.topology import Topology
 
 
@@ -120,7 +120,7 @@ class Joining:
                 self._executor.run([Fail((member.slot,), error)])
         for tensor in self._agreement.tensors():
             round_ = last.get((tensor.name, tensor.generation))
-            if round_ is not None and tensor.ending is None:
+            if round_ is not None and tensor.state is TensorState.ACTIVE:
                 error = JoinedError(unsupported(tensor.spec, [join.rank]))
                 if self._agreement.end_after(tensor, round_, error):
                     self._executor.on_end(tensor)

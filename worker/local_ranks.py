@@ -17,6 +17,8 @@ from __future__ import annotations
 import enum
 from typing import Generic, TypeVar
 
+from byteps_py.worker.transitions import IllegalTransitionError
+
 
 class RankState(enum.Enum):
     """Where a local rank stands. Each value completes the sentence "the rank …"."""
@@ -87,10 +89,6 @@ IN_GROUP = (RankState.PRESENT, RankState.SETTLING)
 _WITHOUT_PROCESS = (RankState.ABSENT, RankState.LATE, RankState.GONE)
 
 
-class IllegalTransitionError(RuntimeError):
-    """An event that can't happen in this state: a fault of the service, not of a rank."""
-
-
 C = TypeVar("C")
 
 
@@ -120,7 +118,7 @@ class LocalRank(Generic[C]):
         """Go to the next state. Raises IllegalTransitionError."""
         after = TRANSITIONS[self.state].get(event)
         if after is None:
-            raise IllegalTransitionError(f"local rank {self.seat} is {self.state.name}: {event.name} can't happen")
+            raise IllegalTransitionError.of(f"local rank {self.seat}", self.state, event)
         self.state = after
         if after in _WITHOUT_PROCESS:
             self.connection = None

@@ -16,7 +16,21 @@ from byteps_py.tensors import Op, TensorSpec
 from byteps_py.worker.actions import Action, Push, Release, RoundDone, Show, Supply, Withdraw
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.tensor import Compute, Part, RankSlot, ScatterPart, Stage, Tensor
+from byteps_py.worker.tensor import (
+    DELIVERING,
+    DONE,
+    IN_FLIGHT,
+    QUEUED,
+    REDUCING,
+    WAITING,
+    Compute,
+    Part,
+    RankSlot,
+    ScatterPart,
+    SlotState,
+    Tensor,
+    TensorState,
+)
 
 
 class Pipeline:
@@ -69,17 +83,17 @@ class Pipeline:
     def leave_out(self, slot: RankSlot, now: float) -> list[Action]:
         """The slot's rank has joined: from the next round on, which may be the current one, it takes no part."""
         tensor = slot.tensor
-        slot.has_joined = True
-        if tensor is None or tensor.retired:
+        if tensor is None or tensor.state.is_void:
             return []
+        slot.rank_joined()
         if slot.ready_bytes >= 0:
-            tensor.is_leaving = True
+            tensor.has_last_rounds = True
             return []
         self._drop_joined(tensor)
         return self._advance(tensor, now)
 
     def _drop_joined(self, tensor: Tensor) -> None:
-        gone = tuple(slot for slot in tensor.slots if slot.has_joined and slot.ready_bytes < 0)
+        gone = tuple(slot for slot in tensor.slots if slot.state is SlotState.JOINED)
         tensor.joined += gone
         tensor.slots = tuple(slot for slot in tensor.slots if slot not in gone)
         if not tensor.slots:
@@ -92,7 +106,7 @@ class Pipeline:
         if tensor.is_alone:
             return []
         for part in tensor.parts:
-            part.stage = Stage.IN_FLIGHT
+            part.move_to(IN_FLIGHT)
         return [Push(part, tensor.round) for part in tensor.parts]
 
     def _advance(self, tensor: Tensor, now: float) -> list[Action]:
@@ -108,7 +122,7 @@ class Pipeline:
             tensor.begun += 1
             compute = self._local_sum(part)
             if compute is not None:
-                part.stage = Stage.REDUCING
+                part.move_to(REDUCING)
                 tensor.running += 1
                 actions.append(compute)
             elif isinstance(part, ScatterPart):
@@ -140,7 +154,7 @@ class Pipeline:
         return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
 
     def _enqueue(self, part: Part) -> None:
-        part.stage = Stage.QUEUED
+        part.move_to(QUEUED)
         self._queue.add(part, part.priority, part.awaited_round == part.tensor.round)
 
     def awaited(self, rounds: Iterable[tuple[Part, int]], now: float) -> list[Action]:
@@ -149,7 +163,7 @@ class Pipeline:
         late = set()
         for part, round_ in rounds:
             part.awaited_round = round_
-            if part.stage is Stage.QUEUED and not part.tensor.retired and round_ == part.tensor.round:
+            if part.stage is QUEUED and not part.tensor.state.is_void and round_ == part.tensor.round:
                 late.add(part)
         self._queue.hasten(late)
         return self.pump(now)
@@ -165,7 +179,7 @@ class Pipeline:
             part = self._queue.take(now)
             if part is None:
                 break
-            part.stage = Stage.IN_FLIGHT
+            part.move_to(IN_FLIGHT)
             actions.append(Push(part, part.tensor.round))
         return actions
 
@@ -174,13 +188,13 @@ class Pipeline:
         tensor = part.tensor
         tensor.running -= 1
         actions: list[Action] = []
-        if part.stage is Stage.DELIVERING and not isinstance(part, ScatterPart):
+        if part.stage is DELIVERING and not isinstance(part, ScatterPart):
             was_full = self._undelivered_bytes > self._queue.credit_bytes
             self._undelivered_bytes -= part.length
             actions += self.pump(now) if was_full else ()
-        if tensor.retired:
+        if tensor.state.is_void:
             return [*actions, *self._release(tensor)]
-        if part.stage is Stage.REDUCING and not tensor.is_alone:
+        if part.stage is REDUCING and not tensor.is_alone:
             if isinstance(part, ScatterPart):
                 return self._scatterer.offer(part, now)
             self._enqueue(part)
@@ -192,15 +206,15 @@ class Pipeline:
     def awaits(self, part: Part, round_: int) -> bool:
         """True if an answer to, or a refusal of, this round's push still matters; else it is of a void tensor,
         or says again what an earlier one has said."""
-        is_due = part.stage is Stage.IN_FLIGHT or (part.stage is Stage.QUEUED and part.is_resent)
-        return not part.tensor.retired and is_due and round_ == part.tensor.round
+        is_due = part.stage is IN_FLIGHT or (part.stage is QUEUED and part.is_resent)
+        return not part.tensor.state.is_void and is_due and round_ == part.tensor.round
 
     def answered(self, part: Part, round_: int, source: int, now: float) -> list[Action]:
         """The server's answer to a push lies at address ``source`` (0: none, for the root of a broadcast)."""
         if not self.awaits(part, round_):
             return []
         tensor = part.tensor
-        if part.stage is Stage.QUEUED:  # the server before has answered after all
+        if part.stage is QUEUED:  # the server before has answered after all
             self._queue.drop({part})
         self._queue.give_back(part)
         if tensor.root_slot is not None:
@@ -208,7 +222,7 @@ class Pipeline:
         outputs = tensor.results(part.offset)
         if not outputs:
             return self.pump(now) + self._finish(part)
-        part.stage = Stage.DELIVERING
+        part.move_to(DELIVERING)
         self._undelivered_bytes += part.length
         tensor.running += 1
         actions = self.pump(now)
@@ -221,15 +235,15 @@ class Pipeline:
         actions: list[Action] = []
         for part, server in moves:
             before, part.server = part.server, server
-            if part.stage is Stage.QUEUED:
+            if part.stage is QUEUED:
                 self._queue.move(part, before)
-            elif part.stage is Stage.IN_FLIGHT:
+            elif part.stage is IN_FLIGHT:
                 actions += [Withdraw(part, part.tensor.round, before), *self._again(part)]
         return actions + self.pump(now)
 
     def again(self, parts: Iterable[Part], now: float) -> list[Action]:
         """What was sent of these, or its answer, is lost where it is not there yet: send it once more."""
-        actions = [action for part in parts if part.stage is Stage.IN_FLIGHT for action in self._again(part)]
+        actions = [action for part in parts if part.stage is IN_FLIGHT for action in self._again(part)]
         return actions + self.pump(now)
 
     def _again(self, part: Part) -> list[Action]:
@@ -243,12 +257,12 @@ class Pipeline:
     def wanted(self, part: Part, round_: int, server: int) -> list[Action]:
         """Another machine lacks a round's result. If this one has it, it won't send its part by itself."""
         tensor = part.tensor
-        is_there = not tensor.retired or tensor.is_kept
+        is_there = tensor.state is not TensorState.RETIRED
         return [Supply(part, round_, server)] if is_there and tensor.has_result(part, round_) else []
 
     def lent(self, part: ScatterPart, round_: int) -> list[Action]:
         """This machine's sum of a part was taken by the machine that it is for."""
-        if part.tensor.retired or part.stage is not Stage.IN_FLIGHT or round_ != part.tensor.round:
+        if part.tensor.state.is_void or part.stage is not IN_FLIGHT or round_ != part.tensor.round:
             return []
         return self._finish(part)
 
@@ -260,7 +274,7 @@ class Pipeline:
 
     def _finish(self, part: Part) -> list[Action]:
         tensor = part.tensor
-        part.stage = Stage.DONE
+        part.move_to(DONE)
         tensor.finished += 1
         if tensor.finished < len(tensor.parts):
             return [
@@ -278,19 +292,23 @@ class Pipeline:
         for slot in tensor.slots:
             slot.ready_bytes = -1
         for part in tensor.parts:
-            part.stage, part.is_resent = Stage.WAITING, False
-        if tensor.is_leaving:
-            tensor.is_leaving = False
+            part.move_to(WAITING)
+            part.is_resent = False
+        if tensor.has_last_rounds:
+            tensor.has_last_rounds = False
+            for slot in tensor.slots:
+                if slot.state.has_joined:
+                    slot.rank_joined()
             self._drop_joined(tensor)
         return done
 
     def retire(self, tensor: Tensor, now: float, keep: bool = False) -> list[Action]:
         """The tensor is void: forget its rounds, give its credit back, and its memory once no kernel runs; if it is
         to ``keep`` what it gave to the last one, only after ``forget``."""
-        tensor.retired, tensor.is_kept = True, keep
+        tensor.move_to(TensorState.KEPT if keep else TensorState.RETIRED)
         self._queue.drop(set(tensor.parts))
         for part in tensor.parts:
-            if part.stage is Stage.IN_FLIGHT:
+            if part.stage is IN_FLIGHT:
                 self._queue.give_back(part)
         if tensor.spec.scatters:
             self._scatterer.retire(tensor)
@@ -298,15 +316,14 @@ class Pipeline:
 
     def forget(self, tensor: Tensor) -> list[Action]:
         """No other machine can lack a result of a tensor that was retired and kept."""
-        tensor.is_kept = False
+        tensor.move_to(TensorState.RETIRED)
         if tensor.spec.scatters:
             self._scatterer.forget(tensor)
         return self._release(tensor)
 
     def _release(self, tensor: Tensor) -> list[Action]:
-        if tensor.running or tensor.is_kept:
+        if tensor.is_used:
             return []
         # A slot that lives on in the tensor's next generation stays.
-        return [
-            Release(tuple(s for s in (*tensor.slots, *tensor.joined) if s.tensor is tensor and not s.is_kept), tensor)
-        ]
+        slots = (slot for slot in (*tensor.slots, *tensor.joined) if slot.tensor is tensor)
+        return [Release(tuple(slot for slot in slots if slot.state is not SlotState.VOID), tensor)]

@@ -175,7 +175,7 @@ class Requests:
         self._meetings.forget(local_rank)
         self.executor.run(self._agreement.forget_rank(local_rank))
         for _, member in self._direct.members(local_rank):
-            member.slot.has_left = True
+            member.slot.rank_left()
 
 
 def describe_waiting(waiting: pb.Waiting) -> str:

@@ -18,7 +18,17 @@ from byteps_py.tensors import TensorSpec, split
 from byteps_py.worker.actions import Action, Lend
 from byteps_py.worker.credit import PushQueue
 from byteps_py.worker.pieces import Transfer, due
-from byteps_py.worker.tensor import AskSum, Compute, ScatterPart, Stage, SumRequest, Tensor
+from byteps_py.worker.tensor import (
+    DELIVERING,
+    DONE,
+    IN_FLIGHT,
+    AskSum,
+    Compute,
+    ScatterPart,
+    SumRequest,
+    Tensor,
+    TensorState,
+)
 
 #: Requests for tensors that are not agreed here yet; more can't come from correct machines.
 MAX_EARLY = 1 << 16
@@ -87,7 +97,7 @@ class Scatter:
         self._queue.drop(set(asks))
         for ask in asks:
             self._queue.give_back(ask)
-        if not tensor.is_kept:
+        if tensor.state is not TensorState.KEPT:
             self.forget(tensor)
 
     def forget(self, tensor: Tensor) -> None:
@@ -98,13 +108,13 @@ class Scatter:
         """This machine's sum of a part is there."""
         tensor = part.tensor
         if self._machine_of[part.owner] != self._machine:
-            part.stage = Stage.IN_FLIGHT
+            part.move_to(IN_FLIGHT)
             request = part.request
             if request is None or request.round != tensor.round:
                 return []
             part.request = None
             return [Lend(part, request)]
-        part.stage = Stage.IN_FLIGHT
+        part.move_to(IN_FLIGHT)
         part.sums = {self._machine: tensor.contribution.address + part.offset}
         ranks = tensor.spec.members(len(self._machine_of))
         others = {self._machine_of[rank] for rank in ranks} - {self._machine}
@@ -132,9 +142,9 @@ class Scatter:
         # What was lent may have been lost with a connection, and lies there until the next round is over.
         if request.round == tensor.round - 1:
             return [Lend(part, request)]
-        if tensor.retired:
+        if tensor.state.is_void:
             return []  # nobody gets a result of this round
-        if request.round == tensor.round and part.stage in (Stage.IN_FLIGHT, Stage.DONE):
+        if request.round == tensor.round and (part.stage is IN_FLIGHT or part.stage is DONE):
             return [Lend(part, request)]
         self._keep(part, request)
         return []
@@ -155,7 +165,7 @@ class Scatter:
         """Another machine's sum lies at ``address``, until ``Pipeline.computed``."""
         part = ask.part
         tensor = part.tensor
-        if tensor.retired or ask.round != tensor.round or ask.server not in part.missing:
+        if tensor.state.is_void or ask.round != tensor.round or ask.server not in part.missing:
             return []
         self._queue.give_back(ask)
         part.missing.discard(ask.server)
@@ -163,7 +173,7 @@ class Scatter:
         actions: list[Action] = [*due(self._queue, now)]
         if part.missing:
             return actions
-        part.stage = Stage.DELIVERING
+        part.move_to(DELIVERING)
         part.asks = []
         tensor.running += 1
         inputs = tuple(part.sums[machine] for machine in sorted(part.sums))

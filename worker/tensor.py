@@ -1,11 +1,20 @@
-"""One agreed tensor on one machine: its memory, its partitions, where its current round stands. Pure data.
+"""One agreed tensor on one machine: its memory, its partitions, and their states. Pure.
 
-One round of one partition:
+One round of one partition (Stage):
 
     WAITING ─all local ranks ready─► REDUCING ─► QUEUED ─credit─► IN_FLIGHT ─answer─► DELIVERING ─► DONE
 
-A name that is declared anew becomes a new Tensor; the old one is ``retired`` and its memory given back when
-no kernel uses it any more.
+One tensor (TensorState), which a name that is declared anew replaces by another one:
+
+    ACTIVE ─it is void after a later round─► ENDING ─► KEPT ─no machine lacks its result─► RETIRED
+
+One rank's memory for it (SlotState):
+
+    ACTIVE ─its rank joins in a round─► LAST_ROUND ─the round ends─► JOINED
+    any ─nothing comes of it─► VOID ─its rank knows─► RELEASED
+
+What may follow what stands in ``STAGES``, ``TENSOR_STATES`` and ``SLOT_STATES``; ``move_to`` is the only way from one
+state to another.
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ from byteps_py.errors import BytePSError
 from byteps_py.shm import Block
 from byteps_py.strips import Arriving
 from byteps_py.tensors import TOGETHER, Op, TensorSpec, key_of
+from byteps_py.worker.transitions import IllegalTransitionError
 
 if TYPE_CHECKING:
     from byteps_py.kernels.reduction import Report
@@ -40,6 +50,78 @@ class Stage(enum.Enum):
     DELIVERING = "being delivered to local ranks"
     DONE = "delivered"
 
+    after: tuple[Stage, ...]
+
+
+WAITING, REDUCING, QUEUED, IN_FLIGHT, DELIVERING, DONE = Stage
+STAGES: dict[Stage, tuple[Stage, ...]] = {
+    WAITING: (REDUCING, QUEUED, IN_FLIGHT),
+    REDUCING: (QUEUED, IN_FLIGHT, DONE),
+    QUEUED: (IN_FLIGHT, DELIVERING, DONE),  # the server of before may answer what waits to be sent again
+    IN_FLIGHT: (QUEUED, DELIVERING, DONE),
+    DELIVERING: (DONE,),
+    DONE: (WAITING,),
+}
+for _stage, _stages in STAGES.items():
+    _stage.after = _stages
+
+
+class TensorState(enum.Enum):
+    """``is_void``: nobody gets a result of it any more."""
+
+    ACTIVE = "its rounds go on"
+    ENDING = "its rounds go on until ``last_round`` is delivered"
+    KEPT = "void; what was given to its last round is kept for machines that may lack the result"
+    RETIRED = "void; its memory is given back once no kernel uses it"
+
+    after: tuple[TensorState, ...]
+    is_void: bool
+
+
+TENSOR_STATES: dict[TensorState, tuple[TensorState, ...]] = {
+    TensorState.ACTIVE: (TensorState.ENDING, TensorState.KEPT, TensorState.RETIRED),
+    # A later verdict may say of another round that it is the last.
+    TensorState.ENDING: (TensorState.ENDING, TensorState.KEPT, TensorState.RETIRED),
+    TensorState.KEPT: (TensorState.RETIRED,),
+    TensorState.RETIRED: (),
+}
+for _state, _states in TENSOR_STATES.items():
+    _state.after = _states
+    _state.is_void = _state in (TensorState.KEPT, TensorState.RETIRED)
+
+
+class SlotState(enum.Enum):
+    """``has_left``: the rank has left; what it had handed over still counts, but it waits for nothing. ``has_joined``:
+    the rank begins no further round."""
+
+    ACTIVE = "its rank takes part"
+    LEFT = "its rank has left"
+    LAST_ROUND = "its rank has joined, and takes part in the round that it has begun"
+    LEFT_IN_LAST_ROUND = "its rank has joined, and has left before the round that it had begun is over"
+    JOINED = "its rank has joined, and takes no part"
+    VOID = "nothing comes of it, which its rank may not know yet: it may write there"
+    RELEASED = "void, and its rank knows: the memory is given back once no kernel uses it"
+
+    after: tuple[SlotState, ...]
+    has_left: bool
+    has_joined: bool
+
+
+_S, _VOID = SlotState, SlotState.VOID
+SLOT_STATES: dict[SlotState, tuple[SlotState, ...]] = {
+    _S.ACTIVE: (_S.LEFT, _S.LAST_ROUND, _S.JOINED, _S.VOID),
+    _S.LEFT: (_S.LEFT_IN_LAST_ROUND, _S.JOINED, _S.VOID),
+    _S.LAST_ROUND: (_S.LEFT_IN_LAST_ROUND, _S.JOINED, _S.VOID),
+    _S.LEFT_IN_LAST_ROUND: (_S.JOINED, _S.VOID),
+    _S.JOINED: (_S.VOID,),
+    _S.VOID: (_S.RELEASED,),
+    _S.RELEASED: (),
+}
+for _slot_state, _slot_states in SLOT_STATES.items():
+    _slot_state.after = _slot_states
+    _slot_state.has_left = _slot_state in (_S.LEFT, _S.LEFT_IN_LAST_ROUND)
+    _slot_state.has_joined = _slot_state in (_S.LAST_ROUND, _S.LEFT_IN_LAST_ROUND, _S.JOINED)
+
 
 @dataclass(slots=True, eq=False)
 class Part:
@@ -53,13 +135,19 @@ class Part:
     offset: int
     length: int
     server: int
-    stage: Stage = Stage.WAITING
+    stage: Stage = WAITING
     answer: Block | None = None
     local_sum: Compute | None = None  # the same every round, where one machine is all
     is_resent: bool = False
     awaited_round: int = 0
     #: By parity of the round: who is to blame if this machine's sum is not finite; 0: it has none, or nobody asks.
     blames: list[int] = field(default_factory=lambda: [0, 0])
+
+    def move_to(self, stage: Stage) -> None:
+        """Raises IllegalTransitionError."""
+        if stage not in self.stage.after:
+            raise IllegalTransitionError.of(f"partition {self.index} of {self.tensor.name!r}", self.stage, stage)
+        self.stage = stage
 
     @property
     def priority(self) -> int:
@@ -139,10 +227,7 @@ class ScatterPart(Part):
 
 @dataclass(slots=True, eq=False)
 class RankSlot:
-    """One local rank's memory for a tensor, and how much of the current round's contribution is there. ``has_joined``:
-    the rank takes part in no further round.
-    ``is_kept``: it is void, but the rank may not know yet, and write there. ``has_left``: the rank; what it had
-    handed over still counts, but it waits for nothing."""
+    """One local rank's memory for a tensor, and how much of the current round's contribution is there."""
 
     id: int
     local_rank: int
@@ -153,21 +238,39 @@ class RankSlot:
     ready_bytes: int = -1  # of the current round; -1: the rank has not come
     ready_since: float = 0.0
     tensor: Tensor | None = None  # once all ranks agreed
-    is_kept: bool = False
-    has_left: bool = False
-    has_joined: bool = False
+    state: SlotState = SlotState.ACTIVE
     arriving: Arriving | None = None  # if the rank takes results in strips
     copies: int = 0  # of pieces, under way to its result
+
+    def move_to(self, state: SlotState) -> None:
+        """Raises IllegalTransitionError."""
+        if state not in self.state.after:
+            raise IllegalTransitionError.of(f"slot {self.id} of {self.spec.name!r}", self.state, state)
+        self.state = state
+
+    def rank_left(self) -> None:
+        """Its rank has left. Of a slot that is void, or whose rank has joined, nothing changes by that."""
+        if self.state is SlotState.ACTIVE:
+            self.move_to(SlotState.LEFT)
+        elif self.state is SlotState.LAST_ROUND:
+            self.move_to(SlotState.LEFT_IN_LAST_ROUND)
+
+    def rank_joined(self) -> None:
+        """Its rank has joined, or has done so in the round that is over by now."""
+        if self.ready_bytes < 0:
+            self.move_to(SlotState.JOINED)
+        elif not self.state.has_joined:
+            self.move_to(SlotState.LEFT_IN_LAST_ROUND if self.state.has_left else SlotState.LAST_ROUND)
 
     @property
     def is_void(self) -> bool:
         """Nothing will come of what its rank hands over, which it may not know yet."""
-        return self.is_kept or (self.tensor is not None and self.tensor.retired)
+        return self.state is _VOID or (self.tensor is not None and self.tensor.state.is_void)
 
     @property
     def waits(self) -> bool:
         """Its rank has begun a round, and is there to see its end."""
-        return self.ready_bytes >= 0 and not self.has_left
+        return self.ready_bytes >= 0 and not self.state.has_left
 
     @property
     def input(self) -> Block:
@@ -181,10 +284,11 @@ class Tensor:
     parity of the round (a contribution outlives its round, until the next one is complete); empty if a rank's own
     input serves. ``root_slot``: what a broadcast reads, None if it is on another machine.
     ``machines``: how many take part; 0: all of several. ``first_rank``: the global rank of this machine's first.
-    ``is_kept``: it is retired, but another machine may lack its last result, which takes what was given here.
-    ``ending``: why it is void once ``last_round`` is delivered; None if it is not. ``joined``: slots of local ranks
-    that have joined, and take no more part; ``is_leaving``: others do so after the current round. Without any slot
-    the machine contributes nothing."""
+
+    Data, whatever the state: ``ending``, why it is void once ``last_round`` is delivered (None unless it has been
+    ENDING); ``joined``, slots that take no more part; ``has_last_rounds``, slots take part in the current round for the
+    last time; ``passes_from``, the first round to which this machine contributes nothing, if no slot takes part.
+    ``is_resent`` and ``awaited_round`` of a Part are such facts of a round, too."""
 
     name: str
     generation: int
@@ -201,17 +305,32 @@ class Tensor:
     begun: int = 0  # partitions of the current round that have left WAITING
     finished: int = 0  # partitions of the current round that are DONE
     running: int = 0  # kernels at work on this tensor's memory
-    retired: bool = False
-    is_kept: bool = False
+    state: TensorState = TensorState.ACTIVE
     ending: BytePSError | None = None
     last_round: int = 0
     joined: tuple[RankSlot, ...] = ()
-    is_leaving: bool = False
-    passes_from: int = 0  # the first round to which this machine contributes nothing, if it has no slots
+    has_last_rounds: bool = False
+    passes_from: int = 0
     blame: int = 0  # who has made the current round's result NaN or infinite, as far as it is there
 
     def __post_init__(self) -> None:
         self.key = key_of(self.name)
+
+    def move_to(self, state: TensorState) -> None:
+        """Raises IllegalTransitionError."""
+        if state not in self.state.after:
+            raise IllegalTransitionError.of(f"tensor {self.name!r}", self.state, state)
+        self.state = state
+
+    def end_after(self, round_: int, error: BytePSError) -> None:
+        """It is void once this round is delivered."""
+        self.move_to(TensorState.ENDING)
+        self.ending, self.last_round = error, round_
+
+    @property
+    def is_used(self) -> bool:
+        """A kernel runs on its memory, or another machine may lack what was given."""
+        return bool(self.running) or self.state is TensorState.KEPT
 
     @property
     def is_alone(self) -> bool:
@@ -254,7 +373,7 @@ class Tensor:
 
     def has_result(self, part: Part, round_: int) -> bool:
         """This machine has the result of a round, the current one or the one before."""
-        is_answered = part.stage in (Stage.DELIVERING, Stage.DONE)
+        is_answered = part.stage is DELIVERING or part.stage is DONE
         return round_ == self.round - 1 or (round_ == self.round and is_answered)
 
     @property

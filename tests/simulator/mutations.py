@@ -29,7 +29,7 @@ from byteps_py.worker.rank_server import RankServer
 from byteps_py.worker.requests import Requests
 from byteps_py.worker.scatter import Scatter
 from byteps_py.worker.service import CommunicationService
-from byteps_py.worker.tensor import Part, RankSlot, Tensor
+from byteps_py.worker.tensor import Part, RankSlot, SlotState, Tensor
 from byteps_py.worker.topology import Topology
 
 from .ledger import LedgerNetwork
@@ -166,7 +166,7 @@ class ReuseMemoryOfVoidSlots(Mutation):
             failed = [slot for slots in self._names[name].failed.values() for slot in slots]
             self._names[name].failed.clear()
             for slot in failed:
-                slot.is_kept = False
+                slot.move_to(SlotState.RELEASED)
             return [*actions, Release(tuple(slot for slot in failed if slot.tensor is None))], old
 
 

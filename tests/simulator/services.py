@@ -81,7 +81,7 @@ class Worker(Process):
                 pipeline = executor._pipeline
                 self._answered, pipeline.answered = pipeline.answered, self._check_answer  # type: ignore[method-assign]
             parts = [part for part in executor._parts.values() if part.server >= 0]
-            live = [part for part in parts if part.tensor.slots and not part.tensor.retired]
+            live = [part for part in parts if part.tensor.slots and not part.tensor.state.is_void]
             in_flight = sum(part.length for part in live if part.stage is Stage.IN_FLIGHT)
             queue: Queue = group.queue  # type: ignore[assignment]
             counted, limited = queue.pushed_bytes, queue.in_flight_bytes
@@ -132,7 +132,8 @@ class Worker(Process):
         slots |= {s.id for member in direct for s in (member.slot, *(old for _, old in member.outgrown))}
         slots |= {slot.id for slot in group.joining._void}
         # A void tensor's last kernel may still run.
-        slots |= {s.id for s in requests.memory.slots.values() if s.tensor and s.tensor.retired and s.tensor.running}
+        known = requests.memory.slots.values()
+        slots |= {s.id for s in known if s.tensor and s.tensor.state.is_void and s.tensor.running}
         if set(requests.memory.slots) != slots:
             raise InvariantError(f"slots {set(requests.memory.slots) ^ slots} leak, or are gone too soon")
         parts = [part for tensor in tensors for part in tensor.parts]
