@@ -69,7 +69,7 @@ class Machine:
         pipeline = Pipeline(4, queue)
         nothing: Any = None
         self.executor = Executor(
-            runtime, cast(Any, _All()), self.memory, Cores(pipeline, nothing, nothing), 0, nothing, self._fail
+            runtime, cast(Any, _All()), self.memory, Cores(nothing, pipeline, nothing, nothing), 0, nothing, self._fail
         )
         self.network = self.executor.network = _Network(
             runtime, Settings(), topology(), self.memory, self.executor.answered, self.executor.again, nothing

@@ -76,13 +76,13 @@ class Executor:
         self._ready = ready
         self._memory = memory
         self._pipeline = pipeline
+        self._agreement = cores.agreement
         self._direct = cores.direct
         self._first_rank = first_rank
         self._guard = NonFiniteGuard(first_rank, pipeline.size)
         self.pace = RankPace(first_rank)
         self.send = send
         self._fail = fail
-        self._kept: dict[str, Tensor] = {}  # by name: retired, but what was given may be wanted
         self._at_work = 0  # kernels
         self._moved_at = 0.0
         self._due: deque[Action | DirectAction] = deque()
@@ -129,18 +129,20 @@ class Executor:
                 self.network.pace.forget(part)
         keep = may_be_wanted and not tensor.is_alone
         if keep:
-            self.forget(tensor.name)
-            self._kept[tensor.name] = tensor
+            if before := self._agreement.keep(tensor):
+                self._forget(before)
         else:
             self._drop_parts(tensor)
         self.run(self._pipeline.retire(tensor, self._loop.time(), keep))
 
     def forget(self, name: str | None = None) -> None:
         """No machine lacks a result of a tensor that had this name, or any, before."""
-        for each in [name] if name is not None else list(self._kept):
-            if tensor := self._kept.pop(each, None):
-                self._drop_parts(tensor)
-                self.run(self._pipeline.forget(tensor))
+        for tensor in self._agreement.forget_kept(name):
+            self._forget(tensor)
+
+    def _forget(self, tensor: Tensor) -> None:
+        self._drop_parts(tensor)
+        self.run(self._pipeline.forget(tensor))
 
     def _drop_parts(self, tensor: Tensor) -> None:
         for part in tensor.parts:

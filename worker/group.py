@@ -104,8 +104,9 @@ class Group:
             topology.machine_index, machine_of, topology.partition_bytes, thresholds.local_copy_piece, self._fetches,
             thresholds.joint_copy,
         )  # fmt: skip
+        cores = Cores(self.agreement, pipeline, direct, scatter)
         executor = self.executor = self.executor_class(
-            runtime, around.ready, memory, Cores(pipeline, direct, scatter), topology.first_rank, send, fail
+            runtime, around.ready, memory, cores, topology.first_rank, send, fail
         )
         executor.on_end = self._end_tensor
         executor.piece_executor.peers = around.peers

@@ -32,7 +32,8 @@ from byteps_py.worker.topology import Topology
 
 
 class Joining:
-    """``here``: the local ranks that have joined; ``_out``: those of them of which the scheduler has heard."""
+    """``_out``: those of the local ranks that have joined of which the scheduler has told all machines.
+    ``_everywhere``: global ranks of all machines that have joined, as it has told."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class Joining:
         send: Callable[[pb.MemberMessage], None],
         fail: Callable[[BytePSError], None],
     ) -> None:
-        self.here: set[int] = set()
         self._out: set[int] = set()
+        self._everywhere: list[int] = []
         self._topology = topology
         self._agreement = agreement
         self._pipeline = pipeline
@@ -54,8 +55,12 @@ class Joining:
         self._send = send
         self._fail = fail
         self._lost: BytePSError | None = None
-        self._last_direct: dict[int, dict[str, int]] = {}  # by rank that has joined: its last rounds, by name
         self._void: list[RankSlot] = []  # direct ones, into which a copy may yet be under way
+
+    @property
+    def here(self) -> set[int]:
+        """The local ranks that have joined."""
+        return self._agreement.joined
 
     def join(self, rank: RankConnection) -> None:
         """A local rank has no more data. Raises ProtocolError if it said so before."""
@@ -112,8 +117,9 @@ class Joining:
     def told(self, join: pb.Join) -> None:
         """A rank of any machine has joined."""
         last = {(each.name, each.generation): each.round for each in join.last}
-        direct = self._last_direct.setdefault(join.rank, {})
-        direct |= {name: round_ for (name, generation), round_ in last.items() if not generation}
+        self._agreement.rank_joined(join.rank, [(each.name, each.round) for each in join.last if not each.generation])
+        if join.rank not in self._everywhere:
+            self._everywhere.append(join.rank)
         for channel, member in self._direct.members():
             if member.is_open and (error := self.objection(channel.spec, member.round)) is not None:
                 self._direct.abandon(member)
@@ -130,8 +136,11 @@ class Joining:
 
     def objection(self, spec: TensorSpec, round_: int) -> JoinedError | None:
         """Why a round of a gather or an exchange can't be; None if it can."""
+        if not self._everywhere:
+            return None
         members = spec.members(self._topology.size)
-        absent = [r for r, last in self._last_direct.items() if r in members and round_ > last.get(spec.name, 0)]
+        joined = [rank for rank in self._everywhere if rank in members]
+        absent = [rank for rank in joined if round_ > self._agreement.last_round(spec.name, rank)]
         return JoinedError(unsupported(spec, absent)) if absent else None
 
     def _check_idle(self) -> None:
@@ -144,10 +153,9 @@ class Joining:
 
     def all_joined(self, last: int, direct_round: int) -> None:
         """Every rank has joined, rank ``last`` as the last one: all goes on, with nothing declared."""
-        self.here.clear()
         self._out.clear()
+        self._everywhere.clear()
         error = "tensor declared before all ranks joined (join()): declare it again"
-        self._last_direct.clear()
         void = self._direct.start_anew(direct_round)
         actions, tensors = self._agreement.start_anew(UsageError(error))
         self._executor.run([*actions, Release(self._idle_since_before()), *fail_all(void, UsageError(error))])

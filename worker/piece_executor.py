@@ -18,6 +18,7 @@ from byteps_py.kernels.readiness import Readiness
 from byteps_py.runtime import Runtime
 from byteps_py.tensors import DType, Op
 from byteps_py.worker.actions import Action, DirectAction, Lend
+from byteps_py.worker.agreement import Agreement
 from byteps_py.worker.memory import Memory
 from byteps_py.worker.piece_exchange import PieceExchange
 from byteps_py.worker.pieces import Copy, CopyHere, Delivered, FetchPiece, Outgrown, RefusePiece, Serve, Transfer
@@ -45,8 +46,9 @@ class Peers(Protocol):
 
 
 class Cores(NamedTuple):
-    """What decides, each purely, about reductions, about gathers and exchanges, and about scattered reductions."""
+    """What decides, each purely, about names, reductions, gathers and exchanges, and scattered reductions."""
 
+    agreement: Agreement
     pipeline: Pipeline
     direct: PieceExchange
     scatter: Scatter
@@ -71,7 +73,7 @@ class PieceExecutor:
         self._runtime = runtime
         self._ready = ready
         self._memory = memory
-        self._pipeline, self._direct, self._scatter = cores
+        self._pipeline, self._direct, self._scatter = cores.pipeline, cores.direct, cores.scatter
         self._run = run
         self._deliver = deliver
 

@@ -127,7 +127,7 @@ class Worker(Process):
         slots = {slot.id for tensor in tensors for slot in tensor.slots}
         names = group.agreement._names.values()
         slots |= {slot.id for name in names for failed in name.failed.values() for slot in failed}
-        slots |= {slot.id for tensor in executor._kept.values() for slot in (*tensor.slots, *tensor.joined)}
+        slots |= {slot.id for tensor in group.agreement.kept() for slot in (*tensor.slots, *tensor.joined)}
         direct = [member for _, member in group._direct.members()]
         slots |= {s.id for member in direct for s in (member.slot, *(old for _, old in member.outgrown))}
         slots |= {slot.id for slot in group.joining._void}
@@ -137,7 +137,7 @@ class Worker(Process):
         if set(requests.memory.slots) != slots:
             raise InvariantError(f"slots {set(requests.memory.slots) ^ slots} leak, or are gone too soon")
         parts = [part for tensor in tensors for part in tensor.parts]
-        kept = {part for tensor in executor._kept.values() for part in tensor.parts}
+        kept = {part for tensor in group.agreement.kept() for part in tensor.parts}
         if set(executor._parts.values()) != {*parts, *kept} or any(part.stage is not Stage.WAITING for part in parts):
             raise InvariantError("partitions are under way, or of no tensor")
         if set(executor._frames) & set(parts) or any(tensor.running for tensor in tensors):
