@@ -3,7 +3,7 @@
 Machines push what is most urgent of what is ready, and gradients never become ready everywhere at the same moment. So
 one machine has begun with partitions that another one leaves for later, and the other way round: each holds memory
 and credit, and none has an answer. To complete what others have begun costs a machine one message, and gives all of
-them an answer; so that goes first (worker/credit.py). With four machines and computation that takes as long as
+them an answer; so that goes first (worker/core/credit.py). With four machines and computation that takes as long as
 communication, links that carried answers at two thirds of their rate during a backward pass carry nine tenths.
 """
 

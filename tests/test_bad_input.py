@@ -17,7 +17,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import MAX_NAME_BYTES, DType, Op, TensorSpec
 from byteps_py.variables import VARIABLES, Variable
-from byteps_py.worker import rank_server
+from byteps_py.worker.ranks import rank_server
 
 GARBAGE = [
     "x", "-1", "1e999", "nan", "0x10", "²", "1" * 5000, "\udcff", "\x00\x01", "☃", "1;rm", "true", "2(x999999999)",

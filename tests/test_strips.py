@@ -9,7 +9,7 @@ import pytest
 
 from byteps_py.strips import STRIP_BYTES, Arriving, Strips, strip_at
 from byteps_py.tensors import DType, TensorSpec
-from byteps_py.worker.scatter import pieces
+from byteps_py.worker.core.scatter import pieces
 
 SIZE = 3
 

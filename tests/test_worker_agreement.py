@@ -7,9 +7,9 @@ from support.worker_core import slot, spec
 
 from byteps_py.errors import MismatchError
 from byteps_py.tensors import TensorSpec
-from byteps_py.worker.actions import Action, Fail, Release, SendBallot
-from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.tensor import RankSlot, SlotState, Tensor, TensorState
+from byteps_py.worker.core.actions import Action, Fail, Release, SendBallot
+from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.tensor import RankSlot, SlotState, Tensor, TensorState
 
 OLD, NEW = spec(4), spec(5)
 ERROR = MismatchError("tensor 'w': …")

@@ -14,8 +14,8 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.errors import PeerLostError
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
-from byteps_py.worker.local_ranks import RankState
-from byteps_py.worker.rank_server import RankServer
+from byteps_py.worker.core.local_ranks import RankState
+from byteps_py.worker.ranks.rank_server import RankServer
 
 
 def ignore(*given: object) -> None: ...

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from byteps_py.worker.local_ranks import (
+from byteps_py.worker.core.local_ranks import (
     TRANSITIONS,
     LocalRank,
     LocalRanks,
     RankEvent,
     RankState,
 )
-from byteps_py.worker.transitions import IllegalTransitionError
+from byteps_py.worker.core.transitions import IllegalTransitionError
 
 A, L, W, P, S, R, T, G = (
     RankState.ABSENT, RankState.LATE, RankState.WAITING, RankState.PRESENT, RankState.SETTLING, RankState.RETURNING,

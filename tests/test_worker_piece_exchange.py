@@ -14,10 +14,10 @@ from byteps_py.errors import ProtocolError
 from byteps_py.shm import Block
 from byteps_py.strips import Arriving, strip_at
 from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
-from byteps_py.worker.actions import DirectAction, Fail, Show
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.pieces import (
+from byteps_py.worker.core.actions import DirectAction, Fail, Show
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.pieces import (
     Copy,
     CopyHere,
     Delivered,
@@ -25,13 +25,14 @@ from byteps_py.worker.pieces import (
     Outgrown,
     PieceRequest,
     Receipt,
+    Receipts,
     RefusePiece,
     Serve,
     Transfer,
+    Way,
     due,
 )
-from byteps_py.worker.receipts import Receipts, Way
-from byteps_py.worker.tensor import AskSum, RankSlot
+from byteps_py.worker.core.tensor import AskSum, RankSlot
 
 STRIP = 3
 ROOM = 64

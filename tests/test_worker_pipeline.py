@@ -9,10 +9,10 @@ from support.worker_core import slot, spec, tensor
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
-from byteps_py.worker.actions import Action, Push, Release, RoundDone, Supply
-from byteps_py.worker.credit import PATIENCE_S, PushQueue
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.tensor import Compute, RankSlot, SlotState, Stage, Tensor
+from byteps_py.worker.core.actions import Action, Push, Release, RoundDone, Supply
+from byteps_py.worker.core.credit import PATIENCE_S, PushQueue
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.tensor import Compute, RankSlot, SlotState, Stage, Tensor
 
 PIECES = [(0, 8, 5), (8, 8, 6)]  # offset, length, server
 ANSWER = 900_000

@@ -15,12 +15,12 @@ from support.worker_core import slot as make_slot
 from byteps_py.errors import ProtocolError
 from byteps_py.strips import Arriving, strip_at
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.worker.actions import Action, Lend, RoundDone, Show
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.pieces import FetchPiece, Transfer, due
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.scatter import Scatter, pieces
-from byteps_py.worker.tensor import AskSum, Compute, RankSlot, SumRequest, Tensor
+from byteps_py.worker.core.actions import Action, Lend, RoundDone, Show
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.pieces import FetchPiece, Transfer, due
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.scatter import Scatter, pieces
+from byteps_py.worker.core.tensor import AskSum, Compute, RankSlot, SumRequest, Tensor
 
 STRIP = 8  # bytes
 ROUNDS = 4

@@ -13,14 +13,14 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
-from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.deadlines import StallDeadline
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.pieces import PieceRequest, Receipt, Serve
+from byteps_py.worker.core.tensor import RankSlot
 from byteps_py.worker.group import Group, GroupRuntime
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.pieces import PieceRequest, Receipt, Serve
 from byteps_py.worker.service import CommunicationService
 from byteps_py.worker.shutdown_drain import ShutdownDrain
-from byteps_py.worker.stall_deadline import StallDeadline
-from byteps_py.worker.tensor import RankSlot
 
 
 class Loop:

@@ -23,20 +23,16 @@ from byteps_py.scheduler.control_events import ControlEvents
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.wording import STOPPED
-from byteps_py.worker.batching import BatchingLink
-from byteps_py.worker.failure_suspicions import FailureSuspicions
+from byteps_py.worker.core.deadlines import FailureSuspicions, StallDeadline, Starting
+from byteps_py.worker.core.pieces import PieceRequest, Receipt
+from byteps_py.worker.core.tensor import SumRequest
 from byteps_py.worker.group import Group, GroupRuntime
-from byteps_py.worker.links import silence_s
-from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import PieceRequest, Receipt
-from byteps_py.worker.probe import Probe
-from byteps_py.worker.rank_server import RankServer
-from byteps_py.worker.rejoining import Rejoining
+from byteps_py.worker.io.links import silence_s
+from byteps_py.worker.io.peers import PeerMachines
+from byteps_py.worker.io.probe import Probe
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.scheduler_messages import BatchingLink, Rejoining, heartbeat
 from byteps_py.worker.shutdown_drain import ShutdownDrain
-from byteps_py.worker.stall_deadline import StallDeadline
-from byteps_py.worker.starting import Starting
-from byteps_py.worker.statistics import heartbeat
-from byteps_py.worker.tensor import SumRequest
 
 _TICK_S = 0.25
 _PUMP_S = 0.01, 0.05  # while something waits for its turn, and else

@@ -1,9 +1,9 @@
 """Who is much slower than the others: ranks and summation services. Pure.
 
-Communication services report with their heartbeats what is typical, and the least of the latest (worker/pace.py). Slow
-is who takes BYTEPS_STRAGGLER times as long as the median of the others, or in each of the last steps half as much again
-(a rank also lately, on average); a rank only if these wait for it meanwhile. It is warned about at once, then again
-every ``again_s`` while it lasts.
+Communication services report with their heartbeats what is typical, and the least of the latest
+(worker/core/pace.py). Slow is who takes BYTEPS_STRAGGLER times as long as the median of the others, or in each of the
+last steps half as much again (a rank also lately, on average); a rank only if these wait for it meanwhile. It is warned
+about at once, then again every ``again_s`` while it lasts.
 """
 
 from __future__ import annotations

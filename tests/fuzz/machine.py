@@ -21,10 +21,10 @@ from byteps_py.runtime import Runtime, Thresholds
 from byteps_py.scheduler.declarations import Decided, Declarations
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType
+from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
+from byteps_py.worker.core.tensor import Compute
 from byteps_py.worker.group import Group, GroupRuntime
-from byteps_py.worker.local_ranks import IN_GROUP, RankState
-from byteps_py.worker.rank_server import RankServer
-from byteps_py.worker.tensor import Compute
+from byteps_py.worker.ranks.rank_server import RankServer
 
 RANKS = 2
 _SETTINGS = Settings(job_id="fuzz")

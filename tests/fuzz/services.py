@@ -20,9 +20,9 @@ from byteps_py.shm import Block
 from byteps_py.spec_messages import to_message
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire import Header
+from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
 from byteps_py.worker.group import Group
-from byteps_py.worker.local_ranks import IN_GROUP, RankState
-from byteps_py.worker.network import Network
+from byteps_py.worker.io.network import Network
 from byteps_py.worker.service import CommunicationService
 
 from .base import Target

@@ -12,11 +12,11 @@ from byteps_py.scheduler.reforming import Reforming
 from byteps_py.scheduler.roster import Roster
 from byteps_py.scheduler.sessions import Sessions
 from byteps_py.server.rounds import Rounds
+from byteps_py.worker.core.local_ranks import LocalRank, LocalRanks, RankState
+from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.group import Group
-from byteps_py.worker.local_ranks import LocalRank, LocalRanks, RankState
-from byteps_py.worker.rank_server import RankServer
-from byteps_py.worker.rejoining import Rejoining
-from byteps_py.worker.topology import Topology
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.scheduler_messages import Rejoining
 
 from .mutations import Mutation, with_roster
 from .parts import Parts

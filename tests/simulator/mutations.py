@@ -18,19 +18,19 @@ from byteps_py.server.partition import Round, RoundState
 from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import TensorSpec
 from byteps_py.wire import Header, name_of
-from byteps_py.worker.actions import Release
-from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.executor import Executor
-from byteps_py.worker.joining import Joining
-from byteps_py.worker.memory import Memory
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.placing import Placing
-from byteps_py.worker.rank_server import RankServer
-from byteps_py.worker.requests import Requests
-from byteps_py.worker.scatter import Scatter
+from byteps_py.worker.core.actions import Release
+from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.scatter import Scatter
+from byteps_py.worker.core.tensor import Part, RankSlot, SlotState, Tensor
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.ranks.joining import Joining
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.ranks.requests import Requests
 from byteps_py.worker.service import CommunicationService
-from byteps_py.worker.tensor import Part, RankSlot, SlotState, Tensor
-from byteps_py.worker.topology import Topology
 
 from .ledger import LedgerNetwork
 from .parts import Parts

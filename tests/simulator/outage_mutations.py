@@ -8,13 +8,13 @@ from byteps_py.failure_detector import FailureDetector
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.sessions import Sessions
 from byteps_py.scheduler.silence import Silence
-from byteps_py.worker.executor import Executor
-from byteps_py.worker.failure_suspicions import FailureSuspicions
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.rank_server import RankServer
-from byteps_py.worker.scatter import ScatterPart
-from byteps_py.worker.tensor import Part, Stage
-from byteps_py.worker.waits import Waits
+from byteps_py.worker.core.deadlines import FailureSuspicions
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.scatter import ScatterPart
+from byteps_py.worker.core.tensor import Part, Stage
+from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.ranks.waits import Waits
 
 from .mutations import Mutation
 from .parts import Parts

@@ -7,15 +7,14 @@ from typing import Any
 
 from byteps_py.strips import Arriving
 from byteps_py.wire import Kind
-from byteps_py.worker import peers as product
-from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.piece_executor import PieceExecutor
-from byteps_py.worker.pieces import Receipt, Serve
-from byteps_py.worker.receipts import Receipts
-from byteps_py.worker.requests import Requests
-from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.tensor import ScatterPart
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.pieces import Receipt, Receipts, Serve
+from byteps_py.worker.core.scatter import Scatter
+from byteps_py.worker.core.tensor import ScatterPart
+from byteps_py.worker.io import peers as product
+from byteps_py.worker.io.peers import PeerMachines
+from byteps_py.worker.io.piece_executor import PieceExecutor
+from byteps_py.worker.ranks.requests import Requests
 
 from .mutations import Mutation
 from .parts import Parts

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from byteps_py.worker.actions import Action, Push
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.tensor import Part, RankSlot, SlotState, Tensor, TensorState
+from byteps_py.worker.core.actions import Action, Push
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.tensor import Part, RankSlot, SlotState, Tensor, TensorState
 
 from .ledger import Queue
 from .mutations import Mutation

@@ -13,10 +13,10 @@ from byteps_py.server.actions import Action as ServerAction
 from byteps_py.server.partition import Round, RoundState
 from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
-from byteps_py.worker.actions import Action, RoundDone
-from byteps_py.worker.pieces import Transfer
+from byteps_py.worker.core.actions import Action, RoundDone
+from byteps_py.worker.core.pieces import Transfer
+from byteps_py.worker.core.tensor import AskSum, Part, Stage, Tensor
 from byteps_py.worker.service import CommunicationService
-from byteps_py.worker.tensor import AskSum, Part, Stage, Tensor
 
 from .ledger import Ledger, Queue
 from .memory import Memory
