@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.worker_core import slot, tensor
 
+from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.errors import MismatchError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.strips import STRIP_BYTES
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.core.actions import Fail, Push, SendBallot
 from byteps_py.worker.core.agreement import Agreement
@@ -215,7 +215,7 @@ def test_how_many_machines_take_part(local_sizes: tuple[int, ...], group: tuple[
 
 
 def test_what_stays_on_one_machine_is_no_servers_load() -> None:
-    placing = Placing(topology(2, 2), 1 << 20, STRIP_BYTES)
+    placing = Placing(topology(2, 2), 1 << 20, CHUNK_BYTES)
     wide, narrow = among(0, 2), TensorSpec("v", DType.FLOAT32, (4,), group=(0, 1))
     placing.add([wide, narrow])
     assert [tuple(piece) for piece in placing.pieces(wide)] == [(0, 16, 9)]

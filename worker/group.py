@@ -44,7 +44,7 @@ from byteps_py.worker.ranks.waits import Waits
 
 @dataclass(frozen=True, slots=True)
 class GroupRuntime:
-    """What a group finds in its communication service, and whom it calls there.
+    """What a group finds in its communication service, and what it calls there.
 
     ``stay``: the service waits for ranks that come back. ``prefault``: does its argument on another thread.
     ``server_lost(sentence, member id, whether its process has ended)``, ``machine_lost(sentence, index)``: it can't be
@@ -97,11 +97,11 @@ class Group:
         self._fetches: PushQueue[Transfer | AskSum] = PushQueue()
         self._limit(topology)
         self._scatter = scatter = self.scatter_class(
-            topology.machine_index, machine_of, self._fetches, thresholds.strip
+            topology.machine_index, machine_of, self._fetches, thresholds.chunk
         )
         self._pipeline = pipeline = self.pipeline_class(topology.size, self.queue, scatter)
         self.agreement = self.agreement_class(topology.local_size, topology.first_rank)
-        self._placing = self.placing_class(topology, thresholds.local_sum_piece, thresholds.strip)
+        self._placing = self.placing_class(topology, thresholds.local_sum_piece, thresholds.chunk)
         self._direct = direct = self.direct_class(
             topology.machine_index, machine_of, topology.partition_bytes, thresholds.local_copy_piece, self._fetches,
             thresholds.joint_copy,
@@ -130,7 +130,7 @@ class Group:
         )
 
     def open(self) -> None:
-        """Let its ranks in, and other machines ask. Whoever calls it knows this group by now."""
+        """Let its ranks in, and other machines ask. The caller knows this group by now."""
         topology, peers = self.topology, self._around.peers
         if peers is not None:  # now that they can be answered: other machines may have asked already
             peers.open(topology, self._around.machine_lost)

@@ -147,7 +147,7 @@ class CommunicationService:
             self._loop.stop()
             return
         self._shutdown_drain.go()
-        if self._is_headless:  # nobody says so, and whose connections are not back by then will not ask any more
+        if self._is_headless:  # nobody says so; a machine whose connection is not back by then asks for nothing
             unheard_s = _UNHEARD_TIMEOUTS * self._settings.heartbeat_timeout_s
             self._loop.call_later(unheard_s, lambda: self._shutdown_drain.dismissed() if self._is_headless else None)
 
@@ -269,7 +269,7 @@ class CommunicationService:
         self._group = None
         self._link.forget()
         if self._shutdown_drain.is_going:
-            self._loop.stop()  # what it stays for is wanted by nobody any more
+            self._loop.stop()  # no machine wants any more what it stays for
         self._told_left.clear()
         self._shutdown_drain = self._new_shutdown_drain()
 
@@ -285,7 +285,7 @@ class CommunicationService:
 
     def _scheduler_away(self, error: BytePSError) -> None:
         self._stall_deadline.away(self._loop.time())
-        # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+        # Reductions of agreed tensors need no scheduler; a rank that needs one runs into the stall limit.
         if self._group is not None and self._rank_server.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
 
@@ -343,7 +343,7 @@ class CommunicationService:
             self._wants_group(str(error), False)
 
     def _server_lost(self, sentence: str, member_id: int, has_ended: bool) -> None:
-        """Others can do its work, once the scheduler says which. Not later than the stall limit allows."""
+        """Other servers can do its work, once the scheduler says which: not later than the stall limit allows."""
         self._warn_of(member_id, sentence, has_ended)
         is_sure = has_ended or self._suspicions.is_sure(member_id, self._loop.time())
         lost = pb.Unreachable(member_id=member_id, reason=sentence, is_sure=is_sure)
@@ -359,8 +359,8 @@ class CommunicationService:
             self._loop.call_later(_HEADLESS_S, give_up)
 
     def _warn_of(self, member_id: int, sentence: str, has_ended: bool) -> None:
-        """Once in a while, and not when it is known that the job has failed. Of one whose process has ended, the
-        scheduler says why."""
+        """Log a server that can't be reached: once a minute, and not when the job has failed. If its process has ended,
+        the scheduler says why."""
         now = self._loop.time()
         is_news = now >= self._warned_s.get(member_id, -_WARN_AGAIN_S) + _WARN_AGAIN_S
         if has_ended or self._rank_server.failure is not None or not is_news:
@@ -384,7 +384,7 @@ class CommunicationService:
                 self._settle()
 
     def _settle(self) -> None:
-        """Say who is not needed any more, as far as is known here."""
+        """Tell machines and ranks that nothing of theirs is needed here any more, as far as is known."""
         self._shutdown_drain.settle()
         if self._group is not None:
             self._group.settle(self._shutdown_drain.gone)

@@ -91,7 +91,7 @@ class ElasticCluster(Cluster):
 
     def new_rank(self, settings: Settings) -> Rank:
         rank = ElasticRank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, {})
-        rank.strip_bytes = self.runtimes.thresholds.strip
+        rank.chunk_bytes = self.runtimes.thresholds.chunk
         rank.commit_every = self._commit_every
         rank.is_job_over = lambda: self.scheduler.state != RUNNING
         rank.has_reason = lambda: self.shocks.are_losses

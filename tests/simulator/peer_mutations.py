@@ -1,11 +1,11 @@
-"""Cores that are broken on purpose, as in mutations.py, where bytes go from machine to machine and come in strips."""
+"""Cores that are broken on purpose, as in mutations.py, where bytes go from machine to machine and come in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from byteps_py.strips import Arriving
+from byteps_py.chunks import Arriving
 from byteps_py.wire import Kind
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import Receipt, Receipts, Serve
@@ -73,7 +73,7 @@ class CountAnswersTwice(Mutation):
                 asked.then(frame)
 
 
-class ShowStripsThatAreBegun(Mutation):
+class ShowChunksThatAreBegun(Mutation):
     """As soon as there is a byte of them."""
 
     class requests(Requests):
@@ -83,10 +83,10 @@ class ShowStripsThatAreBegun(Mutation):
                 self._left = [1] * len(self._left)
 
             def add(self, offset: int, nbytes: int) -> list[int]:
-                first, last = offset // self._strip_bytes, (offset + nbytes - 1) // self._strip_bytes
-                begun = [strip for strip in range(first, last + 1) if self._left[strip]]
-                for strip in begun:
-                    self._left[strip] = 0
+                first, last = offset // self._chunk_bytes, (offset + nbytes - 1) // self._chunk_bytes
+                begun = [chunk for chunk in range(first, last + 1) if self._left[chunk]]
+                for chunk in begun:
+                    self._left[chunk] = 0
                 return begun
 
 
@@ -135,7 +135,7 @@ PEER_MUTATIONS: dict[type[Parts], int] = {
     LetGoOfWhatHasLeft: 3,
     ForgetWhatWasSaidOfPieces: 1578,
     CountAnswersTwice: 3,
-    ShowStripsThatAreBegun: 3,
+    ShowChunksThatAreBegun: 3,
     ForgetWhoAskedEarly: 52,
     AskOnce: 66,
     LeaveWithWhatOthersNeed: 6,

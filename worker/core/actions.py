@@ -47,10 +47,10 @@ class Lend:
 
 @dataclass(slots=True)
 class Show:
-    """Tell the rank of ``slot`` that these strips of its current result are there."""
+    """Tell the rank of ``slot`` that these chunks of its current result are there."""
 
     slot: RankSlot
-    strips: list[int]
+    chunks: list[int]
 
 
 @dataclass(slots=True)

@@ -179,7 +179,7 @@ class Agreement:
 
     def keep(self, tensor: Tensor) -> Tensor | None:
         """A tensor is void, and another machine may lack its last result. Returns what was kept of that name before:
-        nobody lacks that any more."""
+        no machine lacks that any more."""
         self._keeping.pop(tensor.name, None)
         name = self._keeping[tensor.name] = self._name(tensor.name)
         before = name.forget_kept()
@@ -226,5 +226,5 @@ class Agreement:
         return fail_all(failed, error), tensors
 
     def forget_rank(self, local_rank: int) -> list[Action]:
-        """A rank has left: what it declared and nobody has agreed to yet is no vote any more."""
+        """A rank has left: what it declared and is not agreed on yet is no vote any more."""
         return [action for name in self._names.values() for action in name.forget_rank(local_rank)]

@@ -12,7 +12,7 @@ Credit bounds what a machine has pushed and has no answer to, and so what server
 pushed, and given back when its answer arrives. An answer needs all machines, and gradients become ready at slightly
 different times: machines fill their credits with different partitions, and would wait for each other. So what others
 wait for goes whatever is in flight; to complete a round frees memory, and gives all of them an answer. A machine that
-is late by more than ``patience_s`` holds nobody's credit.
+is late by more than ``patience_s`` holds no machine's credit.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PushQueue(Generic[P]):
             weight = self._weights.get(part.server, 1)
             start = self._virtual_time - self._head_starts.get(part.server, 0) / weight
             turns = self._servers[part.server] = _Turns(weight, start)
-        elif not turns.heap:  # nobody saves up turns by being idle
+        elif not turns.heap:  # no server saves up turns by being idle
             turns.start = max(turns.start, self._virtual_time)
         heapq.heappush(turns.heap, (not is_awaited, -priority, next(self._order), part))
         self._length += 1

@@ -6,8 +6,8 @@ A server that can't be reached, which may be this machine's own fault:
 
     can't be reached ──unsure──► the scheduler asks ──a timeout later, and still not──sure──► its keys go to others
 
-A machine that hears nobody is not asked, and a server that was not heard is asked for again when all is well. Else one
-machine that is cut off from the others would take their servers away.
+A machine that hears no other process is not asked, and a server that was not heard is asked for again when all is well.
+Else one machine that is cut off from the others would take their servers away.
 
 A wait that has taken longer than BYTEPS_STALL_LIMIT_S allows becomes an error, in words.
 """
@@ -82,7 +82,7 @@ class StallDeadline:
         self._said: list[str] = []  # by the scheduler about stalls, the latest first
 
     def said(self, sentence: str) -> None:
-        """The scheduler knows whom others wait for."""
+        """The scheduler knows which ranks others wait for."""
         self._said = [sentence, *self._said[:_SAID_KEPT]]
 
     def away(self, now: float) -> None:

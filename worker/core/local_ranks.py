@@ -45,7 +45,7 @@ class RankEvent(enum.Enum):
     GOES_BACK = "it leaves the group to come again, or the group can't go on"
     SHUTS_DOWN = "it leaves in order"
     ENDS = "its process or its connection ends, or it says that an exception ends it"
-    IS_FORGOTTEN = "a group begins without it, or nobody waits for it any more"
+    IS_FORGOTTEN = "a group begins without it, or the group does not wait for it any more"
 
 
 _STATE, _EVENT = RankState, RankEvent
@@ -217,7 +217,7 @@ class LocalRanks(Generic[C]):
         return members
 
     def forget_late(self) -> list[LocalRank[C]]:
-        """Nobody waits any more for those that have yet to come. Returns them."""
+        """The group does not wait any more for those that have yet to come. Returns them."""
         late = self.in_state(RankState.LATE)
         for rank in late:
             rank.happens(RankEvent.IS_FORGOTTEN)

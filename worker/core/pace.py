@@ -1,11 +1,12 @@
 """How local ranks, and the summation services of other machines, keep up. Pure; time is an argument.
 
-What is measured leaves out what somebody waits for others, so that who is slow can be told from who waits:
+What is measured leaves out the time that a rank or a server waits for others, so that one that is slow can be told from
+one that waits:
 
     a rank's step:      from one hand-over to the next, but for the time when it has handed over all that it had
                         and has not got all of it back
     a server's answer:  from the push to the answer, of pushes that others had not to be waited for much longer: what
-                        a server does while it waits, nobody can tell; also relative to what the link needs for the
+                        a server does while it waits can't be told; also relative to what the link needs for the
                         bytes that are on their way to this server
 
 Whether it is much slower than the others is decided where all of them are known (scheduler/pace.py).
@@ -21,10 +22,11 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.core.tensor import Part
 
 #: Values of so many seconds count as one, their mean, weighted by how long each took: of a server that stands still
-#: nine tenths of the time, most answers come at once, but who waits for one mostly waits long.
+#: nine tenths of the time, most answers come at once, but a rank that waits for one mostly waits long.
 SPAN_S = 0.5
 #: The median of the latest spans is typical, of those of so many seconds: what is shorter may be the operating system's
-#: doing. At least two: a single long one is a checkpoint, or an accident. (Who is very much slower is named after two.)
+#: doing. At least two: a single long one is a checkpoint, or an accident. (A rank that is very much slower is named
+#: after two.)
 WINDOW_S = 3.0
 _MOST = 16
 _LEAST_WEIGHT_S = 1e-6

@@ -1,6 +1,6 @@
 """Which local ranks want to know each other, to deal with each other directly. Pure; owned by the loop's thread.
 
-Ranks that make a group ask for it under its key, each when it comes to it. Once all have, everybody is given the ways
+Ranks that make a group ask for it under its key, each when it comes to it. Once all have, each is given the ways
 to the others; what the ranks say to each other then does not pass through here (byteps_py/session/nearby).
 """
 
@@ -30,14 +30,14 @@ class Tell:
 
 
 class PeerIntroductions:
-    """All by local rank. A rank that leaves may come back, while others have yet to leave: who is here for the nth time
-    meets those that are."""
+    """All by local rank. A rank that leaves may come back, while others have yet to leave: a rank that is here for the
+    nth time meets those that are, too."""
 
     def __init__(self) -> None:
         #: By key, and how often those who ask have been here before: the members, and those who have asked.
         self._asked: dict[tuple[int, int], tuple[tuple[int, ...], set[int]]] = {}
         self._stays: Counter[int] = Counter()  # that are over
-        self._known: set[tuple[int, int]] = set()  # (who, of whom)
+        self._known: set[tuple[int, int]] = set()  # (rank, other rank that it has the way to)
 
     def ask(self, rank: int, key: int, members: Sequence[int]) -> list[Introduce | Tell]:
         """``rank`` wants to deal with the other ``members``. Raises ProtocolError if they don't ask for the same."""
@@ -54,7 +54,7 @@ class PeerIntroductions:
         return [*(Introduce(one, other) for one, other in new), *(Tell(one, key) for one in wanted)]
 
     def forget(self, rank: int) -> None:
-        """It has left. One that comes in its place is somebody else."""
+        """It has left. A rank that comes in its place is another one."""
         self._stays[rank] += 1
         self._known = {pair for pair in self._known if rank not in pair}
         for _, asked in self._asked.values():

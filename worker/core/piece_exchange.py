@@ -3,14 +3,14 @@
     a rank hands over a round, with its layout: an Offer
       ├─ from each rank of this machine that has come to the round too:  Copy
       └─ from each rank of another machine:  Fetch ─► there, once the rank has come:  Serve ─► here:  Copy
-    all its pieces are copied, and nobody still needs what it offered a round ago: Delivered
+    all its pieces are copied, and no rank still needs what it offered a round ago: Delivered
 
-Who receives asks, so nothing comes for which there is no place, and what is asked for twice is the same; and says when
-it has come, so that what is lost with a connection is there to be sent again. Ranks go through the rounds of a name at
-their own pace, each at most one ahead of whoever still needs a piece of the round before: a rank's two inputs are used
-in turn. Nothing is voted on: a key is a name, a name says who takes part (its ranks disagree about that only by a fault
-of the front end), and sizes are compared where they meet. A piece whose sizes differ counts as taken, so that rounds
-stay in step; who expects it gets an error for it.
+The receiver asks, so nothing comes for which there is no place, and what is asked for twice is the same. It says when a
+piece has come, so that what is lost with a connection is there to be sent again. Ranks go through the rounds of a name
+at their own pace, each at most one ahead of a rank that still needs a piece of the round before: a rank's two inputs
+are used in turn. Nothing is voted on: a key is a name, a name says which ranks take part (its ranks disagree about that
+only by a fault of the front end), and sizes are compared where they meet. A piece whose sizes differ counts as taken,
+so that rounds stay in step; the rank that expects it gets an error for it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class PieceExchange:
             for request in requests:
                 try:
                     actions += self.serve(channel, request)
-                except ProtocolError as error:  # the fault of the one who asked, not of the rank that has come
+                except ProtocolError as error:  # the fault of the machine that asked, not of the rank that has come
                     actions.append(RefusePiece(request, error))
         drop_if_taken(member, round_)
         return actions + finish(member)
@@ -155,7 +155,7 @@ class PieceExchange:
         if channel is not None:
             return self.serve(channel, request)
         if sum(map(len, self._early.values())) >= MAX_EARLY:
-            raise ProtocolError(f"machine {request.machine} asks for too much that nobody here has declared")
+            raise ProtocolError(f"machine {request.machine} asks for too much that no rank here has declared")
         self._early.setdefault(request.key, []).append(request)
         return []
 
@@ -171,7 +171,7 @@ class PieceExchange:
         return [*actions, *due(self._queue, now)]
 
     def refused(self, transfer: Transfer, error: MismatchError, now: float) -> list[DirectAction]:
-        """Of a Fetch: the one who has the piece says that it is another."""
+        """Of a Fetch: the machine that has the piece says that its size is another."""
         self._queue.give_back(transfer)
         actions: list[DirectAction] = []
         for member in transfer.targets:

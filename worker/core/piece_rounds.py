@@ -3,7 +3,7 @@
 A piece stays where it lies until its taker says that it has come: what was sent may be lost with the connection, and is
 asked for again on the next one. A round ends for a rank with all that is due, or because ranks disagree:
 
-    over: nothing is due any more, nobody still needs what the rank offered a round ago, and, where sizes are compared
+    over: nothing is due any more, no rank still needs what it offered a round ago, and, where sizes are compared
     together, all have said what they expect of what it offers now
 
 Works on the members of an exchanged tensor; knows neither connections nor how bytes travel.
@@ -51,8 +51,8 @@ def arrived(member: Member, transfer: Transfer) -> list[DirectAction]:
     arriving, layout = member.slot.arriving, member.layout
     if arriving is None or layout is None or not member.due:
         return []
-    strips = arriving.add(layout.receives[transfer.source][0] + transfer.offset, transfer.length)
-    return [Show(member.slot, strips)] if strips else []
+    chunks = arriving.add(layout.receives[transfer.source][0] + transfer.offset, transfer.length)
+    return [Show(member.slot, chunks)] if chunks else []
 
 
 def let_go(member: Member) -> list[DirectAction]:
@@ -66,7 +66,7 @@ def let_go(member: Member) -> list[DirectAction]:
 
 
 def drop_if_taken(member: Member, round_: int) -> bool:
-    """Forget an offer that nobody needs any more."""
+    """Forget an offer that no rank needs any more."""
     offer = member.offers.get(round_)
     if offer is None or offer.left or offer.unseen:
         return False
@@ -149,9 +149,9 @@ def agreeing(
     actions: list[DirectAction] = []
     for other in targets:
         if other not in askers:
-            who, one, another = (channel.ranks[position] for position in (source, first.position, other.position))
+            of, one, another = (channel.ranks[position] for position in (source, first.position, other.position))
             error = MismatchError(
-                f"tensor {channel.spec.name!r}: rank {one} expects {total} bytes of rank {who}, rank {another} expects "
+                f"tensor {channel.spec.name!r}: rank {one} expects {total} bytes of rank {of}, rank {another} expects "
                 f"{other.due.get(source, 0)}; give matching sizes on all"
             )
             other.lacks(source, error)
@@ -161,8 +161,9 @@ def agreeing(
 
 
 def parties(channel: ExchangedTensor, asked: PieceRequest | Receipt) -> tuple[Member | None, int, int]:
-    """The member who has the piece, if it has declared the name; who takes it, as in ``Offer.left``; and for whom, the
-    position of the rank or of the first of them. Raises ProtocolError for what no correct machine asks."""
+    """The member that has the piece, if it has declared the name; the taker, as in ``Offer.left``; and the position of
+    its target: the position of the rank or of the first of them. Raises ProtocolError for what no correct machine
+    asks."""
     name, source, target = channel.spec.name, asked.source, asked.target
     if (target == ALL) != channel.is_gather:
         raise ProtocolError(f"tensor {name!r}: a gather's piece is for a machine, another's for a rank")
@@ -227,8 +228,8 @@ def takers(channel: ExchangedTensor, member: Member, here: int) -> Iterator[list
 
 
 def needs(channel: ExchangedTensor, member: Member) -> set[int]:
-    """The ranks that a member's round waits for: who has something for it, or has yet to take, or to agree to, what it
-    has for them."""
+    """The ranks that a member's round waits for: those that have something for it, or have yet to take, or to agree to,
+    what it has for them."""
     needed = {channel.ranks[source] for source in member.due}
     if channel.is_gather and any(source not in channel.here for source in member.due):
         # The last rank of this machine to come asks others for all.

@@ -27,7 +27,7 @@ ALL = 0xFFFFFFFF
 @dataclass(slots=True, eq=False)
 class Offer:
     """What a member has handed over in one round. ``left``: bytes that takers still need, by position in the group;
-    a machine, which takes a GATHER for all its ranks, counts as -1 - its index. ``unseen``: takers who have yet to say
+    a machine, which takes a GATHER for all its ranks, counts as -1 - its index. ``unseen``: takers that have yet to say
     what they expect, if the round is not over before."""
 
     block: Block
@@ -112,7 +112,8 @@ class ExchangedTensor:
         return [rank for rank, other in zip(self.ranks, self.machines, strict=True) if other == machine]
 
     def takers(self, member: Member, layout: Layout, machine: int) -> dict[int, int]:
-        """Who needs how many bytes of an offer, perhaps 0, as in ``Offer.left``. Of a GATHER, one may have its own."""
+        """How many bytes of an offer each taker needs, perhaps 0, as in ``Offer.left``. Of a GATHER, one may have its
+        own."""
         if not self.is_gather:
             return {position: nbytes for position, (_, nbytes) in enumerate(layout.sends)}
         others = {-1 - other for other in self.machines if other != machine}
@@ -136,7 +137,7 @@ class Receipt:
 @dataclass(slots=True, eq=False)
 class PieceRequest:
     """Another machine wants ``length`` bytes at ``offset`` of the piece, of ``total`` bytes, that ``source`` has for
-    ``target`` (both global ranks). ``origin``: whom to send it to, and as what; opaque."""
+    ``target`` (both global ranks). ``origin``: where to send it, and as what; opaque."""
 
     origin: object
     machine: int
@@ -245,7 +246,8 @@ def due(queue: PushQueue[Transfer | AskSum], now: float) -> list[FetchPiece]:
 
 
 class Way(NamedTuple):
-    """From whom, for whom, and in which name pieces come: ``source`` and ``target`` are global ranks."""
+    """The machine and rank that pieces come from, the rank they are for, and their name: ``source`` and ``target`` are
+    global ranks."""
 
     machine: int
     key: int
@@ -254,7 +256,7 @@ class Way(NamedTuple):
 
 
 class Receipts:
-    """What is said to whom: pairs of a Way and a round."""
+    """What machines are told: pairs of a Way and a round."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[Way, int], int] = {}  # bytes that have come, of pieces that have not come whole
@@ -264,7 +266,7 @@ class Receipts:
     def came(self, way: Way, round_: int, nbytes: int, total: int) -> None:
         """``nbytes`` more of the piece of a round, which has ``total``."""
         if not total:
-            return  # nobody keeps anything
+            return  # no machine keeps anything
         got = self._parts.pop((way, round_), 0) + nbytes
         if got < total:
             self._parts[way, round_] = got

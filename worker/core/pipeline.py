@@ -269,7 +269,7 @@ class Pipeline:
     @property
     def _scatterer(self) -> Scatter:
         if self._scatter is None:
-            raise ProtocolError("a tensor is scattered, and nobody here knows how")
+            raise ProtocolError("a tensor is to be scattered by a pipeline without a Scatter")
         return self._scatter
 
     def _finish(self, part: Part) -> list[Action]:
@@ -278,9 +278,9 @@ class Pipeline:
         tensor.finished += 1
         if tensor.finished < len(tensor.parts):
             return [
-                Show(slot, strips)
+                Show(slot, chunks)
                 for slot in part.takers
-                if slot.arriving is not None and (strips := slot.arriving.add(part.result_offset, part.length))
+                if slot.arriving is not None and (chunks := slot.arriving.add(part.result_offset, part.length))
             ]
         done = self._complete(tensor)
         return [done] if tensor.slots else [done, *self._pass(tensor)]

@@ -26,13 +26,14 @@ MAX_PARTITIONS = 1 << 22
 
 class Placing:
     """The servers and their weights are those of ``topology``. ``local_sum_bytes``: a partition of a tensor that stays
-    on one machine has at most so many; ``strip_bytes``: see Strips. Raises ProtocolError if such servers can't be."""
+    on one machine has at most so many; ``chunk_bytes``: see TensorChunks. Raises ProtocolError for weights that can't
+    be."""
 
     table_class: type[PlacementTable] = PlacementTable
 
-    def __init__(self, topology: Topology, local_sum_bytes: int, strip_bytes: int) -> None:
+    def __init__(self, topology: Topology, local_sum_bytes: int, chunk_bytes: int) -> None:
         self._local_sum_bytes = local_sum_bytes
-        self._strip_bytes = strip_bytes
+        self._chunk_bytes = chunk_bytes
         self._table: PlacementTable | None = None
         self._partitions: dict[int, int] = {}  # by key: about so many
         self._count = 0  # of all
@@ -90,7 +91,7 @@ class Placing:
         is_alone = self._topology.machines_in(spec) == 1
         if spec.scatters:
             limit = self._local_sum_bytes if is_alone else self._topology.partition_bytes
-            return scattered_pieces(spec, self._topology.size, limit, self._strip_bytes)
+            return scattered_pieces(spec, self._topology.size, limit, self._chunk_bytes)
         if spec.op is Op.BROADCAST and not is_alone:
             return broadcast_pieces(spec, self._topology)
         if self._table is not None and not is_alone:

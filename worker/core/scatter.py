@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from byteps_py.chunks import CHUNK_BYTES, TensorChunks
 from byteps_py.errors import ProtocolError
-from byteps_py.strips import STRIP_BYTES, Strips
 from byteps_py.tensors import TensorSpec, split
 from byteps_py.worker.core.actions import Action, Lend
 from byteps_py.worker.core.credit import PushQueue
@@ -34,22 +34,22 @@ from byteps_py.worker.core.tensor import (
 MAX_EARLY = 1 << 16
 
 
-def pieces(spec: TensorSpec, size: int, limit: int, strip_bytes: int = STRIP_BYTES) -> list[tuple[int, int, int]]:
+def pieces(spec: TensorSpec, size: int, limit: int, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int, int]]:
     """(offset, length, owner's global rank) of the parts of a tensor, none longer than ``limit`` bytes, in the order in
     which ranks write them.
 
     >>> from byteps_py.tensors import DType
     >>> pieces(TensorSpec("g", DType.FLOAT32, (5, 2), scatters=True), size=2, limit=16)
-    [(0, 16, 0), (16, 8, 0), (24, 16, 1)]
+    [(0, 12, 0), (12, 12, 0), (24, 16, 1)]
     """
     members = spec.members(size)
     itemsize = spec.dtype.itemsize
-    strips = Strips(spec, size, strip_bytes)
+    chunks = TensorChunks(spec, size, chunk_bytes)
     found = []
     for position, rank in enumerate(members):
         first, count = spec.piece(position, len(members))
         for offset, length in split(count * itemsize, limit, itemsize):
-            found.append((strips.written(position, offset + length), (first * itemsize + offset, length, rank)))
+            found.append((chunks.written(position, offset + length), (first * itemsize + offset, length, rank)))
     return [piece for _, piece in sorted(found)]
 
 
@@ -61,9 +61,9 @@ class Scatter:
         machine: int,
         machine_of: Sequence[int],
         queue: PushQueue[Transfer | AskSum],
-        strip_bytes: int = STRIP_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        self._strip_bytes = strip_bytes
+        self._chunk_bytes = chunk_bytes
         self._machine = machine
         self._machine_of = machine_of
         self._queue = queue
@@ -82,12 +82,12 @@ class Scatter:
         self._latest[tensor.key] = tensor.generation
         first = tensor.spec.members(len(self._machine_of))
         itemsize = tensor.spec.dtype.itemsize
-        strips = Strips(tensor.spec, len(self._machine_of), self._strip_bytes)
+        chunks = TensorChunks(tensor.spec, len(self._machine_of), self._chunk_bytes)
         for part in tensor.parts:
             if isinstance(part, ScatterPart):
                 position = first.index(part.owner)
                 part.piece_offset = tensor.spec.piece(position, len(first))[0] * itemsize
-                part.written_bytes = strips.written(position, part.offset + part.length - part.piece_offset)
+                part.written_bytes = chunks.written(position, part.offset + part.length - part.piece_offset)
         for request in self._early.pop(name, []):
             self._keep(self._part(tensor, request), request)
 
@@ -143,7 +143,7 @@ class Scatter:
         if request.round == tensor.round - 1:
             return [Lend(part, request)]
         if tensor.state.is_void:
-            return []  # nobody gets a result of this round
+            return []  # no rank gets a result of this round
         if request.round == tensor.round and (part.stage is IN_FLIGHT or part.stage is DONE):
             return [Lend(part, request)]
         self._keep(part, request)

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from byteps_py.chunks import Arriving
 from byteps_py.errors import BytePSError
 from byteps_py.shm import Block
-from byteps_py.strips import Arriving
 from byteps_py.tensors import TOGETHER, Op, TensorSpec, key_of
 from byteps_py.worker.core.transitions import IllegalTransitionError
 
@@ -67,7 +67,7 @@ for _stage, _stages in STAGES.items():
 
 
 class TensorState(enum.Enum):
-    """``is_void``: nobody gets a result of it any more."""
+    """``is_void``: no rank gets a result of it any more."""
 
     ACTIVE = "its rounds go on"
     ENDING = "its rounds go on until ``last_round`` is delivered"
@@ -140,7 +140,7 @@ class Part:
     local_sum: Compute | None = None  # the same every round, where one machine is all
     is_resent: bool = False
     awaited_round: int = 0
-    #: By parity of the round: who is to blame if this machine's sum is not finite; 0: it has none, or nobody asks.
+    #: By parity of the round: the ranks to blame if this machine's sum is not finite; 0: no sum, or it is not checked.
     blames: list[int] = field(default_factory=lambda: [0, 0])
 
     def move_to(self, stage: Stage) -> None:
@@ -157,7 +157,7 @@ class Part:
 
     @property
     def written_bytes(self) -> int:
-        """It is there once so many bytes of the tensor are, see Strips."""
+        """It is there once so many bytes of the tensor are, see TensorChunks."""
         return self.offset + self.length
 
     @property
@@ -183,7 +183,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class SumRequest:
-    """Another machine wants this machine's sum of a part. ``origin``: whom to send it to, and as what; opaque."""
+    """Another machine wants this machine's sum of a part. ``origin``: where to send it, and as what; opaque."""
 
     origin: object
     machine: int
@@ -239,7 +239,7 @@ class RankSlot:
     ready_since: float = 0.0
     tensor: Tensor | None = None  # once all ranks agreed
     state: SlotState = SlotState.ACTIVE
-    arriving: Arriving | None = None  # if the rank takes results in strips
+    arriving: Arriving | None = None  # if the rank takes results in chunks
     copies: int = 0  # of pieces, under way to its result
 
     def move_to(self, state: SlotState) -> None:
@@ -311,7 +311,7 @@ class Tensor:
     joined: tuple[RankSlot, ...] = ()
     has_last_rounds: bool = False
     passes_from: int = 0
-    blame: int = 0  # who has made the current round's result NaN or infinite, as far as it is there
+    blame: int = 0  # ranks that made the current round's result NaN or infinite, as far as it is there
 
     def __post_init__(self) -> None:
         self.key = key_of(self.name)

@@ -91,7 +91,7 @@ class TensorName:
             self.proposal.rounds, self.proposal.is_reopened = rounds, True
 
     def open_proposal(self) -> Proposal | None:
-        """The votes so far, in words or by waiting in a round; None if nobody votes, or the ballot has been sent."""
+        """The votes so far, in words or by waiting in a round; None if no rank votes, or the ballot has been sent."""
         if self.proposal is None and any(self.later.values()):
             self.proposal = Proposal(self.generation + 1)
         proposal = self.proposal
@@ -210,7 +210,7 @@ class TensorName:
         return [Release(idle)] if idle else []
 
     def forget_rank(self, local_rank: int) -> list[Action]:
-        """A rank has left: what it declared and nobody has agreed to yet is no vote any more."""
+        """A rank has left: what it declared and is not agreed on yet is no vote any more."""
         actions = self.let_go(local_rank)
         self.late.pop(local_rank, None)
         slots = [*(self.tensor.slots if self.tensor else ()), *(self.proposal.slots.values() if self.proposal else ())]

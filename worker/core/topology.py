@@ -1,4 +1,4 @@
-"""Who takes part in an epoch, as one communication service sees it. Pure."""
+"""The machines and servers of an epoch, as one communication service sees them. Pure."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ class Topology:
 
     def head_starts(self, credit_bytes: int) -> dict[int, int]:
         """Of CPU machines' servers, in bytes: see PushQueue. ``credit_bytes``: how much may be in flight, 0 for no
-        limit; more than is usual for such links gives nobody more of a start, it would keep other servers waiting."""
+        limit; more than is usual for such links gives no server more of a start, it would keep other servers
+        waiting."""
         cpu, is_shared = self._cpu_servers, self.gpu_machines_sum
         partition = tuning.partition_bytes(self.slowest_mbit, self.machines, is_shared)
         usual = tuning.credit_bytes(partition, self.machines, is_shared)

@@ -190,7 +190,7 @@ class Executor:
                 self.on_end(action.tensor)
         elif isinstance(action, Show):
             if rank := self.ranks.get(action.slot.local_rank):
-                rank.add_strips(action.slot.id, action.slot.round, action.strips)
+                rank.add_chunks(action.slot.id, action.slot.round, action.chunks)
                 self._owed[rank.local_rank] = rank
         elif isinstance(action, Fail):
             self._tell_failed(action)
@@ -225,7 +225,7 @@ class Executor:
                 work = compute.work = functools.partial(self._guard.reduce, self._kernels, compute)
             elif is_ready:
                 work = compute.work = self._kernels.bind(*call)
-            else:  # to bind a kernel that is not there yet would keep everybody waiting
+            else:  # to bind a kernel that is not there yet would keep all ranks waiting
                 work = functools.partial(self._kernels.reduce, *call)
         touched = part.length * (len(compute.inputs) + len(compute.outputs))
         is_last = part.tensor.is_alone and part is part.tensor.parts[-1]

@@ -95,8 +95,8 @@ class LinkTarget:
 
 @dataclass(frozen=True, slots=True)
 class LinkEvents:
-    """Whom a link calls: with an answer, when what has no answer is to be sent once more, and when the other end can't
-    be reached."""
+    """The callbacks of a link: with an answer, when what has no answer is to be sent once more, and when the other end
+    can't be reached."""
 
     on_answer: OnAnswer
     on_again: Callable[[], None]
@@ -106,14 +106,14 @@ class LinkEvents:
 class TcpLink(ServerLink, Owner):
     """Payloads are sent from, and answers read in, the memory where they lie.
 
-    When a connection breaks, what was on its way is lost, or is not: nobody knows. So a new one takes its place, with
-    nothing in its queues, and ``on_again`` sends once more what has no answer. As long as there is none, ``on_lost`` is
-    told every ``silence_s``, and this link goes on trying. The first one may take longer:
+    When a connection breaks, what was on its way is lost, or is not: neither end can tell. So a new one takes its
+    place, with nothing in its queues, and ``on_again`` sends once more what has no answer. As long as there is none,
+    ``on_lost`` is told every ``silence_s``, and this link goes on trying. The first one may take longer:
     ``BYTEPS_START_TIMEOUT_S`` while the cluster starts, ``Settings.patience_s`` if it ``is_late``, as all others are at
     work.
 
-    A message that comes damaged is sent again. If an answer does, nobody can tell whose it was, and the connection
-    counts as broken. What comes damaged twice is an error.
+    A message that comes damaged is sent again. If an answer does, neither end can tell which request it was for, and
+    the connection counts as broken. What comes damaged twice is an error.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class TcpLink(ServerLink, Owner):
             return
         request = next((r for r in self._requests.values() if r.number == number), None)
         if request is None:
-            return  # nobody waits for it
+            return  # no answer is awaited for it
         what, name = f"a {request.header.kind.name} message to {self._who}", name_of(request.header)
         if name in self._damaged:
             raise IntegrityError(_DAMAGED.format(what))
@@ -220,7 +220,7 @@ class TcpLink(ServerLink, Owner):
         self._send(request)
 
     def _answer_damaged(self) -> None:
-        """Nobody can tell which: it may be the second time for what is asked for again on this connection."""
+        """It is not known which answer: it may be the second time for what is asked for again on this connection."""
         if not self._suspects.isdisjoint(self._requests):
             raise IntegrityError(_DAMAGED.format(f"an answer from {self._who}"))
         logger.warning("an answer from %s came damaged: it is asked for again", self._who)
@@ -243,7 +243,7 @@ class TcpLink(ServerLink, Owner):
             self._loop.call_later(more_s, lambda: self._give_up(opened, after_s + more_s))
 
     def on_refused(self, error: ProtocolError) -> None:
-        """While the cluster forms, somebody has configured it wrongly. Later, another process has the port of the
+        """While the cluster forms, its configuration is wrong. Later, another process has the port of the
         service, which can't be reached any more."""
         if not (self._opened or self._is_late):
             raise error
@@ -278,7 +278,7 @@ class LocalLink(ServerLink):
         self._on_lost = on_lost
         self._channel: Channel | None = None
         self._unsent: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
-        try:  # it listened before it became a member: who is not there now is gone
+        try:  # it listened before it became a member: if it does not now, it is gone
             self._channel = runtime.connect_local(name, _CONNECT_S)
             token = auth.token(settings, "local", str(sender))
             self._channel.send(Header(Kind.HELLO, sender).pack() + token.encode())

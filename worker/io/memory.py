@@ -32,15 +32,15 @@ class Memory:
         elsewhere: Callable[[Callable[[], None]], None] | None = None,
         ranks: tuple[int, int] = (0, 0),
     ) -> None:
-        self.strip_bytes = runtime.thresholds.strip
+        self.chunk_bytes = runtime.thresholds.chunk
         self._first_rank, self._size = ranks
         self._inputs_are_contributions = machines > 1 and local_size == 1
         self._ranks = [runtime.arena(elsewhere=elsewhere) for _ in range(local_size)]
         #: What a summation service on this machine maps.
         self.machine = self._ranks[0] if self._inputs_are_contributions else runtime.arena(elsewhere=elsewhere)
         self.slots: dict[int, RankSlot] = {}  # by id
-        #: Calls what gives memory back, once nothing is being sent from there to other machines: what nobody needs any
-        #: more may have been asked for twice.
+        #: Calls what gives memory back, once nothing is being sent from there to other machines: they may have asked
+        #: twice for what they have by now.
         self.when_left: Callable[[Callable[[], None]], None] = lambda then: then()
         #: By server, round and place: a partition may come back to a server, and be answered there in another block.
         self._abandoned: dict[tuple[int, RoundName, tuple[int, int]], Block] = {}
@@ -88,7 +88,7 @@ class Memory:
         return part.answer
 
     def abandon_answer_block(self, part: Part, server: int) -> None:
-        """The partition has moved: nobody reads the answer, but its server of this machine may yet write it."""
+        """The partition has moved: the answer is not read, but the server of this machine may yet write it."""
         if part.answer is not None:
             name = (part.tensor.key, part.tensor.generation, part.index, part.tensor.round)
             self._abandoned[server, name, (part.answer.segment, part.answer.offset)] = part.answer
@@ -107,7 +107,7 @@ class Memory:
             self.machine.free(self._abandoned.pop(key))
 
     def let_go(self) -> None:
-        """Nothing is allocated any more. The memory itself goes with whoever still uses it: a kernel, a message."""
+        """Nothing is allocated any more. The memory itself goes with its last user: a kernel, a message."""
         for arena in dict.fromkeys((*self._ranks, self.machine)):
             arena.let_go()
 

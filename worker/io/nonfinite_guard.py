@@ -1,9 +1,9 @@
-"""Who is to blame for a sum that is NaN or infinite, as far as this machine can tell: of guarded tensors only.
+"""Which ranks are to blame for a sum that is NaN or infinite, as far as this machine can tell: guarded tensors only.
 
 ``reduce`` runs on an engine's thread, or on the loop's; the rest on the loop's.
 
     several ranks here  ─ their sum's kernel says which of them ─► in the PUSH, for the server to pass on
-    one rank here       ─ nobody looks: it can only be that rank ─► the same
+    one rank here       ─ nothing is looked at: it can only be that rank ─► the same
     no other machine    ─ the kernel says which ─► the round's result
 """
 
@@ -51,7 +51,7 @@ class NonFiniteGuard:
             compute.part.blames[tensor.round % 2] = blame or OVERFLOW
 
     def of_push(self, part: Part, round_: int) -> int:
-        """Who is to blame if this machine's contribution to a round is not finite; never 0."""
+        """The ranks to blame if this machine's contribution to a round is not finite; never 0."""
         if part.tensor.contributions:
             return part.blames[round_ % 2] or OVERFLOW
         return of_rank(self._first_rank, self._size)  # its input is the contribution: it is the only one here

@@ -52,7 +52,7 @@ _Leaving = tuple[zmq.MessageTracker | None, Callable[[], None] | None]
 
 
 class PeerMachines:
-    """Listens from the start on; ``open`` once it is known who the others are.
+    """Listens from the start on; ``open`` once the other machines are known.
 
     ``on_request``: another machine wants a piece, or has got it; ``on_gone``: it is gone.
     """
@@ -175,7 +175,7 @@ class PeerMachines:
         link, on_lost = self._links.get(machine_index), self._on_lost
         if link is None:
             if self._topology is None or on_lost is None:
-                raise ProtocolError("a piece is to be fetched before it is known from whom")
+                raise ProtocolError("a piece is to be fetched before the other machines are known")
             link = self._links[machine_index] = self.link_class(
                 self._context,
                 self._runtime,
@@ -183,7 +183,7 @@ class PeerMachines:
                     self._topology.workers[machine_index].address,
                     f"communication service of machine {machine_index}",
                     self._topology.group,
-                    is_late=True,  # it is a member: who does not know it now has its port, but is another process
+                    is_late=True,  # it is a member: a process that does not know this group has its port by now
                 ),
                 self._me,
                 self._settings,
@@ -217,8 +217,9 @@ class PeerMachines:
 
     def _requested(self, header: Header, peer: Peer, frame: zmq.Frame) -> None:
         if header.epoch < self._epoch:
-            return  # of a group that is no more, and so is who asked
-        if self._topology is None or header.epoch > self._epoch:  # who asks heard sooner that the group is complete
+            return  # of a group that is over, as is the machine that asked
+        # The machine that asks may have heard sooner that the group is complete.
+        if self._topology is None or header.epoch > self._epoch:
             if len(self._early) < _MAX_EARLY:  # more no correct machine sends
                 self._early.append((header, peer, frame))
             return
@@ -227,7 +228,7 @@ class PeerMachines:
                 self._on_request(event)
         except BytePSError as error:
             self._traffic.note("refused a request of", f"machine {peer.machine}", error)
-            if header.kind is not Kind.TAKEN:  # the one who asked ends the job: it has the ranks that can't go on
+            if header.kind is not Kind.TAKEN:  # the machine that asked ends the job: its ranks can't go on
                 peer.refuse(header, f"{type(error).__name__}\n{error}")
 
     def _gone(self, peer: Peer) -> None:
@@ -240,7 +241,7 @@ class PeerMachines:
         peer.refuse(header, f"{type(error).__name__}\n{error}")
 
     def serve(self, origin: object, view: memoryview, then: Callable[[], None] | None = None) -> None:
-        """Whoever is gone has to ask again: what is for it has not left, and ``then`` is not called."""
+        """A machine that is gone has to ask again: nothing has left for it, and ``then`` is not called."""
         peer, header = _origin(origin)
         if len(view) < self._runtime.thresholds.copied_answer:
             if peer.give(header, zmq.Frame(view, copy=True)) and then is not None:
@@ -288,7 +289,7 @@ class PeerMachines:
 
 def _origin(origin: object) -> tuple[RemotePeer, Header]:
     if not (isinstance(origin, tuple) and isinstance(origin[0], RemotePeer)):
-        raise ProtocolError("an answer for nobody")
+        raise ProtocolError("an answer to no request")
     return origin
 
 

@@ -41,8 +41,8 @@ class Peers(Protocol):
         """Say why a request is not answered."""
 
     def serve(self, origin: object, view: memoryview, then: Callable[[], None] | None = None) -> None:
-        """Answer a request; ``then`` is called once ``view`` may change. Nothing is sent, or called, if who asked is
-        gone: it asks again."""
+        """Answer a request; ``then`` is called once ``view`` may change. Nothing is sent, or called, if the
+        machine that asked is gone: it asks again."""
 
 
 class Cores(NamedTuple):

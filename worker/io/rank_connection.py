@@ -56,7 +56,7 @@ class RankConnection:
         self._channel = channel
         self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._done: list[tuple[int, int, int]] = []
-        self._strips: list[tuple[int, int, int]] = []
+        self._chunks: list[tuple[int, int, int]] = []
         self._fd = channel.fileno()
         self._pidfd = -1
 
@@ -122,22 +122,22 @@ class RankConnection:
         self.rounds += 1
         self.last_slot = slot_id
 
-    def add_strips(self, slot_id: int, round_: int, strips: Iterable[int]) -> None:
+    def add_chunks(self, slot_id: int, round_: int, chunks: Iterable[int]) -> None:
         """Note parts of a result that are there; ``send_done`` tells the rank."""
-        self._strips += ((slot_id, round_, strip) for strip in strips)
+        self._chunks += ((slot_id, round_, chunk) for chunk in chunks)
 
     def send_done(self, in_order: bool = False) -> None:
-        """Tell the rank of all strips and rounds noted, unless its socket is full: then with the next chance;
+        """Tell the rank of all chunks and rounds noted, unless its socket is full: then with the next chance;
         ``in_order``: before whatever is sent next. Raises PeerLostError."""
         if self._done:
             self.last_done_s = self._loop.time()
-        if len(self._done) == 1 and not (self._backlog or self._strips):
+        if len(self._done) == 1 and not (self._backlog or self._chunks):
             (record,) = self._done
             self._done.clear()
             self.send(protocol.pack_record(RankMessageKind.DONE, *record))
-        while self._strips and (in_order or not self._backlog):
-            records, self._strips = self._strips[: protocol.MAX_RECORDS], self._strips[protocol.MAX_RECORDS :]
-            self.send(protocol.pack_records(RankMessageKind.STRIP, records))
+        while self._chunks and (in_order or not self._backlog):
+            records, self._chunks = self._chunks[: protocol.MAX_RECORDS], self._chunks[protocol.MAX_RECORDS :]
+            self.send(protocol.pack_records(RankMessageKind.CHUNK, records))
         while self._done and (in_order or not self._backlog):
             records, self._done = self._done[: protocol.MAX_RECORDS], self._done[protocol.MAX_RECORDS :]
             self.send(protocol.pack_records(RankMessageKind.DONE, records))

@@ -1,11 +1,11 @@
 """Ranks that have no more data: what this machine does without them, and when all of them start anew.
 
-A local rank that joins is left out from the next round on: of local sums, of votes, of barriers. Where it was the
-last one of this machine in a tensor's group, the machine tells the servers round by round that it contributes
-nothing (see Pipeline), so that who takes part in a round is never in doubt, whoever hears of what first. Rounds do
-without it only once the scheduler knows: else a rank that such a round lets go on and join, too, might be heard first
-by the scheduler, and who came last be told wrongly. What can't do without a rank (a broadcast) ends after the last
-round that the rank takes part in, which its machine tells all.
+A local rank that joins is left out from the next round on: of local sums, of votes, of barriers. Where it was the last
+one of this machine in a tensor's group, the machine tells the servers round by round that it contributes nothing (see
+Pipeline), so that it is never in doubt which ranks take part in a round, whatever news comes first. Rounds do without
+the rank only once the scheduler knows: else another rank, which such a round lets go on and join, might be heard first
+by the scheduler, and the wrong rank be told as the last one. What can't do without a rank (a broadcast) ends after the
+last round that the rank takes part in, which its machine tells all.
 
 Once all ranks have joined, every machine drops all names: rounds have not been the same everywhere. Owned by the
 loop's thread.
@@ -78,7 +78,7 @@ class Joining:
             self._check_idle()
 
     def scheduler_lost(self, error: BytePSError) -> None:
-        """Nobody will say any more who has joined."""
+        """The scheduler will not say any more which ranks have joined."""
         self._lost = error
         if self.here:
             self._fail(PeerLostError(f"join() needs the scheduler, but {error}"))
@@ -100,7 +100,7 @@ class Joining:
                 self._executor.run(self._pipeline.leave_out(slot, self._executor.time()))
 
     def _tell(self, local_rank: int, slots: Iterable[RankSlot]) -> None:
-        """All machines: it has joined, and where it took part last."""
+        """Tell all machines that a rank has joined, and in which rounds it took part last."""
         last = [
             pb.LastRound(
                 name=slot.tensor.name,

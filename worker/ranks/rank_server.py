@@ -159,7 +159,7 @@ class RankServer:
         self._loop.call_later(PATIENCE_S, functools.partial(self._expire, channel))
 
     def _expire(self, channel: Channel) -> None:
-        """It has not said in time who it is."""
+        """Cut off a connection that has not said HELLO in time."""
         fd = channel.fileno()
         if self._unauthenticated.get(fd) is channel:
             del self._unauthenticated[fd]
@@ -177,7 +177,7 @@ class RankServer:
             for descriptor in message[1] if message is not None else ():
                 self._runtime.close_fd(descriptor)
             if message is None or protocol.kind_of(message[0]) is not RankMessageKind.HELLO:
-                raise ProtocolError(f"process {channel.peer_pid} did not say who it is")
+                raise ProtocolError(f"process {channel.peer_pid} did not say HELLO first")
             seat, synced_in = self._check_hello(protocol.fields_of(message[0]))
         except BytePSError as error:
             logger.warning("turned away process %d: %s", channel.peer_pid, error)
@@ -316,8 +316,8 @@ class RankServer:
                     here.executor.run(here.declare(connection, protocol.fields_of(message)))
                 elif kind is RankMessageKind.LAYOUT:
                     here.lay_out(connection, protocol.fields_of(message))
-                elif kind is RankMessageKind.STRIPS:
-                    here.take_in_strips(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.CHUNKS:
+                    here.take_in_chunks(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.STACK:
                     continue  # its descriptor has been kept
                 elif kind is RankMessageKind.BARRIER:
@@ -358,7 +358,7 @@ class RankServer:
         return [rank.local_rank for rank in self.ranks.in_state(RankState.SETTLING)]
 
     def settled(self, local_rank: int) -> None:
-        """Nobody needs this rank any more."""
+        """No other rank needs this one any more."""
         rank = self.ranks.group[local_rank]
         if rank.state is RankState.SETTLING and (connection := rank.connection) is not None:
             rank.happens(RankEvent.IS_SETTLED)

@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 from byteps_py import rank_protocol as protocol
+from byteps_py.chunks import Arriving
 from byteps_py.errors import PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.rank_protocol import RankMessageKind
-from byteps_py.strips import Arriving
 from byteps_py.tensors import Layout
 from byteps_py.worker.core.actions import Action, DirectAction, Fail
 from byteps_py.worker.core.agreement import Agreement
@@ -90,12 +90,12 @@ class Requests:
             raise ProtocolError(str(error)) from None
         self._layouts[slot.id] = layout
 
-    def take_in_strips(self, rank: RankConnection, fields: dict[str, Any]) -> None:
-        """A rank wants to hear of each strip of a slot's results."""
+    def take_in_chunks(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+        """A rank wants to hear of each chunk of a slot's results."""
         slot = self.memory.slots.get(int(fields["slot"]))
         if slot is not None and slot.local_rank == rank.local_rank:  # else its declaration has failed meanwhile
             nbytes = slot.spec.result_nbytes(self.topology.first_rank + slot.local_rank, self.topology.size)
-            slot.arriving = self.arriving_class(nbytes, self.memory.strip_bytes)
+            slot.arriving = self.arriving_class(nbytes, self.memory.chunk_bytes)
 
     def ready(self, message: bytes) -> list[Action | DirectAction]:
         now = self.executor.time()

@@ -55,7 +55,7 @@ class Waits:
     def _longer_than(self, age_s: float, now: float) -> list[tuple[pb.Waiting, set[int]]]:
         """With the ranks that they wait for, or some of them."""
         topology = self._requests.topology
-        first_rank, everybody = topology.first_rank, set(range(topology.size))
+        first_rank, all_ranks = topology.first_rank, set(range(topology.size))
         found: list[tuple[pb.Waiting, set[int]]] = []
 
         def add(name: str, round_: int, slots: list[RankSlot], needed: set[int] | None = None) -> None:
@@ -65,7 +65,7 @@ class Waits:
                 groups = {slot.spec.group for slot in slots}  # while they are not agreed, they may differ
                 group = () if () in groups else sorted(set().union(*groups))
                 waiting = pb.Waiting(name=name, round=round_, ready_ranks=ready, age_s=age, group=group)
-                found.append((waiting, set(group or everybody) if needed is None else needed))
+                found.append((waiting, set(group or all_ranks) if needed is None else needed))
 
         for name, slots in self._agreement.undecided():
             add(name, 0, slots)
@@ -83,10 +83,10 @@ class Waits:
                 if (age := now - wait.since) > age_s:
                     ready, group = [first_rank + rank.local_rank], wait.group
                     waiting = pb.Waiting(name=wait.name, round=wait.round, ready_ranks=ready, age_s=age, group=group)
-                    found.append((waiting, set(group or everybody)))
+                    found.append((waiting, set(group or all_ranks)))
         there, waited_s = self._requests.at_barrier()
         if there and waited_s > age_s:
-            found.append((pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s), everybody))
+            found.append((pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s), all_ranks))
         return found
 
     def vain(self, now: float) -> tuple[str, bool]:
@@ -98,13 +98,13 @@ class Waits:
         departed = [each for each in self._departed if now - each[0] > DEPARTURE_GRACE_S]
         if here.joining.here and (left or departed):
             joined = topology.describe_ranks(sorted(here.joining.here))
-            who = f"{topology.describe_ranks(sorted(left))} shut down" if left else departed[0][1]
-            return f"join(): {joined} wait for all others to join, but {who}", True
+            leavers = f"{topology.describe_ranks(sorted(left))} shut down" if left else departed[0][1]
+            return f"join(): {joined} wait for all others to join, but {leavers}", True
         idle_s = here.executor.idle_s(now)
         if not (left or departed) or idle_s < DEPARTURE_GRACE_S or self.is_unserved:
             return "", False
-        everybody = set(range(topology.size))
-        if self._may_be_lost(idle_s) and (here.executor.lacks(everybody) or self._direct.keeps_for(everybody)):
+        all_ranks = set(range(topology.size))
+        if self._may_be_lost(idle_s) and (here.executor.lacks(all_ranks) or self._direct.keeps_for(all_ranks)):
             return "", False  # what these ranks gave is asked for once more, and what they took said once more
         for waiting, needed in self._longer_than(DEPARTURE_GRACE_S, now):
             for _, sentence, ranks in departed:

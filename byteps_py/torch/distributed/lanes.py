@@ -16,9 +16,9 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
+from byteps_py.chunks import CHUNK_BYTES, chunk_at
 from byteps_py.errors import StallError, UsageError
 from byteps_py.session import Session, Slot
-from byteps_py.strips import STRIP_BYTES, strip_at
 from byteps_py.tensors import Layout, TensorSpec
 from byteps_py.torch.distributed.work import Pending
 from byteps_py.torch.dtypes import WIRE
@@ -127,13 +127,13 @@ class Lane:
             deadline = time.monotonic() + timeout_s
             while strips := self._session.wait_for_strips(slot, max(0.0, deadline - time.monotonic())):
                 for strip in strips:
-                    self._take(*strip_at(strip, len(slot.result)))
+                    self._take(*chunk_at(strip, len(slot.result)))
             timeout_s = max(0.0, deadline - time.monotonic())
         self._session.wait(slot, timeout_s)
 
     def _may_come_in_strips(self, device: torch.device, due: Sequence[Place]) -> bool:
         """It is worth it, and all is to be copied as it lies."""
-        if device.type != "cpu" or len(self._declared.result) < 2 * STRIP_BYTES or not due:
+        if device.type != "cpu" or len(self._declared.result) < 2 * CHUNK_BYTES or not due:
             return False
         if not all(tensor.dtype is self.result.dtype and tensor.is_contiguous() for _, tensor in due):
             return False

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from byteps_py.strips import STRIP_BYTES, Strips
+from byteps_py.chunks import CHUNK_BYTES, TensorChunks
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.exchange import HostMover
 
-ROWS, WIDTH = 7, STRIP_BYTES // 4
+ROWS, WIDTH = 7, CHUNK_BYTES // 4
 SIZE = 2
 
 
@@ -24,13 +24,13 @@ class Session:
     def __init__(self, num_machines: int, spec: TensorSpec, view: torch.Tensor, wanted: torch.Tensor) -> None:
         self.num_machines = num_machines
         self.told: list[int | None] = []
-        self._strips = list(Strips(spec, SIZE))
+        self._chunks = list(TensorChunks(spec, SIZE))
         self._view, self._wanted = view.view(-1), wanted.reshape(-1)
 
     def hand_over(self, slot: Any, nbytes: int | None = None, layout: object = None) -> None:
         self.told.append(nbytes)
         left = slot.spec.nbytes if nbytes is None else nbytes
-        for offset, length in self._strips:
+        for offset, length in self._chunks:
             if left > 0:
                 span = slice(offset // 4, (offset + length) // 4)
                 assert torch.equal(self._view[span], self._wanted[span])
@@ -40,7 +40,7 @@ class Session:
 
 @pytest.mark.parametrize("scatters", [True, False])
 @pytest.mark.parametrize("given", [True, False])
-def test_in_strips(scatters: bool, given: bool) -> None:
+def test_in_chunks(scatters: bool, given: bool) -> None:
     spec = TensorSpec("g", DType.FLOAT32, (ROWS, WIDTH), scatters=scatters)
     view = torch.full((ROWS, WIDTH), 7.0)
     tensor = torch.arange(ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH) if given else None  # sent as float32

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from byteps_py.strips import STRIP_BYTES, Arriving, Strips, strip_at
+from byteps_py.chunks import CHUNK_BYTES, Arriving, TensorChunks, chunk_at
 from byteps_py.tensors import DType, TensorSpec
 from byteps_py.worker.core.scatter import pieces
 
@@ -21,42 +21,42 @@ def spec(rows: int, scatters: bool) -> TensorSpec:
 @pytest.mark.parametrize("scatters", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 1000, 1537, 4096])
 def test_every_byte_is_written_once(rows: int, scatters: bool) -> None:
-    strips = sorted(Strips(spec(rows, scatters), SIZE))
-    ends = [offset + length for offset, length in strips]
-    assert [offset for offset, _ in strips] == [0, *ends[:-1]]
+    chunks = sorted(TensorChunks(spec(rows, scatters), SIZE))
+    ends = [offset + length for offset, length in chunks]
+    assert [offset for offset, _ in chunks] == [0, *ends[:-1]]
     assert ends[-1] == spec(rows, scatters).nbytes
-    assert all(length <= STRIP_BYTES for _, length in strips)
+    assert all(length <= CHUNK_BYTES for _, length in chunks)
 
 
 @pytest.mark.parametrize("limit", [64 << 10, 1 << 20, 3 << 20])
 @pytest.mark.parametrize("rows", [1, 3, 1000, 1537, 4096])
 def test_a_part_is_there_when_it_is_said_to_be(rows: int, limit: int) -> None:
-    """Not before, as far as strips tell; and parts come in that order."""
+    """Not before, as far as chunks tell; and parts come in that order."""
     what = spec(rows, True)
     firsts = [what.piece(position, SIZE)[0] * 4 for position in range(SIZE)]
     history, there = [], 0
     written = [0] * SIZE  # of each piece
-    for offset, length in Strips(what, SIZE):
+    for offset, length in TensorChunks(what, SIZE):
         owner = max(position for position in range(SIZE) if firsts[position] <= offset)
         history.append((there, owner, written[owner], length))
         there, written[owner] = there + length, written[owner] + length
     before = 0
     for offset, length, owner in pieces(what, SIZE, limit):
-        said = Strips(what, SIZE).written(owner, offset + length - firsts[owner])
+        said = TensorChunks(what, SIZE).written(owner, offset + length - firsts[owner])
         assert before < said
         before = said
         (actual,) = (
             at + offset + length - firsts[owner] - from_
-            for at, position, from_, strip in history
-            if position == owner and from_ < offset + length - firsts[owner] <= from_ + strip
+            for at, position, from_, chunk in history
+            if position == owner and from_ < offset + length - firsts[owner] <= from_ + chunk
         )
         assert said == actual
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_strip_of_a_result_is_there_with_its_last_byte(seed: int) -> None:
+def test_a_chunk_of_a_result_is_there_with_its_last_byte(seed: int) -> None:
     rng = random.Random(seed)
-    nbytes = rng.randint(1, 5 * STRIP_BYTES)
+    nbytes = rng.randint(1, 5 * CHUNK_BYTES)
     arriving = Arriving(nbytes)
     for _ in range(2):
         cuts = sorted({0, nbytes, *(rng.randint(0, nbytes) for _ in range(rng.randint(0, 12)))})
@@ -66,8 +66,8 @@ def test_a_strip_of_a_result_is_there_with_its_last_byte(seed: int) -> None:
         for number, (begin, end) in enumerate(ranges):
             there.update(arriving.add(begin, end - begin))
             come = ranges[: number + 1]
-            for strip in range(-(-nbytes // STRIP_BYTES)):
-                first, length = strip_at(strip, nbytes)
+            for chunk in range(-(-nbytes // CHUNK_BYTES)):
+                first, length = chunk_at(chunk, nbytes)
                 covered = sum(max(0, min(e, first + length) - max(b, first)) for b, e in come)
-                assert (strip in there) == (covered == length)
+                assert (chunk in there) == (covered == length)
         arriving.begin()
