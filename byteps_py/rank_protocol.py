@@ -3,9 +3,9 @@
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
 a message; the rest is JSON.
 
-    rank → service: HELLO, DECLARE, LAYOUT, READY, STRIPS, BARRIER, JOIN, NOTE, SETTLE, LEAVE, PING, STACK, MEET,
+    rank → service: HELLO, DECLARE, LAYOUT, READY, CHUNKS, BARRIER, JOIN, NOTE, SETTLE, LEAVE, PING, STACK, MEET,
                     WAITS, WAITED
-    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, STRIP, DONE, FAILED, RELEASED, JOINED, HOSTS,
+    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, CHUNK, DONE, FAILED, RELEASED, JOINED, HOSTS,
                     SETTLED, FATAL, PONG, NEIGHBOUR, MET
 """
 
@@ -53,8 +53,8 @@ class RankMessageKind(enum.IntEnum):
     MET = 23  # {key}: all members have asked, and each knows the way to the others by now
     WAITS = 24  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
     WAITED = 25  # {id}: it has come
-    STRIPS = 26  # {slot}: the rank wants to hear of each strip of the slot's results, from the next round on
-    STRIP = 27  # records (slot, round, strip): this strip of a result lies in the slot
+    CHUNKS = 26  # {slot}: the rank wants to hear of each chunk of the slot's results, from the next round on
+    CHUNK = 27  # records (slot, round, chunk): this chunk of a result lies in the slot
     SETTLE = 28  # {}: the rank is about to leave, once others have taken what it has given them
     SETTLED = 29  # {}: they have, or are gone
 

@@ -16,12 +16,12 @@ from typing import Protocol
 import zmq
 
 from byteps_py import channel, kernels
+from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.dataplane.dialer import Dialer
 from byteps_py.dataplane.listener import DataListener
 from byteps_py.kernels.engine import Engine
 from byteps_py.loop import EventLoop
 from byteps_py.shm import Arena, Segment
-from byteps_py.strips import STRIP_BYTES
 from byteps_py.tensors import Checks, DType, Op
 
 
@@ -67,7 +67,7 @@ class Thresholds:
         local_copy_piece: the same for copies.
         joint_copy: pieces up to this size are copied together, once all are there.
         copied_answer: a piece of fewer bytes is copied into its message; a larger one is sent from its place in memory.
-        strip: see strips.py. Ranks use the same size.
+        chunk: see chunks.py. Ranks use the same size.
         sent_check_s: how soon to check again whether ZeroMQ has sent a frame. Sending takes so little time that
             checking sooner would not help.
     """
@@ -80,7 +80,7 @@ class Thresholds:
     local_copy_piece: int = 1 << 20
     joint_copy: int = 256 << 10
     copied_answer: int = 256 << 10
-    strip: int = STRIP_BYTES
+    chunk: int = CHUNK_BYTES
     sent_check_s: float = 0.001
 
 

@@ -3,9 +3,9 @@
 Machines push the most urgent of the partitions that are ready, and gradients never become ready everywhere at the same
 moment. So one machine begins with partitions that another one leaves for later, and the other way round. Each such
 partition holds memory and credit, and gets no answer. A machine that completes rounds of others sends one message for
-each, and all machines get an answer; so those rounds go first (worker/credit.py). With four machines, and computation
-that takes as long as communication, links carried answers at two thirds of their rate during a backward pass without
-this, and at nine tenths with it.
+each, and all machines get an answer; so those rounds go first (worker/core/credit.py). With four machines, and
+computation that takes as long as communication, links carried answers at two thirds of their rate during a backward
+pass without this, and at nine tenths with it.
 """
 
 from __future__ import annotations

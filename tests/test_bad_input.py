@@ -17,7 +17,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import MAX_NAME_BYTES, DType, Op, TensorSpec
 from byteps_py.variables import VARIABLES, Variable
-from byteps_py.worker import rank_server
+from byteps_py.worker.ranks import rank_server
 
 GARBAGE = [
     "x", "-1", "1e999", "nan", "0x10", "²", "1" * 5000, "\udcff", "\x00\x01", "☃", "1;rm", "true", "2(x999999999)",
@@ -102,7 +102,7 @@ def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away(
         hello(synced_in=1 << 32): "no group has the number 4294967296",
         hello(synced_in="7"): "no group has the number '7'",
         hello(local_size=3): "BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same to both",
-        protocol.pack_record(protocol.RankMessageKind.READY, 1, 1, 1): "did not say who it is",
+        protocol.pack_record(protocol.RankMessageKind.READY, 1, 1, 1): "did not say HELLO first",
         b"\xff": "unknown kind of local message",
         b"\x01" + b"[" * 100_000: "malformed local message",
         b"\x01" + b"x" * (MAX_MESSAGE - 1): "malformed local message",

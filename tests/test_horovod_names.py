@@ -17,7 +17,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 from byteps_py.torch.engine.context import Context, use
-from byteps_py.worker.topology import Topology
+from byteps_py.worker.core.topology import Topology
 
 #: Parameters in order; ``=``: has a default.
 SCALED = "prescale_factor=1.0 postscale_factor=1.0 process_set=global"

@@ -11,8 +11,8 @@ import pytest
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.stragglers import PaceWatch, Slow, slow_sentences
-from byteps_py.worker.pace import ROW_S, RankPace, ServerPace
-from byteps_py.worker.tensor import Part
+from byteps_py.worker.core.pace import ROW_S, RankPace, ServerPace
+from byteps_py.worker.core.tensor import Part
 
 FACTOR = 5.0
 TENSORS = 3

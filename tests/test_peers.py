@@ -23,7 +23,7 @@ from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import SpinPolicy
 from byteps_py.tensors import key_of
-from byteps_py.worker.peer_introductions import Introduce, PeerIntroductions, Tell
+from byteps_py.worker.core.peer_introductions import Introduce, PeerIntroductions, Tell
 
 # ---- the ledger ----------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ def test_a_slow_rank_and_a_slow_server_are_named_and_hold_no_more_than_the_credi
         text = to_text(reply)
         assert f"slow: {named}" in text, text
         # Reached, by who waits for the others, and never passed, as each partition is smaller than the credit. In the
-        # servers more may wait: what has no answer after PATIENCE_S gives its credit back, see worker/credit.py.
+        # servers more may wait: what has no answer after PATIENCE_S gives its credit back, see worker/core/credit.py.
         assert set(most) == {0, 1}
         assert not credit or max(most.values()) == credit, most
         assert job.end() == 0

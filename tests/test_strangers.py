@@ -43,8 +43,8 @@ from byteps_py.scheduler import query
 from byteps_py.scheduler.core import REGISTER_TIMEOUT_S
 from byteps_py.unauthenticated_connections import PATIENCE_S
 from byteps_py.wire import Kind
-from byteps_py.worker import rank_server
-from byteps_py.worker.peers import PeerMachines
+from byteps_py.worker.io.peers import PeerMachines
+from byteps_py.worker.ranks import rank_server
 
 # What docs/security.md promises of a connection.
 MOST_S = 5
@@ -165,7 +165,7 @@ class CommunicationService:
         self.loop.run()
         hearing.join()
         self.peers._listener.on_monitor()  # of those that have just gone
-        assert not self.rank_server._strangers
+        assert not self.rank_server._unauthenticated
         assert len(self.peers._listener._strangers) == 0
 
     def close(self) -> None:

@@ -88,6 +88,37 @@ def test_every_part_is_there(part: str) -> None:
     assert any(part_of(module) == part for module, _ in imports()), part
 
 
+#: A module that decides is given the time, and what has come: it neither waits nor asks.
+IO_MODULES = {"asyncio", "os", "select", "selectors", "signal", "socket", "subprocess", "threading", "time", "zmq"}
+IO_OF_BYTEPS = ("byteps_py.channel", "byteps_py.dataplane", "byteps_py.loop", "byteps_py.runtime")
+
+
+def test_the_core_of_the_communication_service_does_no_io() -> None:
+    """It imports no sockets, threads or clocks, and of the service only itself."""
+    wrong = []
+    for path in sorted((ROOT / "worker" / "core").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                is_io = name.split(".")[0] in IO_MODULES or name.startswith(IO_OF_BYTEPS)
+                is_shell = name.startswith("byteps_py.worker") and not name.startswith("byteps_py.worker.core")
+                if is_io or is_shell:
+                    wrong.append(f"{path.name}:{node.lineno} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rooms_of_the_communication_service_import_one_way() -> None:
+    """ranks → io → core; what stands above them may import all."""
+    below = {"core": (), "io": ("core",), "ranks": ("core", "io")}
+    wrong = []
+    for module, other in sorted(imports()):
+        room, wanted = (name.split(".")[2] if name.startswith("byteps_py.worker.") else "" for name in (module, other))
+        if room in below and wanted and wanted != room and wanted not in below[room]:
+            wrong.append(f"{module} imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Inside functions and for typing, too: a file can be read after those that it imports."""
     edges: dict[str, set[str]] = {}

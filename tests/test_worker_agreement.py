@@ -7,9 +7,9 @@ from support.worker_core import slot, spec
 
 from byteps_py.errors import MismatchError
 from byteps_py.tensors import TensorSpec
-from byteps_py.worker.actions import Action, Fail, Release, SendBallot
-from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.tensor import RankSlot, Tensor
+from byteps_py.worker.core.actions import Action, Fail, Release, SendBallot
+from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.tensor import RankSlot, SlotState, Tensor, TensorState
 
 OLD, NEW = spec(4), spec(5)
 ERROR = MismatchError("tensor 'w': …")
@@ -28,7 +28,7 @@ def accept(agreement: Agreement, generation: int, what: TensorSpec) -> tuple[Ten
     made, old, _ = agreement.accepted("w", generation, what)
     assert made is not None
     if old is not None:
-        old.retired = True  # as the service does, by the pipeline
+        old.move_to(TensorState.RETIRED)  # as the service does, by the pipeline
     return made, old
 
 
@@ -186,7 +186,7 @@ def test_a_mismatch_fails_also_those_that_voted_by_waiting() -> None:
     actions, old = agreement.rejected("w", 2, ERROR)
     assert actions == [Fail((newcomer, made.slots[0]), ERROR)]
     assert old is made
-    assert [each.is_kept for each in (newcomer, *made.slots)] == [True, True, False]
+    assert [each.state is SlotState.VOID for each in (newcomer, *made.slots)] == [True, True, False]
 
 
 @pytest.mark.parametrize("running", [0, 1])
@@ -195,10 +195,10 @@ def test_memory_of_a_void_slot_stays_while_a_kernel_runs_there(running: int) -> 
     waits(agreement, made.slots[0])
     declare(agreement, 1, NEW)
     agreement.rejected("w", 2, ERROR)
-    made.retired, made.running = True, running
+    made.state, made.running = TensorState.RETIRED, running
     _, actions = declare(agreement, 0, NEW)
     assert actions == ([] if running else [Release((made.slots[0],))])
-    assert not made.slots[0].is_kept  # the last kernel's end releases it
+    assert made.slots[0].state is SlotState.RELEASED  # the last kernel's end releases it
 
 
 # ---- leaving -----------------------------------------------------------------------------------------------------

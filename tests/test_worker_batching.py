@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.worker.batching import INTERVAL_S, BatchingLink
+from byteps_py.worker.scheduler_messages import INTERVAL_S, BatchingLink
 
 
 class Loop(EventLoop):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support import worker_core as core
 
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.tensor import Part
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.tensor import Part
 
 
 def parts(*lengths: int) -> list[Part]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from byteps_py.worker.failure_suspicions import FailureSuspicions
+from byteps_py.worker.core.deadlines import FailureSuspicions
 
 
 def test_only_an_answer_is_sure() -> None:

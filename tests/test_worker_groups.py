@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from support.worker_core import slot, tensor
 
+from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.errors import MismatchError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.runtime import Thresholds
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.worker.actions import Fail, Push, SendBallot
-from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.placing import NO_SERVER, Placing
-from byteps_py.worker.tensor import Compute, RankSlot, Tensor
-from byteps_py.worker.topology import Topology
+from byteps_py.worker.core.actions import Fail, Push, SendBallot
+from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.placing import NO_SERVER, Placing
+from byteps_py.worker.core.tensor import Compute, RankSlot, Tensor
+from byteps_py.worker.core.topology import Topology
 
 ERROR = MismatchError("tensor 'w': …")
 
@@ -215,7 +215,7 @@ def test_how_many_machines_take_part(local_sizes: tuple[int, ...], group: tuple[
 
 
 def test_what_stays_on_one_machine_is_no_servers_load() -> None:
-    placing = Placing(topology(2, 2), Thresholds())
+    placing = Placing(topology(2, 2), 1 << 20, CHUNK_BYTES)
     wide, narrow = among(0, 2), TensorSpec("v", DType.FLOAT32, (4,), group=(0, 1))
     placing.add([wide, narrow])
     assert [tuple(piece) for piece in placing.pieces(wide)] == [(0, 16, 9)]

@@ -6,12 +6,12 @@ from support.worker_core import slot, spec, tensor
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.worker.actions import Fail, Push, Release, RoundDone, SendBallot
-from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.joining import Joining
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.tensor import Compute, RankSlot, Tensor
+from byteps_py.worker.core.actions import Fail, Push, Release, RoundDone, SendBallot
+from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.tensor import Compute, RankSlot, Tensor
+from byteps_py.worker.ranks.joining import Joining
 
 OLD, NEW = spec(4), spec(5)
 ERROR = UsageError("tensor 'w': …")

@@ -9,8 +9,8 @@ from support.worker_core import slot, tensor
 from byteps_py.runtime import Runtime
 from byteps_py.shm import Block
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.memory import Memory
-from byteps_py.worker.tensor import Part
+from byteps_py.worker.core.tensor import Part
+from byteps_py.worker.io.memory import Memory
 
 HERE, THERE = 3, 4
 

@@ -11,10 +11,10 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.links import OnAnswer
-from byteps_py.worker.memory import Memory
-from byteps_py.worker.network import Network
-from byteps_py.worker.topology import Topology
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.io.links import OnAnswer
+from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.io.network import Network
 
 GROUP = 5  # the epoch with which it began
 

@@ -9,8 +9,8 @@ from byteps_py import kernels
 from byteps_py.blame import OVERFLOW, of_rank
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
-from byteps_py.worker.nonfinite_guard import NonFiniteGuard
-from byteps_py.worker.tensor import Compute, Part, RankSlot, Tensor
+from byteps_py.worker.core.tensor import Compute, Part, RankSlot, Tensor
+from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard
 
 FIRST, SIZE, COUNT = 4, 8, 1000  # this machine has ranks 4, 5 and 6
 SPEC = TensorSpec("w", DType.FLOAT32, (COUNT,), nonfinite=NonFinite.RAISE)

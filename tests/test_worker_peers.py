@@ -23,10 +23,10 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Fetch, Header, Kind
-from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import PieceRequest, Receipt
-from byteps_py.worker.tensor import AskSum, ScatterPart, SumRequest
-from byteps_py.worker.topology import Topology
+from byteps_py.worker.core.pieces import PieceRequest, Receipt
+from byteps_py.worker.core.tensor import AskSum, ScatterPart, SumRequest
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.io.peers import PeerMachines
 
 SETTINGS = Settings(
     scheduler_host="127.0.0.1",

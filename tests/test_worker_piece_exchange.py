@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import pytest
 from support.worker_core import slot as make_slot
 
+from byteps_py.chunks import Arriving, chunk_at
 from byteps_py.errors import ProtocolError
 from byteps_py.shm import Block
-from byteps_py.strips import Arriving, strip_at
 from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
-from byteps_py.worker.actions import DirectAction, Fail, Show
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.pieces import (
+from byteps_py.worker.core.actions import DirectAction, Fail, Show
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.pieces import (
     Copy,
     CopyHere,
     Delivered,
@@ -25,15 +25,16 @@ from byteps_py.worker.pieces import (
     Outgrown,
     PieceRequest,
     Receipt,
+    Receipts,
     RefusePiece,
     Serve,
     Transfer,
+    Way,
     due,
 )
-from byteps_py.worker.receipts import Receipts, Way
-from byteps_py.worker.tensor import AskSum, RankSlot
+from byteps_py.worker.core.tensor import AskSum, RankSlot
 
-STRIP = 3
+CHUNK = 3
 ROOM = 64
 SIZES = (0, 0, 1, 3, 8, 20)
 
@@ -96,7 +97,7 @@ class Machine:
             elif isinstance(action, Delivered):
                 self.on_delivered[action.slot.id](action.round)
             elif isinstance(action, Show):
-                self.on_shown[action.slot.id](action.strips)
+                self.on_shown[action.slot.id](action.chunks)
             elif isinstance(action, Fail):
                 self.on_failed[action.slots[0].id](str(action.error))
             elif isinstance(action, RefusePiece):
@@ -220,8 +221,8 @@ def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
     def live(rank: int) -> None:
         machine = machines[machine_of[rank]]
         me = group.index(rank)
-        in_strips = rng.random() < 0.5
-        seen: set[int] = set()  # strips of this round
+        in_chunks = rng.random() < 0.5
+        seen: set[int] = set()  # chunks of this round
         slot = make_slot(rank - machine_of.index(machine_of[rank]), spec, inputs=2)
 
         def declare(round_: int) -> None:
@@ -230,8 +231,8 @@ def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
             slot.inputs, slot.result = (world.block(ROOM), world.block(ROOM)), world.block(ROOM * 8)
             machine.on_delivered[slot.id], machine.on_failed[slot.id] = delivered, failed
             machine.on_shown[slot.id] = shown
-            if in_strips:
-                slot.arriving = Arriving(ROOM * 8, STRIP)
+            if in_chunks:
+                slot.arriving = Arriving(ROOM * 8, CHUNK)
             machine.run(machine.direct.declare(rank, slot))
             assert slot.round == round_ - 1
             world.due.append(lambda: begin(round_))
@@ -240,13 +241,13 @@ def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
             column = 0 if op is Op.GATHER else me
             return b"".join(bytes([byte(s, column, round_)]) * expected(round_, s, me) for s in range(len(group)))
 
-        def shown(strips: list[int]) -> None:
+        def shown(chunks: list[int]) -> None:
             """Each once, and as it stays."""
-            assert in_strips
-            assert not seen.intersection(strips)
-            seen.update(strips)
+            assert in_chunks
+            assert not seen.intersection(chunks)
+            seen.update(chunks)
             data = due_now(slot.round)
-            for offset, length in (strip_at(strip, ROOM * 8, STRIP) for strip in strips):
+            for offset, length in (chunk_at(chunk, ROOM * 8, CHUNK) for chunk in chunks):
                 start = slot.result.address + offset
                 assert bytes(world.memory[start : start + length]) == data[offset : offset + length]
 

@@ -7,10 +7,10 @@ from support.worker_core import slot as make_slot
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
-from byteps_py.worker import serving
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.pieces import (
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.piece_rounds import needs
+from byteps_py.worker.core.pieces import (
     ALL,
     Copy,
     CopyHere,
@@ -23,7 +23,7 @@ from byteps_py.worker.pieces import (
     Serve,
     Transfer,
 )
-from byteps_py.worker.tensor import AskSum, RankSlot
+from byteps_py.worker.core.tensor import AskSum, RankSlot
 
 
 def make_spec(op: Op, group: tuple[int, ...] = ()) -> TensorSpec:
@@ -87,10 +87,10 @@ def test_a_gather_waits_for_all_ranks_of_this_machine_too_as_the_last_asks_for_a
     layout = Layout(((0, 0),) * 3, ((0, 0), (0, 0), (8, 4)))  # nothing but rank 2's piece
     assert direct.ready(slot, 1, layout, 0.0) == []
     channel, member = next(iter(direct.members(0)))
-    assert serving.needs(channel, member) == {1, 2}
+    assert needs(channel, member) == {1, 2}
     (fetch,) = direct.ready(other, 1, layout, 0.0)
     assert isinstance(fetch, FetchPiece)
-    assert serving.needs(channel, member) == {2}
+    assert needs(channel, member) == {2}
 
 
 def test_memory_to_which_a_piece_is_being_copied_is_kept_though_its_round_was_abandoned() -> None:

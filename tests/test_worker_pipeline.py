@@ -9,10 +9,10 @@ from support.worker_core import slot, spec, tensor
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
-from byteps_py.worker.actions import Action, Push, Release, RoundDone, Supply
-from byteps_py.worker.credit import PATIENCE_S, PushQueue
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.tensor import Compute, RankSlot, Stage, Tensor
+from byteps_py.worker.core.actions import Action, Push, Release, RoundDone, Supply
+from byteps_py.worker.core.credit import PATIENCE_S, PushQueue
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.tensor import Compute, RankSlot, SlotState, Stage, Tensor
 
 PIECES = [(0, 8, 5), (8, 8, 6)]  # offset, length, server
 ANSWER = 900_000
@@ -379,7 +379,7 @@ def test_slots_that_live_on_are_not_released() -> None:
     made = tensor(slots)
     pipeline = started(made, 1, 3)
     slots[1].tensor = tensor([slot(1)], generation=2)
-    slots[2].is_kept = True
+    slots[2].move_to(SlotState.VOID)
     assert pipeline.retire(made, 0.0) == [Release((slots[0],), made)]
 
 
@@ -389,6 +389,6 @@ def test_what_is_handed_over_to_a_void_tensor_is_ignored() -> None:
     pipeline = started(made, 2, 2)
     pipeline.retire(made, 0.0)
     assert pipeline.ready(only, 1, 16, 0.0) == []
-    only.tensor, only.is_kept = None, True
+    only.tensor, only.state = None, SlotState.VOID
     assert pipeline.ready(only, 1, 16, 0.0) == []
     assert only.ready_bytes == -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from byteps_py.worker.receipts import Receipts, Way
+from byteps_py.worker.core.pieces import Receipts, Way
 
 WAY = Way(1, 7, 0, 2)
 

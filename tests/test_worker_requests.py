@@ -10,23 +10,23 @@ import pytest
 from support.worker_core import slot, spec, tensor
 
 from byteps_py import rank_protocol as protocol
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.pace import RankPace
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.requests import Requests
-from byteps_py.worker.tensor import RankSlot
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.pace import RankPace
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.tensor import RankSlot, SlotState, TensorState
+from byteps_py.worker.ranks.requests import Requests
 
 
 def kept() -> RankSlot:
     """Its declaration was rejected."""
     void = slot(0, spec(name="void"))
-    void.is_kept = True
+    void.move_to(SlotState.VOID)
     return void
 
 
 def retired() -> RankSlot:
     void = slot(0, spec(name="void"))
-    tensor([void]).retired = True
+    tensor([void]).move_to(TensorState.RETIRED)
     return void
 
 

@@ -17,14 +17,14 @@ from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.executor import Executor
-from byteps_py.worker.memory import Memory
-from byteps_py.worker.network import Network
-from byteps_py.worker.piece_executor import Cores
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.tensor import Part
-from byteps_py.worker.topology import Topology
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.tensor import Part
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.io.network import Network
+from byteps_py.worker.io.piece_executor import Cores
 
 HERE, THERE = 7, 8  # the servers
 
@@ -69,7 +69,7 @@ class Machine:
         pipeline = Pipeline(4, queue)
         nothing: Any = None
         self.executor = Executor(
-            runtime, cast(Any, _All()), self.memory, Cores(pipeline, nothing, nothing), 0, nothing, self._fail
+            runtime, cast(Any, _All()), self.memory, Cores(nothing, pipeline, nothing, nothing), 0, nothing, self._fail
         )
         self.network = self.executor.network = _Network(
             runtime, Settings(), topology(), self.memory, self.executor.answered, self.executor.again, nothing

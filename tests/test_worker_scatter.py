@@ -12,17 +12,17 @@ import pytest
 from support.worker_core import block
 from support.worker_core import slot as make_slot
 
+from byteps_py.chunks import Arriving, chunk_at
 from byteps_py.errors import ProtocolError
-from byteps_py.strips import Arriving, strip_at
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.worker.actions import Action, Lend, RoundDone, Show
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.pieces import FetchPiece, Transfer, due
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.scatter import Scatter, pieces
-from byteps_py.worker.tensor import AskSum, Compute, RankSlot, SumRequest, Tensor
+from byteps_py.worker.core.actions import Action, Lend, RoundDone, Show
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.pieces import FetchPiece, Transfer, due
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.scatter import Scatter, pieces
+from byteps_py.worker.core.tensor import AskSum, Compute, RankSlot, SumRequest, Tensor
 
-STRIP = 8  # bytes
+CHUNK = 8  # bytes
 ROUNDS = 4
 ITEM = 4
 
@@ -50,7 +50,7 @@ class Machine:
         self.world, self.index, self.all, self.spec = world, index, all_, spec
         self.first_rank, self.size = machine_of.index(index), len(machine_of)
         self.queue = PushQueue[Transfer | AskSum](world.rng.choice((0, 8, 64)))
-        self.scatter = Scatter(index, machine_of, self.queue, STRIP)
+        self.scatter = Scatter(index, machine_of, self.queue, CHUNK)
         self.pipeline = Pipeline(self.size, PushQueue(0), self.scatter)
         self.slots: list[RankSlot] = []
         self.arrived: set[AskSum] = set()
@@ -61,15 +61,15 @@ class Machine:
             made.inputs = tuple(block(base + 1000 * (i + 1)) for i in range(1 + lends_input))
             made.result = block(base + 50_000)
             if world.rng.random() < 0.5:
-                made.arriving = Arriving(ITEM * spec.piece(self.first_rank + local_rank, self.size)[1], STRIP)
+                made.arriving = Arriving(ITEM * spec.piece(self.first_rank + local_rank, self.size)[1], CHUNK)
             self.slots.append(made)
         self.tensor = Tensor(spec.name, 1, spec, tuple(self.slots), first_rank=self.first_rank)
         self.tensor.machines = len(set(machine_of))
         if len(set(machine_of)) > 1 and len(self.slots) > 1:
             self.tensor.contributions = (block(index * 10**7 + 7_000_000), block(index * 10**7 + 8_000_000))
-        self.parts = pieces(spec, self.size, limit=8, strip_bytes=STRIP)
+        self.parts = pieces(spec, self.size, limit=8, chunk_bytes=CHUNK)
         self.delivered = 0
-        self.shown: set[tuple[int, int, int]] = set()  # slot, round, strip
+        self.shown: set[tuple[int, int, int]] = set()  # slot, round, chunk
         # Machines hear at different times that the tensor is agreed; ranks may have come before.
         world.due.append(self._agree)
         for made in self.slots:
@@ -100,19 +100,19 @@ class Machine:
             elif isinstance(action, Lend):
                 self.world.due.append(lambda a=action: self._lend(a))  # type: ignore[misc]
             elif isinstance(action, Show):
-                self._check_strips(action)
+                self._check_chunks(action)
             else:
                 assert isinstance(action, RoundDone)
                 self._check(action)
 
-    def _check_strips(self, show: Show) -> None:
+    def _check_chunks(self, show: Show) -> None:
         """Each once, and only when it is there."""
         slot = show.slot
         _, count = self.spec.piece(self.first_rank + slot.local_rank, self.size)
-        for strip in show.strips:
-            assert (slot.id, slot.round, strip) not in self.shown
-            self.shown.add((slot.id, slot.round, strip))
-            offset, length = strip_at(strip, count * ITEM, STRIP)
+        for chunk in show.chunks:
+            assert (slot.id, slot.round, chunk) not in self.shown
+            self.shown.add((slot.id, slot.round, chunk))
+            offset, length = chunk_at(chunk, count * ITEM, CHUNK)
             found = [self.world.memory[slot.result.address + at] for at in range(offset, offset + length, ITEM)]
             assert found == self.expected(slot, slot.round)[offset // ITEM : (offset + length) // ITEM]
 

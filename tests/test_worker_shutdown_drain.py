@@ -13,14 +13,14 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
-from byteps_py.worker.credit import PushQueue
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.deadlines import StallDeadline
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.pieces import PieceRequest, Receipt, Serve
+from byteps_py.worker.core.tensor import RankSlot
 from byteps_py.worker.group import Group, GroupRuntime
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.pieces import PieceRequest, Receipt, Serve
 from byteps_py.worker.service import CommunicationService
 from byteps_py.worker.shutdown_drain import ShutdownDrain
-from byteps_py.worker.stall_deadline import StallDeadline
-from byteps_py.worker.tensor import RankSlot
 
 
 class Loop:
@@ -206,7 +206,7 @@ def test_a_machine_that_was_told_to_leave_stays_until_the_others_have_the_last_r
     did: list[str] = []
     service = object.__new__(CommunicationService)
     service._group = cast(Any, SimpleNamespace(network=object(), topology=SimpleNamespace(local_size=1)))
-    service._rank_server = cast(Any, SimpleNamespace(failure=None, left={}))
+    service._rank_server = cast(Any, SimpleNamespace(failure=None, ranks=SimpleNamespace(left={})))
     service._rejoining = cast(Any, SimpleNamespace(is_leaving=is_leaving))
     service._loop = cast(Any, SimpleNamespace(stop=lambda: did.append("stop")))
     service._shutdown_drain = cast(Any, SimpleNamespace(go=lambda: did.append("farewell")))
@@ -222,7 +222,7 @@ def test_without_a_scheduler_a_machine_ends_when_connections_had_the_time_to_com
     timers: list[Callable[[], None]] = []
     service = object.__new__(CommunicationService)
     service._group = cast(Any, SimpleNamespace(network=object(), topology=SimpleNamespace(local_size=0)))
-    service._rank_server = cast(Any, SimpleNamespace(failure=None, left={}))
+    service._rank_server = cast(Any, SimpleNamespace(failure=None, ranks=SimpleNamespace(left={})))
     service._rejoining = None
     service._settings = Settings(heartbeat_timeout_s=1.5)
     delays_s: list[float] = []

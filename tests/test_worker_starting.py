@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from byteps_py.worker.starting import Starting
+from byteps_py.worker.core.deadlines import Starting
 
 EVENTS = ("one rank", "all ranks", "kernels")
 

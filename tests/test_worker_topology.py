@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.worker.topology import Topology
+from byteps_py.worker.core.topology import Topology
 
 MBIT = 400.0
 USUAL = 2 << 20  # in flight, with 4 machines and such links

@@ -1,8 +1,10 @@
 """The communication service (CS): one process per GPU machine, its ranks' only way to the network.
 
-    ranks ──channel──► ranks.py ──► agreement.py (what is a tensor) ──► scheduler
-                                └─► pipeline.py  (what is due)      ──► kernels, links.py ──► servers
+    ranks ──channel──► ranks/rank_server.py ─► ranks/requests.py
+                            │
+                            ├─► core/agreement.py (what a tensor is) ──► scheduler
+                            └─► core/pipeline.py  (what is due)      ──► io/executor.py, io/links.py ──► servers
 
-``agreement``, ``pipeline``, ``credit`` and ``tensor`` are pure: events in, actions out, no sockets, threads
-or clocks. ``service`` carries: it owns the loop and turns actions into kernel calls and messages.
+``core`` decides and is pure, ``io`` carries, ``ranks`` deals with the local ranks. ``group`` is all that belongs to one
+group of ranks, ``service`` the process's life: it owns the loop.
 """

@@ -5,6 +5,7 @@ An elastic job's service has one group after another; any other has one. Owned b
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,33 +18,33 @@ from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.spec_messages import to_spec
 from byteps_py.tensors import TensorSpec
-from byteps_py.worker import credit, pieces
-from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.epochs import Epochs
-from byteps_py.worker.executor import Executor
-from byteps_py.worker.joining import Joining
-from byteps_py.worker.links import silence_s
-from byteps_py.worker.memory import Memory
-from byteps_py.worker.network import Network
-from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.piece_executor import Cores
-from byteps_py.worker.pieces import PieceRequest, Receipt, Transfer, due
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.placing import Placing
-from byteps_py.worker.rank_server import RankServer
-from byteps_py.worker.requests import Requests
-from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.stack_sampler import StackSampler
-from byteps_py.worker.tensor import AskSum, Part, SumRequest, Tensor
-from byteps_py.worker.topology import Topology
-from byteps_py.worker.waits import Waits
+from byteps_py.wording import count_text
+from byteps_py.worker.core import credit, pieces
+from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.pieces import PieceRequest, Receipt, Transfer, due
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.scatter import Scatter
+from byteps_py.worker.core.tensor import AskSum, Part, SumRequest, Tensor
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.io.links import silence_s
+from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.io.network import Network
+from byteps_py.worker.io.peers import PeerMachines
+from byteps_py.worker.io.piece_executor import Cores
+from byteps_py.worker.ranks.joining import Joining
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.ranks.requests import Requests
+from byteps_py.worker.ranks.stack_sampler import StackSampler
+from byteps_py.worker.ranks.waits import Waits
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRuntime:
-    """What a group finds in its communication service, and whom it calls there.
+    """What a group finds in its communication service, and what it calls there.
 
     ``stay``: the service waits for ranks that come back. ``prefault``: does its argument on another thread.
     ``server_lost(sentence, member id, whether its process has ended)``, ``machine_lost(sentence, index)``: it can't be
@@ -88,6 +89,7 @@ class Group:
         self._loop = runtime.loop
         topology = self.topology = self.topology_class.of(membership, place)
         topology.check()
+        self._epoch = topology  # the present one; ``topology`` is the first
         ranks = (topology.first_rank, topology.size)
         memory = self.memory_class(runtime, topology.machines, topology.local_size, around.prefault, ranks)
         machine_of = [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)]
@@ -95,17 +97,18 @@ class Group:
         self._fetches: PushQueue[Transfer | AskSum] = PushQueue()
         self._limit(topology)
         self._scatter = scatter = self.scatter_class(
-            topology.machine_index, machine_of, self._fetches, thresholds.strip
+            topology.machine_index, machine_of, self._fetches, thresholds.chunk
         )
         self._pipeline = pipeline = self.pipeline_class(topology.size, self.queue, scatter)
         self.agreement = self.agreement_class(topology.local_size, topology.first_rank)
-        self._placing = self.placing_class(topology, thresholds)
+        self._placing = self.placing_class(topology, thresholds.local_sum_piece, thresholds.chunk)
         self._direct = direct = self.direct_class(
             topology.machine_index, machine_of, topology.partition_bytes, thresholds.local_copy_piece, self._fetches,
             thresholds.joint_copy,
         )  # fmt: skip
+        cores = Cores(self.agreement, pipeline, direct, scatter)
         executor = self.executor = self.executor_class(
-            runtime, around.ready, memory, Cores(pipeline, direct, scatter), topology.first_rank, send, fail
+            runtime, around.ready, memory, cores, topology.first_rank, send, fail
         )
         executor.on_end = self._end_tensor
         executor.piece_executor.peers = around.peers
@@ -116,7 +119,6 @@ class Group:
             self.network = executor.network = self.network_class(
                 runtime, settings, topology, memory, executor.answered, executor.again, around.server_lost
             )
-        self._epochs = Epochs(topology, self._placing, self.network, executor, self.queue, send)
         self.joining = self.joining_class(topology, self.agreement, pipeline, direct, executor, send, fail)
         self.requests = self.requests_class(topology, memory, self.agreement, pipeline, direct, executor, self.joining)
         self.waits = self.waits_class(
@@ -128,7 +130,7 @@ class Group:
         )
 
     def open(self) -> None:
-        """Let its ranks in, and other machines ask. Whoever calls it knows this group by now."""
+        """Let its ranks in, and other machines ask. The caller knows this group by now."""
         topology, peers = self.topology, self._around.peers
         if peers is not None:  # now that they can be answered: other machines may have asked already
             peers.open(topology, self._around.machine_lost)
@@ -161,9 +163,29 @@ class Group:
             self._around.peers.leave()
 
     def change(self, membership: pb.Membership) -> None:
-        """Other servers, the same ranks."""
+        """Other servers, the same ranks, in the middle of rounds. Raises ProtocolError for servers that can't be.
+
+        The scheduler's word comes to every machine at the same place in the order of verdicts, so all have the same
+        table after it. What was given to a server that has lost a partition, and is not answered, is given to the one
+        that has it now, RESENT: that one asks the other machines for their parts if they have the result already. So
+        machines need not go over at the same moment, and none waits for another.
+        """
         self.waits.is_unserved = False
-        self._epochs.change(membership)
+        if membership.epoch <= self._epoch.epoch or self.network is None:
+            return
+        servers = tuple(membership.servers)
+        topology = self._epoch = dataclasses.replace(self._epoch, epoch=membership.epoch, servers=servers)
+        topology.check()
+        self._placing.change(topology)
+        self.network.change(topology)
+        self.queue.set_weights(topology.weights, topology.head_starts(self.queue.credit_bytes))
+        moved = self.executor.move(self._placing.server_of)
+        self._around.send(pb.MemberMessage(applied=pb.Applied(epoch=membership.epoch, moved=moved)))
+        logger.warning(
+            "epoch %d: moved %s to %s: %s",
+            membership.epoch, count_text(moved, "partition"), count_text(len(topology.servers), "summation service"),
+            membership.reason,
+        )  # fmt: skip
 
     # ---- what the scheduler has decided ------------------------------------------------------------------
 
@@ -237,8 +259,7 @@ class Group:
 
     def settle(self, gone: set[int]) -> None:
         """Tell local ranks that wait for it that others, but for those that are ``gone``, have what these gave."""
-        settling = [rank.local_rank for rank in self.executor.ranks.values() if rank.is_settling]
-        for local_rank in settling:
+        for local_rank in self._around.rank_server.settling():
             if not self._direct.owes(gone, local_rank):
                 self._around.rank_server.settled(local_rank)
 

@@ -22,21 +22,16 @@ from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Op
 from byteps_py.wording import STOPPED
-from byteps_py.worker.batching import BatchingLink
-from byteps_py.worker.elastic_rank_server import ElasticRankServer
-from byteps_py.worker.failure_suspicions import FailureSuspicions
+from byteps_py.worker.core.deadlines import FailureSuspicions, StallDeadline, Starting
+from byteps_py.worker.core.pieces import PieceRequest, Receipt
+from byteps_py.worker.core.tensor import SumRequest
 from byteps_py.worker.group import Group, GroupRuntime
-from byteps_py.worker.links import silence_s
-from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.pieces import PieceRequest, Receipt
-from byteps_py.worker.probe import Probe
-from byteps_py.worker.rank_server import RankServer
-from byteps_py.worker.rejoining import Rejoining
+from byteps_py.worker.io.links import silence_s
+from byteps_py.worker.io.peers import PeerMachines
+from byteps_py.worker.io.probe import Probe
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.scheduler_messages import BatchingLink, Rejoining, heartbeat
 from byteps_py.worker.shutdown_drain import ShutdownDrain
-from byteps_py.worker.stall_deadline import StallDeadline
-from byteps_py.worker.starting import Starting
-from byteps_py.worker.statistics import heartbeat
-from byteps_py.worker.tensor import SumRequest
 
 _TICK_S = 0.25
 _PUMP_S = 0.01, 0.05  # while something waits for its turn, and else
@@ -53,7 +48,6 @@ class CommunicationService:
 
     readiness_class: type[Readiness] = Readiness
     rank_server_class: type[RankServer] = RankServer
-    elastic_rank_server_class: type[ElasticRankServer] = ElasticRankServer
     peers_class: type[PeerMachines] = PeerMachines
     rejoining_class: type[Rejoining] = Rejoining
     suspicions_class: type[FailureSuspicions] = FailureSuspicions
@@ -98,7 +92,7 @@ class CommunicationService:
             return self.rank_server_class(
                 self._runtime, self._listener, settings.local_size, self._rank_died, self._ranks_changed
             )
-        rank_server = self.elastic_rank_server_class(
+        rank_server = self.rank_server_class(
             self._runtime, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._wants_group,
             settings.start_timeout_s,
         )  # fmt: skip
@@ -133,7 +127,7 @@ class CommunicationService:
         self._loop.post(self._told_to_end)
 
     def _told_to_end(self) -> None:
-        staying = self._rank_server.settle()
+        staying = self._rank_server.hear()
         if self._rejoining is not None and self._rejoining.leave():
             return
         if staying and self._group is not None:
@@ -149,11 +143,11 @@ class CommunicationService:
             self._loop.stop()
             return
         is_leaving = self._rejoining is not None and self._rejoining.is_leaving
-        if not is_leaving and len(self._rank_server.left) < self._group.topology.local_size:
+        if not is_leaving and len(self._rank_server.ranks.left) < self._group.topology.local_size:
             self._loop.stop()
             return
         self._shutdown_drain.go()
-        if self._is_headless:  # nobody says so, and whose connections are not back by then will not ask any more
+        if self._is_headless:  # nobody says so; a machine whose connection is not back by then asks for nothing
             unheard_s = _UNHEARD_TIMEOUTS * self._settings.heartbeat_timeout_s
             self._loop.call_later(unheard_s, lambda: self._shutdown_drain.dismissed() if self._is_headless else None)
 
@@ -275,7 +269,7 @@ class CommunicationService:
         self._group = None
         self._link.forget()
         if self._shutdown_drain.is_going:
-            self._loop.stop()  # what it stays for is wanted by nobody any more
+            self._loop.stop()  # no machine wants any more what it stays for
         self._told_left.clear()
         self._shutdown_drain = self._new_shutdown_drain()
 
@@ -291,7 +285,7 @@ class CommunicationService:
 
     def _scheduler_away(self, error: BytePSError) -> None:
         self._stall_deadline.away(self._loop.time())
-        # Reductions of agreed tensors need no scheduler; whoever needs one runs into the stall limit.
+        # Reductions of agreed tensors need no scheduler; a rank that needs one runs into the stall limit.
         if self._group is not None and self._rank_server.failure is None:
             logger.warning("%s; agreed tensors are still reduced, new ones and barriers wait", error)
 
@@ -349,7 +343,7 @@ class CommunicationService:
             self._wants_group(str(error), False)
 
     def _server_lost(self, sentence: str, member_id: int, has_ended: bool) -> None:
-        """Others can do its work, once the scheduler says which. Not later than the stall limit allows."""
+        """Other servers can do its work, once the scheduler says which: not later than the stall limit allows."""
         self._warn_of(member_id, sentence, has_ended)
         is_sure = has_ended or self._suspicions.is_sure(member_id, self._loop.time())
         lost = pb.Unreachable(member_id=member_id, reason=sentence, is_sure=is_sure)
@@ -365,8 +359,8 @@ class CommunicationService:
             self._loop.call_later(_HEADLESS_S, give_up)
 
     def _warn_of(self, member_id: int, sentence: str, has_ended: bool) -> None:
-        """Once in a while, and not when it is known that the job has failed. Of one whose process has ended, the
-        scheduler says why."""
+        """Log a server that can't be reached: once a minute, and not when the job has failed. If its process has ended,
+        the scheduler says why."""
         now = self._loop.time()
         is_news = now >= self._warned_s.get(member_id, -_WARN_AGAIN_S) + _WARN_AGAIN_S
         if has_ended or self._rank_server.failure is not None or not is_news:
@@ -390,7 +384,7 @@ class CommunicationService:
                 self._settle()
 
     def _settle(self) -> None:
-        """Say who is not needed any more, as far as is known here."""
+        """Tell machines and ranks that nothing of theirs is needed here any more, as far as is known."""
         self._shutdown_drain.settle()
         if self._group is not None:
             self._group.settle(self._shutdown_drain.gone)
@@ -428,7 +422,7 @@ class CommunicationService:
             self._group.settle(self._shutdown_drain.gone)
         here = self._rank_server.ranks_here
         self._starting.ranks_here(here)
-        left = self._rank_server.gone if self._stay else self._rank_server.left
+        left = self._rank_server.ranks.gone if self._stay else self._rank_server.ranks.left
         if (
             self._group is not None
             and self._rank_server.failure is None
@@ -442,6 +436,6 @@ class CommunicationService:
             if not here and self._rejoining is not None and self._rejoining.is_leaving:
                 self._go()
             return
-        all_have_come = self._group is None or len(self._rank_server.left) >= self._settings.local_size
+        all_have_come = self._group is None or len(self._rank_server.ranks.left) >= self._settings.local_size
         if self._rank_server.failure is not None or (self._starting.has_had_ranks and all_have_come):
             self._go()

@@ -1,9 +1,9 @@
 """When a machine whose ranks are done may end: not while another lacks a result that takes what this one gave, or its
 word that it has got what it was given.
 
-Owned by the loop's thread. The scheduler collects who lacks what (scheduler/rank_group.py), and says when it is
-over. What others have not asked for yet, only this machine knows: pieces of gathers and exchanges that lie here for
-ranks that have not come to the round.
+Owned by the loop's thread. The scheduler collects which machine lacks what (scheduler/rank_group.py), and says
+when it is over. What others have not asked for yet, only this machine knows: pieces of gathers and exchanges that lie
+here for ranks that have not come to the round.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAVING_S = 0.5
 class ShutdownDrain:
     """``lacks``: something of rounds that these ranks took part in is not over here, a result or their receipt;
     ``owes``: other ranks than these have yet to ask for what they are given; ``stop`` ends the service. What
-    nobody asks for is kept until the stall limit."""
+    no machine asks for is kept until the stall limit."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ShutdownDrain:
         self.group, self.lacks, self.owes = group, lacks, owes
 
     def go(self) -> None:
-        """All ranks of this machine are gone: end as soon as nobody needs what they gave."""
+        """All ranks of this machine are gone: end as soon as no other machine needs what they gave."""
         if not self.is_going:
             self.is_going = True
             self._loop.call_later(self._limit_s, self.dismissed)
@@ -61,7 +61,7 @@ class ShutdownDrain:
         self._end()
 
     def dismissed(self) -> None:
-        """Nobody lacks anything that was asked for."""
+        """No machine lacks anything that it has asked for."""
         self._is_dismissed = True
         self._end()
 

@@ -1,10 +1,10 @@
 """Ranks and summation services that are much slower than the others. Pure.
 
 Communication services report typical times with their heartbeats, and the shortest of the latest times
-(worker/pace.py). A member is slow if it takes BYTEPS_STRAGGLER times as long as the median of the others. It is also
-slow if it takes 1.5 times that long in each of its last steps; a rank also if it does so lately, on average. A rank is
-slow only if the others wait for it meanwhile. A slow member is warned about at once, and then again every ``again_s``
-while it lasts.
+(worker/core/pace.py). A member is slow if it takes BYTEPS_STRAGGLER times as long as the median of the others. It is
+also slow if it takes 1.5 times that long in each of its last steps; a rank also if it does so lately, on average. A
+rank is slow only if the others wait for it meanwhile. A slow member is warned about at once, and then again every
+``again_s`` while it lasts.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Session(ABC):
     @abstractmethod
     def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
         """The next round's contribution lies in ``slot.input``: all of it, or the first ``nbytes``, in the order of
-        ``Strips``.
+        ``TensorChunks``.
 
         With ``nbytes`` below the tensor's size, the round goes on with further calls until all is there
         (the service already works on what it has). A GATHER or an EXCHANGE is handed over whole, with its ``layout``;
@@ -135,7 +135,7 @@ class Session(ABC):
         return False
 
     def wait_for_strips(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
-        """Return as soon as more of the round's result lies in ``slot.result``: which strips, see strips.py; none once
+        """Return as soon as more of the round's result lies in ``slot.result``: which strips, see chunks.py; none once
         the round is over, and ``wait`` would return, or raise, at once. Raises StallError. One thread at a time."""
         return []
 

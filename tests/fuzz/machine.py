@@ -21,10 +21,10 @@ from byteps_py.runtime import Runtime, Thresholds
 from byteps_py.scheduler.declarations import Decided, Declarations
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType
-from byteps_py.worker.elastic_rank_server import ElasticRankServer
+from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
+from byteps_py.worker.core.tensor import Compute
 from byteps_py.worker.group import Group, GroupRuntime
-from byteps_py.worker.rank_server import RankServer
-from byteps_py.worker.tensor import Compute
+from byteps_py.worker.ranks.rank_server import RankServer
 
 RANKS = 2
 _SETTINGS = Settings(job_id="fuzz")
@@ -129,11 +129,8 @@ class Machine:
         self._epoch = 0
         self.runtime = Runtime(loop=cast(Any, self.loop), thresholds=Thresholds(inline_copy=-1))
         door: Any = self._door
-        self.rank_server: RankServer = (
-            ElasticRankServer(self.runtime, door, RANKS, self._died, lambda: None, self._returned, 1.0)
-            if is_elastic
-            else RankServer(self.runtime, door, RANKS, self._died, lambda: None)
-        )
+        returned = self._returned if is_elastic else None
+        self.rank_server = RankServer(self.runtime, door, RANKS, self._died, lambda: None, returned, 1.0)
         self.begin()
 
     def begin(self) -> None:
@@ -156,7 +153,6 @@ class Machine:
 
     def begin_anew(self) -> None:
         """Of an elastic job: all go back, and come again."""
-        assert isinstance(self.rank_server, ElasticRankServer)
         self.rank_server.dissolve(PeerLostError("again"))
         self.group.end()
         self.read()
@@ -191,9 +187,8 @@ class Machine:
 
     def read(self) -> None:
         """All that ranks have said."""
-        pidfds = {rank.pidfd for rank in self.group.executor.ranks.values()}
-        former = self.rank_server._former if isinstance(self.rank_server, ElasticRankServer) else {}
-        pidfds |= {rank.pidfd for rank in (*self.rank_server._may_return.values(), *former.values())}
+        states = (*IN_GROUP, RankState.RETURNING, RankState.LEFT)
+        pidfds = {connection.pidfd for connection in self.rank_server.ranks.connections(*states)}
         for fd in [fd for fd in self.loop.readers if fd != self._door.fileno() and fd not in pidfds]:
             if reader := self.loop.readers.get(fd):
                 reader()

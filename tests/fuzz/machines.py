@@ -17,10 +17,10 @@ from byteps_py.rank_protocol import RankMessageKind as Said
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
 from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind, pack_names
-from byteps_py.worker import network
 from byteps_py.worker.group import Group, GroupRuntime
-from byteps_py.worker.links import LinkTarget
-from byteps_py.worker.peers import PeerMachines
+from byteps_py.worker.io import network
+from byteps_py.worker.io.links import LinkTarget
+from byteps_py.worker.io.peers import PeerMachines
 
 from .base import Target
 from .machine import _SETTINGS, RANKS, Machine

@@ -109,7 +109,7 @@ class Orders(Target):
             kind = protocol.kind_of(heard)
             if kind is RankMessageKind.DONE:
                 assert all(round_ > 0 for _, round_, _ in protocol.records_of(heard))
-            elif kind is not RankMessageKind.STRIP:
+            elif kind is not RankMessageKind.CHUNK:
                 protocol.fields_of(heard)
 
     def end(self) -> None:

@@ -49,7 +49,7 @@ def _all_said() -> list[bytes]:
         *layouts,
         *[_declare((spec,)) for spec in (*_SPECS, _VAST)] * 2,
         protocol.pack_records(RankMessageKind.READY, [(1, 1, 48), (7, 1, 48)]),
-        *[protocol.pack(RankMessageKind.STRIPS, slot=slot) for slot in (2, 8)],
+        *[protocol.pack(RankMessageKind.CHUNKS, slot=slot) for slot in (2, 8)],
         *[protocol.pack(RankMessageKind.BARRIER, sequence=sequence) for sequence in (1, 2, 3)],
         *[protocol.pack(RankMessageKind.MEET, key=key_of("meeting"), members=[0, 1])] * 2,
         protocol.pack(RankMessageKind.WAITS, id=1, name="near", round=3, age_s=2.5, group=[0, 1]),

@@ -14,14 +14,14 @@ from byteps_py.errors import ProtocolError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.tensors import DType, Layout, Op, TensorSpec, key_of
 from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind
-from byteps_py.worker.actions import Action, DirectAction, Lend
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.peers import events_of
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.pieces import ALL, MAX_EARLY, Receipt, RefusePiece, Serve, Transfer
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.scatter import Scatter, pieces
-from byteps_py.worker.tensor import AskSum, ScatterPart, SumRequest, Tensor
+from byteps_py.worker.core.actions import Action, DirectAction, Lend
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.pieces import ALL, MAX_EARLY, Receipt, RefusePiece, Serve, Transfer
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.scatter import Scatter, pieces
+from byteps_py.worker.core.tensor import AskSum, ScatterPart, SumRequest, Tensor
+from byteps_py.worker.io.peers import events_of
 
 from .base import Target
 

@@ -20,9 +20,9 @@ from byteps_py.shm import Block
 from byteps_py.spec_messages import to_message
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire import Header
-from byteps_py.worker.elastic_rank_server import ElasticRankServer
+from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
 from byteps_py.worker.group import Group
-from byteps_py.worker.network import Network
+from byteps_py.worker.io.network import Network
 from byteps_py.worker.service import CommunicationService
 
 from .base import Target
@@ -204,10 +204,7 @@ class ServiceHears(Target):
     def _read(self) -> None:
         """What ranks have said, and what they are told."""
         service = self._service
-        rank_server, group = service._rank_server, service._group
-        ranks = [*group.executor.ranks.values()] if group is not None else []
-        ranks += rank_server._may_return.values()
-        ranks += rank_server._former.values() if isinstance(rank_server, ElasticRankServer) else ()
+        ranks = service._rank_server.ranks.connections(*IN_GROUP, RankState.RETURNING, RankState.LEFT)
         apart = {self._door.fileno(), *(rank.pidfd for rank in ranks)}
         for fd in [fd for fd in self._loop.readers if fd not in apart]:
             if reader := self._loop.readers.get(fd):

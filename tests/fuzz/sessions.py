@@ -45,7 +45,7 @@ _SAID = (
     _declared(_place(5, 0)),
     protocol.pack_record(RankMessageKind.DONE, 1, 3, 0),
     protocol.pack_records(RankMessageKind.DONE, [(1, 3, 0), (2, 3, 7)]),
-    protocol.pack_records(RankMessageKind.STRIP, [(1, 3, 0), (1, 3, 1)]),
+    protocol.pack_records(RankMessageKind.CHUNK, [(1, 3, 0), (1, 3, 1)]),
     _WELCOME,
     protocol.pack(RankMessageKind.RELEASED, sequence=1),
     protocol.pack(RankMessageKind.JOINED, last=1),

@@ -218,14 +218,14 @@ class LocalProtocol(Target):
         protocol.pack(protocol.RankMessageKind.DECLARE, request=1, specs=[protocol.spec_to_json(_spec)]),
         protocol.pack_records(protocol.RankMessageKind.READY, [(1, 2, 3), (4, 5, 6)]),
         protocol.layout_to_message(3, Layout(((0, 8),), ((0, 8), (8, 8)))),
-        protocol.pack(protocol.RankMessageKind.STRIPS, slot=3),
+        protocol.pack(protocol.RankMessageKind.CHUNKS, slot=3),
         protocol.pack(protocol.RankMessageKind.BARRIER, sequence=3),
     )
 
     def feed(self, data: bytes) -> None:
         try:
             kind = protocol.kind_of(data)
-            if kind in (protocol.RankMessageKind.READY, protocol.RankMessageKind.DONE, protocol.RankMessageKind.STRIP):
+            if kind in (protocol.RankMessageKind.READY, protocol.RankMessageKind.DONE, protocol.RankMessageKind.CHUNK):
                 list(protocol.records_of(data))
                 return
             fields = protocol.fields_of(data)

@@ -159,7 +159,7 @@ class Cluster:
 
     def new_rank(self, settings: Settings) -> Rank:
         rank = Rank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, self.results)
-        rank.strip_bytes = self.runtimes.thresholds.strip
+        rank.chunk_bytes = self.runtimes.thresholds.chunk
         return rank
 
     def start_server(self, name: str, machine: int) -> str:

@@ -11,7 +11,6 @@ from byteps_py.settings import Settings
 from .cluster import Cluster
 from .elastic_rank import ElasticRank
 from .groups import Book
-from .local import Channel
 from .parts import Parts
 from .rank import Rank
 from .services import Worker
@@ -40,11 +39,11 @@ class ElasticWorker(Worker):
             self.group = self.book.number
         self._begin(membership)
 
-    def _note_welcome(self, channel: Channel, local_rank: int) -> None:
-        rank = channel.peer.process
-        if isinstance(rank, ElasticRank) and self.book is not None:
-            rank.book = self.book
-        self._welcome(channel, local_rank)
+    def _note_welcome(self, rank: Any) -> None:
+        process = rank.connection._channel.peer.process
+        if isinstance(process, ElasticRank) and self.book is not None:
+            process.book = self.book
+        self._welcome(rank)
 
     def stop(self) -> None:
         """It gets SIGTERM."""
@@ -53,7 +52,7 @@ class ElasticWorker(Worker):
 
     def _check_end(self) -> None:
         group = self._service._group
-        is_whole = group is not None and len(self._service._rank_server.left) == group.topology.local_size
+        is_whole = group is not None and len(self._service._rank_server.ranks.left) == group.topology.local_size
         if is_whole and not self.cluster.hit.intersection((self, *self.cluster.ranks_of(self.machine))):
             super()._check_end()
 
@@ -92,7 +91,7 @@ class ElasticCluster(Cluster):
 
     def new_rank(self, settings: Settings) -> Rank:
         rank = ElasticRank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, {})
-        rank.strip_bytes = self.runtimes.thresholds.strip
+        rank.chunk_bytes = self.runtimes.thresholds.chunk
         rank.commit_every = self._commit_every
         rank.is_job_over = lambda: self.scheduler.state != RUNNING
         rank.has_reason = lambda: self.shocks.are_losses

@@ -11,10 +11,11 @@ from byteps_py.scheduler.elastic import Elastic, Reforming
 from byteps_py.scheduler.roster import Roster
 from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 from byteps_py.server.rounds import Rounds
-from byteps_py.worker.elastic_rank_server import ElasticRankServer, _Waiter
+from byteps_py.worker.core.local_ranks import LocalRank, LocalRanks, RankState
+from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.group import Group
-from byteps_py.worker.rejoining import Rejoining
-from byteps_py.worker.topology import Topology
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.scheduler_messages import Rejoining
 
 from .mutations import Mutation, with_roster
 from .parts import Parts
@@ -54,11 +55,12 @@ class TakeWhoeverComesForEqual(Mutation):
 class SeatByNumberAlone(Mutation):
     """A rank that starts late on the first machine is rank 0, and has no state."""
 
-    class elastic_rank_server(ElasticRankServer):
-        class waiter_class(_Waiter):
-            @property
-            def order(self) -> Any:
-                return self.seat
+    class rank_server(RankServer):
+        class ranks_class(LocalRanks[Any]):
+            class rank_class(LocalRank[Any]):
+                @property
+                def rank_order(self) -> Any:
+                    return self.seat
 
 
 class _Done(Reforming):
@@ -166,9 +168,9 @@ class BreakUpAtAPlan(Mutation):
 class HearNobodyWhoCameBack(Mutation):
     """A rank's last words on the connection before are not read before it comes again."""
 
-    class elastic_rank_server(ElasticRankServer):
-        def _is_taken(self, seat: int) -> bool:
-            return seat in self._waiters or self._in_group(seat) is not None
+    class rank_server(RankServer):
+        def _is_taken(self, rank: Any) -> bool:
+            return rank.is_in_group or rank.state is RankState.WAITING
 
 
 #: Each with a seed that shows it.

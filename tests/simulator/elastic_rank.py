@@ -71,7 +71,7 @@ class ElasticRank(Rank):
         yield from self._join_job()
         book, self.number = self.book, self.session.rank
         self.results = book.results
-        self.in_strips.clear()
+        self.in_chunks.clear()
         self._groups += 1
         self.say(f"is rank {self.number} of {self.session.size} in group {book.number}")
         if self.session.size != book.size:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from byteps_py.tensors import Op
-from byteps_py.worker.credit import PushQueue
-from byteps_py.worker.network import Network
-from byteps_py.worker.tensor import Part
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.tensor import Part
+from byteps_py.worker.io.network import Network
 
 from .memory import Memory
 from .network import TcpLink

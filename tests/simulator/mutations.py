@@ -17,19 +17,19 @@ from byteps_py.server.round_state import Reduce, Round, RoundState
 from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import TensorSpec
 from byteps_py.wire import Header, name_of
-from byteps_py.worker.actions import Release
-from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.executor import Executor
-from byteps_py.worker.joining import Joining
-from byteps_py.worker.memory import Memory
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.placing import Placing
-from byteps_py.worker.rank_server import RankServer
-from byteps_py.worker.requests import Requests
-from byteps_py.worker.scatter import Scatter
+from byteps_py.worker.core.actions import Release
+from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.scatter import Scatter
+from byteps_py.worker.core.tensor import Part, RankSlot, SlotState, Tensor
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.ranks.joining import Joining
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.ranks.requests import Requests
 from byteps_py.worker.service import CommunicationService
-from byteps_py.worker.tensor import Part, RankSlot, Tensor
-from byteps_py.worker.topology import Topology
 
 from .ledger import LedgerNetwork
 from .parts import Parts
@@ -146,8 +146,8 @@ class DeadWithoutLastWords(Mutation):
     """The end of a process is seen before what it said last."""
 
     class rank_server(RankServer):
-        def _ended(self, rank: Any) -> None:
-            self._died(rank)
+        def _ended(self, rank: Any, connection: Any) -> None:
+            self._died(rank, connection)
 
 
 class SilentAboutTheDead(Mutation):
@@ -165,7 +165,7 @@ class ReuseMemoryOfVoidSlots(Mutation):
             failed = [slot for slots in self._names[name].failed.values() for slot in slots]
             self._names[name].failed.clear()
             for slot in failed:
-                slot.is_kept = False
+                slot.move_to(SlotState.RELEASED)
             return [*actions, Release(tuple(slot for slot in failed if slot.tensor is None))], old
 
 
@@ -315,11 +315,10 @@ class WelcomeToAFailedJob(Mutation):
     """Ranks that wait while the cluster comes together are welcomed, though one of them was found dead."""
 
     class rank_server(RankServer):
-        def open(self, requests: Requests) -> None:
-            self._open = requests
-            waiting, self._waiting = self._waiting, []
-            for channel, local_rank in waiting:
-                self._welcome(channel, local_rank)
+        def _welcome(self, rank: Any) -> None:
+            failure, self.failure = self.failure, None
+            super()._welcome(rank)
+            self.failure = self.failure or failure
 
 
 class GoOnBeforeTheSchedulerKnows(Mutation):

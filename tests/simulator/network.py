@@ -23,7 +23,7 @@ from byteps_py.settings import SLOW_FACTOR, Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.links import LinkEvents, LinkTarget, ServerLink
+from byteps_py.worker.io.links import LinkEvents, LinkTarget, ServerLink
 
 from .local import Loop
 from .memory import Frame, Memory
@@ -325,7 +325,7 @@ class ServerNetwork:
 
 
 class Probe:
-    """Stands for worker/probe.py: after a while it says any rate, or that nobody answered."""
+    """Stands for worker/io/probe.py: after a while it says any rate, or that nobody answered."""
 
     def __init__(
         self, runtime: Any, settings: Settings, sender: int, address: str, on_result: Callable[[float], None]

@@ -8,13 +8,13 @@ from byteps_py.failure_detector import FailureDetector
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.liveness import LivenessMonitor
 from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
-from byteps_py.worker.elastic_rank_server import ElasticRankServer
-from byteps_py.worker.executor import Executor
-from byteps_py.worker.failure_suspicions import FailureSuspicions
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.scatter import ScatterPart
-from byteps_py.worker.tensor import Part, Stage
-from byteps_py.worker.waits import Waits
+from byteps_py.worker.core.deadlines import FailureSuspicions
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.scatter import ScatterPart
+from byteps_py.worker.core.tensor import Part, Stage
+from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.ranks.waits import Waits
 
 from .mutations import Mutation
 from .parts import Parts
@@ -55,9 +55,9 @@ class BelieveEveryAccusation(Mutation):
 class TakeWhoShutsDownLateForDone(Mutation):
     """All ranks shut down, to initialize again, and one hears only afterwards that another has gone back."""
 
-    class elastic_rank_server(ElasticRankServer):
-        def _former_shut_down(self, *given: Any) -> Any:
-            return self._forget_former(*given)
+    class rank_server(RankServer):
+        def _returning_shut_down(self, *given: Any) -> Any:
+            return self._returning_ended(*given)
 
 
 class ForgetWhoWasLate(Mutation):

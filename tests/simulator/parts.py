@@ -14,26 +14,24 @@ from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 from byteps_py.server.arrival import Arrival
 from byteps_py.server.rounds import Rounds
 from byteps_py.server.service import SummationService
-from byteps_py.worker.agreement import Agreement
-from byteps_py.worker.batching import BatchingLink
-from byteps_py.worker.elastic_rank_server import ElasticRankServer
-from byteps_py.worker.executor import Executor
-from byteps_py.worker.failure_suspicions import FailureSuspicions
+from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.deadlines import FailureSuspicions
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.scatter import Scatter
+from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.group import Group
-from byteps_py.worker.joining import Joining
-from byteps_py.worker.memory import Memory
-from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.piece_executor import PieceExecutor
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.placing import Placing
-from byteps_py.worker.rank_server import RankServer
-from byteps_py.worker.rejoining import Rejoining
-from byteps_py.worker.requests import Requests
-from byteps_py.worker.scatter import Scatter
+from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.io.peers import PeerMachines
+from byteps_py.worker.io.piece_executor import PieceExecutor
+from byteps_py.worker.ranks.joining import Joining
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.ranks.requests import Requests
+from byteps_py.worker.ranks.waits import Waits
+from byteps_py.worker.scheduler_messages import BatchingLink, Rejoining
 from byteps_py.worker.service import CommunicationService
-from byteps_py.worker.topology import Topology
-from byteps_py.worker.waits import Waits
 
 from .ledger import LedgerNetwork, Queue
 from .network import Probe
@@ -47,7 +45,6 @@ class Parts:
 
     service: type[CommunicationService] = CommunicationService
     rank_server: type[RankServer] = RankServer
-    elastic_rank_server: type[ElasticRankServer] = ElasticRankServer
     peers: type[PeerMachines] = PeerMachines
     rejoining: type[Rejoining] = Rejoining
     suspicions: type[FailureSuspicions] = FailureSuspicions
@@ -82,8 +79,7 @@ def communication_service(parts: type[Parts], table: type[PlacementTable]) -> ty
     of_group["placing_class"] = type("Placing", (parts.placing,), {"table_class": table})
     of_group["executor_class"] = type("Executor", (parts.executor,), {"piece_executor_class": parts.piece_executor})
     of_service = {
-        f"{name}_class": getattr(parts, name)
-        for name in ("rank_server", "elastic_rank_server", "peers", "rejoining", "suspicions", "link")
+        f"{name}_class": getattr(parts, name) for name in ("rank_server", "peers", "rejoining", "suspicions", "link")
     }
     group = type("Group", (parts.group,), of_group)
     return type("Service", (parts.service,), {**of_service, "group_class": group, "probe_class": Probe})

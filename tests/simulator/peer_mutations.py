@@ -1,21 +1,20 @@
-"""Cores that are broken on purpose, as in mutations.py, where bytes go from machine to machine and come in strips."""
+"""Cores that are broken on purpose, as in mutations.py, where bytes go from machine to machine and come in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from byteps_py.strips import Arriving
+from byteps_py.chunks import Arriving
 from byteps_py.wire import Kind
-from byteps_py.worker import peers as product
-from byteps_py.worker.peers import PeerMachines
-from byteps_py.worker.piece_exchange import PieceExchange
-from byteps_py.worker.piece_executor import PieceExecutor
-from byteps_py.worker.pieces import Receipt, Serve
-from byteps_py.worker.receipts import Receipts
-from byteps_py.worker.requests import Requests
-from byteps_py.worker.scatter import Scatter
-from byteps_py.worker.tensor import ScatterPart
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.pieces import Receipt, Receipts, Serve
+from byteps_py.worker.core.scatter import Scatter
+from byteps_py.worker.core.tensor import ScatterPart
+from byteps_py.worker.io import peers as product
+from byteps_py.worker.io.peers import PeerMachines
+from byteps_py.worker.io.piece_executor import PieceExecutor
+from byteps_py.worker.ranks.requests import Requests
 
 from .mutations import Mutation
 from .parts import Parts
@@ -74,7 +73,7 @@ class CountAnswersTwice(Mutation):
                 asked.then(frame)
 
 
-class ShowStripsThatAreBegun(Mutation):
+class ShowChunksThatAreBegun(Mutation):
     """As soon as there is a byte of them."""
 
     class requests(Requests):
@@ -84,10 +83,10 @@ class ShowStripsThatAreBegun(Mutation):
                 self._left = [1] * len(self._left)
 
             def add(self, offset: int, nbytes: int) -> list[int]:
-                first, last = offset // self._strip_bytes, (offset + nbytes - 1) // self._strip_bytes
-                begun = [strip for strip in range(first, last + 1) if self._left[strip]]
-                for strip in begun:
-                    self._left[strip] = 0
+                first, last = offset // self._chunk_bytes, (offset + nbytes - 1) // self._chunk_bytes
+                begun = [chunk for chunk in range(first, last + 1) if self._left[chunk]]
+                for chunk in begun:
+                    self._left[chunk] = 0
                 return begun
 
 
@@ -136,7 +135,7 @@ PEER_MUTATIONS: dict[type[Parts], int] = {
     LetGoOfWhatHasLeft: 3,
     ForgetWhatWasSaidOfPieces: 1578,
     CountAnswersTwice: 3,
-    ShowStripsThatAreBegun: 3,
+    ShowChunksThatAreBegun: 3,
     ForgetWhoAskedEarly: 52,
     AskOnce: 66,
     LeaveWithWhatOthersNeed: 6,

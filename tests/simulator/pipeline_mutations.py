@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from byteps_py.worker.actions import Action, Push
-from byteps_py.worker.pipeline import Pipeline
-from byteps_py.worker.tensor import Part, RankSlot, Tensor
+from byteps_py.worker.core.actions import Action, Push
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.tensor import Part, RankSlot, SlotState, Tensor, TensorState
 
 from .ledger import Queue
 from .mutations import Mutation
@@ -54,7 +54,7 @@ class ReleaseUnderAKernel(Mutation):
 class AcceptRepeatedAnswers(Mutation):
     class pipeline(Pipeline):
         def awaits(self, part: Part, round_: int) -> bool:
-            return not part.tensor.retired
+            return not part.tensor.state.is_void
 
 
 class HandOverVoidTensors(Mutation):
@@ -62,14 +62,15 @@ class HandOverVoidTensors(Mutation):
 
     class pipeline(Pipeline):
         def ready(self, slot: RankSlot, *args: Any) -> Any:
-            was_retired = slot.tensor is not None and slot.tensor.retired
-            if slot.tensor is not None:
-                slot.is_kept, slot.tensor.retired = False, False
+            tensor = slot.tensor
+            if tensor is None:
+                return super().ready(slot, *args)
+            states = slot.state, tensor.state
+            slot.state, tensor.state = SlotState.ACTIVE, TensorState.ACTIVE
             try:
                 return super().ready(slot, *args)
             finally:
-                if slot.tensor is not None:
-                    slot.is_kept = slot.tensor.retired = was_retired
+                slot.state, tensor.state = states
 
 
 class KeepTheCreditOfWhatMoves(Mutation):
@@ -88,14 +89,14 @@ class HastenWhatIsVoid(Mutation):
     class pipeline(Pipeline):
         def awaited(self, rounds: Iterable[tuple[Part, int]], now: float) -> list[Action]:
             known = list(rounds)
-            void = [part.tensor for part, _ in known if part.tensor.retired]
+            void = {part.tensor: part.tensor.state for part, _ in known if part.tensor.state.is_void}
             for tensor in void:
-                tensor.retired = False
+                tensor.state = TensorState.ACTIVE
             try:
                 return super().awaited(known, now)
             finally:
-                for tensor in void:
-                    tensor.retired = True
+                for tensor, state in void.items():
+                    tensor.state = state
 
 
 PIPELINE_MUTATIONS: dict[type[Parts], int] = {

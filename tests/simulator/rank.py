@@ -32,7 +32,7 @@ _NOTICE_S = 2.0  # until a deadline that has passed is noticed, and told
 class Rank(Process):
     """``error``: what ended it before its program did."""
 
-    strip_bytes: int
+    chunk_bytes: int
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Rank(Process):
         self._waiting: Callable[[], bool] | None = None
         self._back_at = 0  # the step with which it goes on after a join
         self.session: RemoteSession
-        self.in_strips: set[int] = set()
+        self.in_chunks: set[int] = set()
         self.synced_in = 0  # the group whose state it has
         world.after(world.delay(), self, "starts", self._resume)
 
@@ -116,7 +116,7 @@ class Rank(Process):
 
     def _new_session(self) -> type[RemoteSession]:
         no_stack = staticmethod(lambda: None)  # no process has one of its own
-        parts = {"map_segment": self.memory.map_segment, "open_stack_dump": no_stack, "strip_bytes": self.strip_bytes}
+        parts = {"map_segment": self.memory.map_segment, "open_stack_dump": no_stack, "strip_bytes": self.chunk_bytes}
         return type("SimulatedSession", (RemoteSession,), parts)
 
     def _join_job(self) -> Life:

@@ -38,7 +38,7 @@ class Runtimes:
         self._network = network
         self._ledger = ledger
         small = PARTITION_BYTES * world.random.choice((0, 1, 2, 100))
-        strip = world.random.choice((8, 32, 64))
+        chunk = world.random.choice((8, 32, 64))
         self.thresholds = Thresholds(
             inline_sum=small,
             last_inline_sum=small,
@@ -48,7 +48,7 @@ class Runtimes:
             local_copy_piece=PARTITION_BYTES // 2,
             joint_copy=small // 4,
             copied_answer=world.random.choice((1, 20, 1000)),
-            strip=strip,
+            chunk=chunk,
             sent_check_s=0.01,
         )
 

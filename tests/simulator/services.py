@@ -13,10 +13,10 @@ from byteps_py.server.round_state import Action as ServerAction
 from byteps_py.server.round_state import Round, RoundState
 from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
-from byteps_py.worker.actions import Action, RoundDone
-from byteps_py.worker.pieces import Transfer
+from byteps_py.worker.core.actions import Action, RoundDone
+from byteps_py.worker.core.pieces import Transfer
+from byteps_py.worker.core.tensor import AskSum, Part, Stage, Tensor
 from byteps_py.worker.service import CommunicationService
-from byteps_py.worker.tensor import AskSum, Part, Stage, Tensor
 
 from .ledger import Ledger, Queue
 from .memory import Memory
@@ -81,7 +81,7 @@ class Worker(Process):
                 pipeline = executor._pipeline
                 self._answered, pipeline.answered = pipeline.answered, self._check_answer  # type: ignore[method-assign]
             parts = [part for part in executor._parts.values() if part.server >= 0]
-            live = [part for part in parts if part.tensor.slots and not part.tensor.retired]
+            live = [part for part in parts if part.tensor.slots and not part.tensor.state.is_void]
             in_flight = sum(part.length for part in live if part.stage is Stage.IN_FLIGHT)
             queue: Queue = group.queue  # type: ignore[assignment]
             counted, limited = queue.pushed_bytes, queue.in_flight_bytes
@@ -127,16 +127,17 @@ class Worker(Process):
         slots = {slot.id for tensor in tensors for slot in tensor.slots}
         names = group.agreement._names.values()
         slots |= {slot.id for name in names for failed in name.failed.values() for slot in failed}
-        slots |= {slot.id for tensor in executor._kept.values() for slot in (*tensor.slots, *tensor.joined)}
+        slots |= {slot.id for tensor in group.agreement.kept() for slot in (*tensor.slots, *tensor.joined)}
         direct = [member for _, member in group._direct.members()]
         slots |= {s.id for member in direct for s in (member.slot, *(old for _, old in member.outgrown))}
         slots |= {slot.id for slot in group.joining._void}
         # A void tensor's last kernel may still run.
-        slots |= {s.id for s in requests.memory.slots.values() if s.tensor and s.tensor.retired and s.tensor.running}
+        known = requests.memory.slots.values()
+        slots |= {s.id for s in known if s.tensor and s.tensor.state.is_void and s.tensor.running}
         if set(requests.memory.slots) != slots:
             raise InvariantError(f"slots {set(requests.memory.slots) ^ slots} leak, or are gone too soon")
         parts = [part for tensor in tensors for part in tensor.parts]
-        kept = {part for tensor in executor._kept.values() for part in tensor.parts}
+        kept = {part for tensor in group.agreement.kept() for part in tensor.parts}
         if set(executor._parts.values()) != {*parts, *kept} or any(part.stage is not Stage.WAITING for part in parts):
             raise InvariantError("partitions are under way, or of no tensor")
         if set(executor._frames) & set(parts) or any(tensor.running for tensor in tensors):

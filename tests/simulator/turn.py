@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
+from byteps_py.chunks import TensorChunks, chunk_at
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.session import Slot
 from byteps_py.session.service.remote import RemoteSession
-from byteps_py.strips import Strips, strip_at
 
 from .memory import Bytes, Memory, address_of
 from .uses import Use
@@ -31,8 +31,8 @@ class Taker(Protocol):
     session: RemoteSession
     number: int
     results: dict[int, bytes]  # by use: what all get, or, of an error, what all are told
-    in_strips: set[int]  # slots whose results are taken so
-    strip_bytes: int
+    in_chunks: set[int]  # slots whose results are taken so
+    chunk_bytes: int
 
     @property
     def now_s(self) -> float: ...
@@ -57,7 +57,7 @@ class Turn:
         rank, use, slot = self._rank, self._use, self._slot
         rank.doing = f"handing over {self._what}"
         if rank.random.random() < 0.3 and slot.error is None and rank.session.take_in_strips(slot):
-            rank.in_strips.add(slot.id)
+            rank.in_chunks.add(slot.id)
         data = use.contribution(rank.number)
         target = np.frombuffer(slot.input, np.uint8)
         self._check_ours(target)
@@ -73,7 +73,7 @@ class Turn:
         """Now and then in several parts, in the order that the service expects."""
         rank, slot = self._rank, self._slot
         cuts = rank.random.sample(range(len(data)), min(len(data), rank.random.choice((0, 0, 1, 3))))
-        order = list(Strips(slot.spec, rank.session.size, rank.strip_bytes))
+        order = list(TensorChunks(slot.spec, rank.session.size, rank.chunk_bytes))
         start = 0
         for cut in sorted(cuts):
             _copy(order, data, target, start, cut)
@@ -98,8 +98,8 @@ class Turn:
         rank.doing = f"waiting for {self._what}"
         since_s = rank.now_s
         try:
-            if slot.id in rank.in_strips:
-                yield from self._take_strips()
+            if slot.id in rank.in_chunks:
+                yield from self._take_chunks()
             yield lambda: session.is_done(slot)
             rank.check_waited(since_s)
             session.wait(slot, 1.0)
@@ -118,17 +118,17 @@ class Turn:
         self._compare(result)
         result[:] = 0x5A  # the user may: it is theirs
 
-    def _take_strips(self) -> Life:
+    def _take_chunks(self) -> Life:
         """Each comes once, and as it stays."""
         session, slot = self._rank.session, self._slot
         seen: set[int] = set()
         while slot.pending:
             yield lambda: session.is_done(slot) or bool(slot.strips)
-            for strip in session.wait_for_strips(slot, 1.0):
-                if strip in seen:
-                    raise InvariantError(f"{self._rank.name} is shown strip {strip} of {self._what} twice")
-                seen.add(strip)
-                offset, length = strip_at(strip, len(slot.result), self._rank.strip_bytes)
+            for chunk in session.wait_for_strips(slot, 1.0):
+                if chunk in seen:
+                    raise InvariantError(f"{self._rank.name} is shown chunk {chunk} of {self._what} twice")
+                seen.add(chunk)
+                offset, length = chunk_at(chunk, len(slot.result), self._rank.chunk_bytes)
                 self._compare(np.frombuffer(slot.result, np.uint8), offset, offset + length)
             yield self._rank.pause()
 
@@ -148,7 +148,7 @@ class Turn:
             raise InvariantError(f"{rank.name} hears another reason than others why {self._what} is void")
 
     def _compare(self, result: Bytes, begin: int = 0, end: int | None = None) -> None:
-        """Results are what the contract says; from ``begin`` to ``end`` if they come in strips."""
+        """Results are what the contract says; from ``begin`` to ``end`` if they come in chunks."""
         use, rank = self._use, self._rank
         whole = end is None
         end = len(result) if end is None else end

@@ -6,7 +6,7 @@ import itertools
 
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.worker.tensor import RankSlot, Tensor
+from byteps_py.worker.core.tensor import RankSlot, Tensor
 
 _ids = itertools.count(1)
 

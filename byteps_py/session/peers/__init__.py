@@ -1,7 +1,7 @@
 """The ranks of one machine among themselves: bytes from rank to rank without the communication service.
 
-The service only introduces ranks to each other (worker/peer_introductions.py). From there on a sender lays what it has
-in memory of its own that the receivers map, tells them over a socket, and each receiver copies it straight to where it
+The service only introduces ranks to each other (worker/core/peer_introductions.py). From there on a sender lays what it
+has in memory that the receivers map, tells them over a socket, and each receiver copies it straight to where it
 belongs: two passes over memory and one wake-up. Small parcels travel in the message itself.
 
     LocalPeers (the shell) ─┬─ MessageMatcher, StreamReceipt (pure: what came, what is still needed; where it goes)

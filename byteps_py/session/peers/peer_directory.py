@@ -1,5 +1,5 @@
 """How ranks of one machine come to know each other: each asks the communication service, which introduces them once all
-have asked (worker/peer_introductions.py).
+have asked (worker/core/peer_introductions.py).
 
 Must not know what they have to do with each other. Any thread.
 """

@@ -14,6 +14,7 @@ from typing import Any
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
+from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.errors import (
     BytePSError,
     ProtocolError,
@@ -28,7 +29,6 @@ from byteps_py.session.service.line import Line
 from byteps_py.session.service.slots import Slots
 from byteps_py.shm import Segment
 from byteps_py.stack_dump import StackDump, open_stack_dump
-from byteps_py.strips import STRIP_BYTES
 from byteps_py.tensors import Layout, TensorSpec
 
 #: The service itself reports what stalls; this much later the session no longer believes in the service.
@@ -36,7 +36,7 @@ _PATIENCE_S = 30.0
 _log = logging.getLogger("byteps_py")
 
 _DONE = int(RankMessageKind.DONE)  # a plain integer: by far the most frequent
-_STRIP = int(RankMessageKind.STRIP)
+_STRIP = int(RankMessageKind.CHUNK)
 _FACTS = (
     "rank", "size", "local_rank", "local_size", "is_continued", "since_epoch", "machine_index", "num_machines",
     "is_homogeneous",
@@ -53,7 +53,7 @@ class RemoteSession(Line):
 
     #: A rank that leaves, and waits longer than this for others to take what it has given them, says so.
     unsettled_s: float = 10.0
-    strip_bytes: int = STRIP_BYTES
+    strip_bytes: int = CHUNK_BYTES
     map_segment: Callable[[int, int], Segment] = staticmethod(Segment)
     open_stack_dump: Callable[[], StackDump | None] = staticmethod(open_stack_dump)
 
@@ -210,7 +210,7 @@ class RemoteSession(Line):
     def take_in_strips(self, slot: Slot) -> bool:
         if self.num_machines == 1 or len(slot.result) < 2 * self.strip_bytes:
             return False
-        self.tell(protocol.pack(RankMessageKind.STRIPS, slot=slot.id))
+        self.tell(protocol.pack(RankMessageKind.CHUNKS, slot=slot.id))
         return True
 
     def wait_for_strips(self, slot: Slot, timeout_s: float | None = None) -> list[int]:

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
+from byteps_py.chunks import CHUNK_BYTES, TensorChunks
 from byteps_py.session import Session, Slot
-from byteps_py.strips import STRIP_BYTES, Strips
 from byteps_py.tensors import Layout
 
 Tensors = Sequence[torch.Tensor | None]
@@ -63,7 +63,7 @@ class HostMover:
         """Copy in strips: a strip that is copied travels while the next one is being copied."""
         target, source = view.view(-1), tensor.reshape(-1) if tensor is not None else None
         itemsize, written = slot.spec.dtype.itemsize, 0
-        for offset, length in Strips(slot.spec, session.size):
+        for offset, length in TensorChunks(slot.spec, session.size):
             elements = slice(offset // itemsize, (offset + length) // itemsize)
             if source is None:
                 target[elements].zero_()
@@ -81,7 +81,7 @@ class HostMover:
 
 def _may_go_in_strips(session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors) -> bool:
     """Strips pay off where other machines wait for the first of them, and all bytes are to be copied as they lie."""
-    if session.num_machines == 1 or slot.spec.nbytes < 2 * STRIP_BYTES or len(views) != 1:
+    if session.num_machines == 1 or slot.spec.nbytes < 2 * CHUNK_BYTES or len(views) != 1:
         return False
     tensor = tensors[0]
     is_there = tensor is not None and tensor.data_ptr() == views[0].data_ptr()

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from byteps_py.chunks import CHUNK_BYTES, chunk_at
 from byteps_py.errors import StallError, UsageError
 from byteps_py.session import Session, Slot
-from byteps_py.strips import STRIP_BYTES, strip_at
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.engine.dtypes import WIRE
 from byteps_py.torch.engine.movers import HostMover, Mover, Tensors
@@ -202,7 +202,7 @@ class SlotView:
             deadline = time.monotonic() + timeout_s
             while strips := self.session.wait_for_strips(slot, max(0.0, deadline - time.monotonic())):
                 for strip in strips:
-                    self._take(*strip_at(strip, len(slot.result)))
+                    self._take(*chunk_at(strip, len(slot.result)))
             timeout_s = max(0.0, deadline - time.monotonic())
         self.session.wait(slot, timeout_s)
 
@@ -246,7 +246,7 @@ class SlotView:
 
     def _may_come_in_strips(self, device: torch.device, due: Sequence[Place]) -> bool:
         """Whether it is worth it, and all is to be copied as it lies."""
-        if device.type != "cpu" or len(self.slot.result) < 2 * STRIP_BYTES or not due:
+        if device.type != "cpu" or len(self.slot.result) < 2 * CHUNK_BYTES or not due:
             return False
         if not all(tensor.dtype is self._result.dtype and tensor.is_contiguous() for _, tensor in due):
             return False

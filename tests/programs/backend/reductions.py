@@ -14,7 +14,7 @@ import torch.distributed as dist
 import byteps_py.torch as bps
 from backend.common import feature, machines, raises, rank, same, size, values
 from backend.groups import DTYPES, OTHER_DTYPES, given, groups
-from byteps_py.strips import STRIP_BYTES
+from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.torch.engine import context, peer_streams
 
 
@@ -259,7 +259,7 @@ def large_tensors() -> None:
     """Of other machines, their results are taken in strips, twice; what lies otherwise is taken as a whole."""
     _, ranks, me = next(groups())
     n = len(ranks)
-    count = 3 * STRIP_BYTES // 4 + 5
+    count = 3 * CHUNK_BYTES // 4 + 5
     base = torch.arange(count, dtype=torch.int32)
     bases = [(base * (r + 1)) % 1013 for r in ranks]
     for _ in range(2):

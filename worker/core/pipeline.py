@@ -1,0 +1,329 @@
+"""The rounds of all tensors on one machine: what is due when. Pure; time is an argument.
+
+    ready ─► [sum local ranks] ─► queue ─► push ─► answered ─► [deliver to local ranks] ─► done
+             Compute               PushQueue       the server   Compute
+
+Where the ranks of one machine are alone the sum goes straight to their results and the round is done.
+The first Compute is left out when one rank's input, or another machine's, already is the contribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from byteps_py.errors import ProtocolError
+from byteps_py.tensors import Op, TensorSpec
+from byteps_py.worker.core.actions import Action, Push, Release, RoundDone, Show, Supply, Withdraw
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.scatter import Scatter
+from byteps_py.worker.core.tensor import (
+    DELIVERING,
+    DONE,
+    IN_FLIGHT,
+    QUEUED,
+    REDUCING,
+    WAITING,
+    Compute,
+    Part,
+    RankSlot,
+    ScatterPart,
+    SlotState,
+    Tensor,
+    TensorState,
+)
+
+
+class Pipeline:
+    """``size``: number of ranks (an average's divisor)."""
+
+    def __init__(self, size: int, queue: PushQueue[Part], scatter: Scatter | None = None) -> None:
+        self._scatter = scatter
+        self.size = size
+        self._queue = queue
+        self._undelivered_bytes = 0  # of answers that kernels have yet to read, or are reading
+
+    def start(self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]], now: float) -> list[Action]:
+        """A tensor is agreed. ``pieces``: (offset, length, server) of its partitions, in the order in which
+        they are handed over; with the owner for the server if it scatters."""
+        if tensor.spec.scatters:
+            tensor.parts = [ScatterPart(tensor, i, o, n, -1, owner=owner) for i, (o, n, owner) in enumerate(pieces)]
+            self._scatterer.start(tensor)
+        else:
+            tensor.parts = [Part(tensor, i, *piece) for i, piece in enumerate(pieces)]
+        for slot in tensor.slots:
+            if slot.arriving is not None:
+                slot.arriving.begin()
+        return self._advance(tensor, now)
+
+    def divisor(self, spec: TensorSpec) -> int:
+        """By what its sums are divided."""
+        return spec.divisor(self.size)
+
+    def ready(self, slot: RankSlot, round_: int, nbytes: int, now: float) -> list[Action]:
+        """A rank has handed over the first ``nbytes`` of its own round number ``round_``.
+
+        Raises ProtocolError if that can't be.
+        """
+        if slot.is_void:
+            return []  # the news of it crosses this message
+        begins = slot.ready_bytes < 0
+        expected = slot.round + 1 if begins else slot.round
+        if round_ != expected or not max(slot.ready_bytes, 0) <= nbytes <= slot.spec.nbytes:
+            raise ProtocolError(
+                f"tensor {slot.spec.name!r}: local rank {slot.local_rank} handed over {nbytes} of "
+                f"{slot.spec.nbytes} bytes of round {round_}, round {expected} is due"
+            )
+        if begins:
+            slot.round, slot.ready_since = round_, now
+            if slot.arriving is not None:
+                slot.arriving.begin()
+        slot.ready_bytes = nbytes
+        return self._advance(slot.tensor, now) if slot.tensor is not None else []
+
+    def leave_out(self, slot: RankSlot, now: float) -> list[Action]:
+        """The slot's rank has joined: from the next round on, which may be the current one, it takes no part."""
+        tensor = slot.tensor
+        if tensor is None or tensor.state.is_void:
+            return []
+        slot.rank_joined()
+        if slot.ready_bytes >= 0:
+            tensor.has_last_rounds = True
+            return []
+        self._drop_joined(tensor)
+        return self._advance(tensor, now)
+
+    def _drop_joined(self, tensor: Tensor) -> None:
+        gone = tuple(slot for slot in tensor.slots if slot.state is SlotState.JOINED)
+        tensor.joined += gone
+        tensor.slots = tuple(slot for slot in tensor.slots if slot not in gone)
+        if not tensor.slots:
+            tensor.passes_from = tensor.round
+        for part in tensor.parts:
+            part.local_sum = None
+
+    def _pass(self, tensor: Tensor) -> list[Action]:
+        """All local ranks have joined: tell the servers that this machine contributes nothing to the round."""
+        if tensor.is_alone:
+            return []
+        for part in tensor.parts:
+            part.move_to(IN_FLIGHT)
+        return [Push(part, tensor.round) for part in tensor.parts]
+
+    def _advance(self, tensor: Tensor, now: float) -> list[Action]:
+        if not tensor.slots:
+            return self._pass(tensor)
+        ready = tensor.ready_bytes
+        if ready < 0:
+            return []
+        actions: list[Action] = []
+        queued = False
+        while tensor.begun < len(tensor.parts) and tensor.parts[tensor.begun].written_bytes <= ready:
+            part = tensor.parts[tensor.begun]
+            tensor.begun += 1
+            compute = self._local_sum(part)
+            if compute is not None:
+                part.move_to(REDUCING)
+                tensor.running += 1
+                actions.append(compute)
+            elif isinstance(part, ScatterPart):
+                actions += self._scatterer.offer(part, now)
+            else:
+                self._enqueue(part)
+                queued = True
+        if not tensor.parts and ready == tensor.spec.nbytes:
+            actions.append(self._complete(tensor))
+        if queued:
+            actions += self.pump(now)
+        return actions
+
+    def _local_sum(self, part: Part) -> Compute | None:
+        """What this machine computes before anything is sent; None if there is nothing to compute."""
+        tensor, offset = part.tensor, part.offset
+        spec = tensor.spec
+        if part.local_sum is not None:
+            return part.local_sum
+        if not tensor.contributes:
+            return None
+        if not tensor.is_alone and not tensor.contributions:
+            return None
+        sources = tensor.slots if tensor.root_slot is None else (tensor.root_slot,)
+        inputs = tuple(slot.input.address + offset for slot in sources)
+        if tensor.is_alone:  # each rank's input and result stay where they are: the addresses never change
+            part.local_sum = Compute(part, spec.op, inputs, part.outputs, self.divisor(spec))
+            return part.local_sum
+        return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
+
+    def _enqueue(self, part: Part) -> None:
+        part.move_to(QUEUED)
+        self._queue.add(part, part.priority, part.awaited_round == part.tensor.round)
+
+    def awaited(self, rounds: Iterable[tuple[Part, int]], now: float) -> list[Action]:
+        """Other machines have given to these rounds of partitions, and wait for this one: their turn comes first, now
+        or once they are ready."""
+        late = set()
+        for part, round_ in rounds:
+            part.awaited_round = round_
+            if part.stage is QUEUED and not part.tensor.state.is_void and round_ == part.tensor.round:
+                late.add(part)
+        self._queue.hasten(late)
+        return self.pump(now)
+
+    def pump(self, now: float) -> list[Action]:
+        """Push what the credit allows. Also called from time to time, see PushQueue.
+
+        Not while answers wait for kernels, that is for the processor: they would only wait there, in memory.
+        """
+        actions: list[Action] = []
+        limit = self._queue.credit_bytes
+        while not limit or self._undelivered_bytes <= limit:
+            part = self._queue.take(now)
+            if part is None:
+                break
+            part.move_to(IN_FLIGHT)
+            actions.append(Push(part, part.tensor.round))
+        return actions
+
+    def computed(self, part: Part, now: float) -> list[Action]:
+        """A Compute has ended."""
+        tensor = part.tensor
+        tensor.running -= 1
+        actions: list[Action] = []
+        if part.stage is DELIVERING and not isinstance(part, ScatterPart):
+            was_full = self._undelivered_bytes > self._queue.credit_bytes
+            self._undelivered_bytes -= part.length
+            actions += self.pump(now) if was_full else ()
+        if tensor.state.is_void:
+            return [*actions, *self._release(tensor)]
+        if part.stage is REDUCING and not tensor.is_alone:
+            if isinstance(part, ScatterPart):
+                return self._scatterer.offer(part, now)
+            self._enqueue(part)
+            return self.pump(now)
+        if isinstance(part, ScatterPart):
+            part.frames.clear()
+        return [*actions, *self._finish(part)]
+
+    def awaits(self, part: Part, round_: int) -> bool:
+        """True if an answer to, or a refusal of, this round's push still matters; else it is of a void tensor,
+        or says again what an earlier one has said."""
+        is_due = part.stage is IN_FLIGHT or (part.stage is QUEUED and part.is_resent)
+        return not part.tensor.state.is_void and is_due and round_ == part.tensor.round
+
+    def answered(self, part: Part, round_: int, source: int, now: float) -> list[Action]:
+        """The server's answer to a push lies at address ``source`` (0: none, for the root of a broadcast)."""
+        if not self.awaits(part, round_):
+            return []
+        tensor = part.tensor
+        if part.stage is QUEUED:  # the server before has answered after all
+            self._queue.drop({part})
+        self._queue.give_back(part)
+        if tensor.root_slot is not None:
+            source = tensor.contribution.address + part.offset
+        outputs = tensor.results(part.offset)
+        if not outputs:
+            return self.pump(now) + self._finish(part)
+        part.move_to(DELIVERING)
+        self._undelivered_bytes += part.length
+        tensor.running += 1
+        actions = self.pump(now)
+        divisor = self.divisor(tensor.spec)
+        op = Op.SUM if divisor > 1 else Op.BROADCAST  # of one input: a division, or a copy
+        return [*actions, Compute(part, op, (source,), outputs, divisor)]
+
+    def move(self, moves: Sequence[tuple[Part, int]], now: float) -> list[Action]:
+        """Other servers, by member id, add these partitions from now on; also what those before have not answered."""
+        actions: list[Action] = []
+        for part, server in moves:
+            before, part.server = part.server, server
+            if part.stage is QUEUED:
+                self._queue.move(part, before)
+            elif part.stage is IN_FLIGHT:
+                actions += [Withdraw(part, part.tensor.round, before), *self._again(part)]
+        return actions + self.pump(now)
+
+    def again(self, parts: Iterable[Part], now: float) -> list[Action]:
+        """What was sent of these, or its answer, is lost where it is not there yet: send it once more."""
+        actions = [action for part in parts if part.stage is IN_FLIGHT for action in self._again(part)]
+        return actions + self.pump(now)
+
+    def _again(self, part: Part) -> list[Action]:
+        part.is_resent = True
+        if not part.tensor.slots:  # it passes
+            return [Push(part, part.tensor.round)]
+        self._queue.give_back(part)
+        self._enqueue(part)
+        return []
+
+    def wanted(self, part: Part, round_: int, server: int) -> list[Action]:
+        """Another machine lacks a round's result. If this one has it, it won't send its part by itself."""
+        tensor = part.tensor
+        is_there = tensor.state is not TensorState.RETIRED
+        return [Supply(part, round_, server)] if is_there and tensor.has_result(part, round_) else []
+
+    def lent(self, part: ScatterPart, round_: int) -> list[Action]:
+        """This machine's sum of a part was taken by the machine that it is for."""
+        if part.tensor.state.is_void or part.stage is not IN_FLIGHT or round_ != part.tensor.round:
+            return []
+        return self._finish(part)
+
+    @property
+    def _scatterer(self) -> Scatter:
+        if self._scatter is None:
+            raise ProtocolError("a tensor is to be scattered by a pipeline without a Scatter")
+        return self._scatter
+
+    def _finish(self, part: Part) -> list[Action]:
+        tensor = part.tensor
+        part.move_to(DONE)
+        tensor.finished += 1
+        if tensor.finished < len(tensor.parts):
+            return [
+                Show(slot, chunks)
+                for slot in part.takers
+                if slot.arriving is not None and (chunks := slot.arriving.add(part.result_offset, part.length))
+            ]
+        done = self._complete(tensor)
+        return [done] if tensor.slots else [done, *self._pass(tensor)]
+
+    def _complete(self, tensor: Tensor) -> RoundDone:
+        done = RoundDone(tensor, tuple((slot.local_rank, slot.id, slot.round) for slot in tensor.slots))
+        tensor.round += 1
+        tensor.begun = tensor.finished = 0
+        for slot in tensor.slots:
+            slot.ready_bytes = -1
+        for part in tensor.parts:
+            part.move_to(WAITING)
+            part.is_resent = False
+        if tensor.has_last_rounds:
+            tensor.has_last_rounds = False
+            for slot in tensor.slots:
+                if slot.state.has_joined:
+                    slot.rank_joined()
+            self._drop_joined(tensor)
+        return done
+
+    def retire(self, tensor: Tensor, now: float, keep: bool = False) -> list[Action]:
+        """The tensor is void: forget its rounds, give its credit back, and its memory once no kernel runs; if it is
+        to ``keep`` what it gave to the last one, only after ``forget``."""
+        tensor.move_to(TensorState.KEPT if keep else TensorState.RETIRED)
+        self._queue.drop(set(tensor.parts))
+        for part in tensor.parts:
+            if part.stage is IN_FLIGHT:
+                self._queue.give_back(part)
+        if tensor.spec.scatters:
+            self._scatterer.retire(tensor)
+        return self._release(tensor) + self.pump(now)
+
+    def forget(self, tensor: Tensor) -> list[Action]:
+        """No other machine can lack a result of a tensor that was retired and kept."""
+        tensor.move_to(TensorState.RETIRED)
+        if tensor.spec.scatters:
+            self._scatterer.forget(tensor)
+        return self._release(tensor)
+
+    def _release(self, tensor: Tensor) -> list[Action]:
+        if tensor.is_used:
+            return []
+        # A slot that lives on in the tensor's next generation stays.
+        slots = (slot for slot in (*tensor.slots, *tensor.joined) if slot.tensor is tensor)
+        return [Release(tuple(slot for slot in slots if slot.state is not SlotState.VOID), tensor)]

@@ -1,0 +1,377 @@
+"""Does what the pure core asks: kernels, messages, memory. Owned by the loop's thread.
+
+Kernels run on the engine's threads, except those that would be done here before the engine and back: small
+ones, and on a machine alone the last piece of a tensor, whose end the loop would only wait for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from byteps_py import rank_protocol as protocol
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, from_name
+from byteps_py.kernels.readiness import Pair, Readiness
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.runtime import Runtime
+from byteps_py.spec_messages import to_message
+from byteps_py.tensors import Checks, TensorSpec
+from byteps_py.wire import Header, Kind, unpack_names
+from byteps_py.worker.core.actions import (
+    Action,
+    DirectAction,
+    Fail,
+    Push,
+    Release,
+    RoundDone,
+    SendBallot,
+    Show,
+    Supply,
+    Withdraw,
+)
+from byteps_py.worker.core.pace import RankPace
+from byteps_py.worker.core.tensor import IN_FLIGHT, QUEUED, REDUCING, Compute, Part, ScatterPart, Tensor, TensorState
+from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.io.network import Network
+from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard
+from byteps_py.worker.io.piece_executor import Cores, PieceExecutor
+from byteps_py.worker.io.rank_connection import RankConnection
+
+_ENDING = TensorState.ENDING
+#: What a summation service sends. Globals: see transitions.py.
+_ANSWER, _REFUSED, _WANT, _AWAITED = Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED
+_FROM_SERVERS = (_ANSWER, _REFUSED, _WANT, _AWAITED)
+
+
+class Executor:
+    """``send``: to the scheduler. ``fail`` is called with an error that ends the job, ``on_end`` with a tensor whose
+    last round is delivered, ``after_run``, if set, when all that followed from an event has been done."""
+
+    piece_executor_class: type[PieceExecutor] = PieceExecutor
+    on_end: Callable[[Tensor], None]
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        ready: Readiness,
+        memory: Memory,
+        cores: Cores,
+        first_rank: int,
+        send: Callable[[pb.MemberMessage], None],
+        fail: Callable[[BytePSError], None],
+    ) -> None:
+        self.ranks: dict[int, RankConnection] = {}
+        self.network: Network | None = None  # None: this machine is the only one
+        pipeline = cores.pipeline
+        self.piece_executor = self.piece_executor_class(runtime, ready, memory, cores, self.run, self._owe)
+        self.rounds = 0  # partitions delivered
+        self.after_run: Callable[[], None] | None = None
+        self._loop = runtime.loop
+        self._kernels = runtime.kernels
+        self._thresholds = runtime.thresholds
+        self._ready = ready
+        self._memory = memory
+        self._pipeline = pipeline
+        self._agreement = cores.agreement
+        self._direct = cores.direct
+        self._first_rank = first_rank
+        self._guard = NonFiniteGuard(first_rank, pipeline.size)
+        self.pace = RankPace(first_rank)
+        self.send = send
+        self._fail = fail
+        self._at_work = 0  # kernels
+        self._moved_at = 0.0
+        self._due: deque[Action | DirectAction] = deque()
+        self._running = False
+        self._is_abandoned = False
+        self._parts: dict[tuple[int, int, int], Part] = {}  # (key, generation, index)
+        self._frames: dict[Part, zmq.Frame] = {}  # answers that a kernel reads
+        self._ballots: list[pb.Ballot] = []
+        self._owed: dict[int, RankConnection] = {}  # by local rank: have rounds that they were not told of
+
+    def time(self) -> float:
+        """The service's clock."""
+        return self._loop.time()
+
+    def idle_s(self, now: float) -> float:
+        """For how long no kernel has worked and no answer has come."""
+        return min(0.0 if self._at_work else now - self._moved_at, self.piece_executor.idle_s(now))
+
+    def abandon(self) -> None:
+        """The ranks are a group no more: nothing is done any more but what kernels are at."""
+        self._is_abandoned = True
+        self._due.clear()
+        self.ranks.clear()
+        self.after_run = None
+
+    def expect(self, specs: Iterable[TensorSpec]) -> None:
+        """These tensors are being declared: their kernels will be needed."""
+        specs = [spec for spec in specs if not spec.op.is_direct]
+        self._ready.expect((spec.op, spec.dtype) for spec in specs)
+        self._ready.expect((spec.op, spec.dtype, Checks.FINITE) for spec in specs if spec.is_guarded)
+
+    def start(self, tensor: Tensor, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Begin the life of an agreed tensor."""
+        actions = self._pipeline.start(tensor, list(pieces), self._loop.time())
+        for part in tensor.parts:
+            self._parts[tensor.key, tensor.generation, part.index] = part
+        self.run(actions)
+
+    def retire(self, tensor: Tensor, may_be_wanted: bool = False) -> None:
+        """End it. ``may_be_wanted``: another machine may lack its last result, and what was given here, be it
+        nothing, is kept for it until ``forget``."""
+        for part in tensor.parts:
+            if self.network is not None:
+                self.network.pace.forget(part)
+        keep = may_be_wanted and not tensor.is_alone
+        if keep:
+            if before := self._agreement.keep(tensor):
+                self._forget(before)
+        else:
+            self._drop_parts(tensor)
+        self.run(self._pipeline.retire(tensor, self._loop.time(), keep))
+
+    def forget(self, name: str | None = None) -> None:
+        """No machine lacks a result of a tensor that had this name, or any, before."""
+        for tensor in self._agreement.forget_kept(name):
+            self._forget(tensor)
+
+    def _forget(self, tensor: Tensor) -> None:
+        self._drop_parts(tensor)
+        self.run(self._pipeline.forget(tensor))
+
+    def _drop_parts(self, tensor: Tensor) -> None:
+        for part in tensor.parts:
+            self._parts.pop((tensor.key, tensor.generation, part.index), None)
+
+    def run(self, actions: Iterable[Action | DirectAction]) -> None:
+        """Carry out ``actions`` and what follows from them."""
+        if self._is_abandoned:
+            return
+        self._due.extend(actions)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._due:
+                self._carry_out(self._due.popleft())
+        finally:
+            self._running = False
+        if self._ballots:  # together: what is declared together is placed together
+            ballots, self._ballots = self._ballots, []
+            self.send(pb.MemberMessage(declare=pb.Declare(ballots=ballots)))
+        if self._owed:
+            owed, self._owed = self._owed, {}
+            for rank in owed.values():
+                self._to_rank(rank, rank.send_done)
+        if self.after_run is not None:
+            self.after_run()
+
+    def _carry_out(self, action: Action | DirectAction) -> None:
+        if isinstance(action, Compute):
+            self._compute(action)
+        elif isinstance(action, Push):
+            if self.network is not None:
+                self.network.push(action.part, action.round)
+        elif isinstance(action, (Supply, Withdraw)):
+            if self.network is not None:
+                send = self.network.supply if isinstance(action, Supply) else self.network.withdraw
+                send(action.part, action.round, action.server)
+        elif isinstance(action, RoundDone):
+            self.rounds += len(action.tensor.parts)
+            blame, action.tensor.blame = action.tensor.blame, 0
+            for local_rank, slot_id, round_ in action.slots:
+                self._owe(local_rank, slot_id, round_, blame)
+            if action.tensor.state is _ENDING and action.tensor.round > action.tensor.last_round:
+                self.on_end(action.tensor)
+        elif isinstance(action, Show):
+            if rank := self.ranks.get(action.slot.local_rank):
+                rank.add_chunks(action.slot.id, action.slot.round, action.chunks)
+                self._owed[rank.local_rank] = rank
+        elif isinstance(action, Fail):
+            self._tell_failed(action)
+        elif isinstance(action, SendBallot):
+            self._send_ballot(action)
+        elif isinstance(action, Release):
+            self._release(action)
+        else:
+            self.piece_executor.carry_out(action)
+
+    def _owe(self, local_rank: int, slot_id: int, round_: int, blame: int = 0) -> None:
+        """A rank is to be told that a round of its is delivered."""
+        if rank := self.ranks.get(local_rank):
+            rank.add_done(slot_id, round_, blame)
+            self.pace.done(local_rank, slot_id, self._loop.time())
+            self._owed[local_rank] = rank
+
+    # ---- kernels ---------------------------------------------------------------------------------------
+
+    def _compute(self, compute: Compute) -> None:
+        part = compute.part
+        self._at_work += 1
+        dtype = part.tensor.spec.dtype
+        # A result that a server has summed, it has looked at as well.
+        is_guarded = part.tensor.spec.is_guarded and part.stage is REDUCING
+        pair: Pair = (compute.op, dtype, Checks.FINITE) if is_guarded else (compute.op, dtype)
+        is_ready = pair in self._ready
+        work = compute.work
+        if work is None:
+            call = compute.op, dtype, compute.inputs, compute.outputs, part.count, compute.divisor
+            if is_guarded:
+                work = compute.work = functools.partial(self._guard.reduce, self._kernels, compute)
+            elif is_ready:
+                work = compute.work = self._kernels.bind(*call)
+            else:  # to bind a kernel that is not there yet would keep all ranks waiting
+                work = functools.partial(self._kernels.reduce, *call)
+        touched = part.length * (len(compute.inputs) + len(compute.outputs))
+        is_last = part.tensor.is_alone and part is part.tensor.parts[-1]
+        sizes = self._thresholds
+        if touched <= (sizes.last_inline_sum if is_last else sizes.inline_sum) and is_ready:
+            work()
+            self._computed(compute, None)
+        else:
+            self._ready.submit(
+                pair,
+                part.tensor.spec.priority,
+                work,
+                lambda error: self._loop.post(lambda: self._computed(compute, error)),
+            )
+
+    def _computed(self, compute: Compute, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+        part = compute.part
+        self._guard.note(compute)
+        self._at_work -= 1
+        self._moved_at = self._loop.time()
+        if self._is_abandoned:
+            return
+        self._frames.pop(part, None)
+        self._memory.take_answer_block(part)
+        self.run(self._pipeline.computed(part, self._moved_at))
+
+    # ---- the network -----------------------------------------------------------------------------------
+
+    def answered(self, header: Header, frame: zmq.Frame | None, server: int) -> None:
+        """A summation service has sent a message."""
+        if header.kind not in _FROM_SERVERS:
+            raise ProtocolError(f"a summation service sent a {header.kind.name} message, which only workers send")
+        if header.kind is _AWAITED:
+            names = unpack_names(frame.bytes if frame is not None else b"")
+            rounds = [(self._parts[name[:3]], name[3]) for name in names if name[:3] in self._parts]
+            self.run(self._pipeline.awaited(rounds, self._loop.time()))
+            return
+        part = self._parts.get((header.key, header.generation, header.index))
+        if part is not None and header.kind is _WANT:
+            self.run(self._pipeline.wanted(part, header.round, server))
+            return
+        if self._memory.take_abandoned(header, server) or part is None or not self._pipeline.awaits(part, header.round):
+            return  # of a tensor that is void by now, or a repetition: a kernel may be reading the first answer
+        if header.kind is _REFUSED:
+            if server != part.server:
+                return  # it adds other partitions by now
+            error, _, text = (frame.bytes if frame is not None else b"").decode(errors="replace").partition("\n")
+            self._fail(from_name(error, f"tensor {part.tensor.name!r}: {text}"))
+            return
+        source = 0
+        if frame is None:  # of the service of this machine
+            if server != part.server:
+                return  # of a place that was given up
+            if part.tensor.root_slot is None and part.tensor.slots:
+                if part.answer is None or header.answer_place != (part.answer.segment, part.answer.offset):
+                    raise ProtocolError(
+                        f"tensor {part.tensor.name!r}: an answer lies in memory that was not given for it"
+                    )
+                source = part.answer.address
+        elif part.tensor.root_slot is None and part.tensor.slots:
+            if len(frame) != part.length:
+                raise ProtocolError(
+                    f"tensor {part.tensor.name!r}: an answer of {len(frame)} bytes, {part.length} were due"
+                )
+            # The server before may answer while the service of this machine, which has the partition now, does too.
+            self._memory.abandon_answer_block(part, part.server)
+            self._frames[part] = frame
+            source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer))
+        self._moved_at = self._loop.time()
+        if self.network is not None:
+            self.network.pace.answered(part, header.waited_us / 1e6, self.pace.step, self._moved_at)
+        part.tensor.blame |= header.blame
+        self.run(self._pipeline.answered(part, header.round, source, self._moved_at))
+
+    def lacks(self, ranks: set[int]) -> bool:
+        """Something was given to a round in which these ranks take part, and the result is not there, or what was given
+        has not been taken."""
+        return self._direct.lacks(ranks) or any(
+            self._is_due(part)
+            for part in self._parts.values()
+            if part.tensor.slots
+            and not part.tensor.state.is_void
+            and (not part.tensor.spec.group or ranks.intersection(part.tensor.spec.group))
+        )
+
+    @staticmethod
+    def _is_due(part: Part) -> bool:
+        """Its result, what other machines have for it, or its way to them."""
+        if isinstance(part, ScatterPart):
+            return part.stage is IN_FLIGHT
+        is_given = part.stage is IN_FLIGHT or (part.stage is QUEUED and part.is_resent)
+        return part.server >= 0 and is_given
+
+    def move(self, server_of: Callable[[Part], int]) -> int:
+        """A new epoch: what its placement gives to other servers goes there. Returns how many partitions moved."""
+        moves = [(part, server) for part in self._sent if (server := server_of(part)) != part.server]
+        self._moved_at = self._loop.time()
+        self.run(self._pipeline.move(moves, self._moved_at))
+        return len(moves)
+
+    def again(self, server: int) -> None:
+        """What was sent to a server and not answered is lost, or may be."""
+        self.run(self._pipeline.again([part for part in self._sent if part.server == server], self._loop.time()))
+
+    @property
+    def _sent(self) -> list[Part]:
+        """Partitions that servers add."""
+        return [part for part in self._parts.values() if part.server >= 0 and not part.tensor.state.is_void]
+
+    # ---- ranks, scheduler, memory ----------------------------------------------------------------------
+
+    def _to_rank(self, rank: RankConnection, send: Callable[[], None]) -> None:
+        """Send to a rank; one that is gone is found out by its own connection."""
+        try:
+            send()
+        except PeerLostError:
+            return
+
+    def _tell_failed(self, action: Fail) -> None:
+        for local_rank, rank in self.ranks.items():
+            slots = [slot.id for slot in action.slots if slot.local_rank == local_rank]
+            for slot_id in slots:
+                self.pace.done(local_rank, slot_id, self._loop.time())
+            if slots:
+                message = protocol.pack(
+                    protocol.RankMessageKind.FAILED,
+                    slots=slots,
+                    error=type(action.error).__name__,
+                    message=str(action.error),
+                )
+                self._to_rank(rank, functools.partial(rank.send_done, in_order=True))  # a slot's last round, perhaps
+                self._to_rank(rank, functools.partial(rank.send, message))
+
+    def _send_ballot(self, action: SendBallot) -> None:
+        votes = [
+            pb.Vote(ranks=[self._first_rank + r for r in ranks], spec=to_message(spec)) for spec, ranks in action.votes
+        ]
+        self._ballots.append(
+            pb.Ballot(name=action.name, generation=action.generation, votes=votes, rounds=action.rounds)
+        )
+
+    def _release(self, action: Release) -> None:
+        for slot in action.slots:
+            self._memory.free_slot(slot)
+        if action.tensor is not None:
+            self._memory.free_contributions(action.tensor)
+            # An answer block in flight is not given back: the server of this machine may yet write to it.

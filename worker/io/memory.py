@@ -1,0 +1,148 @@
+"""The shared memory of one communication service: its ranks' slots, its contributions, its answers.
+
+With one rank, the rank's inputs are the contributions; with several, the machine's sums lie in an arena that
+only the summation service of this machine maps as well (also where one of them alone is in a group: its input is
+copied there). Owned by the loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from byteps_py.runtime import Runtime
+from byteps_py.shm import Arena, Block
+from byteps_py.tensors import Op, TensorSpec
+from byteps_py.wire import Header, RoundName, name_of
+from byteps_py.worker.core.tensor import Part, RankSlot, Tensor
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.io.rank_connection import RankConnection
+
+
+class Memory:
+    """``machines``, ``local_size``: as the topology says; they decide what needs memory of its own. ``elsewhere``:
+    see Arena. ``ranks``: the global rank of the machine's first, and the number of ranks of the job."""
+
+    slot_class: type[RankSlot] = RankSlot
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        machines: int,
+        local_size: int,
+        elsewhere: Callable[[Callable[[], None]], None] | None = None,
+        ranks: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.chunk_bytes = runtime.thresholds.chunk
+        self._first_rank, self._size = ranks
+        self._inputs_are_contributions = machines > 1 and local_size == 1
+        self._ranks = [runtime.arena(elsewhere=elsewhere) for _ in range(local_size)]
+        #: What a summation service on this machine maps.
+        self.machine = self._ranks[0] if self._inputs_are_contributions else runtime.arena(elsewhere=elsewhere)
+        self.slots: dict[int, RankSlot] = {}  # by id
+        #: Calls what gives memory back, once nothing is being sent from there to other machines: they may have asked
+        #: twice for what they have by now.
+        self.when_left: Callable[[Callable[[], None]], None] = lambda then: then()
+        #: By server, round and place: a partition may come back to a server, and be answered there in another block.
+        self._abandoned: dict[tuple[int, RoundName, tuple[int, int]], Block] = {}
+        self._next_slot_id = 1
+
+    def arena_of(self, local_rank: int) -> Arena:
+        return self._ranks[local_rank]
+
+    def new_slot(self, rank: RankConnection, spec: TensorSpec) -> RankSlot:
+        """A rank's memory for a tensor: inputs that must outlive their round have two, used in turn, and a
+        result beside them; else one block is input and result."""
+        slot_id, self._next_slot_id = self._next_slot_id, self._next_slot_id + 1
+        if spec.op.is_direct:
+            inputs: tuple[Block, ...] = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
+            result = rank.allocate(spec.shape[1])
+        elif spec.scatters:
+            lends_input = self._inputs_are_contributions and len(spec.group) != 1
+            inputs = tuple(rank.allocate(spec.nbytes) for _ in range(1 + lends_input))
+            result = rank.allocate(spec.result_nbytes(self._first_rank + rank.local_rank, self._size))
+        elif self._inputs_are_contributions and len(spec.group) != 1:
+            inputs = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
+            result = rank.allocate(spec.nbytes)
+        else:
+            result = rank.allocate(spec.nbytes)
+            inputs = (result,)
+        slot = self.slots[slot_id] = self.slot_class(slot_id, rank.local_rank, spec, inputs, result)
+        return slot
+
+    def equip(self, tensor: Tensor, topology: Topology) -> None:
+        """Give an agreed tensor what it needs beside its slots."""
+        tensor.machines = topology.machines_in(tensor.spec)
+        tensor.first_rank = topology.first_rank
+        if tensor.spec.op is Op.BROADCAST:
+            root = topology.local_rank_of(tensor.spec.root)
+            tensor.root_slot = next((slot for slot in tensor.slots if slot.local_rank == root), None)
+            tensor.root_machine = topology.machine_of(tensor.spec.root)
+        if not tensor.is_alone and not self._inputs_are_contributions and tensor.contributes:
+            tensor.contributions = (
+                self.machine.allocate(tensor.spec.nbytes),
+                self.machine.allocate(tensor.spec.nbytes),
+            )
+
+    def give_answer_block(self, part: Part) -> Block:
+        part.answer = self.machine.allocate(part.length)
+        return part.answer
+
+    def abandon_answer_block(self, part: Part, server: int) -> None:
+        """The partition has moved: the answer is not read, but the server of this machine may yet write it."""
+        if part.answer is not None:
+            name = (part.tensor.key, part.tensor.generation, part.index, part.tensor.round)
+            self._abandoned[server, name, (part.answer.segment, part.answer.offset)] = part.answer
+            part.answer = None
+
+    def take_abandoned(self, header: Header, server: int) -> bool:
+        """This server has written such an answer. False if it is none."""
+        block = self._abandoned.pop((server, name_of(header), header.answer_place), None)
+        if block is not None:
+            self.machine.free(block)
+        return block is not None
+
+    def free_abandoned(self, server: int) -> None:
+        """This server has ended, and writes no answers any more."""
+        for key in [key for key in self._abandoned if key[0] == server]:
+            self.machine.free(self._abandoned.pop(key))
+
+    def let_go(self) -> None:
+        """Nothing is allocated any more. The memory itself goes with its last user: a kernel, a message."""
+        for arena in dict.fromkeys((*self._ranks, self.machine)):
+            arena.let_go()
+
+    def take_answer_block(self, part: Part) -> None:
+        """The answer was delivered: its memory is free. Bounded, like the bytes in flight, by the credit."""
+        if part.answer is not None:
+            self.machine.free(part.answer)
+            part.answer = None
+
+    def name_of(self, slot_id: int) -> str:
+        """Of a slot's tensor, for messages."""
+        slot = self.slots.get(slot_id)
+        return repr(slot.spec.name) if slot is not None else "of a tensor that is void by now"
+
+    def free_slot(self, slot: RankSlot) -> None:
+        del self.slots[slot.id]
+        self._free(self._ranks[slot.local_rank], dict.fromkeys((*slot.inputs, slot.result)))
+
+    def free_contributions(self, tensor: Tensor) -> None:
+        self._free(self.machine, tensor.contributions)
+        tensor.contributions = ()
+
+    def _free(self, arena: Arena, blocks: Iterable[Block]) -> None:
+        def free() -> None:
+            for block in blocks:
+                arena.free(block)
+
+        self.when_left(free)
+
+    def view_of(self, local_rank: int, block: Block, offset: int, length: int) -> memoryview:
+        """Bytes of a block of a local rank."""
+        start = block.offset + offset
+        return self._ranks[local_rank].segments[block.segment].view[start : start + length]
+
+    def view(self, block: Block, offset: int, length: int) -> memoryview:
+        """Bytes of a block of ``machine``."""
+        start = block.offset + offset
+        return self.machine.segments[block.segment].view[start : start + length]

@@ -1,0 +1,166 @@
+"""Does what the cores of gathers, exchanges and scattered reductions ask: copies here, requests and answers between
+machines.
+
+Owned by the loop's thread; copies run on the engine's threads unless they are small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import zmq
+
+from byteps_py.errors import BytePSError, MismatchError, ProtocolError
+from byteps_py.kernels.readiness import Readiness
+from byteps_py.runtime import Runtime
+from byteps_py.tensors import DType, Op
+from byteps_py.worker.core.actions import Action, DirectAction, Lend
+from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.pieces import Copy, CopyHere, Delivered, FetchPiece, Outgrown, RefusePiece, Serve, Transfer
+from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.scatter import Scatter
+from byteps_py.worker.core.tensor import AskSum
+from byteps_py.worker.io.memory import Memory
+
+_COPY = (Op.BROADCAST, DType.UINT8)
+
+
+class Peers(Protocol):
+    """The other machines' communication services."""
+
+    def fetch(
+        self, item: Transfer | AskSum, then: Callable[[zmq.Frame], None], refused: Callable[[BytePSError], None]
+    ) -> None:
+        """Ask for it; ``then`` gets its bytes, or ``refused`` the reason why there are none."""
+
+    def refuse(self, origin: object, error: BytePSError) -> None:
+        """Say why a request is not answered."""
+
+    def serve(self, origin: object, view: memoryview, then: Callable[[], None] | None = None) -> None:
+        """Answer a request; ``then`` is called once ``view`` may change. Nothing is sent, or called, if the
+        machine that asked is gone: it asks again."""
+
+
+class Cores(NamedTuple):
+    """What decides, each purely, about names, reductions, gathers and exchanges, and scattered reductions."""
+
+    agreement: Agreement
+    pipeline: Pipeline
+    direct: PieceExchange
+    scatter: Scatter
+
+
+class PieceExecutor:
+    """``run`` carries out what follows; ``deliver(local rank, slot, round)`` tells a rank."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        ready: Readiness,
+        memory: Memory,
+        cores: Cores,
+        run: Callable[[Sequence[Action | DirectAction]], None],
+        deliver: Callable[[int, int, int], None],
+    ) -> None:
+        self.peers: Peers | None = None  # None: this machine is the only one
+        self.moved_at = 0.0
+        self._at_work = 0
+        self._loop = runtime.loop
+        self._runtime = runtime
+        self._ready = ready
+        self._memory = memory
+        self._pipeline, self._direct, self._scatter = cores.pipeline, cores.direct, cores.scatter
+        self._run = run
+        self._deliver = deliver
+
+    def idle_s(self, now: float) -> float:
+        """For how long no copy was made and nothing came."""
+        return 0.0 if self._at_work else now - self.moved_at
+
+    def carry_out(self, action: Lend | DirectAction) -> None:
+        """Anything but a Fail."""
+        if isinstance(action, CopyHere):
+            for _, _, source, place, nbytes in action.pairs:
+                self._runtime.move(place, source, nbytes)
+            self.moved_at = self._loop.time()
+            self._run(self._direct.copied_here(action.pairs))
+        elif isinstance(action, Copy):
+            self._copy(action, None)
+        elif isinstance(action, Delivered):
+            self._deliver(action.slot.local_rank, action.slot.id, action.round)
+        elif isinstance(action, Outgrown):
+            self._memory.free_slot(action.slot)
+        elif self.peers is None:
+            raise ProtocolError("a job of one machine has no other to fetch from")
+        elif isinstance(action, FetchPiece):
+            item = action.item
+            self.peers.fetch(item, functools.partial(self._arrived, item), functools.partial(self._refused, item))
+        elif isinstance(action, Lend):
+            self._lend(self.peers, action)
+        elif isinstance(action, RefusePiece):
+            self.peers.refuse(action.request.origin, action.error)
+        elif isinstance(action, Serve):
+            self._serve(self.peers, action)
+
+    def _copy(self, copy: Copy, frame: zmq.Frame | None) -> None:
+        """``frame``: keeps the memory it reads."""
+        transfer = copy.transfer
+        work = functools.partial(self._runtime.kernels.reduce, *_COPY, (copy.source,), copy.outputs, transfer.length)
+        self._at_work += 1
+        if transfer.length * len(copy.outputs) <= self._runtime.thresholds.inline_copy:
+            work()
+            self._copied(transfer, frame, None)
+        else:
+            self._ready.submit(
+                _COPY,
+                transfer.channel.spec.priority,
+                work,
+                lambda error: self._loop.post(lambda: self._copied(transfer, frame, error)),
+            )
+
+    def _copied(self, transfer: Transfer, frame: zmq.Frame | None, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+        self._at_work -= 1
+        self.moved_at = self._loop.time()
+        self._run(self._direct.copied(transfer))
+
+    def _arrived(self, item: Transfer | AskSum, frame: zmq.Frame) -> None:
+        if len(frame) != item.length:
+            name = item.part.tensor.name if isinstance(item, AskSum) else item.channel.spec.name
+            raise ProtocolError(f"tensor {name!r}: a piece of {len(frame)} bytes came, {item.length} were due")
+        self.moved_at = self._loop.time()
+        source = ctypes.addressof(ctypes.c_char.from_buffer(frame.buffer)) if len(frame) else 0
+        if isinstance(item, AskSum):
+            item.part.frames.append(frame)
+            self._run(self._scatter.arrived(item, source, self.moved_at))
+            return
+        actions = self._direct.arrived(item, source, self.moved_at)
+        if actions and isinstance(copy := actions[0], Copy):
+            self._copy(copy, frame)
+            del actions[0]
+        self._run(actions)
+
+    def _refused(self, item: Transfer | AskSum, error: BytePSError) -> None:
+        """Raises what is no disagreement of ranks: it ends the job."""
+        if isinstance(item, AskSum) or not isinstance(error, MismatchError):
+            raise error
+        self.moved_at = self._loop.time()
+        self._run(self._direct.refused(item, error, self.moved_at))
+
+    def _serve(self, peers: Peers, serve: Serve) -> None:
+        rank, length = serve.member.slot.local_rank, serve.request.length
+        view = self._memory.view_of(rank, serve.block, serve.offset, length)
+        peers.serve(serve.request.origin, view)
+
+    def _lend(self, peers: Peers, lend: Lend) -> None:
+        part = lend.part
+        block = part.tensor.given(lend.request.round)
+        if block is None:
+            raise ProtocolError(f"tensor {part.tensor.name!r}: this machine gave nothing to round {lend.request.round}")
+        view = self._memory.view(block, part.offset, part.length)
+        peers.serve(lend.request.origin, view, lambda: self._run(self._pipeline.lent(part, lend.request.round)))

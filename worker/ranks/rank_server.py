@@ -1,0 +1,489 @@
+"""Takes in the local ranks of this machine: their connections, their messages, how they leave and how they end.
+
+Each rank's state lies in one object (local_ranks.py); this module carries out what follows from a transition. In an
+elastic job, which is one with ``on_return``, one group of ranks follows another; any other job has one group.
+
+Owned by the loop's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from byteps_py import rank_protocol as protocol
+from byteps_py.channel import Channel, Listener
+from byteps_py.errors import BytePSError, DismissedError, PeerLostError, ProtocolError, UsageError
+from byteps_py.log import logger
+from byteps_py.rank_protocol import RankMessageKind
+from byteps_py.runtime import Runtime
+from byteps_py.unauthenticated_connections import MOST, PATIENCE_S
+from byteps_py.wording import count_text, ranks_text
+from byteps_py.worker.core.local_ranks import IN_GROUP, LocalRank, LocalRanks, RankEvent, RankState
+from byteps_py.worker.io.rank_connection import RankConnection
+from byteps_py.worker.ranks.requests import Requests
+
+_READY = int(RankMessageKind.READY)  # a plain integer: by far the most frequent
+_MOST_EPOCHS = 1 << 32
+MAX_NOTE_CHARS = 9000
+_DRAIN = 256  # messages taken from a rank before others get their turn
+
+Rank = LocalRank[RankConnection]
+
+
+class RankServer:
+    """``on_death(sentence)``: a rank ended without leaving. ``on_change()``: a rank came, wants to leave, or left, or
+    has left and its process has ended by now. ``on_return(reason, planned)``: ranks of an elastic job's group want to
+    be a group anew. ``patience_s``: after an elastic job's first group has begun, this long it waits for all of its
+    ranks."""
+
+    ranks_class: type[LocalRanks[RankConnection]] = LocalRanks
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        listener: Listener,
+        local_size: int,
+        on_death: Callable[[str], None],
+        on_change: Callable[[], None],
+        on_return: Callable[[str, bool], None] | None = None,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._runtime = runtime
+        self._loop = runtime.loop
+        self._listener = listener
+        self._local_size = local_size
+        self._on_death = on_death
+        self._on_change = on_change
+        self._on_return = on_return
+        self._patience_s = patience_s
+        self._unauthenticated: dict[int, Channel] = {}  # connections without a HELLO, by descriptor
+        self.ranks = self.ranks_class(local_size, on_return is not None)
+        self._open: Requests | None = None  # of the present group
+        self.failure: BytePSError | None = None
+        self.is_dismissed = False  # this machine's ranks are to leave the elastic job
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    @property
+    def _is_elastic(self) -> bool:
+        return self._on_return is not None
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks that wait, take part in the group, or are expected to come again."""
+        return len(self.ranks.in_state(RankState.WAITING, *IN_GROUP, RankState.RETURNING))
+
+    # ---- groups ----------------------------------------------------------------------------------------
+
+    def open(self, requests: Requests) -> None:
+        """The group is complete: take in those of its ranks that wait."""
+        self._open = requests
+        topology = requests.topology
+        for connection in self.ranks.connections(RankState.LEFT):
+            connection.forget()
+        members = self.ranks.begins(topology.local_size)
+        if self._is_elastic and self.ranks.in_state(RankState.LATE):
+            self._loop.call_later(self._patience_s, functools.partial(self._give_up, requests))
+        for rank in members:
+            self._welcome(rank)
+        missing = topology.local_size - len(self.ranks.group)
+        if missing or (topology.is_continued and not all(rank.is_back for rank in members)):
+            self._on_death(f"{missing or 'some'} ranks of {topology.me.host} ended as a group was formed")
+        self._on_change()
+
+    def _give_up(self, requests: Requests) -> None:
+        """Its other ranks have begun, and some have yet to come: they may have died before anybody knew of them."""
+        late = self.ranks.forget_late() if self._open is requests else ()
+        if late:
+            who = ranks_text(requests.topology.first_rank + rank.local_rank for rank in late)
+            host, variable = requests.topology.me.host, "BYTEPS_START_TIMEOUT_S"
+            self._on_death(f"{who} of {host} did not come within {self._patience_s:g} s ({variable})")
+            self._on_change()
+
+    def dissolve(self, error: BytePSError) -> None:
+        """The group can't go on: its ranks are told, and expected to come again."""
+        here, self._open = self._open, None
+        if here is None:
+            return
+        self.ranks.forget_late()
+        message = _fatal(error)
+        for connection in here.executor.ranks.values():
+            self._expect_again(self.ranks.group[connection.local_rank], connection)
+            with contextlib.suppress(PeerLostError):  # what it said last is still to be read
+                connection.send(message)
+
+    def tell_hosts(self, added: bool, removed: bool) -> None:
+        """Ranks wait to join, or are about to leave."""
+        self._tell_group(protocol.pack(RankMessageKind.HOSTS, added=added, removed=removed))
+
+    def dismiss(self) -> None:
+        """Turn away the ranks that wait, and all that come from now on."""
+        self.is_dismissed = True
+        if self.ranks.forget_late() and self._on_return is not None:  # the others of the group would wait for them
+            self._on_return("a machine was told to leave before all of its ranks had come", False)
+        self._turn_away_waiting(_dismissed())
+        self._on_change()
+
+    def fail(self, error: BytePSError) -> None:
+        """Nothing works any more: tell every rank, also those that come later."""
+        self.failure = error
+        self._tell_group(_fatal(error))
+        self._turn_away_waiting(error)
+
+    def _tell_group(self, message: bytes) -> None:
+        for connection in list(self._open.executor.ranks.values()) if self._open else ():
+            rank = self.ranks.group[connection.local_rank]
+            self._guard(rank, connection, functools.partial(connection.send, message))
+
+    def _turn_away_waiting(self, error: BytePSError) -> None:
+        for rank in self.ranks.waiting:
+            connection = rank.connection
+            rank.happens(RankEvent.IS_TURNED_AWAY)
+            if connection is not None:
+                connection.turn_away(error)
+
+    # ---- coming ----------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            channel = self._listener.accept()
+        except (BytePSError, OSError) as error:
+            logger.warning("turned away: %s", error)
+            return
+        if len(self._unauthenticated) >= MOST:
+            self._expire(next(iter(self._unauthenticated.values())))
+        self._unauthenticated[channel.fileno()] = channel
+        self._loop.add_reader(channel.fileno(), functools.partial(self._greet, channel))
+        self._loop.call_later(PATIENCE_S, functools.partial(self._expire, channel))
+
+    def _expire(self, channel: Channel) -> None:
+        """Cut off a connection that has not said HELLO in time."""
+        fd = channel.fileno()
+        if self._unauthenticated.get(fd) is channel:
+            del self._unauthenticated[fd]
+            self._loop.remove(fd)
+            channel.close()
+
+    def _greet(self, channel: Channel) -> None:
+        """The first message of a connection must be HELLO."""
+        fd = channel.fileno()
+        self._loop.remove(fd)
+        del self._unauthenticated[fd]
+        connection = RankConnection(self._runtime, channel)
+        try:
+            message = channel.receive(0)
+            for descriptor in message[1] if message is not None else ():
+                self._runtime.close_fd(descriptor)
+            if message is None or protocol.kind_of(message[0]) is not RankMessageKind.HELLO:
+                raise ProtocolError(f"process {channel.peer_pid} did not say HELLO first")
+            seat, synced_in = self._check_hello(protocol.fields_of(message[0]))
+        except BytePSError as error:
+            logger.warning("turned away process %d: %s", channel.peer_pid, error)
+            connection.turn_away(error)
+            return
+        if self.failure is not None:
+            connection.turn_away(self.failure)
+        else:
+            self._came(self.ranks[seat], connection, synced_in)
+
+    def _check_hello(self, fields: dict[str, Any]) -> tuple[int, int]:
+        """Its local rank, and the epoch of the group that it has the state of. Raises UsageError, ProtocolError."""
+        local_rank, local_size = fields.get("local_rank"), fields.get("local_size")
+        synced_in = fields.get("synced_in")
+        if fields.get("version") != protocol.VERSION:
+            raise ProtocolError("this rank's byteps_py and its communication service's are different versions")
+        if local_size != self._local_size or not isinstance(local_rank, int) or not 0 <= local_rank < local_size:
+            raise UsageError(
+                f"a rank came as local rank {local_rank} of {local_size}, but its communication service was started "
+                f"for {count_text(self._local_size, 'rank')}: BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same "
+                "to both"
+            )
+        if not isinstance(synced_in, int) or not 0 <= synced_in < _MOST_EPOCHS:
+            raise ProtocolError(f"no group has the number {synced_in!r}")
+        if self._is_taken(self.ranks[local_rank]):
+            raise UsageError(f"two processes of this machine both say that they are local rank {local_rank}")
+        return local_rank, synced_in
+
+    def _is_taken(self, rank: Rank) -> bool:
+        """A process has this seat, and has not said that it goes. It may have said so on its connection by now."""
+        if rank.is_in_group and (connection := rank.connection) is not None:
+            while self._serve(rank, connection):
+                pass
+            if rank.is_in_group and self._runtime.has_ended(connection.pidfd):
+                self._died(rank, connection)
+        return rank.is_in_group or rank.state is RankState.WAITING
+
+    def _came(self, rank: Rank, connection: RankConnection, synced_in: int) -> None:
+        before, former = rank.state, rank.connection
+        if former is not None:
+            former.close()
+        is_back = before is RankState.RETURNING and former is not None and former.pid == connection.pid
+        self.ranks.comes(rank, connection, is_back, synced_in)
+        if self.is_dismissed:
+            rank.happens(RankEvent.IS_TURNED_AWAY)
+            connection.turn_away(_dismissed())
+        elif before is RankState.LATE or (not self._is_elastic and rank in self.ranks.group):
+            self.ranks.is_welcomed(rank)
+            self._welcome(rank)
+            return
+        elif self._on_return is not None:
+            self._watch_waiting(rank, connection)
+            if before is RankState.LEFT and self._open is not None:
+                self._on_return("ranks have shut down, and come back", True)
+        self._on_change()
+
+    def _watch_waiting(self, rank: Rank, connection: RankConnection) -> None:
+        """A rank that waits for an elastic job's next group may end meanwhile, and the group begins without it."""
+        try:
+            connection.watch_process()
+        except ProcessLookupError:
+            rank.happens(RankEvent.ENDS)
+            connection.close()
+            return
+        self._loop.add_reader(connection.fd, functools.partial(self._waiting_ended, rank, connection))
+        self._loop.add_reader(connection.pidfd, functools.partial(self._waiting_ended, rank, connection))
+
+    def _waiting_ended(self, rank: Rank, connection: RankConnection) -> None:
+        """Its process has ended, or waits no longer: a rank says nothing else before it is welcome."""
+        rank.happens(RankEvent.ENDS)
+        connection.close()
+        self._on_change()
+
+    def _welcome(self, rank: Rank) -> None:
+        """Tell a rank that the group has taken it in."""
+        here, connection = self._open, rank.connection
+        if here is None or connection is None:
+            return
+        if self.failure is not None:  # the end of another one has failed the job meanwhile
+            rank.happens(RankEvent.IS_TURNED_AWAY)
+            connection.turn_away(self.failure)
+            return
+        self._loop.remove(connection.fd)
+        try:
+            connection.enter(rank.local_rank, here.memory.arena_of(rank.local_rank), here.released)
+        except ProcessLookupError:
+            rank.happens(RankEvent.ENDS)
+            connection.close()
+            who = here.describe(rank.local_rank, connection.pid)
+            self._on_death(f"{who} died: its process ended while the cluster came together")
+            return
+        here.executor.ranks[rank.local_rank] = connection
+        self._loop.add_reader(connection.fd, functools.partial(self._read, rank, connection))
+        self._loop.add_reader(connection.pidfd, functools.partial(self._ended, rank, connection))
+        message = protocol.pack(
+            RankMessageKind.WELCOME,
+            rank=here.topology.first_rank + rank.local_rank,
+            size=here.topology.size,
+            local_rank=rank.local_rank,
+            local_size=here.topology.local_size,
+            is_continued=here.topology.is_continued,
+            since_epoch=here.topology.group,
+            machine_index=here.topology.machine_index,
+            num_machines=here.topology.machines,
+            is_homogeneous=here.topology.is_homogeneous,
+        )
+        self._guard(rank, connection, functools.partial(connection.send, message))
+        self._on_change()
+
+    # ---- in the group ----------------------------------------------------------------------------------
+
+    def _guard(self, rank: Rank, connection: RankConnection, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except PeerLostError:
+            self._ended(rank, connection)
+
+    def _read(self, rank: Rank, connection: RankConnection) -> None:
+        self._serve(rank, connection)
+
+    def _serve(self, rank: Rank, connection: RankConnection) -> bool:
+        """Take messages of a rank. True if it is still here and may have sent more."""
+        here = self._open
+        if here is None or here.executor.ranks.get(connection.local_rank) is not connection:
+            return False
+        try:
+            for _ in range(_DRAIN):
+                message = connection.receive()
+                if message is None:
+                    return False
+                if message[0] == _READY:
+                    here.executor.run(here.ready(message))
+                    continue
+                kind = protocol.kind_of(message)
+                if kind is RankMessageKind.DECLARE:
+                    here.executor.run(here.declare(connection, protocol.fields_of(message)))
+                elif kind is RankMessageKind.LAYOUT:
+                    here.lay_out(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.CHUNKS:
+                    here.take_in_chunks(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.STACK:
+                    continue  # its descriptor has been kept
+                elif kind is RankMessageKind.BARRIER:
+                    connection.barriers = connection.barriers_before + int(protocol.fields_of(message)["sequence"])
+                    here.poll_barrier()
+                elif kind is RankMessageKind.JOIN:
+                    here.joining.join(connection)
+                    here.poll_barrier()
+                elif kind is RankMessageKind.MEET:
+                    here.meet(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.WAITS:
+                    here.waits(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.WAITED:
+                    connection.direct_waits.pop(int(protocol.fields_of(message)["id"]), None)
+                elif kind is RankMessageKind.PING:
+                    connection.send(protocol.pack(RankMessageKind.PONG))
+                elif kind is RankMessageKind.SETTLE:
+                    rank.happens(RankEvent.SETTLES)
+                    self._on_change()
+                elif kind is RankMessageKind.LEAVE:
+                    self._leave(rank, connection, here, protocol.fields_of(message))
+                    return False
+                elif kind is RankMessageKind.NOTE:
+                    connection.note = text_of(protocol.fields_of(message)["text"])[:MAX_NOTE_CHARS]
+                else:
+                    raise ProtocolError(f"local rank {rank.local_rank} sent a {kind.name} message")
+            return True
+        except PeerLostError:
+            self._died(rank, connection)
+        except (ProtocolError, KeyError, TypeError, ValueError, OverflowError) as error:
+            self._on_death(f"{here.describe(rank.local_rank, connection.pid)} broke the protocol: {error}")
+        except OSError as error:
+            self._on_death(f"{here.describe(rank.local_rank, connection.pid)} asked for what can't be had: {error}")
+        return False
+
+    def settling(self) -> list[int]:
+        """Local ranks that are about to leave, once others have taken what these gave them."""
+        return [rank.local_rank for rank in self.ranks.in_state(RankState.SETTLING)]
+
+    def settled(self, local_rank: int) -> None:
+        """No other rank needs this one any more."""
+        rank = self.ranks.group[local_rank]
+        if rank.state is RankState.SETTLING and (connection := rank.connection) is not None:
+            rank.happens(RankEvent.IS_SETTLED)
+            message = protocol.pack(RankMessageKind.SETTLED)
+            self._guard(rank, connection, functools.partial(connection.send, message))
+
+    def hear(self) -> list[int]:
+        """Take all that the ranks have said so far. Returns the local ranks that are still here."""
+        if self._open is None:
+            return []
+        for connection in list(self._open.executor.ranks.values()):
+            while self._serve(self.ranks.group[connection.local_rank], connection):
+                pass
+        return sorted(self._open.executor.ranks)
+
+    # ---- leaving ---------------------------------------------------------------------------------------
+
+    def _ended(self, rank: Rank, connection: RankConnection) -> None:
+        """The rank's process, or its connection, is gone. What it said before, LEAVE above all, still counts."""
+        while self._serve(rank, connection):
+            pass
+        self._died(rank, connection)
+
+    def _died(self, rank: Rank, connection: RankConnection) -> None:
+        here = self._open
+        if here is None or here.executor.ranks.get(connection.local_rank) is not connection:
+            return
+        self._remove(rank, connection, here, RankEvent.ENDS)
+        connection.forget()
+        self._on_death(f"{here.describe(rank.local_rank, connection.pid)} died: its process ended without shutdown()")
+
+    def _leave(self, rank: Rank, connection: RankConnection, here: Requests, fields: dict[str, Any]) -> None:
+        if self._on_return is not None and (reason := text_of(fields.get("again", ""))):
+            del here.executor.ranks[rank.local_rank]
+            here.forget(rank.local_rank)
+            self._expect_again(rank, connection)
+            connection.hang_up()
+            who = here.describe(rank.local_rank, connection.pid)
+            self._on_return(f"{who} goes back to its last commit after {reason}", bool(fields.get("planned")))
+            self._on_change()
+        elif error := text_of(fields.get("error", "")):
+            self._remove(rank, connection, here, RankEvent.ENDS)
+            connection.forget()
+            trace = text_of(fields.get("traceback", ""))[-MAX_NOTE_CHARS:]
+            sentence = f"{here.describe(rank.local_rank, connection.pid)} was ended by an exception: {error}"
+            self._on_death(f"{sentence}\n{trace}" if trace else sentence)
+        else:
+            self._loop.change_reader(connection.pidfd, functools.partial(self._is_gone, rank, connection))
+            self._remove(rank, connection, here, RankEvent.SHUTS_DOWN)
+
+    def _remove(self, rank: Rank, connection: RankConnection, here: Requests, event: RankEvent) -> None:
+        """The rank leaves the group, and is not expected to come again."""
+        rank.happens(event)
+        rank.left_s = self._loop.time()
+        del here.executor.ranks[rank.local_rank]
+        connection.hang_up()
+        here.forget(rank.local_rank)
+        self._on_change()
+
+    def _is_gone(self, rank: Rank, connection: RankConnection) -> None:
+        """The process of a rank that has shut down has ended."""
+        rank.happens(RankEvent.ENDS)
+        rank.gone_s = self._loop.time()
+        connection.forget()
+        self._on_change()
+
+    def _expect_again(self, rank: Rank, connection: RankConnection) -> None:
+        rank.happens(RankEvent.GOES_BACK)
+        self._loop.change_reader(connection.fd, functools.partial(self._hear_returning, rank, connection))
+        self._loop.change_reader(connection.pidfd, functools.partial(self._returning_ended, rank, connection))
+
+    def _hear_returning(self, rank: Rank, connection: RankConnection) -> None:
+        """Of all that a rank may still say which is out of the group, only that it leaves matters."""
+        try:
+            while rank.connection is connection and (message := connection.receive()) is not None:
+                kind = protocol.kind_of(message)
+                if kind is RankMessageKind.PING:
+                    connection.send(protocol.pack(RankMessageKind.PONG))
+                elif kind is RankMessageKind.LEAVE:
+                    fields = protocol.fields_of(message)
+                    if fields.get("again"):
+                        connection.hang_up()  # it comes again, on another connection
+                    elif fields.get("error"):
+                        self._returning_ended(rank, connection)
+                    else:
+                        self._returning_shut_down(rank, connection)
+                    return
+        except PeerLostError:
+            connection.hang_up()
+        except ProtocolError:
+            self._returning_ended(rank, connection)
+
+    def _returning_shut_down(self, rank: Rank, connection: RankConnection) -> None:
+        """As others may have done before they heard that the group can't go on. It may initialize again."""
+        rank.happens(RankEvent.SHUTS_DOWN)
+        connection.hang_up()
+        self._loop.change_reader(connection.pidfd, functools.partial(self._is_gone, rank, connection))
+        self._on_change()
+
+    def _returning_ended(self, rank: Rank, connection: RankConnection) -> None:
+        rank.happens(RankEvent.ENDS)
+        connection.close()
+        self._on_change()
+
+    def close(self) -> None:
+        self._loop.remove(self._listener.fileno())
+        self._listener.close()
+        for channel in self._unauthenticated.values():
+            self._loop.remove(channel.fileno())
+            if self.failure is not None:
+                RankConnection(self._runtime, channel).turn_away(self.failure)
+            else:
+                channel.close()
+        for connection in self.ranks.connections(*RankState):
+            connection.close()
+
+
+def _fatal(error: BytePSError) -> bytes:
+    return protocol.pack(RankMessageKind.FATAL, error=type(error).__name__, message=str(error))
+
+
+def _dismissed() -> DismissedError:
+    return DismissedError("this machine was told to leave the job, which goes on without it")
+
+
+def text_of(said: object) -> str:
+    """In letters that can be passed on: the name of a file, in an error, may hold others."""
+    return str(said).encode(errors="backslashreplace").decode()

@@ -1,0 +1,124 @@
+"""What local ranks wait for, and whether it can still come. Owned by the loop's thread; time is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.deadlines import describe_waiting
+from byteps_py.worker.core.piece_exchange import PieceExchange
+from byteps_py.worker.core.piece_rounds import needs
+from byteps_py.worker.core.tensor import RankSlot
+from byteps_py.worker.io.network import Network
+from byteps_py.worker.ranks.rank_server import RankServer
+from byteps_py.worker.ranks.requests import Requests
+
+#: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
+DEPARTURE_GRACE_S = 1.0
+
+
+class Waits:
+    """``stay``: the service waits for ranks that come back; then a rank has left only when its process has ended.
+    ``silence_s()``: after so long a silence a server counts as lost, and others begin to do its work."""
+
+    needs = staticmethod(needs)
+
+    def __init__(
+        self,
+        requests: Requests,
+        agreement: Agreement,
+        direct: PieceExchange,
+        network: Network | None,
+        rank_server: RankServer,
+        stay: bool,
+        silence_s: Callable[[], float],
+    ) -> None:
+        self._requests = requests
+        self._agreement = agreement
+        self._direct = direct
+        self._network = network
+        self._rank_server = rank_server
+        self._stay = stay
+        self._silence_s = silence_s
+        self._departed: list[tuple[float, str, set[int]]] = []
+        self.is_unserved = False  # there is no summation service, and one may yet come
+
+    def departed(self, now: float, sentence: str, ranks: set[int]) -> None:
+        """These ranks of other machines have shut down."""
+        self._departed.append((now, sentence, ranks))
+
+    def longer_than(self, age_s: float, now: float) -> list[pb.Waiting]:
+        """Tensors, and a barrier without a name, that local ranks have waited for longer than ``age_s``."""
+        return [waiting for waiting, _ in self._longer_than(age_s, now)]
+
+    def _longer_than(self, age_s: float, now: float) -> list[tuple[pb.Waiting, set[int]]]:
+        """With the ranks that they wait for, or some of them."""
+        topology = self._requests.topology
+        first_rank, all_ranks = topology.first_rank, set(range(topology.size))
+        found: list[tuple[pb.Waiting, set[int]]] = []
+
+        def add(name: str, round_: int, slots: list[RankSlot], needed: set[int] | None = None) -> None:
+            age = max((now - slot.ready_since for slot in slots), default=0.0)
+            if age > age_s:
+                ready = [first_rank + slot.local_rank for slot in slots]
+                groups = {slot.spec.group for slot in slots}  # while they are not agreed, they may differ
+                group = () if () in groups else sorted(set().union(*groups))
+                waiting = pb.Waiting(name=name, round=round_, ready_ranks=ready, age_s=age, group=group)
+                found.append((waiting, set(group or all_ranks) if needed is None else needed))
+
+        for name, slots in self._agreement.undecided():
+            add(name, 0, slots)
+        oldest = now - age_s
+        for tensor in self._agreement.tensors():  # thousands, of which few are late
+            for slot in tensor.slots:
+                if slot.ready_bytes >= 0 and slot.ready_since < oldest and slot.waits:
+                    add(tensor.name, tensor.round, [slot for slot in tensor.slots if slot.waits])
+                    break
+        for channel, member in self._direct.members():
+            if member.is_waited_for:
+                add(channel.spec.name, member.round, [member.slot], self.needs(channel, member))
+        for rank in self._requests.executor.ranks.values():
+            for wait in rank.direct_waits.values():
+                if (age := now - wait.since) > age_s:
+                    ready, group = [first_rank + rank.local_rank], wait.group
+                    waiting = pb.Waiting(name=wait.name, round=wait.round, ready_ranks=ready, age_s=age, group=group)
+                    found.append((waiting, set(group or all_ranks)))
+        there, waited_s = self._requests.at_barrier()
+        if there and waited_s > age_s:
+            found.append((pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s), all_ranks))
+        return found
+
+    def vain(self, now: float) -> tuple[str, bool]:
+        """Why ranks wait for others that have shut down, when what these gave before has come to its end; else empty.
+        Also whether the other machines may not know."""
+        here = self._requests
+        topology = here.topology
+        left = {rank: since for rank, since in self._left.items() if now - since > DEPARTURE_GRACE_S}
+        departed = [each for each in self._departed if now - each[0] > DEPARTURE_GRACE_S]
+        if here.joining.here and (left or departed):
+            joined = topology.describe_ranks(sorted(here.joining.here))
+            leavers = f"{topology.describe_ranks(sorted(left))} shut down" if left else departed[0][1]
+            return f"join(): {joined} wait for all others to join, but {leavers}", True
+        idle_s = here.executor.idle_s(now)
+        if not (left or departed) or idle_s < DEPARTURE_GRACE_S or self.is_unserved:
+            return "", False
+        all_ranks = set(range(topology.size))
+        if self._may_be_lost(idle_s) and (here.executor.lacks(all_ranks) or self._direct.keeps_for(all_ranks)):
+            return "", False  # what these ranks gave is asked for once more, and what they took said once more
+        for waiting, needed in self._longer_than(DEPARTURE_GRACE_S, now):
+            for _, sentence, ranks in departed:
+                if needed & ranks:
+                    return f"{describe_waiting(waiting)}, but {sentence}", False
+            if ours := [rank for rank in left if topology.first_rank + rank in needed]:
+                return f"{describe_waiting(waiting)}, but {topology.describe_ranks(ours)} shut down", True
+        return "", False
+
+    def _may_be_lost(self, idle_s: float) -> bool:
+        """A server: one that is silent, or one that can't be reached (its link has a deadline of its own)."""
+        is_whole = self._network is None or self._network.is_whole
+        return idle_s < DEPARTURE_GRACE_S + self._silence_s() or not is_whole
+
+    @property
+    def _left(self) -> dict[int, float]:
+        return self._rank_server.ranks.gone if self._stay else self._rank_server.ranks.left
