@@ -28,6 +28,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, header: Header) -> Facts:
+        """The facts that a header states."""
         return cls(header.round, header.op, header.dtype, header.length, header.offset, header.root, header.machines)
 
     def __str__(self) -> str:

@@ -174,6 +174,7 @@ class LocalListener:
 
     @property
     def connections(self) -> int:
+        """Number of connected local peers."""
         return len(self._peers)
 
     def _accept(self) -> None:
@@ -262,6 +263,7 @@ class LocalListener:
         self._on_gone(peer)
 
     def close(self) -> None:
+        """End all connections. The loop must still exist."""
         self._loop.remove(self._listener.fileno())
         self._listener.close()
         for peer in self._peers:

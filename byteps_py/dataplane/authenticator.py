@@ -81,6 +81,7 @@ class Authenticator:
         socket.setsockopt(zmq.ZAP_DOMAIN, b"byteps")
 
     def attach(self, loop: EventLoop) -> None:
+        """Let ``loop`` answer questions about callers."""
         loop.add_reader(self.socket, self.on_readable)
 
     def on_readable(self) -> None:

@@ -102,6 +102,7 @@ class Dialer:
 
     @property
     def is_open(self) -> bool:
+        """True while messages can be sent."""
         return self._is_welcome
 
     def send(self, header: Header, payload: Data) -> int:
@@ -197,6 +198,7 @@ class Dialer:
             socket.close()
 
     def close(self) -> None:
+        """End the connection for good. No callback is called afterwards."""
         self._is_closed = True
         self._hang_up()
 

@@ -140,6 +140,7 @@ class CallerHandshake:
 
     @property
     def hello(self) -> bytes:
+        """The payload of the HELLO."""
         return bytes((self._protection,)) + self._keys.public
 
     def answer(self, challenge: bytes) -> tuple[bytes, Seal, Seal]:

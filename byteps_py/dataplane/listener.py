@@ -183,6 +183,7 @@ class DataListener:
         self._strangers.watch(loop.call_later)
 
     def detach(self, loop: EventLoop) -> None:
+        """Stop reading the sockets in ``loop``."""
         for socket in (self.socket, self.monitor, self._authenticator.socket):
             loop.remove(socket)
 
@@ -379,6 +380,7 @@ class DataListener:
         return self.send(peer, header, result, digest)
 
     def close(self) -> None:
+        """End all connections and release the port."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close()

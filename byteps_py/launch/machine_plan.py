@@ -194,6 +194,7 @@ def rank_spec(
     reads_stdin: bool,
     threads: str,
 ) -> ProcessSpec:
+    """A training process. ``label``: see ProcessSpec; ``threads``: the value of OMP_NUM_THREADS."""
     env = {**env, "BYTEPS_LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": threads}
     return ProcessSpec(name, ProcessKind.MAIN, label, tuple(command), env, reads_stdin)
 

@@ -129,6 +129,7 @@ class OutputStream:
         self._show(data)
 
     def close(self) -> None:
+        """Show and store the rest of the output, and close the pipe."""
         self.pump()
         self._pass_on(self._tagger.flush())
         held, self._held = self._held, b""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 
 class ProcessKind(enum.Enum):
+    """What the end of a process means for the job."""
+
     MAIN = "main"  # the job is over when all of these have ended; their exit codes decide the launcher's
     SERVICE = "service"  # serves the others; exits by itself when they have left
 

@@ -126,6 +126,7 @@ class SupervisionPolicy:
 
     @property
     def finished(self) -> bool:
+        """True when all processes have ended, or those that are left can not be killed."""
         return not self._alive or self.phase is Phase.OVER
 
     def exited(self, name: str, status: int, now: float) -> list[Action]:

@@ -32,10 +32,12 @@ class Plan:
 
     @property
     def cpu(self) -> tuple[int, ...]:
+        """The bytes that CPU machines hold."""
         return self.held[: self.optimum.k]
 
     @property
     def gpu(self) -> tuple[int, ...]:
+        """The bytes that GPU machines hold."""
         return self.held[self.optimum.k :]
 
     @property

@@ -91,6 +91,7 @@ class PlacementTable:
         return sum(self._loads)
 
     def has(self, key: int) -> bool:
+        """True if ``key`` is in the table."""
         return key in self._tensors
 
     def partitions(self, key: int) -> tuple[Partition, ...]:

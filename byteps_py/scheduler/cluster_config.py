@@ -37,6 +37,7 @@ class ClusterConfig:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ClusterConfig:
+        """The configuration of the job that a scheduler with these settings serves."""
         return cls(
             num_workers=settings.num_workers,
             num_servers=settings.num_servers,

@@ -53,6 +53,7 @@ class SchedulerCore:
     # ---- events ----------------------------------------------------------------------------------------------
 
     def on_connected(self, connection: int, now_s: float) -> Outgoing:
+        """A connection has begun. It has to register within REGISTER_TIMEOUT_S seconds."""
         self._connections.add(connection)
         self._strangers[connection] = now_s
         return []
@@ -67,6 +68,7 @@ class SchedulerCore:
         return self._lose(member, "its connection ended; see its log for why", now_s)
 
     def is_connected(self, connection: int) -> bool:
+        """True from ``on_connected`` to ``on_disconnected``."""
         return connection in self._connections
 
     def handle(self, connection: int, message: pb.MemberMessage, now_s: float) -> Outgoing:
@@ -181,6 +183,7 @@ class SchedulerCore:
 
     @property
     def state(self) -> pb.StatusReply.State:
+        """The job's state, see job.py."""
         return self._job.state
 
     @property
@@ -248,6 +251,7 @@ class SchedulerCore:
         return len(self._roster.cpu_servers())
 
     def status(self, now_s: float) -> pb.StatusReply:
+        """The job as `bps status` shows it, at ``now_s``."""
         return pb.StatusReply(
             state=self.state,
             reason=self.reason,

@@ -29,6 +29,8 @@ _Votes = list[tuple[tuple[int, ...], TensorSpec]]  # (ranks, their spec), of one
 
 @dataclass(frozen=True, slots=True)
 class Decided:
+    """The vote is over. The verdict goes to all machines."""
+
     verdict: pb.Verdict
 
 

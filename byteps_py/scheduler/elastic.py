@@ -127,9 +127,11 @@ class Reforming:
         return breaks
 
     def ready(self, member: int, waiting: Waiting) -> None:
+        """All ranks of a machine that are to return have returned; ``waiting`` says how many they are."""
         self._ready[member] = waiting
 
     def waiting_ranks(self, member: int) -> int:
+        """How many ranks of a machine wait to be in the next group."""
         return self._ready[member].ranks if member in self._ready else 0
 
     def has_nobody(self, member: int) -> bool:
@@ -208,10 +210,12 @@ class Elastic:
 
     @property
     def state(self) -> GroupState:
+        """See the diagram of this module."""
         return self._reforming.state
 
     @property
     def reason(self) -> str:
+        """Why the group is not at work; empty while it is."""
         return self._reforming.reason
 
     def is_void(self, member: MemberRecord) -> bool:

@@ -66,10 +66,12 @@ class Survey:
 
     @property
     def is_over(self) -> bool:
+        """True once all turns are over."""
         return self.turn >= self._turns
 
     @property
     def sentence(self) -> str:
+        """The progress, as a reason for the status."""
         return f"all members have registered: measuring their links, turn {self.turn + 1} of {self._turns}"
 
     def next_turn(self, now_s: float) -> Sequence[Pair]:
@@ -135,6 +137,7 @@ class Forming:
             self._began_s = None
 
     def measured(self, member: MemberRecord, measured: pb.Measured, now_s: float) -> Outgoing:
+        """A CS reports the rate that it has measured. Raises ProtocolError for another kind of member."""
         if self._survey is None:
             return []
         ranks_of(member)
@@ -142,6 +145,7 @@ class Forming:
         return self._go_on(self._survey, now_s)
 
     def on_deadlines(self, now_s: float) -> Outgoing:
+        """Fail the job if the cluster is not complete in time; begin the next turn if one has lasted too long."""
         if self._job.state != FORMING or self._began_s is None:
             return []
         if self._survey is not None:

@@ -159,6 +159,8 @@ class GroupWatch:
         self._compared_s = -_COMPARE_S
 
     def heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
+        """Take a member's report. Returns the warnings that are due. Raises ProtocolError if it reports on ranks of
+        others."""
         if heartbeat.bare:
             return []
         member.statistics = heartbeat.statistics

@@ -73,8 +73,8 @@ class GrpcControlLink:
         self._lock = threading.Lock()
         self._session = MemberSession(register)
         self._attempt: _Stream | None = None  # being read
-        self._stream: _Stream | None = None  # the same, once the scheduler has said Welcome on it
-        self._is_dismissed = False  # the scheduler said Stop: the end of the stream is no loss
+        self._stream: _Stream | None = None  # the same, once Welcome has arrived on it
+        self._is_dismissed = False  # Stop has arrived: the end of the stream is no loss
         self._is_late = False  # the deadline for the first answer has passed
         self._is_over = False
         self._put_off: BytePSError | None = None  # the refusal of a scheduler that may accept this process later
@@ -98,14 +98,14 @@ class GrpcControlLink:
         with self._lock:
             if self._closing.is_set():
                 return
-            is_member, is_here = self._session.is_member, self._stream is not None
+            is_member, is_here, absence = self._session.is_member, self._stream is not None, self._absence
             self._say(last)
             self._say(pb.MemberMessage(leave=pb.Leave(reason=reason)))
             self._closing.set()
             if self._stream is not None:
                 self._stream.outgoing.put(None)
         if is_member and not self._is_over:  # the scheduler ends the stream once it has received Leave
-            away_s = 0.0 if self._absence is None else time.monotonic() - self._absence.since_s
+            away_s = 0.0 if absence is None else time.monotonic() - absence.since_s
             self._thread.join(self.close_timeout_s if is_here else max(0.0, self.away_close_s - away_s))
         with self._lock:
             self._gives_up.set()

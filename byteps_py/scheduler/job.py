@@ -80,10 +80,13 @@ def ranks_of(member: MemberRecord) -> range:
 
 
 def to_each(members: Iterable[MemberRecord], message: pb.SchedulerMessage) -> Outgoing:
+    """``message`` for each of ``members``, in order."""
     return [(m.connection, message) for m in members]
 
 
 def refused(connection: int, error: str, message: str, later: bool = False) -> tuple[int, pb.SchedulerMessage]:
+    """A Refused for a connection. ``error``: a type name of byteps_py/errors.py; ``later``: the process may try
+    again."""
     return connection, pb.SchedulerMessage(refused=pb.Refused(error=error, message=message, later=later))
 
 

@@ -148,6 +148,7 @@ class RankGroup:
         self._shutdown_tracker = ShutdownTracker()
 
     def declare(self, member: MemberRecord, declare: pb.Declare) -> Outgoing:
+        """One machine's votes on tensors."""
         if not self._job.takes("declare"):
             return []
         verdicts: list[pb.Verdict] = []

@@ -74,6 +74,7 @@ class MemberRecord:
 
     @property
     def can_hold_keys(self) -> bool:
+        """True for a summation service that may get keys in the next epoch."""
         return not (self.is_worker or self.is_draining or self.is_late)
 
     @property
@@ -101,6 +102,7 @@ class MemberRecord:
         return describe(self.facts, self.ranks)
 
     def to_message(self) -> pb.Member:
+        """The member as part of a Membership."""
         facts = self.facts
         return pb.Member(
             member_id=self.id,
@@ -119,6 +121,7 @@ class MemberRecord:
         )
 
     def to_status(self, now_s: float, doubt: str = "") -> pb.MemberStatus:
+        """The member as part of the status. ``doubt``: why it may be dead."""
         return pb.MemberStatus(
             member=self.to_message(),
             alive=self.is_present,
@@ -153,12 +156,15 @@ class Roster:
         self._workers: list[MemberRecord] = []
 
     def of_connection(self, connection: int) -> MemberRecord | None:
+        """The member that registered on this connection; None if it was refused, or has not registered."""
         return self._by_connection.get(connection)
 
     def present(self) -> list[MemberRecord]:
+        """All connected members, in the order of their registrations."""
         return [m for m in self.everyone if m.is_present]
 
     def lost_connections(self) -> set[int]:
+        """The connections of lost members, which may never end."""
         return {m.connection for m in self.everyone if m.presence is Presence.LOST}
 
     def workers(self) -> list[MemberRecord]:

@@ -59,6 +59,7 @@ class SummationServices:
         return self._job.fail("PeerLostError", f"{self._why_none}, and none registered within {SUCCESSOR_S:g} s", now_s)
 
     def on_deadlines(self, now_s: float) -> Outgoing:
+        """Fail the job if no summation service has registered in time."""
         return [] if self._none_since_s is None else self.await_one(self._why_none, now_s)
 
     def ready(self, member: MemberRecord, now_s: float) -> Outgoing:

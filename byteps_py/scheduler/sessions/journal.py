@@ -40,6 +40,7 @@ _HEAD = struct.Struct("<II")
 
 
 def encode(frame: JournalFrame) -> bytes:
+    """The bytes of a frame, with its head."""
     body = frame.SerializeToString()
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
@@ -232,6 +233,7 @@ class Journal:
             os.close(folder)
 
     def append(self, record: JournalRecord) -> None:
+        """Keep a record until ``flush``."""
         self._waiting.append(record)
 
     def flush(self) -> None:

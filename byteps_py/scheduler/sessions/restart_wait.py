@@ -47,6 +47,7 @@ class RestartWait:
         return self._limit_s
 
     def member_is_back(self) -> None:
+        """A member of the journal has resumed its session."""
         if self.state is WaitState.WAITING:
             self.state = WaitState.NOT_WAITING
 
@@ -55,6 +56,7 @@ class RestartWait:
         self._has_stranger = True
 
     def tick(self, now_s: float, job_is_over: bool) -> None:
+        """Check the deadlines. Call it a few times per second."""
         if self.state is not WaitState.WAITING:
             return
         waited_s = now_s - self._began_s

@@ -50,6 +50,7 @@ class Sent:
     received: int = 0
 
     def stamped(self) -> pb.SchedulerMessage:
+        """The message with its number and its confirmation, as it is sent."""
         stamped = pb.SchedulerMessage(number=self.number, received=self.received)
         if self.message is not None:
             stamped.MergeFrom(self.message)
@@ -118,6 +119,7 @@ class Sessions:
     # ---- events ----------------------------------------------------------------------------------------------
 
     def opened(self, stream: int, now_s: float) -> list[Sent]:
+        """A stream has begun; its first message must be Register."""
         session = SessionRecord(self._next_id, stream)
         self._next_id += 1
         self._sessions[session.id] = self._on_stream[stream] = session
@@ -248,6 +250,7 @@ class Sessions:
         return self.core.finished(now_s) if self._restart_wait.state is WaitState.NOT_WAITING else None
 
     def status(self, now_s: float) -> pb.StatusReply:
+        """The core's status, with members that are away."""
         reply = self.core.status(now_s)
         reply.restarts = self.restarts
         away = {s.member_id: now_s - s.away.since_s for s in self._sessions.values() if s.away is not None}
