@@ -1,7 +1,8 @@
 """One communication service: its life from start to end, and what makes it end.
 
-Owns the loop. It ends well when its ranks have left (unless it is to ``stay`` for ranks that come back, under
-a launcher that ends it), when the scheduler says so, or by SIGTERM; with an error when the job fails.
+Owns the event loop, whose thread runs all of it; only ``stop`` may be called by another thread. It ends well when its
+ranks have left (unless it is to ``stay`` for ranks that come back, under a launcher that ends it), when the scheduler
+says so, or by SIGTERM; with an error when the job fails. It knows nothing of tensors and rounds: those are a group's.
 """
 
 from __future__ import annotations

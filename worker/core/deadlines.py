@@ -22,7 +22,8 @@ from byteps_py.wording import ranks_text
 
 
 class Starting:
-    """``done()`` is called once: the kernels are loaded, and all of the ``local_size`` ranks have been here at once."""
+    """The start-up of this machine's processes. It calls ``done()`` once: when the kernels are loaded, and all of the
+    ``local_size`` ranks have been here at the same time."""
 
     def __init__(self, local_size: int, done: Callable[[], None]) -> None:
         self._local_size = local_size
@@ -33,6 +34,7 @@ class Starting:
 
     @property
     def has_had_ranks(self) -> bool:
+        """A rank has been here."""
         return self._most_ranks > 0
 
     def loaded(self) -> None:
@@ -50,15 +52,17 @@ class Starting:
 
 
 class FailureSuspicions:
+    """Servers that this machine can't reach, as far as the scheduler has asked about them."""
+
     def __init__(self) -> None:
         self._until: dict[int, float] = {}  # by member id
 
     def asked(self, member_id: int, now: float, valid_s: float) -> None:
-        """The scheduler wants to know whether it still is so. ``valid_s``: for so long the question may be answered."""
+        """The scheduler asks whether this server still can't be reached. ``valid_s``: how long the question holds."""
         self._until[member_id] = now + valid_s
 
     def is_sure(self, member_id: int, now: float) -> bool:
-        """It could not be reached again, since the scheduler has asked."""
+        """The server, which can't be reached, could not be reached before the scheduler asked, either."""
         until_s = self._until.pop(member_id, None)
         return until_s is not None and now <= until_s
 
@@ -74,28 +78,28 @@ def describe_waiting(waiting: pb.Waiting) -> str:
 
 
 class StallDeadline:
-    """``limit_s``: 0 if nothing ever is."""
+    """Waits that take longer than BYTEPS_STALL_LIMIT_S allows. ``limit_s``: that limit; 0 for none."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self.away_since_s: float | None = None  # the scheduler
+        self.away_since_s: float | None = None  # of the scheduler; None while it is here
         self._said: list[str] = []  # by the scheduler about stalls, the latest first
 
     def said(self, sentence: str) -> None:
-        """The scheduler knows which ranks others wait for."""
+        """The scheduler has named ranks that others wait for."""
         self._said = [sentence, *self._said[:_SAID_KEPT]]
 
     def away(self, now: float) -> None:
-        """The scheduler is, since now if it was not before."""
+        """The scheduler is away: since ``now``, unless it was before."""
         if self.away_since_s is None:
             self.away_since_s = now
 
     def is_alone(self, now: float) -> bool:
-        """The scheduler is away for too long."""
+        """The scheduler has been away for longer than the limit."""
         return bool(self.limit_s) and self.away_since_s is not None and now - self.away_since_s > self.limit_s
 
     def wait(self, waiting: pb.Waiting) -> StallError:
-        """Ranks wait for too long."""
+        """The error of ranks that wait too long."""
         name = repr(waiting.name) if waiting.name else "a barrier"
         why = next((f": {sentence}" for sentence in self._said if name in sentence), "")
         if self.away_since_s is not None:
@@ -103,7 +107,7 @@ class StallDeadline:
         return StallError(f"{describe_waiting(waiting)} longer than {self._limit} allows{why}")
 
     def join(self) -> StallError:
-        """Ranks have joined, and no scheduler says that all have."""
+        """The error of ranks that have joined, and that no scheduler tells when all have."""
         text = f"join(): the scheduler is away for longer than {self._limit}, and only it knows"
         return StallError(f"{text} when all have joined")
 

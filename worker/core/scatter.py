@@ -11,6 +11,7 @@ over for a machine once its own pieces are delivered and the others have taken t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from byteps_py.chunks import CHUNK_BYTES, TensorChunks
 from byteps_py.errors import ProtocolError
@@ -53,6 +54,15 @@ def pieces(spec: TensorSpec, size: int, limit: int, chunk_bytes: int = CHUNK_BYT
     return [piece for _, piece in sorted(found)]
 
 
+@dataclass(slots=True)
+class _ScatteredKey:
+    """One key, by generation: its tensors, live or lent, and requests that came before their generation was agreed."""
+
+    latest: int = 0  # generation that is agreed
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    early: dict[int, list[SumRequest]] = field(default_factory=dict)
+
+
 class Scatter:
     """``machine``: the index of this one; ``machine_of``: of each rank."""
 
@@ -67,9 +77,8 @@ class Scatter:
         self._machine = machine
         self._machine_of = machine_of
         self._queue = queue
-        self._tensors: dict[tuple[int, int], Tensor] = {}  # by key and generation
-        self._latest: dict[int, int] = {}  # generation, by key
-        self._early: dict[tuple[int, int], list[SumRequest]] = {}
+        self._keys: dict[int, _ScatteredKey] = {}
+        self._early_count = 0  # requests for what is not agreed yet
 
     def divisor(self, spec: TensorSpec) -> int:
         """By what its sums are divided."""
@@ -77,9 +86,9 @@ class Scatter:
 
     def start(self, tensor: Tensor) -> None:
         """A tensor is agreed, and has its parts."""
-        name = (tensor.key, tensor.generation)
-        self._tensors[name] = tensor
-        self._latest[tensor.key] = tensor.generation
+        key = self._keys.setdefault(tensor.key, _ScatteredKey())
+        key.tensors[tensor.generation] = tensor
+        key.latest = tensor.generation
         first = tensor.spec.members(len(self._machine_of))
         itemsize = tensor.spec.dtype.itemsize
         chunks = TensorChunks(tensor.spec, len(self._machine_of), self._chunk_bytes)
@@ -88,7 +97,9 @@ class Scatter:
                 position = first.index(part.owner)
                 part.piece_offset = tensor.spec.piece(position, len(first))[0] * itemsize
                 part.written_bytes = chunks.written(position, part.offset + part.length - part.piece_offset)
-        for request in self._early.pop(name, []):
+        early = key.early.pop(tensor.generation, [])
+        self._early_count -= len(early)
+        for request in early:
             self._keep(self._part(tensor, request), request)
 
     def retire(self, tensor: Tensor) -> None:
@@ -102,7 +113,8 @@ class Scatter:
 
     def forget(self, tensor: Tensor) -> None:
         """No other machine can lack what was given here."""
-        self._tensors.pop((tensor.key, tensor.generation), None)
+        if key := self._keys.get(tensor.key):
+            key.tensors.pop(tensor.generation, None)
 
     def offer(self, part: ScatterPart, now: float) -> list[Action]:
         """This machine's sum of a part is there."""
@@ -130,13 +142,16 @@ class Scatter:
 
     def requested(self, request: SumRequest) -> list[Action]:
         """Another machine wants this one's sum of a part. Raises ProtocolError for what no correct machine asks."""
-        tensor = self._tensors.get((request.key, request.generation))
+        key = self._keys.get(request.key)
+        tensor = key.tensors.get(request.generation) if key is not None else None
         if tensor is None:
-            if request.generation <= self._latest.get(request.key, 0):
+            if request.generation <= (key.latest if key is not None else 0):
                 return []  # void meanwhile
-            if sum(map(len, self._early.values())) >= MAX_EARLY:
+            if self._early_count >= MAX_EARLY:
                 raise ProtocolError(f"machine {request.machine} asks for too much that is not agreed here")
-            self._early.setdefault((request.key, request.generation), []).append(request)
+            early = self._keys.setdefault(request.key, _ScatteredKey()).early
+            early.setdefault(request.generation, []).append(request)
+            self._early_count += 1
             return []
         part = self._part(tensor, request)
         # What was lent may have been lost with a connection, and lies there until the next round is over.

@@ -1,7 +1,7 @@
-"""Takes in the local ranks of this machine: their connections, their messages, how they leave and how they end.
+"""Takes in the local ranks of this machine: their connections and messages, how they leave and how they end.
 
-Each rank's state lies in one object (local_ranks.py); this module carries out what follows from a transition. In an
-elastic job, which is one with ``on_return``, one group of ranks follows another; any other job has one group.
+Each rank has its state in one object (core/local_ranks.py). This module carries out what follows from a transition. In
+an elastic job, which is one with ``on_return``, one group of ranks follows another; any other job has one group.
 
 Owned by the loop's thread.
 """
@@ -94,7 +94,7 @@ class RankServer:
         self._on_change()
 
     def _give_up(self, requests: Requests) -> None:
-        """Its other ranks have begun, and some have yet to come: they may have died before anybody knew of them."""
+        """Its other ranks have begun, and some have yet to come: they may have died before they said HELLO."""
         late = self.ranks.forget_late() if self._open is requests else ()
         if late:
             who = ranks_text(requests.topology.first_rank + rank.local_rank for rank in late)
