@@ -89,15 +89,15 @@ class LocalPeers:
         """
         wait = Wait(stream.name, 0, lambda: self._matcher.takers(stream))
 
-        def gone() -> set[int]:
+        def absent() -> set[int]:
             return self.joined_among(self._matcher.takers(stream))
 
         def within(timeout_s: float) -> None:
             if stream.unacknowledged >= WINDOW:
-                self._waiter.until(lambda: stream.unacknowledged < WINDOW or bool(gone()), wait, timeout_s)
+                self._waiter.until(lambda: stream.unacknowledged < WINDOW or bool(absent()), wait, timeout_s)
                 self._waiter.ended(wait)
             if stream.unacknowledged >= WINDOW:
-                raise self.joined_error(stream, gone())
+                raise self.joined_error(stream, absent())
 
         return within
 
@@ -118,13 +118,13 @@ class LocalPeers:
         else:
             self._send_shared(stream, targets, spans, nbytes, dues)
 
-    def refuse(self, stream: Stream, targets: Iterable[int], gone: int) -> None:
-        """Tell ``targets`` that they do not get the stream's next payload because the local rank ``gone`` has joined:
+    def refuse(self, stream: Stream, targets: Iterable[int], joined: int) -> None:
+        """Tell ``targets`` that they do not get the stream's next payload because the local rank ``joined`` has joined:
         their receipts raise JoinedError."""
         era, me, key = self._matcher.era, self._me, stream.key
         for target in targets:
             number = stream.send(target)
-            record = peer_protocol.pack(_INLINE, me, era, 0, key, number, 0, 0, 0, gone, peer_protocol.REFUSED)
+            record = peer_protocol.pack(_INLINE, me, era, 0, key, number, 0, 0, 0, joined, peer_protocol.REFUSED)
             self._outboxes[target].send(record)
 
     def _send_inline(
@@ -283,18 +283,18 @@ class LocalPeers:
         """Those of ``local_ranks`` that have no more data."""
         return self._matcher.joined.intersection(local_ranks)
 
-    def joined_error(self, stream: Stream, gone: Iterable[int]) -> JoinedError:
-        """The error of the stream's next operation, which needs the local ranks ``gone``, all of which have joined."""
-        return joined_error(stream.name, self._first_rank + min(gone))
+    def joined_error(self, stream: Stream, joined: Iterable[int]) -> JoinedError:
+        """The error of the stream's next operation, which needs the local ranks ``joined``."""
+        return joined_error(stream.name, self._first_rank + min(joined))
 
     def _await_payload(self, receipt: StreamReceipt, wait: Wait, source: int, number: int, timeout_s: float) -> None:
         flows = receipt.stream.flows
-        payloads, gone = flows[source].payloads, self._matcher.joined
+        payloads, joined = flows[source].payloads, self._matcher.joined
 
         def absent() -> list[int]:
             """Ranks that have joined instead. A mutual operation is not begun by any rank that knows of one of them."""
             expected = receipt.left if receipt.is_mutual else receipt.left[-1:]
-            return [rank for rank, nth, *_ in expected if rank in gone and nth not in flows[rank].payloads]
+            return [rank for rank, nth, *_ in expected if rank in joined and nth not in flows[rank].payloads]
 
         def has_come() -> bool:
             payload = payloads.get(number)

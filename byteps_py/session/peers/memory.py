@@ -11,7 +11,7 @@ import os
 from byteps_py.errors import ProtocolError
 from byteps_py.shm import PAGE, Arena, Block, Segment
 
-#: A free block is used for at least 1 / this part of its size.
+#: A free block is used for a payload that needs at least 1 / _LEAST_PART of it.
 _LEAST_PART = 4
 #: Free blocks beyond this keep their addresses, but give their pages back.
 _IDLE_BYTES = 256 << 20

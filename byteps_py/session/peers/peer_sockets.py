@@ -99,10 +99,10 @@ class PeerOutbox:
         except OSError as error:
             if self._sock.fileno() < 0:  # closed here
                 return True
-            room = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            limit = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
             raise CommunicationError(
                 f"a message of {len(message)} bytes to another rank of this machine can't be sent ({error}); its "
-                f"socket takes {room} bytes: let net.core.wmem_max be {MAX_MESSAGE} at least"
+                f"socket takes {limit} bytes: let net.core.wmem_max be {MAX_MESSAGE} at least"
             ) from error
         return True
 

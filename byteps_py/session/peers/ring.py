@@ -237,14 +237,14 @@ class Ring:
     def _missing(self) -> list[int]:
         if not self.knows_addresses:
             return [source for source in self.others if source not in self.controls]
-        laid = {source: self._published(source) for source in self.others}
+        published = {source: self._published(source) for source in self.others}
         elsewhere = [s for s in self.others if _RECORD.unpack_from(self._lines(s), self.record)[0] != self.key]
-        return elsewhere or [source for source in self.others if laid[source] == min(laid.values())]
+        return elsewhere or [source for source in self.others if published[source] == min(published.values())]
 
     def _absent(self) -> list[int]:
         """Members that have joined and have not begun this operation."""
-        gone = self._matcher.joined
-        return [source for source in self.others if source in gone and not self._has_published(source, self.base + 1)]
+        joined, first = self._matcher.joined, self.base + 1
+        return [source for source in self.others if source in joined and not self._has_published(source, first)]
 
     def _joined(self, source: int) -> JoinedError:
         return joined_error(self._name, self._first_rank + source)

@@ -148,6 +148,6 @@ class PeerWaiter:
     def ended(self, wait: Wait) -> None:
         """The wait is over, successful or not. The service ends the job for a wait whose end is never reported."""
         if wait.id:
-            told, wait.id = wait.id, 0
+            wait_id, wait.id = wait.id, 0
             with contextlib.suppress(BytePSError):  # the caller finds out what has ended the session
-                self._host.tell(protocol.pack(protocol.RankMessageKind.WAITED, id=told))
+                self._host.tell(protocol.pack(protocol.RankMessageKind.WAITED, id=wait_id))

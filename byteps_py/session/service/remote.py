@@ -138,10 +138,10 @@ class RemoteSession(ChannelSession):
         request = self._requests
         with self.state:
             self._asked[request] = specs
-        told = [replace(spec, name=f"{spec.name}#{self.incarnation}") if self.incarnation else spec for spec in specs]
+        sent = [replace(spec, name=f"{spec.name}#{self.incarnation}") if self.incarnation else spec for spec in specs]
         self.tell(
             protocol.pack(
-                RankMessageKind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in told]
+                RankMessageKind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in sent]
             )
         )
         self.wait_until(
@@ -292,8 +292,8 @@ class RemoteSession(ChannelSession):
                 if not self._has_left:
                     again, planned = self.returning or ("", False)
                     failure = failure_reports.leave_fields(failure_reports.uncaught())
-                    said = {"again": again, "planned": planned} if again else failure
-                    self._channel.send(protocol.pack(RankMessageKind.LEAVE, **said))
+                    fields = {"again": again, "planned": planned} if again else failure
+                    self._channel.send(protocol.pack(RankMessageKind.LEAVE, **fields))
             self._channel.shutdown()  # wakes the reading thread, which needs the descriptor until then
             with self.state:
                 self.state.wait_for(lambda: not self._reading, _PATIENCE_S)

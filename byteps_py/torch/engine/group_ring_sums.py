@@ -76,7 +76,7 @@ class GroupRingSums:
             streams.sums.append(work)
         fallback = FallbackWork(streams.fallbacks, call, work, what.otherwise)
         if not what.is_awaited:
-            fallback.go_on_by_itself()
+            fallback.complete_in_background()
         return fallback
 
 
@@ -104,11 +104,11 @@ class RingWork(GroupWork):
             self._agreement = None
         if sums.failure is not None:
             raise type(sums.failure)(*sums.failure.args)
-        self._wait_in_slices(deadline, self._go_on)
+        self._wait_in_slices(deadline, self._continue)
         if self._finish is not None:
             self._finish()
 
-    def _go_on(self, timeout_s: float) -> None:
+    def _continue(self, timeout_s: float) -> None:
         work, deadline = self._sum, time.monotonic() + timeout_s
         if work is None:
             return

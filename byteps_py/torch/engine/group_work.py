@@ -51,14 +51,14 @@ class GroupContext:
         StallError after the group's timeout, or what has ended the group; then the group is unusable, because the other
         members do not know that this one has left a call out."""
         deadline = time.monotonic() + self.timeout_s
-        for look_s in itertools.chain(_FIRST_CHECKS_S, itertools.repeat(self.check_interval_s)):
+        for interval_s in itertools.chain(_FIRST_CHECKS_S, itertools.repeat(self.check_interval_s)):
             self.check()
             left = deadline - time.monotonic()
             try:
-                wait(max(0.0, min(left, look_s)))
+                wait(max(0.0, min(left, interval_s)))
                 return
             except StallError as error:
-                if left <= look_s:
+                if left <= interval_s:
                     self.aborted = error
                     raise
             self.compare(self.journal.count)
@@ -102,16 +102,16 @@ class GroupWork(Work):
     def _wait_in_slices(self, deadline: float, wait: Callable[[float], None]) -> None:
         """Call ``wait(seconds)`` until ``deadline``, and from time to time check whether the group has ended, and
         compare calls."""
-        for look_s in itertools.chain(_FIRST_CHECKS_S, itertools.repeat(self._group_context.check_interval_s)):
+        for interval_s in itertools.chain(_FIRST_CHECKS_S, itertools.repeat(self._group_context.check_interval_s)):
             self._group_context.check()
             left = deadline - time.monotonic()
             try:
-                wait(max(0.0, min(left, look_s)))
+                wait(max(0.0, min(left, interval_s)))
                 return
             except StallError as error:
                 if self._gave_up():
                     raise
-                if left <= look_s:
+                if left <= interval_s:
                     raise NotYetError from error
             if self.number:
                 self._group_context.compare(self.number)
@@ -155,7 +155,7 @@ class FallbackQueue:
         self.group_context = group_context
         self.completer = completer
         self.under_way: deque[FallbackWork] = deque()
-        self.turning = threading.RLock()
+        self.switch_lock = threading.RLock()
 
 
 class FallbackWork(GroupWork):
@@ -174,35 +174,35 @@ class FallbackWork(GroupWork):
         self._queue = queue
         self._work: Work = direct
         self._otherwise: Callable[[], Work] | None = otherwise
-        self._goes_on = False
+        self._is_in_background = False
         for earlier in list(queue.under_way):  # polling removes the finished ones from the queue
             if not earlier.is_completed():
                 break
         queue.under_way.append(self)
 
-    def go_on_by_itself(self) -> None:
+    def complete_in_background(self) -> None:
         """Let the pool complete it: the caller does not wait at once, and the operation needs this rank's thread."""
-        self._goes_on = True
+        self._is_in_background = True
         self._queue.completer.add(self)
 
     def _hand_to_pool(self) -> None:
-        if not self._goes_on:  # otherwise the pool has it already
+        if not self._is_in_background:  # otherwise the pool has it already
             super()._hand_to_pool()
 
     def _complete(self, deadline: float) -> None:
         self._wait_in_slices(deadline, self._settle)
         if self._lacks_a_member:
-            for earlier in self._with_those_before:
+            for earlier in self._up_to_this:
                 self._wait_in_slices(deadline, earlier._settle)
-            self._turn()
+            self._fall_back()
             self._wait_in_slices(deadline, self._settle)
         self._work.wait()
 
     def _is_ready(self) -> bool:
         if self._work.is_completed() and self._lacks_a_member:
-            if not all(earlier._work.is_completed() for earlier in self._with_those_before):
+            if not all(earlier._work.is_completed() for earlier in self._up_to_this):
                 return False
-            self._turn()
+            self._fall_back()
         return self._work.is_completed()
 
     def _release(self) -> None:
@@ -218,15 +218,15 @@ class FallbackWork(GroupWork):
         return isinstance(self._work.exception(), JoinedError)
 
     @property
-    def _with_those_before(self) -> list[FallbackWork]:
+    def _up_to_this(self) -> list[FallbackWork]:
         under_way = list(self._queue.under_way)
         return [*itertools.takewhile(lambda other: other is not self, under_way), self]
 
-    def _turn(self) -> None:
+    def _fall_back(self) -> None:
         """The direct operations up to this one are over: begin those through the service that lack a member, unless
         another thread has."""
-        with self._queue.turning:
-            for fallback in self._with_those_before:
+        with self._queue.switch_lock:
+            for fallback in self._up_to_this:
                 otherwise = fallback._otherwise
                 if otherwise is not None and fallback._lacks_a_member:
                     fallback._work, fallback._otherwise = otherwise(), None

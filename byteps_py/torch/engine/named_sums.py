@@ -29,7 +29,7 @@ from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSum, RingSums
 from byteps_py.torch.engine.router import Route
 from byteps_py.torch.engine.sum_offers import IS_ABSENT, SharedRounds
 
-#: The service ends waits that exceed the stall limit. This is the time that it gets for that.
+#: The service ends waits that exceed the stall limit; a rank gives it this much time before it gives up itself.
 _PATIENCE_S = 10.0
 _FOREVER_S = 1e9  # no limit
 

@@ -224,17 +224,17 @@ class PeerStreams:
 
     def _joined(self, line: _Line) -> JoinedError | None:
         """The error if a member has no more data."""
-        gone = self.peers.joined_among(self._all)
-        return self.peers.joined_error(line.stream, gone) if gone else None
+        joined = self.peers.joined_among(self._all)
+        return self.peers.joined_error(line.stream, joined) if joined else None
 
     def _refused(self, line: _Line, targets: Sequence[int]) -> JoinedError | None:
         """The error if one of ``targets``, which were to receive a payload, has no more data. The other targets are
         told."""
-        gone = self.peers.joined_among(targets)
-        if not gone:
+        joined = self.peers.joined_among(targets)
+        if not joined:
             return None
-        self.peers.refuse(line.stream, [target for target in targets if target not in gone], min(gone))
-        return self.peers.joined_error(line.stream, gone)
+        self.peers.refuse(line.stream, [target for target in targets if target not in joined], min(joined))
+        return self.peers.joined_error(line.stream, joined)
 
     def _follow(
         self,
@@ -247,9 +247,8 @@ class PeerStreams:
         is_mutual: bool = False,
     ) -> PeerWork:
         receipt = StreamReceipt(line.stream, error=error, is_mutual=is_mutual)
-        if (
-            own is not None
-        ):  # here, while payloads are on their way, because another call may complete this operation afterwards
+        # Now, while payloads are on their way: another call may complete this operation afterwards.
+        if own is not None:
             mine, due = total(own[0]), total(own[1])
             if mine == due:
                 keep(*own)

@@ -113,9 +113,8 @@ class ServiceGathers:
             work.number = self._group_context.journal.record((call.what,), f"{view.name} {call.what}")
             view.begin(device, round_.outgoing, round_.layout, round_.incoming)
             view.occupant = work
-            with (
-                torch.no_grad()
-            ):  # here, while bytes are on their way, because another call may complete this operation afterwards
+            # Now, while bytes are on their way: another call may complete this operation afterwards.
+            with torch.no_grad():
                 for target, source in round_.kept:
                     if target.data_ptr() != source.data_ptr():
                         target.copy_(source)

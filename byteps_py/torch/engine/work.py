@@ -124,10 +124,10 @@ class Work(dist.Work):
         try:
             self._complete(deadline)
         except NotYetError as error:
-            said = f"{self.what}: not complete within its timeout of {limit_s:g} s"
+            text = f"{self.what}: not complete within its timeout of {limit_s:g} s"
             if others := self._others():
-                said = f"{said}; {others}"
-            raise StallError(said) from error
+                text = f"{text}; {others}"
+            raise StallError(text) from error
         except Exception as error:
             self._error = error
         self._over = True
