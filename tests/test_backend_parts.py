@@ -12,8 +12,8 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import DType, Op
 from byteps_py.torch.engine.completion import Pool
 from byteps_py.torch.engine.service_reductions import KindPlace, KindPlaces, slots_for
-from byteps_py.torch.engine.slot_view import room_for
-from byteps_py.torch.engine.tensor_bytes import Landing, octets
+from byteps_py.torch.engine.slot_view import capacity_for
+from byteps_py.torch.engine.tensor_bytes import ResultBuffer, octets
 from byteps_py.torch.engine.work import OperationKind
 from byteps_py.torch.process_group.arguments import kind_of, reduction_of, seconds
 
@@ -68,9 +68,9 @@ def test_large_operations_have_few_lanes() -> None:
 
 
 def test_room_grows_in_steps() -> None:
-    assert room_for(1) == 4096
+    assert capacity_for(1) == 4096
     for nbytes in (4096, 5000, 100_000, 123_456_789):
-        assert nbytes <= room_for(nbytes) <= nbytes * 1.25 + 4096
+        assert nbytes <= capacity_for(nbytes) <= nbytes * 1.25 + 4096
 
 
 def test_reduce_operations() -> None:
@@ -106,9 +106,9 @@ def test_options_without_a_timeout_take_the_group_s() -> None:
 def test_bytes_of_any_tensor() -> None:
     source = torch.arange(6).view(2, 3) * (1 + 2j)
     target = torch.empty(3, 2, dtype=torch.complex64).t()
-    landing = Landing(target)
-    landing.memory.copy_(octets(source.conj()))
-    landing.land()
+    result_buffer = ResultBuffer(target)
+    result_buffer.memory.copy_(octets(source.conj()))
+    result_buffer.deliver()
     assert torch.equal(target, source.conj())
 
 

@@ -19,7 +19,7 @@ from byteps_py.failure_notice import Blame, FailureNotice
 from byteps_py.launch import command_line
 from byteps_py.launch.failure_report import FailureReport
 from byteps_py.launch.process_output import OutputStream, WordsPipe
-from byteps_py.session import words
+from byteps_py.session import failure_reports
 
 PROGRAM = Path(__file__).parent / "programs" / "fails.py"
 
@@ -112,20 +112,21 @@ def test_an_interrupted_process_leaves_no_traceback(prefix: str, tmp_path: Path)
 def test_a_traceback_ends_where_the_program_ends() -> None:
     """Of an error of ours; what is inside says nothing that the message does not."""
     try:
-        words.check_ranks(None, 0, 0)  # type: ignore[arg-type]
+        failure_reports.check_ranks(None, 0, 0)  # type: ignore[arg-type]
     except AttributeError as error:
         inside = error.__traceback__
     assert inside is not None
     assert inside.tb_next is not None
-    outside = words.without_inside(inside)
+    outside = failure_reports.without_inside(inside)
     assert outside is not None
     assert (outside.tb_frame, outside.tb_next) == (inside.tb_frame, None)
-    assert words.without_inside(inside.tb_next) is inside.tb_next  # nothing else would be left
-    assert words.blame_for(KeyboardInterrupt()) is Blame.NOBODY
-    assert words.blame_for(errors.PeerLostError("x")) is Blame.OTHERS
-    assert words.blame_for(errors.MismatchError("x")) is Blame.OWN
+    assert failure_reports.without_inside(inside.tb_next) is inside.tb_next  # nothing else would be left
+    assert failure_reports.blame_for(KeyboardInterrupt()) is Blame.NOBODY
+    assert failure_reports.blame_for(errors.PeerLostError("x")) is Blame.OTHERS
+    assert failure_reports.blame_for(errors.MismatchError("x")) is Blame.OWN
     assert (
-        words.cause(errors.PeerLostError("rank 1 died; tensor 'w', round 2: no result")) == "PeerLostError: rank 1 died"
+        failure_reports.cause(errors.PeerLostError("rank 1 died; tensor 'w', round 2: no result"))
+        == "PeerLostError: rank 1 died"
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from support.breaking import ERROR_STATUS, command, launch
 from support.clusters import ROOT
 
-from byteps_py.session import endings, words
+from byteps_py.session import exception_hooks, failure_reports
 
 SPAWNED = ROOT / "tests" / "programs" / "spawned.py"
 
@@ -69,9 +69,9 @@ class _Speaker:
 @pytest.fixture
 def speaker() -> Iterator[_Speaker]:
     speaker = _Speaker()
-    endings.watch(speaker)
+    exception_hooks.register(speaker)
     yield speaker
-    endings.unwatch(speaker)
+    exception_hooks.unregister(speaker)
 
 
 def test_hooks_of_others_are_called_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_hooks_of_others_are_called_and_come_back(monkeypatch: pytest.MonkeyPatc
     before = sys.excepthook, threading.excepthook
     speakers = [_Speaker(), _Speaker()]
     for speaker in speakers:
-        endings.watch(speaker)
+        exception_hooks.register(speaker)
     error = ValueError("x")
     sys.excepthook(ValueError, error, None)  # by a program, which goes on
     assert speakers[0].said == []
@@ -99,7 +99,7 @@ def test_hooks_of_others_are_called_and_come_back(monkeypatch: pytest.MonkeyPatc
         assert speaker.said[1].startswith("its thread 'loader' was ended by an exception: ValueError: x\nTraceback")
     assert called == [error] * 3
     for speaker in speakers:
-        endings.unwatch(speaker)
+        exception_hooks.unregister(speaker)
     assert (sys.excepthook, threading.excepthook) == before
 
 
@@ -114,7 +114,7 @@ def test_hooks_that_keep_ours_and_are_kept_by_ours_end(monkeypatch: pytest.Monke
     speakers = [_Speaker() for _ in range(3)]
     passed: list[str] = []
     for speaker in speakers:
-        endings.watch(speaker)
+        exception_hooks.register(speaker)
         beneath, beneath_in_threads = sys.excepthook, threading.excepthook
 
         def others(*args: Any, kept: Any = beneath) -> None:
@@ -128,7 +128,7 @@ def test_hooks_that_keep_ours_and_are_kept_by_ours_end(monkeypatch: pytest.Monke
         monkeypatch.setattr(sys, "excepthook", others)
         monkeypatch.setattr(threading, "excepthook", others_in_threads)
         if speaker is not speakers[-1]:
-            endings.unwatch(speaker)
+            exception_hooks.unregister(speaker)
 
     def fail() -> None:
         raise error
@@ -140,7 +140,7 @@ def test_hooks_that_keep_ours_and_are_kept_by_ours_end(monkeypatch: pytest.Monke
     assert printed == [error, error]
     assert passed == ["thread"] * 3 + ["main"] * 3
     assert [len(speaker.said) for speaker in speakers] == [0, 0, 2]
-    endings.unwatch(speakers[-1])
+    exception_hooks.unregister(speakers[-1])
     sys.excepthook(ValueError, error, None)  # ours are still beneath the others', and only pass it on
     assert printed == [error] * 3
     assert speakers[-1].said[1:] == ["failure"]
@@ -164,7 +164,7 @@ def test_long_tracebacks_are_cut_at_the_front() -> None:
         deep(200)
     except ValueError as error:
         error.add_note("z" * 20_000)
-        text = words.traceback_of(error)
+        text = failure_reports.traceback_of(error)
     assert len(text) < 8_100
     assert text.endswith("z" * 100)
-    assert words.last_words(None) == {}
+    assert failure_reports.leave_fields(None) == {}

@@ -47,7 +47,7 @@ def total(moved: list[Bytes]) -> Bytes:
         # the tensor each, another one to shared memory.
         (
             ["-np", "1", "--machines", "2", "--servers", "1"],
-            "aten::copy_",  # in strips
+            "aten::copy_",  # in chunks
             [(WHOLE, WHOLE), (WHOLE, WHOLE)],
             (2 * WHOLE, WHOLE + WHOLE // 2),
         ),

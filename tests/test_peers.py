@@ -17,7 +17,7 @@ import pytest
 from byteps_py.errors import ProtocolError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.local_peers import LocalPeers
-from byteps_py.session.peers.memory import Incoming, Outgoing, size_class
+from byteps_py.session.peers.memory import IncomingMemory, OutgoingMemory, size_class
 from byteps_py.session.peers.message_matcher import MessageMatcher, Stream
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.shm import Segment
@@ -35,70 +35,70 @@ def pair() -> tuple[MessageMatcher, Stream, MessageMatcher, Stream]:
 
 
 def inline(
-    matcher: MessageMatcher, stream: Stream, target: int, payload: bytes, parcel_id: int = 0
+    matcher: MessageMatcher, stream: Stream, target: int, data: bytes, payload_id: int = 0
 ) -> tuple[PeerMessage, bytes]:
-    number, total = stream.send(target), len(payload)
+    number, total = stream.send(target), len(data)
     return PeerMessage(
-        PeerMessageKind.INLINE, matcher.me, matcher.era, 0, stream.key, number, total, total, parcel_id
-    ), payload
+        PeerMessageKind.INLINE, matcher.me, matcher.era, 0, stream.key, number, total, total, payload_id
+    ), data
 
 
-def test_parcels_of_a_stream_are_numbered_by_both_sides_alike() -> None:
+def test_payloads_of_a_stream_are_numbered_by_both_sides_alike() -> None:
     one, sent, other, got = pair()
     for word in (b"a", b"", b"c"):
         assert other.came(*inline(one, sent, 1, word)) is None
-    parcels = got.flows[0].parcels
-    assert [parcels[got.expect(0)].payload for _ in range(3)] == [b"a", b"", b"c"]
-    assert all(parcel.has_news for parcel in parcels.values())  # the empty one, too
+    payloads = got.flows[0].payloads
+    assert [payloads[got.expect(0)].data for _ in range(3)] == [b"a", b"", b"c"]
+    assert all(payload.has_news for payload in payloads.values())  # the empty one, too
 
 
-def test_a_parcel_may_come_before_its_stream_is_known() -> None:
+def test_a_payload_may_come_before_its_stream_is_known() -> None:
     one, other = MessageMatcher(0), MessageMatcher(1)
     other.came(*inline(one, one.stream("s", (1,)), 1, b"early"))
     stream = other.stream("s", (0,))
-    assert stream.flows[0].parcels[stream.expect(0)].payload == b"early"
+    assert stream.flows[0].payloads[stream.expect(0)].data == b"early"
 
 
-def test_a_parcel_grows_until_it_is_whole() -> None:
+def test_a_payload_grows_until_it_is_whole() -> None:
     one, sent, other, got = pair()
-    parcel_id = one.send(sent, (1,), "block")
-    other.came(PeerMessage(PeerMessageKind.LAID, 0, 0, 3, sent.key, sent.send(1), 10, 4, parcel_id, 64), None)
-    parcel = got.flows[0].parcels[1]
-    assert (parcel.segment, parcel.offset, parcel.ready, parcel.has_news) == (3, 64, 4, True)
-    parcel.done = 4
-    assert not parcel.has_news
-    other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=10, ready=10, id=parcel_id), None)
-    assert parcel.has_news
+    payload_id = one.send(sent, (1,), "block")
+    other.came(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, sent.key, sent.send(1), 10, 4, payload_id, 64), None)
+    payload = got.flows[0].payloads[1]
+    assert (payload.segment, payload.offset, payload.ready, payload.has_news) == (3, 64, 4, True)
+    payload.done = 4
+    assert not payload.has_news
+    other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=10, ready=10, id=payload_id), None)
+    assert payload.has_news
     with pytest.raises(ProtocolError, match="never began"):
-        other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=10, ready=10, id=parcel_id), None)
+        other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=10, ready=10, id=payload_id), None)
 
 
 def test_a_block_is_free_once_all_have_taken_it() -> None:
     matcher = MessageMatcher(0)
     stream = matcher.stream("s", (1, 2))
-    parcel_id = matcher.send(stream, (1, 2), "block")
+    payload_id = matcher.send(stream, (1, 2), "block")
     assert stream.unacknowledged == 1
-    assert matcher.came(PeerMessage(PeerMessageKind.TAKEN, 2, 0, id=parcel_id), None) is None
+    assert matcher.came(PeerMessage(PeerMessageKind.TAKEN, 2, 0, id=payload_id), None) is None
     assert matcher.takers(stream) == {1}
-    assert matcher.came(PeerMessage(PeerMessageKind.TAKEN, 1, 0, id=parcel_id), None) == "block"
+    assert matcher.came(PeerMessage(PeerMessageKind.TAKEN, 1, 0, id=payload_id), None) == "block"
     assert stream.unacknowledged == 0
     with pytest.raises(ProtocolError, match="not for it"):
-        matcher.came(PeerMessage(PeerMessageKind.TAKEN, 1, 0, id=parcel_id), None)
+        matcher.came(PeerMessage(PeerMessageKind.TAKEN, 1, 0, id=payload_id), None)
 
 
 @pytest.mark.parametrize(("total", "ready"), [(11, 11), (9, 9), (10, 3)])
-def test_more_of_a_parcel_is_of_the_same_one(total: int, ready: int) -> None:
+def test_more_of_a_payload_is_of_the_same_one(total: int, ready: int) -> None:
     other = MessageMatcher(1)
-    other.came(PeerMessage(PeerMessageKind.LAID, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
-    with pytest.raises(ProtocolError, match=f"{ready} of {total} bytes of a parcel, after 4 of 10"):
+    other.came(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
+    with pytest.raises(ProtocolError, match=f"{ready} of {total} bytes of a payload, after 4 of 10"):
         other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=total, ready=ready, id=5), None)
 
 
-def test_a_parcel_begins_once() -> None:
+def test_a_payload_begins_once() -> None:
     other = MessageMatcher(1)
-    other.came(PeerMessage(PeerMessageKind.LAID, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
-    with pytest.raises(ProtocolError, match="begun parcel 5 twice"):
-        other.came(PeerMessage(PeerMessageKind.LAID, 0, 0, 3, 77, 2, 10, 4, 5, 64), None)
+    other.came(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
+    with pytest.raises(ProtocolError, match="began payload 5 twice"):
+        other.came(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, 77, 2, 10, 4, 5, 64), None)
 
 
 def test_what_nobody_here_knows_is_kept_but_not_without_limit() -> None:
@@ -106,16 +106,16 @@ def test_what_nobody_here_knows_is_kept_but_not_without_limit() -> None:
     one.most_early = 3
     for name in known:  # these are known once their names are
         one.came(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, key_of(name), 1), b"")
-        assert 1 in one.stream(name, (0,)).flows[0].parcels
+        assert 1 in one.stream(name, (0,)).flows[0].payloads
     for number in range(3):
         one.came(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, number, 1), b"")
-    with pytest.raises(ProtocolError, match="streams that are not known"):
+    with pytest.raises(ProtocolError, match="streams that are not open"):
         one.came(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, 3, 1), b"")
-    one.start_anew()
+    one.begin_era()
     one.came(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, 1), b"")
     for number in (2, 3):
         one.came(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, number), b"")
-    with pytest.raises(ProtocolError, match="nobody takes"):
+    with pytest.raises(ProtocolError, match="more than this rank takes"):
         one.came(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, 4), b"")
 
 
@@ -125,14 +125,14 @@ def test_all_begin_anew_when_all_have_joined() -> None:
     one.send(sent, (1,), "block")
     other.came(PeerMessage(PeerMessageKind.JOINED, 0, 0), None)
     assert other.joined == {0}
-    assert one.start_anew() == ["block"]
+    assert one.begin_era() == ["block"]
     assert sent.unacknowledged == 0
     new = inline(one, sent, 1, b"new")
     other.came(*new)  # the other has not heard yet that all have joined
-    assert got.flows[0].parcels[1].payload == b"old"
-    assert other.start_anew() == []
+    assert got.flows[0].payloads[1].data == b"old"
+    assert other.begin_era() == []
     assert other.joined == set()
-    assert got.flows[0].parcels[got.expect(0)].payload == b"new"
+    assert got.flows[0].payloads[got.expect(0)].data == b"new"
     other.came(PeerMessage(PeerMessageKind.TAKEN, 0, 0, id=77), None)  # of the old era: no matter
     with pytest.raises(ProtocolError, match="era 3"):
         other.came(PeerMessage(PeerMessageKind.JOINED, 0, 3), None)
@@ -140,13 +140,13 @@ def test_all_begin_anew_when_all_have_joined() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_the_delays_all_arrives_once_and_in_order(seed: int) -> None:
-    """Ranks that send each other parcels, and messages that take their time: those of one rank keep their order."""
+    """Ranks that send each other payloads, and messages that take their time: those of one rank keep their order."""
     rng = random.Random(seed)
-    count, parcels = rng.choice((2, 3, 5)), 40
+    count, payloads = rng.choice((2, 3, 5)), 40
     ledgers = [MessageMatcher(rank) for rank in range(count)]
     streams = [matcher.stream("s", [r for r in range(count) if r != matcher.me]) for matcher in ledgers]
     ways = {(a, b): deque[tuple[PeerMessage, bytes | None]]() for a in range(count) for b in range(count) if a != b}
-    to_send = {way: deque(range(parcels)) for way in ways}
+    to_send = {way: deque(range(payloads)) for way in ways}
     blocks: set[object] = set()
     taken: dict[tuple[int, int], list[int]] = {way: [] for way in ways}
     expected = {way: streams[way[1]].expect(way[0]) for way in ways}
@@ -159,22 +159,24 @@ def test_whatever_the_delays_all_arrives_once_and_in_order(seed: int) -> None:
                 continue
             block = (way, value)
             blocks.add(block)
-            parcel_id = ledgers[source].send(streams[source], (target,), block)
+            payload_id = ledgers[source].send(streams[source], (target,), block)
             number = streams[source].send(target)
             key = streams[source].key
-            ways[way].append((PeerMessage(PeerMessageKind.LAID, source, 0, value, key, number, 2, 1, parcel_id), None))
-            ways[way].append((PeerMessage(PeerMessageKind.MORE, source, 0, total=2, ready=2, id=parcel_id), None))
+            ways[way].append(
+                (PeerMessage(PeerMessageKind.SHARED, source, 0, value, key, number, 2, 1, payload_id), None)
+            )
+            ways[way].append((PeerMessage(PeerMessageKind.MORE, source, 0, total=2, ready=2, id=payload_id), None))
         elif ways[way]:
             blocks.discard(ledgers[target].came(*ways[way].popleft()))
             flow = streams[target].flows[source]
-            parcel = flow.parcels.get(expected[way])
-            if parcel is not None and parcel.ready == parcel.total:
-                del flow.parcels[expected[way]]
+            payload = flow.payloads.get(expected[way])
+            if payload is not None and payload.ready == payload.total:
+                del flow.payloads[expected[way]]
                 expected[way] = streams[target].expect(source)
-                taken[way].append(parcel.segment if parcel.payload is None else parcel.payload[0])
-                if parcel.id:
-                    ways[target, source].append((PeerMessage(PeerMessageKind.TAKEN, target, 0, id=parcel.id), None))
-    assert all(seen == list(range(parcels)) for seen in taken.values())
+                taken[way].append(payload.segment if payload.data is None else payload.data[0])
+                if payload.id:
+                    ways[target, source].append((PeerMessage(PeerMessageKind.TAKEN, target, 0, id=payload.id), None))
+    assert all(seen == list(range(payloads)) for seen in taken.values())
     assert not blocks
     assert [stream.unacknowledged for stream in streams] == [0] * count
 
@@ -206,7 +208,7 @@ def test_one_look_that_pays_is_reason_enough_for_the_next() -> None:
 
 
 def test_messages_come_back_as_they_were() -> None:
-    message = PeerMessage(PeerMessageKind.LAID, 3, 1, 2, 1 << 63, 5, 1 << 40, 7, 8, 1 << 35)
+    message = PeerMessage(PeerMessageKind.SHARED, 3, 1, 2, 1 << 63, 5, 1 << 40, 7, 8, 1 << 35)
     assert peer_protocol.unpack(memoryview(peer_protocol.pack(*message)), peer_protocol.RECORD_BYTES) == message
 
 
@@ -229,27 +231,27 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 
 
 @pytest.fixture
-def outgoing() -> Iterator[Outgoing]:
-    memory = Outgoing(idle_bytes=1 << 20)
+def outgoing() -> Iterator[OutgoingMemory]:
+    memory = OutgoingMemory(idle_bytes=1 << 20)
     yield memory
     memory.close()
 
 
-def test_what_was_freed_last_is_used_first(outgoing: Outgoing) -> None:
+def test_what_was_freed_last_is_used_first(outgoing: OutgoingMemory) -> None:
     one, other = (outgoing.allocate(20_000)[0] for _ in range(2))
     outgoing.free(one)
     outgoing.free(other)
     assert [outgoing.allocate(n)[0] for n in (19_000, 20_480)] == [other, one]
 
 
-def test_a_free_block_may_be_larger_but_not_much(outgoing: Outgoing) -> None:
+def test_a_free_block_may_be_larger_but_not_much(outgoing: OutgoingMemory) -> None:
     large = outgoing.allocate(100_000)[0]
     outgoing.free(large)
     assert outgoing.allocate(10_000)[0] != large
     assert outgoing.allocate(30_000)[0] == large
 
 
-def test_what_is_idle_gives_its_pages_back(outgoing: Outgoing) -> None:
+def test_what_is_idle_gives_its_pages_back(outgoing: OutgoingMemory) -> None:
     blocks = [outgoing.allocate(1 << 19)[0] for _ in range(3)]
     segment = outgoing.segments[0]
     for block in blocks:
@@ -266,12 +268,12 @@ def test_sizes_share_blocks() -> None:
 
 
 def test_memory_of_a_neighbour() -> None:
-    theirs, mine = Segment.create(8192), Incoming()
+    theirs, mine = Segment.create(8192), IncomingMemory()
     mine.add(1, 0, os.dup(theirs.fd), 8192)
     theirs.view[5000:5003] = b"abc"
     assert bytes(mine.find(1, 0, 8192).view[5000:5003]) == b"abc"
     for number, end in ((0, 8193), (1, 1)):
-        with pytest.raises(ProtocolError, match="no memory"):
+        with pytest.raises(ProtocolError, match="outside of its memory"):
             mine.find(1, number, end)
     mine.close()
     theirs.close()
@@ -279,9 +281,9 @@ def test_memory_of_a_neighbour() -> None:
 
 @pytest.mark.parametrize(("number", "nbytes"), [(0, 4097), (0, 1 << 63), (1, 4096)])
 def test_memory_of_a_neighbour_that_can_not_be_had(number: int, nbytes: int) -> None:
-    theirs, mine = Segment.create(4096), Incoming()
+    theirs, mine = Segment.create(4096), IncomingMemory()
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ProtocolError, match="can't be had"):
+    with pytest.raises(ProtocolError, match="can't be mapped"):
         mine.add(1, number, os.dup(theirs.fd), nbytes)
     assert len(os.listdir("/proc/self/fd")) == before
     theirs.close()
@@ -291,9 +293,9 @@ def test_memory_of_a_neighbour_that_can_not_be_had(number: int, nbytes: int) -> 
     ("data", "what"),
     [
         (b"short", "a message of 5 bytes"),
-        (peer_protocol.pack(*PeerMessage(PeerMessageKind.JOINED, 1, 0)), "no neighbour"),
-        (peer_protocol.pack(*PeerMessage(PeerMessageKind.JOINED, 2, 0)), "no neighbour"),
-        (peer_protocol.pack(*PeerMessage(PeerMessageKind.SEGMENT, 0, 0, total=1 << 40)), "can't be had"),
+        (peer_protocol.pack(*PeerMessage(PeerMessageKind.JOINED, 1, 0)), "no peer of"),
+        (peer_protocol.pack(*PeerMessage(PeerMessageKind.JOINED, 2, 0)), "no peer of"),
+        (peer_protocol.pack(*PeerMessage(PeerMessageKind.SEGMENT, 0, 0, total=1 << 40)), "can't be mapped"),
         (peer_protocol.pack(*PeerMessage(PeerMessageKind.MORE, 0, 0, id=9)), "never began"),
         (b"", ""),
     ],
@@ -302,7 +304,7 @@ def test_a_descriptor_that_nobody_wants_is_closed(data: bytes, what: str) -> Non
     host = SimpleNamespace(state=threading.Condition())
     peers, segment = LocalPeers(cast(Any, host), 1, 2, 0), Segment.create(4096)
     before = len(os.listdir("/proc/self/fd"))
-    with socket.socket(fileno=os.dup(peers._inbox.door)) as door:
+    with socket.socket(fileno=os.dup(peers._inbox.write_fd)) as door:
         socket.send_fds(door, [data], [segment.fd])
     with pytest.raises(ProtocolError, match=what) if what else contextlib.nullcontext():
         peers.take_message()

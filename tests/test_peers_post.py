@@ -16,7 +16,7 @@ from byteps_py.shm import Segment
 
 def test_an_inbox_that_is_not_read_holds_up_nobody() -> None:
     inbox = Inbox()
-    outbox = PeerOutbox(os.dup(inbox.door))
+    outbox = PeerOutbox(os.dup(inbox.write_fd))
     words = [f"{i:05}".encode() * 2000 for i in range(300)]  # far more than a socket takes
     segment = Segment.create(4096)
     for word in words:
@@ -39,8 +39,8 @@ def test_an_inbox_that_is_not_read_holds_up_nobody() -> None:
 
 def test_what_a_socket_does_not_take_is_an_error_that_says_what_to_do() -> None:
     inbox = Inbox()
-    inbox._door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-    outbox = PeerOutbox(os.dup(inbox.door))
+    inbox._write_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    outbox = PeerOutbox(os.dup(inbox.write_fd))
     with contextlib.closing(inbox), contextlib.closing(outbox):
         with pytest.raises(CommunicationError, match=r"takes \d+ bytes: let net.core.wmem_max be"):
             outbox.send(bytes(100_000))
@@ -50,7 +50,7 @@ def test_what_a_socket_does_not_take_is_an_error_that_says_what_to_do() -> None:
 
 def test_nobody_minds_an_inbox_that_is_gone() -> None:
     inbox = Inbox()
-    outbox = PeerOutbox(os.dup(inbox.door))
+    outbox = PeerOutbox(os.dup(inbox.write_fd))
     inbox.close()
     outbox.send(b"too late")
     outbox.close()

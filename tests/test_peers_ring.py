@@ -40,8 +40,8 @@ def test_chunks_of_all_shares_are_the_whole_tensor(count: int, itemsize: int, me
     chunks = Chunks(count, itemsize, members, lines * 64 * members + 7)
     pieces = [chunks.of(position, chunk) for position in range(members) for chunk in range(chunks.count)]
     assert [e for first, length in pieces for e in range(first, first + length)] == list(range(count))
-    assert max(length for _, length in pieces) <= chunks.room
-    assert chunks.room * itemsize == lines * 64
+    assert max(length for _, length in pieces) <= chunks.chunk_elements
+    assert chunks.chunk_elements * itemsize == lines * 64
     assert all(first * itemsize % 64 == 0 for first, length in pieces if length)
     assert chunks.steps == chunks.count + 1
 
@@ -120,8 +120,8 @@ def play(seed: int) -> None:
             number = begun[me]
             if program.is_told[number] and len(given[number]) < len(ranks):
                 if me not in given[number]:  # an offer in vain, and one that all make
-                    ranks[me].add_up(torch.ones(3000)).give()
-                    running[me].give()
+                    ranks[me].add_up(torch.ones(3000)).write_first_step()
+                    running[me].write_first_step()
                     given[number].add(me)
                 continue
             if go_on(running[me]):
@@ -132,7 +132,7 @@ def play(seed: int) -> None:
                 else:
                     running[me] = following
         deliver_all(ranks)
-        assert all(not flow.parcels for rank in ranks for flow in rank.matcher._flows.values())  # nothing is kept
+        assert all(not flow.payloads for rank in ranks for flow in rank.matcher._flows.values())  # nothing is kept
 
 
 def test_what_is_laid_stays_until_all_have_read_it() -> None:
@@ -194,10 +194,10 @@ def test_whoever_sleeps_is_woken_by_the_next_step() -> None:
         assert not go_on(works[0])
         assert not ranks[0].outboxes[1].messages
         assert not go_on(works[1])
-        assert {message.kind for message in ranks[1].outboxes[0].messages} == {PeerMessageKind.LOOK}
+        assert {message.kind for message in ranks[1].outboxes[0].messages} == {PeerMessageKind.WAKE}
         deliver_all(ranks)
         assert not go_on(works[0])
-        assert {message.kind for message in ranks[0].outboxes[1].messages} == {PeerMessageKind.LOOK}
+        assert {message.kind for message in ranks[0].outboxes[1].messages} == {PeerMessageKind.WAKE}
         go_to_the_end(ranks, works)
 
 
@@ -217,7 +217,7 @@ def test_steps_are_looked_for_again_after_some_waits_and_always_once_it_pays() -
     """A look that was not made says nothing about looks."""
     with some(2) as ranks:
         for rank in ranks:
-            rank.sums.step_look_s = 1e-6
+            rank.sums.step_spin_s = 1e-6
         spin_policy = ranks[0].sums.spin_policy = Remembered()
         go_to_the_end(ranks, [rank.add_up(torch.ones(40 * SLOT_BYTES)) for rank in ranks])
         in_vain = spin_policy.due[spin_policy.due.index(False) :]
@@ -267,7 +267,7 @@ def test_nothing_begins_without_a_member_that_has_joined() -> None:
                 with pytest.raises(JoinedError, match="while rank 2 has joined"):
                     work.run(0.0)
             for rank in ranks:
-                rank.matcher.start_anew()
+                rank.matcher.begin_era()
 
 
 def test_who_knows_nobody_yet_is_told_that_one_has_joined() -> None:
@@ -300,6 +300,6 @@ def test_slots_that_are_too_small_are_refused(total: int, slot_bytes: int) -> No
         assert not go_on(work)
         ranks[1].ring.prepare()
         key = ranks[0].ring._stream.key
-        ranks[0].take(PeerMessage(PeerMessageKind.LAID, 1, 0, 0, key, 1, total, total, 0, 0, slot_bytes))
+        ranks[0].take(PeerMessage(PeerMessageKind.SHARED, 1, 0, 0, key, 1, total, total, 0, 0, slot_bytes))
         with pytest.raises(ProtocolError, match="local rank 1 has slots of"):
             work.run(0.0)

@@ -17,7 +17,7 @@ from byteps_py.session.peers import WINDOW, Stream, StreamReceipt
 from byteps_py.session.peers.local_peers import INLINE_BYTES
 from byteps_py.session.service.remote import RemoteSession
 
-#: A rank in a process of its own, that sends one large parcel, and then waits for what never comes.
+#: A rank in a process of its own, that sends one large payload, and then waits for what never comes.
 SENDER = """
 import ctypes, sys
 from byteps_py import channel
@@ -25,7 +25,7 @@ from byteps_py.session.service.remote import RemoteSession
 session = RemoteSession(channel.connect(sys.argv[1], 30), 1, 2, 30, 600)
 peers = session.peers
 peers.directory.ask("s", (0,))
-peers.directory.meeting("s", (0,))(30)
+peers.directory.introduction_wait("s", (0,))(30)
 memory = ctypes.create_string_buffer(b"x" * 3_000_000, 3_000_000)
 peers.send(peers.stream("s", (0,)), (0,), [(ctypes.addressof(memory), 3_000_000)], True)
 print("sent", flush=True)
@@ -47,7 +47,7 @@ def send(session: RemoteSession, stream: Stream, data: bytes, is_led: bool = Tru
 
 
 class Expected:
-    """Room for the next parcel, in three pieces."""
+    """Room for the next payload, in three pieces."""
 
     def __init__(self, session: RemoteSession, stream: Stream, nbytes: int, sent: int = -1) -> None:
         self._session = session
@@ -67,7 +67,7 @@ def data(nbytes: int, seed: int) -> bytes:
     return bytes((i * 7 + seed) % 251 for i in range(min(nbytes, 251))) * (nbytes // 251 + 1)
 
 
-def test_parcels_of_all_sizes(ranks: list[RemoteSession]) -> None:
+def test_payloads_of_all_sizes(ranks: list[RemoteSession]) -> None:
     _, streams = met(ranks)
     for seed in range(3):
         for nbytes in SIZES:
@@ -75,7 +75,7 @@ def test_parcels_of_all_sizes(ranks: list[RemoteSession]) -> None:
             got = Expected(ranks[1], streams[1], nbytes)
             send(ranks[0], streams[0], sent)
             assert got.get() == sent
-            assert peers(ranks[1]).look(got.receipt)
+            assert peers(ranks[1]).poll(got.receipt)
     assert len(peers(ranks[0])._outgoing.segments) == 1  # the memory is used again
     peers(ranks[0]).take_messages()
     assert streams[0].unacknowledged == 0
@@ -85,12 +85,12 @@ def test_a_sender_does_not_wait_for_its_receiver_but_is_a_window_ahead_at_most(r
     _, streams = met(ranks)
     for nbytes in (3, 100_000):
         for seed in range(WINDOW):
-            peers(ranks[0]).room(streams[0])(0.0)
+            peers(ranks[0]).window_wait(streams[0])(0.0)
             send(ranks[0], streams[0], data(nbytes, seed)[:nbytes])
-        assert isinstance(failure(lambda: peers(ranks[0]).room(streams[0])(0.1)), StallError)
+        assert isinstance(failure(lambda: peers(ranks[0]).window_wait(streams[0])(0.1)), StallError)
         for seed in range(WINDOW):
             assert Expected(ranks[1], streams[1], nbytes).get() == data(nbytes, seed)[:nbytes]
-        peers(ranks[0]).room(streams[0])(WAIT_S)
+        peers(ranks[0]).window_wait(streams[0])(WAIT_S)
         peers(ranks[0]).take_messages()
         assert streams[0].unacknowledged == 0
 
@@ -107,7 +107,7 @@ def test_both_send_before_either_receives(ranks: list[RemoteSession]) -> None:
 def test_receipts_may_be_collected_in_any_order_and_by_any_thread(ranks: list[RemoteSession]) -> None:
     _, streams = met(ranks)
     expected = [Expected(ranks[1], streams[1], 50_000) for _ in range(3)]
-    assert not peers(ranks[1]).look(expected[2].receipt)
+    assert not peers(ranks[1]).poll(expected[2].receipt)
     found: dict[int, bytes] = {}
     threads = [
         threading.Thread(target=lambda i=i: found.update({i: expected[i].get()}))  # type: ignore[misc]
@@ -143,7 +143,7 @@ def test_what_was_sent_arrives_though_the_sender_has_left(lasting: Service) -> N
 
 
 @pytest.mark.parametrize("nbytes", [0, 2, 100_000, 3 << 20])
-def test_a_parcel_of_another_size_is_an_error_of_its_receipt_only(ranks: list[RemoteSession], nbytes: int) -> None:
+def test_a_payload_of_another_size_is_an_error_of_its_receipt_only(ranks: list[RemoteSession], nbytes: int) -> None:
     name, streams = met(ranks)
     for due in (3, 1 << 20):
         sent = data(nbytes, due)[:nbytes]
@@ -180,7 +180,7 @@ def test_who_sends_is_told_what_the_other_expects(ranks: list[RemoteSession], nb
             )
 
 
-def test_a_parcel_that_nobody_expects_is_seen(ranks: list[RemoteSession]) -> None:
+def test_a_payload_that_nobody_expects_is_seen(ranks: list[RemoteSession]) -> None:
     _, streams = met(ranks)
     stream = streams[1]
     assert isinstance(failure(lambda: peers(ranks[1]).await_next([(stream, 0)], 0.1)), StallError)
@@ -209,7 +209,7 @@ def test_a_killed_neighbour_is_named_and_what_it_sent_is_there() -> None:
     assert process.stdout is not None
     with contextlib.closing(session), process:
         peers(session).directory.ask("s", (1,))
-        peers(session).directory.meeting("s", (1,))(WAIT_S)
+        peers(session).directory.introduction_wait("s", (1,))(WAIT_S)
         stream = peers(session).stream("s", (1,))
         assert process.stdout.readline() == b"sent\n"
         process.kill()

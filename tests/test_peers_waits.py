@@ -64,7 +64,7 @@ def empty(session: RemoteSession, stream: Stream) -> None:
 
 
 def receipt(session: RemoteSession, stream: Stream) -> StreamReceipt:
-    """Of an empty parcel."""
+    """Of an empty payload."""
     found = StreamReceipt(stream)
     found.expect(1 - session.rank, [(0, 0)], 0)
     return found
@@ -78,23 +78,23 @@ def gives_up(wait: Callable[[float], object], told: Told) -> None:
     assert told.ages[1] > told.ages[0]
 
 
-def test_room_for_a_parcel_that_never_comes(ranks: list[RemoteSession], told: Told) -> None:
+def test_room_for_a_payload_that_never_comes(ranks: list[RemoteSession], told: Told) -> None:
     _, streams = met(ranks)
     for _ in range(WINDOW):
         empty(ranks[0], streams[0])
-    gives_up(room := peers(ranks[0]).room(streams[0]), told)
+    gives_up(room := peers(ranks[0]).window_wait(streams[0]), told)
     peers(ranks[1]).collect(receipt(ranks[1], streams[1]), WAIT_S)
     room(WAIT_S)
 
 
 def test_a_meeting_that_nobody_comes_to(ranks: list[RemoteSession], told: Told) -> None:
     peers(ranks[0]).directory.ask("alone", (1,))
-    gives_up(meeting := peers(ranks[0]).directory.meeting("alone", (1,)), told)
+    gives_up(meeting := peers(ranks[0]).directory.introduction_wait("alone", (1,)), told)
     peers(ranks[1]).directory.ask("alone", (0,))
     meeting(WAIT_S)
 
 
-def test_a_parcel_that_is_late(ranks: list[RemoteSession], told: Told) -> None:
+def test_a_payload_that_is_late(ranks: list[RemoteSession], told: Told) -> None:
     _, streams = met(ranks)
     late = receipt(ranks[0], streams[0])
     gives_up(lambda timeout_s: peers(ranks[0]).collect(late, timeout_s), told)
@@ -134,20 +134,20 @@ def ends_by_a_join(ranks: list[RemoteSession], told: Told, wait: Callable[[float
     joining.join(WAIT_S)
 
 
-def test_a_parcel_of_who_joins(ranks: list[RemoteSession], told: Told) -> None:
+def test_a_payload_of_who_joins(ranks: list[RemoteSession], told: Told) -> None:
     _, streams = met(ranks)
     late = receipt(ranks[0], streams[0])
     ends_by_a_join(ranks, told, lambda timeout_s: peers(ranks[0]).collect(late, timeout_s))
 
 
-def test_room_for_a_parcel_to_who_joins(ranks: list[RemoteSession], told: Told) -> None:
+def test_room_for_a_payload_to_who_joins(ranks: list[RemoteSession], told: Told) -> None:
     _, streams = met(ranks)
     for _ in range(WINDOW):
         empty(ranks[0], streams[0])
-    ends_by_a_join(ranks, told, peers(ranks[0]).room(streams[0]))
+    ends_by_a_join(ranks, told, peers(ranks[0]).window_wait(streams[0]))
 
 
-def test_who_is_refused_a_parcel_hears_why(ranks: list[RemoteSession]) -> None:
+def test_who_is_refused_a_payload_hears_why(ranks: list[RemoteSession]) -> None:
     name, streams = met(ranks)
     refused = receipt(ranks[1], streams[1])
     peers(ranks[0]).refuse(streams[0], (1,), 0)

@@ -70,7 +70,7 @@ def test_ranks_that_sleep_are_woken(ranks: list[RemoteSession], monkeypatch: pyt
     assert ring_sum.is_able()
     name, _ = met(ranks)
     for session in ranks:
-        monkeypatch.setattr(peers(session)._patience, "look_s", lambda: 0.0)
+        monkeypatch.setattr(peers(session)._waiter, "spin_s", lambda: 0.0)
     sums = [sums_of(session, name) for session in ranks]
     for _ in range(5):
         tensors = [torch.arange(1_000_003) * (1.0 + rank) for rank in range(2)]

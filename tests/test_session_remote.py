@@ -171,7 +171,7 @@ def test_a_name_can_be_declared_anew(ranks: list[RemoteSession], name: str) -> N
     for session, slot in zip(ranks, old, strict=True):
         assert got(session, slot) == [2.0] * 3
     new = declare(ranks, spec(name, 5))
-    assert "declared anew" in str(failure(lambda: ranks[0].hand_over(old[0])))
+    assert "declared again" in str(failure(lambda: ranks[0].hand_over(old[0])))
     for session, slot in zip(ranks, new, strict=True):
         give(session, slot, 2)
     for session, slot in zip(ranks, new, strict=True):

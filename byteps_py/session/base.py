@@ -1,4 +1,7 @@
-"""What a training process can ask of the service; front ends are written against this alone."""
+"""What a training process can ask of the service. Front ends are written against this module alone.
+
+Owns no memory, socket or thread: see solo.py and service/remote.py for the two implementations.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from byteps_py.tensors import Layout, TensorSpec
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Slot:
-    """A declared tensor's memory in this process, and where its current round stands.
+    """The memory of a declared tensor in this process, and the state of its current round.
 
-    ``inputs``: where contributions go, used in turn; ``result``: where the result lies once ``wait``
-    returned. ``result`` may be the same memory as an input. All are writable views, inputs of ``spec.nbytes`` bytes,
-    the result of ``spec.result_nbytes`` bytes.
+    ``inputs``: the buffers for contributions, used in turn; each is a writable view of ``spec.nbytes`` bytes.
+    ``result``: a writable view of the result, valid once ``wait`` has returned. ``result`` may be the same memory as an
+    input.
     """
 
     spec: TensorSpec
@@ -26,64 +29,66 @@ class Slot:
     id: int = 0
     round: int = 0  # rounds handed over so far
     done_round: int = 0  # rounds delivered so far
-    begun_bytes: int = 0  # of the next round, handed over while it is not all there
-    strips: list[int] = field(default_factory=list)  # of the current result, those there and not yet taken
-    blame: int = 0  # who has made the latest result NaN or infinite, if the spec asks: see blame.py
+    begun_bytes: int = 0  # of the next round: handed over in part so far
+    chunks: list[int] = field(default_factory=list)  # of the current result: delivered, not yet taken by the caller
+    blame: int = 0  # the ranks that made the latest result NaN or infinite, if the spec asks: see blame.py
     error: Exception | None = None
 
     @property
     def input(self) -> memoryview:
-        """Where the next contribution goes."""
+        """The buffer for the next contribution, of ``spec.nbytes`` bytes."""
         return self.inputs[self.round % len(self.inputs)]
 
     @property
     def pending(self) -> bool:
-        """Handed over, and neither delivered nor failed."""
+        """True if a round was handed over and is neither delivered nor failed."""
         return self.error is None and self.done_round < self.round
 
 
 class Observer(Protocol):
-    """Hears of a session's rounds. Called by any thread, ``delivered`` with the session's lock held: must be quick, and
-    must not call the session."""
+    """Observes the rounds of a session. Any thread calls these methods, and ``delivered`` is called with the session's
+    lock held: an implementation must be quick and must not call the session."""
 
     def begun(self, slot: Slot, at_ns: int | None = None) -> None:
-        """The slot's round number ``slot.round`` was handed over; ``at_ns`` of time.perf_counter_ns, now by default."""
+        """Round ``slot.round`` of ``slot`` was handed over at ``at_ns`` (of time.perf_counter_ns; None: now)."""
 
     def delivered(self, slot: Slot) -> None:
-        """Its result is there."""
+        """The result of the slot's current round was delivered."""
 
     def closed(self) -> None:
-        """No more is to come. Said by the one who closes the session."""
+        """No further call follows. The owner of the observer calls it after it has closed the session."""
 
 
 class Session(ABC):
-    """One rank's membership in a job. Methods may be called by any thread unless they say otherwise.
+    """The membership of one rank in a job. Any thread may call a method unless its docstring says otherwise.
 
     Ranks are numbered machine by machine: ``rank = first rank of the machine + local_rank``.
     """
 
     observer: Observer | None = None
-    #: Tensors of different incarnations never meet, whatever their names: a rank that failed in the middle of a step
-    #: has left contributions behind. The same on all ranks; set before anything is declared.
+    #: Keeps tensors apart that have the same name in different incarnations: a rank that failed in the middle of a step
+    #: leaves contributions behind. The same on all ranks; set before the first declaration.
     incarnation: int = 0
-    is_homogeneous: bool = True  #: machines have equally many ranks
-    #: Set before ``close`` by a rank of an elastic job that is about to come back: why, and whether all do so.
+    is_homogeneous: bool = True  #: all machines have the same number of ranks
+    #: Set before ``close`` by a rank of an elastic job that will rejoin: (reason, whether all ranks do so).
     returning: tuple[str, bool] | None = None
-    #: Of an elastic job: all ranks were in the group before this one, and left it in order. They are equal.
+    #: Elastic jobs: all ranks were in the previous group and left it in order, so they have the same state.
     is_continued: bool = False
-    #: Of an elastic job: the epoch with which this group of ranks began. Later groups have greater ones.
+    #: Elastic jobs: the epoch with which this group of ranks began. Later groups have greater epochs.
     since_epoch: int = 0
 
     def note_synced(self) -> None:  # noqa: B027  most sessions have no next group
-        """Of an elastic job: this rank has the state of this group. Those with that of the latest come first in the
-        next one, as all take the state of its rank 0."""
+        """Elastic jobs: record that this rank has the state of this group. In the next group, ranks with the latest
+        state come first, because all ranks take the state of rank 0."""
 
-    def check_open(self) -> None:  # noqa: B027  whoever has nothing to say is open
-        """Raises what every call would raise: the session is closed, or this is a forked child of the rank."""
+    def check_open(self) -> None:  # noqa: B027  the default is open
+        """Raises what every method would raise: NotInitializedError if the session is closed, UsageError in a forked
+        child of the rank, or the error that has ended the session."""
 
     @property
     def peers(self) -> LocalPeers | None:
-        """This rank's dealings with the other ranks of its machine, if it has any."""
+        """The messages and memory between this rank and the other ranks of its machine; None if there are no other
+        ranks."""
         return None
 
     rank: int
@@ -95,67 +100,75 @@ class Session(ABC):
 
     @abstractmethod
     def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
-        """Memory for tensors of these specs; one local round trip, no waiting for other ranks.
+        """Allocate slots for ``specs``, in their order. One local round trip; does not wait for other ranks.
 
-        A name that is declared already gives its slot back if the spec agrees; else the name gets a new slot,
-        and the new spec must be agreed by all ranks before its first round. Order of declaration is free.
-        A slot's memory is this rank's until it declares the name again and gets another.
-        Ranks outside a spec's group declare nothing and are not waited for. A GATHER or an EXCHANGE is not voted on;
-        declared again with more room it gets a new slot, which goes on with the rounds of the old one.
-        Raises UsageError if a name's slot is pending, or handed over in part, and the spec differs, or if this rank
-        is not in the group of a spec.
+        A name that is already declared keeps its slot if the spec agrees. Otherwise the name gets a new slot, and all
+        ranks must agree on the new spec before its first round. The order of declarations is free. The memory of a slot
+        belongs to this rank until it declares the name again and gets another slot. Ranks outside a spec's group
+        declare nothing, and the group does not wait for them. The specs of a GATHER or an EXCHANGE are not compared
+        between ranks. Declared again with more capacity, it gets a new slot, which continues the rounds of the old one.
+
+        Raises UsageError if the slot of a name is pending, or handed over in part, and the spec differs, or if this
+        rank is not in the group of a spec.
         """
 
     @abstractmethod
     def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
-        """The next round's contribution lies in ``slot.input``: all of it, or the first ``nbytes``, in the order of
-        ``TensorChunks``.
+        """Start the next round: ``slot.input`` holds the contribution, or its first ``nbytes`` bytes in the order of
+        ``Chunks``.
 
-        With ``nbytes`` below the tensor's size, the round goes on with further calls until all is there
-        (the service already works on what it has). A GATHER or an EXCHANGE is handed over whole, with its ``layout``;
-        without one that of the round before holds. Raises UsageError if an earlier round is pending, or if the
-        name was declared anew with another slot.
+        With ``nbytes`` below the tensor's size, further calls hand over the rest; the service already works on the
+        first part. A GATHER or an EXCHANGE is handed over whole, with its ``layout``; None: the layout of the previous
+        round.
+
+        Raises UsageError if an earlier round is pending, or if the name was declared again with another slot.
         """
 
     @abstractmethod
     def is_done(self, slot: Slot) -> bool:
-        """True once ``wait`` would return, or raise, at once. Never blocks."""
+        """True if ``wait`` would return, or raise, at once. Never blocks."""
 
     @abstractmethod
     def wait(self, slot: Slot, timeout_s: float | None = None) -> None:
-        """Return when the round's result lies in ``slot.result``. The GIL is free meanwhile.
+        """Return when ``slot.result`` holds the result of the round. Releases the GIL while it waits. ``timeout_s``:
+        None: the job's stall limit.
 
-        Raises MismatchError (ranks disagree about the tensor; declare it again to go on with the name),
-        StallError (``timeout_s``, or the job's stall limit, passed) or PeerLostError.
+        Raises MismatchError (ranks disagree about the tensor; declare it again to use the name), StallError
+        (``timeout_s`` or the job's stall limit passed) or PeerLostError.
         """
 
-    def take_in_strips(self, slot: Slot) -> bool:
-        """From the next round on, ``wait_for_strips`` tells what of a result is there before all is. False: it never
-        does, as nothing would be gained. To be called before that round."""
+    def take_in_chunks(self, slot: Slot) -> bool:
+        """Ask the service to deliver results of ``slot`` chunk by chunk, from the next round on: see
+        ``wait_for_chunks``. Call it before that round begins. False: results are delivered whole, as chunks would gain
+        nothing."""
         return False
 
-    def wait_for_strips(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
-        """Return as soon as more of the round's result lies in ``slot.result``: which strips, see chunks.py; none once
-        the round is over, and ``wait`` would return, or raise, at once. Raises StallError. One thread at a time."""
+    def wait_for_chunks(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
+        """Return the indices of newly delivered chunks of the round's result (see chunks.py), as soon as there are any.
+        An empty list: the round is over, and ``wait`` returns, or raises, at once. Raises StallError. One thread at a
+        time."""
         return []
 
     @abstractmethod
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Return when every rank has called it. One thread at a time."""
+        """Return when every rank has called it. Raises StallError and what ends the session. One thread at a time."""
 
     @abstractmethod
     def join(self, timeout_s: float | None = None) -> int:
-        """This rank has no more data. Returns, on every rank, the rank that joined last, once all have.
+        """Declare that this rank has no more data. Returns, on every rank, the rank that joined last, once all have
+        joined.
 
-        Until then, reductions go on without the ranks that have joined, from the round on that these have not handed
-        over; an average still divides by the number of all ranks of its group. What needs every rank (a broadcast, a
-        gather, an exchange, a scattered reduction) raises JoinedError where it is waited for. Afterwards nothing is
-        declared any more: each name must be declared again. One thread at a time, and no other uses the session.
+        Until then, reductions continue without the ranks that have joined, from the first round on that these ranks
+        have not handed over. An average still divides by the number of all ranks of its group. An operation that needs
+        every rank (a broadcast, a gather, an exchange, a scattered reduction) raises JoinedError where it is waited
+        for. After the join all declarations are void: each name must be declared again. One thread at a time, and no
+        other thread may use the session meanwhile.
+
         Raises UsageError if a round is handed over in part.
         """
 
     def hosts_changed(self) -> tuple[bool, bool]:
-        """(added, removed): in an elastic job, since this session began. Never blocks."""
+        """Elastic jobs: whether hosts were (added, removed) since this session began. Never blocks."""
         return False, False
 
     @abstractmethod

@@ -1,10 +1,13 @@
-"""Has this process been forked since? A child is a copy of its rank, which alone may communicate. Any thread."""
+"""Detects that this process was forked. A child is a copy of its rank, and only the rank may communicate. Any
+thread."""
 
 from __future__ import annotations
 
 import os
 
-count = 0  # in this process's ancestry since this module was loaded; asking the kernel for the pid costs more
+from byteps_py.errors import UsageError
+
+count = 0  # forks in this process's ancestry since the import of this module; cheaper to read than the pid
 
 
 def _count() -> None:
@@ -13,3 +16,11 @@ def _count() -> None:
 
 
 os.register_at_fork(after_in_child=_count)
+
+
+def forked_error(rank: object) -> UsageError:
+    """The error of every session method in a forked child of ``rank``."""
+    return UsageError(
+        f"process {os.getpid()} was forked from rank {rank}, which alone may communicate; start new ranks with "
+        "bpslaunch or spawn"
+    )

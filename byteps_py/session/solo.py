@@ -1,4 +1,4 @@
-"""The session of a job of one rank: nothing to start, nothing to send, the same behaviour."""
+"""The session of a job of one rank. It starts no service and sends nothing; it behaves as other sessions do."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Sequence
 
 from byteps_py.errors import MismatchError, NotInitializedError, UsageError
-from byteps_py.session import forks, words
+from byteps_py.session import forks
 from byteps_py.session.base import Session, Slot
 from byteps_py.tensors import Layout, Op, TensorSpec, differing
 
 
 class SoloSession(Session):
-    """Size 1: every reduction's result is its only contribution."""
+    """Size 1: the result of every reduction is its only contribution. Any thread."""
 
     rank = machine_index = local_rank = 0
     size = num_machines = local_size = 1
@@ -80,5 +80,5 @@ class SoloSession(Session):
     def check_open(self) -> None:
         if self._closed:
             raise NotInitializedError("the session is closed; call byteps_py.init() first")
-        if self._forks != forks.count:  # with more ranks it could not go on, either
-            raise words.forked(self.rank)
+        if self._forks != forks.count:  # as in a job of several ranks
+            raise forks.forked_error(self.rank)

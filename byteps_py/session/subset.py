@@ -1,7 +1,8 @@
-"""A job of some of the ranks that a launcher started: Horovod's ``init(comm=[0, 2])``. Pure; any thread.
+"""The settings of a job of some of the ranks that a launcher started: Horovod's ``init(comm=[0, 2])``. Pure; any
+thread.
 
-Possible where all of them are on one machine: they get services of their own, apart from what a launcher started, and
-other ranks may do the same among themselves. Across machines nobody but the launcher knows where a scheduler could be.
+Supported if all of them are on one machine: they start services of their own, apart from those of the launcher, and the
+other ranks may do the same. Across machines only the launcher knows an address for a scheduler.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from byteps_py.settings import Settings
 
 
 def rank_in(settings: Settings) -> int:
-    """This process's rank as the environment tells it, with equally many ranks on every machine."""
+    """This process's rank according to the environment, if every machine has the same number of ranks."""
     return settings.worker_id * settings.local_size + settings.local_rank
 
 
 def among(settings: Settings, ranks: Sequence[int]) -> Settings:
-    """The settings of a job of ``ranks`` (of the launcher's) alone; ``settings`` if these are all, or none is given.
+    """The settings of a job of the launcher's ranks ``ranks`` alone. ``settings`` itself if ``ranks`` is empty or names
+    all ranks.
 
-    Raises UsageError if they are not ascending ranks of this job with this one among them, and ConfigurationError if
-    they are on several machines.
+    Raises UsageError if ``ranks`` are not ascending ranks of this job that include this process's rank, and
+    ConfigurationError if they are on several machines.
 
     >>> among(Settings(local_size=3, local_rank=2, job_id="j"), [0, 2]).local_rank
     1

@@ -1,4 +1,4 @@
-"""What the other ranks of a machine say to a rank, whole: behind the record, parcels, memory and descriptors."""
+"""What the other ranks of a machine say to a rank, whole: behind the record, payloads, memory and descriptors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from typing import Any
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError, StallError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.local_peers import LocalPeers
-from byteps_py.session.peers.message_matcher import Stream
+from byteps_py.session.peers.message_matcher import Stream, StreamReceipt
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
-from byteps_py.session.peers.receipts import StreamReceipt
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
-from byteps_py.torch.engine.offers import SharedRounds
+from byteps_py.torch.engine.sum_offers import SharedRounds
 
 from .base import Target
 
@@ -36,14 +35,14 @@ _NOTHING, _MEMORY, _SMALL, _TWO = range(4)
 def _all_said() -> list[bytes]:
     keys = [key_of(name) for name in (*_NAMES, "unknown")]
     found = [
-        peer_protocol.pack(kind, source, 0, segment, key, number, _PARCEL, ready, number, offset, -1) + payload
+        peer_protocol.pack(kind, source, 0, segment, key, number, _PARCEL, ready, number, offset, -1) + data
         for source in _OTHERS
         for key in keys
         for number in (1, 2)
-        for kind, segment, ready, offset, payload in (
+        for kind, segment, ready, offset, data in (
             (PeerMessageKind.INLINE, 0, _PARCEL, 0, b"x" * _PARCEL),
-            (PeerMessageKind.LAID, 0, _PARCEL, 64, b""),
-            (PeerMessageKind.LAID, 0, 100, _SEGMENT_BYTES - _PARCEL, b""),
+            (PeerMessageKind.SHARED, 0, _PARCEL, 64, b""),
+            (PeerMessageKind.SHARED, 0, 100, _SEGMENT_BYTES - _PARCEL, b""),
             (PeerMessageKind.MORE, 0, 3000, 0, b""),
             (PeerMessageKind.MORE, 0, _PARCEL, 0, b""),
         )
@@ -55,9 +54,9 @@ def _all_said() -> list[bytes]:
         for source in _OTHERS
     ]
     return found + [
-        peer_protocol.pack(kind, source, era, 0, 0, 0, 0, 0, parcel, 0, -1)
+        peer_protocol.pack(kind, source, era, 0, 0, 0, 0, 0, payload, 0, -1)
         for source in _OTHERS
-        for kind, era, parcel in (
+        for kind, era, payload in (
             (PeerMessageKind.TAKEN, 0, 1),
             (PeerMessageKind.TAKEN, 0, 2),
             (PeerMessageKind.JOINED, 0, 0),
@@ -87,8 +86,8 @@ class _Host:
 
 
 class PeersHear(Target):
-    """What comes is taken, or ends the session by a ProtocolError; nothing is written but what a parcel is for; what is
-    kept for later is limited; descriptors that nobody wants are closed."""
+    """What comes is taken, or ends the session by a ProtocolError; nothing is written but what a payload is for;
+    what is kept for later is limited; descriptors that nobody wants are closed."""
 
     cost = 5
     seeds = (
@@ -122,7 +121,7 @@ class PeersHear(Target):
         self._anew = 0
         self._host = _Host()
         peers = self._local_peers = self._host.peers = LocalPeers(self._host, _ME, _RANKS, 0)
-        self._door = socket.socket(fileno=os.dup(peers._inbox.door))
+        self._door = socket.socket(fileno=os.dup(peers._inbox.write_fd))
         self._theirs = []
         for other in _OTHERS:
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -137,7 +136,7 @@ class PeersHear(Target):
 
     def _offer_anew(self) -> None:
         self._rounds = SharedRounds(_OTHERS)
-        self._rounds.begin(_OFFER, is_waiting=True, is_able=True, said={})
+        self._rounds.begin(_OFFER, is_waiting=True, is_able=True, votes={})
 
     def _send_some(self) -> None:
         """Parcels that have to be acknowledged."""
@@ -157,7 +156,7 @@ class PeersHear(Target):
             self._receive()
             self._listen()
             if self._turn % 128 == 0:
-                self._local_peers.start_anew()
+                self._local_peers.begin_era()
                 self._receipts.clear()
                 self._offer_anew()
                 self._send_some()
@@ -173,7 +172,7 @@ class PeersHear(Target):
         """What is about right is, mostly, what is due."""
         if len(said) < RECORD_BYTES or said[0] not in (
             PeerMessageKind.INLINE,
-            PeerMessageKind.LAID,
+            PeerMessageKind.SHARED,
             PeerMessageKind.MORE,
         ):
             return said
@@ -211,14 +210,14 @@ class PeersHear(Target):
 
     def _listen(self) -> None:
         number, rounds, votes = self._rounds.number, self._rounds, self._votes
-        verdict = rounds.verdict(votes.joined, votes.heard(number))
+        verdict = rounds.verdict(votes.joined, votes.received(number))
         if verdict is None:
             return
         if verdict:
             for source in _OTHERS:
                 votes.fetch(number, source, ctypes.addressof(self._result) + _GUARD, _PARCEL)
             self._heard += 1
-        said = votes.heard(number)
+        said = votes.received(number)
         votes.forget(number)
         if rounds.begin(_OFFER, is_waiting=True, is_able=True, said=said) != _OFFER:
             self._offer_anew()

@@ -144,7 +144,7 @@ class Nearby(Target):
 
     seeds = (
         peer_protocol.pack(peer_protocol.PeerMessageKind.INLINE, 1, 0, 0, 7, 1, 5, 5, 3, 0, -1) + b"bytes",
-        peer_protocol.pack(peer_protocol.PeerMessageKind.LAID, 1, 0, 2, 7, 1, 4096, 64, 3, 128, 9),
+        peer_protocol.pack(peer_protocol.PeerMessageKind.SHARED, 1, 0, 2, 7, 1, 4096, 64, 3, 128, 9),
         peer_protocol.pack(peer_protocol.PeerMessageKind.SEGMENT, 1, 0, 2, 0, 0, 1 << 20, 0, 0, 0, -1),
     )
 

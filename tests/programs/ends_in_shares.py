@@ -77,7 +77,7 @@ def die() -> None:
     if IS_LARGE:
         in_the_middle(lambda: os.kill(os.getpid(), signal.SIGKILL))
     else:
-        Votes.say = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        Votes.cast = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
 
 def killed() -> None:

@@ -40,14 +40,14 @@ shared: list[None] = []
 
 
 def count_shared() -> None:
-    how = named_sums._Circle.add_shares if IS_LARGE else named_sums._NamedRounds._add_all
+    how = named_sums.NamedSumGroup.finish_ring_sum if IS_LARGE else named_sums._NamedRounds._add_all
 
     def counted(*arguments: Any) -> None:
         how(*arguments)
         shared.append(None)
 
     if IS_LARGE:
-        named_sums._Circle.add_shares = counted  # type: ignore[method-assign]
+        named_sums.NamedSumGroup.finish_ring_sum = counted  # type: ignore[method-assign]
     else:
         named_sums._NamedRounds._add_all = counted  # type: ignore[method-assign]
 
@@ -265,7 +265,7 @@ def who_joins() -> None:
     for turn in range(6):
         assert same(bps.push_pull(mine(), average=False, name="x"), total())
         expect_shared(1)
-        block = contexts.current().belongings[named_sums.NamedSums]._circles[()]._sums.ring.block
+        block = contexts.current().belongings[named_sums.NamedSums]._groups[()]._sums.ring.block
         places.add(block.address if block else 0)
         if bps.rank():
             expected = total(ranks=range(1, bps.size()))

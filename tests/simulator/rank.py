@@ -116,7 +116,7 @@ class Rank(Process):
 
     def _new_session(self) -> type[RemoteSession]:
         no_stack = staticmethod(lambda: None)  # no process has one of its own
-        parts = {"map_segment": self.memory.map_segment, "open_stack_dump": no_stack, "strip_bytes": self.chunk_bytes}
+        parts = {"map_segment": self.memory.map_segment, "open_stack_dump": no_stack, "chunk_bytes": self.chunk_bytes}
         return type("SimulatedSession", (RemoteSession,), parts)
 
     def _join_job(self) -> Life:

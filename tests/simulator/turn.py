@@ -56,7 +56,7 @@ class Turn:
     def hand_over(self) -> Life:
         rank, use, slot = self._rank, self._use, self._slot
         rank.doing = f"handing over {self._what}"
-        if rank.random.random() < 0.3 and slot.error is None and rank.session.take_in_strips(slot):
+        if rank.random.random() < 0.3 and slot.error is None and rank.session.take_in_chunks(slot):
             rank.in_chunks.add(slot.id)
         data = use.contribution(rank.number)
         target = np.frombuffer(slot.input, np.uint8)
@@ -123,8 +123,8 @@ class Turn:
         session, slot = self._rank.session, self._slot
         seen: set[int] = set()
         while slot.pending:
-            yield lambda: session.is_done(slot) or bool(slot.strips)
-            for chunk in session.wait_for_strips(slot, 1.0):
+            yield lambda: session.is_done(slot) or bool(slot.chunks)
+            for chunk in session.wait_for_chunks(slot, 1.0):
                 if chunk in seen:
                     raise InvariantError(f"{self._rank.name} is shown chunk {chunk} of {self._what} twice")
                 seen.add(chunk)

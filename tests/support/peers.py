@@ -48,6 +48,6 @@ def met(ranks: list[RemoteSession]) -> tuple[str, list[Stream]]:
     for session in ranks:
         peers(session).directory.ask(name, (1 - session.rank,))
     for session in ranks:
-        peers(session).directory.meeting(name, (1 - session.rank,))(WAIT_S)
-        assert peers(session).directory.has_met(name)
+        peers(session).directory.introduction_wait(name, (1 - session.rank,))(WAIT_S)
+        assert peers(session).directory.are_introduced(name)
     return name, [peers(session).stream(name, (1 - session.rank,)) for session in ranks]

@@ -14,7 +14,7 @@ import torch
 
 from byteps_py.errors import StallError
 from byteps_py.session.peers import peer_protocol
-from byteps_py.session.peers.memory import Outgoing
+from byteps_py.session.peers.memory import OutgoingMemory
 from byteps_py.session.peers.message_matcher import MessageMatcher
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.session.peers.ring import Ring, RingHost
@@ -29,10 +29,10 @@ SLOT_BYTES = 1024
 class Turns:
     """Who would wait gets a StallError: the ranks take turns."""
 
-    def look_s(self) -> float:
+    def spin_s(self) -> float:
         return 0.0
 
-    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool = False) -> None:
+    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_spun: bool = False) -> None:
         if not condition():
             wait.missing()
             raise StallError("not yet")
@@ -47,12 +47,12 @@ class Threads(Turns):
         self._came = came
         self.sleeps = 0
 
-    def look_s(self) -> float:
+    def spin_s(self) -> float:
         return random.choice([0.0, LOOK_S])
 
-    def looked(self, in_vain: bool) -> None: ...
+    def spun(self, in_vain: bool) -> None: ...
 
-    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool = False) -> None:
+    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_spun: bool = False) -> None:
         with self._came:
             self.sleeps += 1
             if not self._came.wait_for(condition, timeout_s):
@@ -77,18 +77,18 @@ class Rank:
     def __init__(self, me: int, size: int, world: list[Rank], in_threads: bool = False) -> None:
         self.me, self._world = me, world
         self.others = [other for other in range(size) if other != me]
-        self.matcher, self.outgoing = MessageMatcher(me), Outgoing()
+        self.matcher, self.outgoing = MessageMatcher(me), OutgoingMemory()
         self.came = threading.Condition()
-        self.patience = Threads(self.came) if in_threads else Turns()
+        self.waiter = Threads(self.came) if in_threads else Turns()
         self.outboxes = {other: Outbox(self._to(other) if in_threads else None) for other in self.others}
         incoming = type("", (), {"find": self.find})()
         host = RingHost(
             me, 0, threading.Lock(), self.matcher, self.outgoing, cast(Any, incoming), cast(Any, self.outboxes),
-            cast(Any, self.patience), lambda outbox: None,
+            cast(Any, self.waiter), lambda outbox: None,
         )  # fmt: skip
         self.ring = Ring(host, self.matcher.stream("ring", self.others), SLOT_BYTES)
         self.sums = RingSums(self.ring, me, {rank: rank for rank in range(size)})
-        self.sums.step_look_s = 0.0  # ranks take turns
+        self.sums.step_spin_s = 0.0  # ranks take turns
 
     def find(self, source: int, number: int, end: int) -> Segment:
         return self._world[source].outgoing.segments[number]
@@ -103,7 +103,7 @@ class Rank:
         return deliver
 
     def take(self, message: PeerMessage) -> None:
-        if message.kind != PeerMessageKind.LOOK:
+        if message.kind != PeerMessageKind.WAKE:
             assert self.matcher.came(message, None) is None
 
     def add_up(

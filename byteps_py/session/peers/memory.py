@@ -1,7 +1,7 @@
-"""Memory between the ranks of one machine: what a rank lays down for its peers, and what it maps of theirs.
+"""Shared memory between the ranks of one machine: what a rank writes for its peers, and what it maps of theirs.
 
-Segments are sealed memfds that go from rank to rank as descriptors; nobody else can open them, and they are gone with
-the last process that maps them. Not locked: see Neighbours.
+Segments are sealed memfds whose descriptors go from rank to rank. No other process can open them, and they are freed
+with the last process that maps them. Not locked: LocalPeers calls with its lock held.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ import os
 from byteps_py.errors import ProtocolError
 from byteps_py.shm import PAGE, Arena, Block, Segment
 
-#: A free block serves what needs at least this part of it.
+#: A free block is used for a payload that needs at least 1 / _LEAST_PART of it.
 _LEAST_PART = 4
-#: Free blocks beyond this keep their addresses, but not their pages.
+#: Free blocks beyond this keep their addresses, but give their pages back.
 _IDLE_BYTES = 256 << 20
 
 
-class Outgoing:
-    """Blocks for parcels, used again as soon as they are free: the one that was freed last first, whose memory is the
-    warmest."""
+class OutgoingMemory:
+    """Blocks for payloads. A freed block is reused as soon as possible, the latest first, as its memory is in the
+    caches."""
 
     def __init__(self, idle_bytes: int = _IDLE_BYTES) -> None:
         self._arena = Arena()
         self._idle_bytes = idle_bytes
         self._free: dict[int, list[Block]] = {}  # by size
-        self._warm: dict[int, Block] = {}  # by address: free ones with pages, the one that was freed first first
+        self._warm: dict[int, Block] = {}  # by address: free blocks with pages, the oldest first
         self._warm_bytes = 0
 
     @property
     def segments(self) -> list[Segment]:
-        """All there are so far; peers must know a segment before they are told of a block in it."""
+        """All segments so far. A segment must be announced to a peer before a block in it is."""
         return self._arena.segments
 
     def allocate(self, nbytes: int) -> tuple[Block, Segment]:
-        """A block of at least ``nbytes``, and what is to be held while it is written."""
+        """A block of at least ``nbytes`` bytes, and its segment, to which the caller keeps a reference while it
+        writes."""
         block = self._find(nbytes)
         return block, self._arena.segments[block.segment]
 
@@ -52,6 +53,7 @@ class Outgoing:
         return block
 
     def free(self, block: Block) -> None:
+        """Reuse ``block`` from now on."""
         self._free.setdefault(block.nbytes, []).append(block)
         self._warm[block.address] = block
         self._warm_bytes += block.nbytes
@@ -68,29 +70,33 @@ class Outgoing:
         self._warm.clear()
 
 
-class Incoming:
-    """The segments of this rank's peers."""
+class IncomingMemory:
+    """The mapped segments of this rank's peers."""
 
     def __init__(self) -> None:
         self._segments: dict[tuple[int, int], Segment] = {}  # by owner and number
 
     def add(self, source: int, number: int, fd: int, nbytes: int) -> None:
-        """Takes the descriptor, in any case. Raises ProtocolError for one that can't hold as much for good."""
+        """Map segment ``number`` of ``source``. Takes ownership of ``fd`` in any case. Raises ProtocolError for a
+        descriptor that is not sealed at ``nbytes`` bytes."""
         try:
             if number and (source, number - 1) not in self._segments:
-                raise ProtocolError(f"local rank {source} has told of segment {number} before those that come first")
+                raise ProtocolError(f"local rank {source} announced segment {number} before earlier ones")
             segment = Segment(fd, nbytes)
         except (ProtocolError, OSError, ValueError, OverflowError) as error:
             os.close(fd)
-            raise ProtocolError(f"local rank {source} has told of {nbytes} bytes that can't be had: {error}") from error
-        segment.let_go()  # it is mapped
+            raise ProtocolError(
+                f"local rank {source} announced a segment of {nbytes} bytes that can't be mapped: {error}"
+            ) from error
+        segment.let_go()  # the mapping stays
         self._segments[source, number] = segment
 
     def find(self, source: int, number: int, end: int) -> Segment:
-        """To be held while it is read. Raises ProtocolError if there is no such memory up to ``end``."""
+        """The segment, to which the caller keeps a reference while it reads. Raises ProtocolError if it is not mapped
+        up to ``end`` bytes."""
         segment = self._segments.get((source, number))
         if segment is None or end > segment.nbytes:
-            raise ProtocolError(f"local rank {source} has laid a parcel where there is no memory: segment {number}")
+            raise ProtocolError(f"local rank {source} sent a payload outside of its memory: segment {number}")
         return segment
 
     def close(self) -> None:
@@ -98,7 +104,7 @@ class Incoming:
 
 
 def size_class(nbytes: int) -> int:
-    """At least ``nbytes``, in steps of up to a quarter of it, so that tensors of about a size share blocks.
+    """``nbytes`` rounded up, by at most a quarter, so that tensors of similar sizes share blocks.
 
     >>> [size_class(n) for n in (1, 5000, 1 << 20, (1 << 20) + 1)]
     [4096, 8192, 1048576, 1310720]

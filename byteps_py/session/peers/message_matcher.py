@@ -1,29 +1,35 @@
-"""What peers have sent each other: which parcels came, which of one's own are still needed. Pure.
+"""Matches the payloads that peers have sent with the receipts of this rank, and acknowledgements with its own payloads.
+Pure.
 
-Each stream brings parcels from one rank to another in order: the nth that a sender sends is the nth that the receiver
-expects, whoever of them comes first. Not locked: Neighbours calls with the session's lock held, but for ``expect`` and
-``send``, whose callers take turns, stream by stream.
+Each stream brings payloads from one rank to another in order: the nth that a sender sends is the nth that the receiver
+expects, whichever of the two calls first. Not locked: LocalPeers calls with its lock held, except for ``expect`` and
+``Stream.send``, whose callers take turns, stream by stream.
 
-All ranks together begin a new era when all have joined: streams start again, and what was not taken is void.
+When all ranks have joined, all of them begin a new era: streams start again, and payloads that were not taken are void.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from byteps_py.errors import ProtocolError
+from byteps_py.errors import CommunicationError, JoinedError, ProtocolError
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
+from byteps_py.session.peers.waiting import Wait
 from byteps_py.tensors import key_of
+
+#: (address, length in bytes) of a range of this process's memory.
+Span = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Parcel:
-    """Bytes that came, or come: ``payload``, or ``ready`` bytes so far at ``offset`` of the sender's ``segment``.
-    ``done``: how many have been copied from there. ``due``: bytes that its sender expects in turn, or -1."""
+class Payload:
+    """Bytes from a peer, perhaps not complete yet: ``data``, or the first ``ready`` of ``total`` bytes at ``offset`` of
+    the sender's ``segment``. ``done``: bytes copied from there so far. ``due``: bytes that the sender expects in
+    return; -1: it does not say. ``id``: for the acknowledgement; 0: none is needed."""
 
     total: int
-    payload: bytes | None
+    data: bytes | None
     ready: int
     id: int = 0
     segment: int = 0
@@ -33,21 +39,22 @@ class Parcel:
 
     @property
     def has_news(self) -> bool:
-        """There is something to be copied, or nothing that is still to come."""
+        """True if there are bytes to copy, or if nothing more will come."""
         return self.done < self.ready or self.ready == self.total
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Of one stream, from one rank: parcels that came and have not been taken, by number."""
+    """The payloads of one stream from one rank that have come and have not been taken, by number."""
 
-    parcels: dict[int, Parcel] = field(default_factory=dict)
+    payloads: dict[int, Payload] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One name, as this rank sees it. ``unacknowledged``: parcels it has sent and somebody may not have taken; counts
-    only those that somebody has been asked to acknowledge."""
+    """The payloads under one name between this rank and others. ``flows``: by local rank. ``sent``, ``expected``: how
+    many payloads, by local rank. ``unacknowledged``: payloads of this rank that at least one receiver was asked to
+    acknowledge and has not."""
 
     name: str
     key: int
@@ -57,32 +64,67 @@ class Stream:
     unacknowledged: int = 0
 
     def send(self, target: int) -> int:
-        """The number of the next parcel to ``target``."""
+        """The number of the next payload to ``target``."""
         number = self.sent[target] = self.sent.get(target, 0) + 1
         return number
 
     def expect(self, source: int) -> int:
-        """The number of the next parcel from ``source``."""
+        """The number of the next payload from ``source``."""
         number = self.expected[source] = self.expected.get(source, 0) + 1
         return number
 
     def has_next(self, source: int) -> bool:
-        """True if the next parcel from ``source`` that nobody expects yet is there, or begins to be."""
-        return self.expected.get(source, 0) + 1 in self.flows[source].parcels
+        """True if the next payload from ``source`` that has no receipt is here, at least in part."""
+        return self.expected.get(source, 0) + 1 in self.flows[source].payloads
+
+
+@dataclass(slots=True, eq=False)
+class StreamReceipt:
+    """What one operation expects of a stream. The threads of one operation take turns.
+
+    ``left``: (source, number, spans, bytes, bytes sent in return or -1), the next one last. ``error``: a difference
+    between what came and what was expected. ``is_mutual``: every member expects a payload of every other, and no member
+    begins without one that has joined.
+    """
+
+    stream: Stream
+    left: list[tuple[int, int, Sequence[Span], int, int]] = field(default_factory=list)
+    wait: Wait | None = None
+    error: CommunicationError | None = None
+    is_mutual: bool = False
+
+    def expect(self, source: int, spans: Sequence[Span], nbytes: int, sent: int = -1) -> None:
+        """The stream's next payload from ``source``, ``nbytes`` long, goes to ``spans``. ``sent``: bytes that this rank
+        sends to ``source`` in return, and that ``source`` should expect; -1: nothing to compare."""
+        self.left.append((source, self.stream.expect(source), spans, nbytes, sent))
+
+    @property
+    def is_there(self) -> bool:
+        """True if everything has come."""
+        flows = self.stream.flows
+        payloads = (flows[source].payloads.get(number) for source, number, _, _, _ in self.left)
+        return all(payload is not None and payload.ready == payload.total for payload in payloads)
+
+    def missing(self) -> list[int]:
+        """The local ranks of which nothing has come yet."""
+        flows = self.stream.flows
+        return [source for source, number, _, _, _ in self.left if number not in flows[source].payloads]
 
 
 @dataclass(slots=True, eq=False)
 class _Sent:
+    """A payload that ``takers`` have yet to acknowledge. ``block``: its memory, or None."""
+
     stream: Stream
     block: object
     takers: set[int]
 
 
 class MessageMatcher:
-    """``me``: this rank's number on its machine."""
+    """``me``: the local rank of this process."""
 
-    #: Messages of the next era that may come before this rank hears of it; flows of streams that it does not know yet;
-    #: parcels of one flow that it has not taken. More can't come from correct ranks.
+    #: The most messages of the next era before this rank has begun it, flows of streams that it does not know yet, and
+    #: payloads of one flow that it has not taken. Correct ranks stay far below.
     most_early = 1 << 20
 
     def __init__(self, me: int) -> None:
@@ -90,15 +132,15 @@ class MessageMatcher:
         self.era = 0
         self.joined: set[int] = set()  # peers that have no more data
         self._flows: dict[tuple[int, int], Flow] = {}  # by stream and source
-        self._unclaimed: dict[tuple[int, int], Flow] = {}  # the same, of what this rank has no stream for
+        self._unclaimed: dict[tuple[int, int], Flow] = {}  # the same, of streams that this rank has not opened yet
         self._streams: dict[int, Stream] = {}
-        self._coming: dict[tuple[int, int], Parcel] = {}  # by source and id: not complete yet
+        self._coming: dict[tuple[int, int], Payload] = {}  # by source and id: incomplete ones
         self._sent: dict[int, _Sent] = {}
         self._last_id = 0
         self._early: list[tuple[PeerMessage, bytes | None]] = []
 
     def stream(self, name: str, others: Iterable[int]) -> Stream:
-        """The stream of this name between this rank and ``others``."""
+        """The stream of this name between this rank and the local ranks ``others``."""
         key = key_of(name)
         stream = self._streams.get(key)
         if stream is None:
@@ -108,66 +150,66 @@ class MessageMatcher:
         return stream
 
     def send(self, stream: Stream, targets: Iterable[int], block: object) -> int:
-        """Note a parcel that these are to acknowledge; returns its id. ``block``: where it lies, if anywhere."""
-        parcel_id = self.new_id()
-        self._sent[parcel_id] = _Sent(stream, block, set(targets))
+        """Record a payload that ``targets`` are to acknowledge. Returns its id. ``block``: its memory, or None."""
+        payload_id = self.new_id()
+        self._sent[payload_id] = _Sent(stream, block, set(targets))
         stream.unacknowledged += 1
-        return parcel_id
+        return payload_id
 
     def new_id(self) -> int:
-        """Of the next parcel that this rank lays."""
+        """The id of the next payload."""
         self._last_id += 1
         return self._last_id
 
     def takers(self, stream: Stream) -> set[int]:
-        """Who has not taken all that it has been sent."""
+        """The local ranks that have not acknowledged all payloads of ``stream``."""
         return set().union(*(sent.takers for sent in list(self._sent.values()) if sent.stream is stream))
 
-    def came(self, message: PeerMessage, payload: bytes | None) -> object:
-        """A message came. Returns the block that nobody needs any more because of it, or None. Raises ProtocolError.
-        SEGMENT is not for the ledger."""
+    def came(self, message: PeerMessage, data: bytes | None) -> object:
+        """Process a message, and for INLINE its bytes. Returns the block that is free after it, or None. LocalPeers
+        handles SEGMENT and WAKE itself. Raises ProtocolError."""
         kind, source = message.kind, message.source
         if message.era != self.era:
             if message.era == self.era + 1 and len(self._early) < self.most_early:
-                self._early.append((message, payload))
+                self._early.append((message, data))
             elif message.era > self.era:
                 raise ProtocolError(f"local rank {source} is in era {message.era}, this one in {self.era}")
             return None
         if kind == PeerMessageKind.TAKEN:
             return self._taken(message.id, source)
         if kind == PeerMessageKind.MORE:
-            parcel = self._coming.get((source, message.id))
-            if parcel is None:
-                raise ProtocolError(f"local rank {source} has more of a parcel that it never began")
-            if message.total != parcel.total or message.ready < parcel.ready:
+            payload = self._coming.get((source, message.id))
+            if payload is None:
+                raise ProtocolError(f"local rank {source} continues a payload that it never began")
+            if message.total != payload.total or message.ready < payload.ready:
                 raise ProtocolError(
-                    f"local rank {source} has {message.ready} of {message.total} bytes of a parcel, after "
-                    f"{parcel.ready} of {parcel.total}"
+                    f"local rank {source} has written {message.ready} of {message.total} bytes of a payload, after "
+                    f"{payload.ready} of {payload.total}"
                 )
-            parcel.ready = message.ready
-            if parcel.ready == parcel.total:
+            payload.ready = message.ready
+            if payload.ready == payload.total:
                 del self._coming[source, message.id]
         elif kind == PeerMessageKind.JOINED:
             self.joined.add(source)
         else:
-            parcel = Parcel(
-                message.total, payload, message.ready, message.id, message.segment, message.offset, message.due
+            payload = Payload(
+                message.total, data, message.ready, message.id, message.segment, message.offset, message.due
             )
             flow = self._flow(message.stream, source)
-            if message.number in flow.parcels:
-                raise ProtocolError(f"local rank {source} sent parcel {message.number} of a stream twice")
-            if len(flow.parcels) >= self.most_early:
-                raise ProtocolError(f"local rank {source} sends too much that nobody takes")
-            is_coming = payload is None and parcel.ready < parcel.total
+            if message.number in flow.payloads:
+                raise ProtocolError(f"local rank {source} sent payload {message.number} of a stream twice")
+            if len(flow.payloads) >= self.most_early:
+                raise ProtocolError(f"local rank {source} sends more than this rank takes")
+            is_coming = data is None and payload.ready < payload.total
             if is_coming and (source, message.id) in self._coming:
-                raise ProtocolError(f"local rank {source} has begun parcel {message.id} twice")
-            flow.parcels[message.number] = parcel
+                raise ProtocolError(f"local rank {source} began payload {message.id} twice")
+            flow.payloads[message.number] = payload
             if is_coming:
-                self._coming[source, message.id] = parcel
+                self._coming[source, message.id] = payload
         return None
 
-    def start_anew(self) -> list[object]:
-        """All ranks have joined. Returns the blocks that are not needed any more."""
+    def begin_era(self) -> list[object]:
+        """All ranks have joined. Returns the blocks that are free now."""
         blocks = [sent.block for sent in self._sent.values() if sent.block is not None]
         self.era += 1
         self.joined.clear()
@@ -175,31 +217,36 @@ class MessageMatcher:
         self._coming.clear()
         self._unclaimed.clear()
         for flow in self._flows.values():
-            flow.parcels.clear()
+            flow.payloads.clear()
         for stream in self._streams.values():
             stream.sent.clear()
             stream.expected.clear()
             stream.unacknowledged = 0
         early, self._early = self._early, []
-        for message, payload in early:
-            self.came(message, payload)
+        for message, data in early:
+            self.came(message, data)
         return blocks
 
     def _flow(self, key: int, source: int) -> Flow:
         flow = self._flows.get((key, source)) or self._unclaimed.get((key, source))
         if flow is None:
             if len(self._unclaimed) >= self.most_early:
-                raise ProtocolError(f"local rank {source} sends too much of streams that are not known here")
+                raise ProtocolError(f"local rank {source} sends too much on streams that are not open here")
             flow = self._unclaimed[key, source] = Flow()
         return flow
 
     def _taken(self, id_: int, source: int) -> object:
         sent = self._sent.get(id_)
         if sent is None or source not in sent.takers:
-            raise ProtocolError(f"local rank {source} has taken a parcel that was not for it")
+            raise ProtocolError(f"local rank {source} acknowledged a payload that was not for it")
         sent.takers.discard(source)
         if sent.takers:
             return None
         del self._sent[id_]
         sent.stream.unacknowledged -= 1
         return sent.block
+
+
+def joined_error(name: str, rank: int) -> JoinedError:
+    """The error of an operation that needs ``rank`` after ``rank`` has joined."""
+    return JoinedError(f"tensor {name!r}: what needs all of its ranks is not supported while rank {rank} has joined")

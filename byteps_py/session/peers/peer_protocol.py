@@ -1,6 +1,7 @@
-"""What ranks of one machine say to each other. Pure; any thread.
+"""The messages between ranks of one machine. Pure; any thread.
 
-Every message is one packed record; INLINE has the bytes of its parcel after it, SEGMENT a descriptor with it.
+Every message is one packed record. The bytes of the payload follow the record of INLINE; a descriptor goes with that of
+SEGMENT.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ from byteps_py.errors import ProtocolError
 
 
 class PeerMessageKind(enum.IntEnum):
-    """First byte of a message."""
+    """The first field of a message."""
 
-    INLINE = 1  # a parcel, whole
-    LAID = 2  # a parcel lies in the sender's memory (segment, offset), or begins to: the first ``ready`` bytes do
-    MORE = 3  # of parcel ``id`` there are ``ready`` bytes by now
-    TAKEN = 4  # parcel ``id``, of the one this is said to, is not needed any more
+    INLINE = 1  # a whole payload
+    SHARED = 2  # a payload lies in the sender's memory (``segment``, ``offset``): its first ``ready`` bytes so far
+    MORE = 3  # ``ready`` bytes of payload ``id`` are written by now
+    TAKEN = 4  # payload ``id``, sent by the receiver of this message, is not needed any more
     SEGMENT = 5  # memory of the sender: its number (``segment``), its size (``total``), and its descriptor
-    JOINED = 6  # the sender has no more data: nothing of this era comes after this
-    LOOK = 7  # the sender has laid something for which the one this is said to sleeps (ring.py)
+    JOINED = 6  # the sender has no more data: this is its last message of this era
+    WAKE = 7  # the sender has published a step for which the receiver of this message sleeps (ring.py)
 
 
 class PeerMessage(NamedTuple):
-    """``source``: the local rank that says it. ``era``: how often all ranks have joined. ``stream``: the key of one.
-    ``number``: of a parcel among those that the stream brings from there to here. ``total``: its bytes. ``id``: what
-    the sender calls it; 0 if the sender need not know when it is taken. ``due``: bytes that the sender of a parcel
-    expects in turn from the one it is for; -1: it does not say; REFUSED: there is no parcel, since the local rank
-    ``offset`` has joined."""
+    """The fields of a record.
+
+    ``source``: the sender's local rank. ``era``: how often all ranks have joined. ``stream``: its key. ``number``: of
+    the payload in its stream, between this sender and this receiver. ``total``: bytes of the payload. ``ready``: bytes
+    written so far. ``id``: the sender's number of the payload, for the acknowledgement; 0: none is needed. ``due``:
+    bytes that the sender expects from the receiver in return; -1: it does not say; REFUSED: there is no payload because
+    the local rank ``offset`` has joined.
+    """
 
     kind: int
     source: int
@@ -47,12 +51,12 @@ class PeerMessage(NamedTuple):
 _RECORD = struct.Struct("<HHIQQQQQQQq")
 RECORD_BYTES = _RECORD.size
 REFUSED = -2
-pack = _RECORD.pack  # its arguments are the fields, in order: this is the hot path
+pack = _RECORD.pack  # takes the fields in order; a function would cost too much on the hot path
 _KINDS = frozenset(map(int, PeerMessageKind))
 
 
 def unpack(data: memoryview, nbytes: int) -> PeerMessage:
-    """The record at the beginning of ``data``, a message of ``nbytes``. Raises ProtocolError."""
+    """The record at the beginning of ``data``, of a message of ``nbytes`` bytes. Raises ProtocolError."""
     if nbytes < RECORD_BYTES:
         raise ProtocolError(f"a message of {nbytes} bytes from a rank of this machine; records have {RECORD_BYTES}")
     message = PeerMessage._make(_RECORD.unpack_from(data))

@@ -1,8 +1,8 @@
-"""The sockets between the ranks of one machine: each has an inbox, the others write to it.
+"""The sockets between the ranks of one machine: each rank has an inbox, to which the others write.
 
-An inbox is a pair of sockets without a name; whoever holds its other end may write. Messages arrive whole, and those of
-one sender in order. A sender never waits: what the socket of a busy receiver does not take is kept, and a thread that
-lives until it is gone sends it.
+An inbox is an unnamed pair of sockets; a process that holds its other end may write. Messages arrive whole, and those
+of one sender in order. A sender never blocks: messages that the socket of a busy receiver does not take are kept, and a
+thread that lives only until then sends them.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from byteps_py.log import logger
 
 MAX_MESSAGE = 192 << 10
 _ANCILLARY_BYTES = socket.CMSG_LEN(4 * 4)
-_BUFFER_BYTES = 4 << 20  # the kernel allows less, as a rule
-_LOOK_MS = 250
+_BUFFER_BYTES = 4 << 20  # the kernel usually allows less
+_POLL_MS = 250
 _FLUSH_LIMIT_S = 10.0
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
 class Inbox:
-    """``door``: the end that others write to. One thread at a time receives."""
+    """``write_fd``: the end to which others write. One thread at a time receives."""
 
     def __init__(self) -> None:
-        self._sock, self._door = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock, self._write_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.suppress(OSError):
-            self._door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        # The own copy of the door stays open: an inbox without writers would always look as if there were something.
+            self._write_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        # The other end stays open here: a socket without writers is always readable.
         self.buffer = memoryview(bytearray(MAX_MESSAGE))
 
     @property
-    def door(self) -> int:
-        return self._door.fileno()
+    def write_fd(self) -> int:
+        return self._write_end.fileno()
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def receive(self) -> tuple[int, int]:
-        """(bytes of the next message, which lies in ``buffer``, and the descriptor it has or -1); (0, -1) if there is
-        none now."""
+        """(size of the next message in bytes, its descriptor or -1). The message is in ``buffer`` until the next call.
+        (0, -1): no message has arrived."""
         try:
             nbytes, ancillary, _, _ = self._sock.recvmsg_into([self.buffer], _ANCILLARY_BYTES, _DONTWAIT)
         except BlockingIOError:
@@ -56,29 +56,29 @@ class Inbox:
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(raw[: len(raw) - len(raw) % 4])
-        for fd in fds[1:]:  # nobody sends so many
+        for fd in fds[1:]:  # correct senders attach one at most
             os.close(fd)
         return nbytes, fds[0] if fds else -1
 
     def close(self) -> None:
         self._sock.close()
-        self._door.close()
+        self._write_end.close()
 
 
 class PeerOutbox:
-    """The way to one neighbour, whose inbox's ``door`` it owns. Any thread."""
+    """The way to one peer. Owns ``write_fd``, a descriptor for the peer's inbox. Any thread."""
 
-    def __init__(self, door: int) -> None:
-        self._sock = socket.socket(fileno=door)
+    def __init__(self, write_fd: int) -> None:
+        self._sock = socket.socket(fileno=write_fd)
         self._lock = threading.Lock()
         self._waiting: deque[tuple[bytes, int]] = deque()
         self._flusher: threading.Thread | None = None
         self._closing = False
-        self.announced = 0  # segments that the neighbour has been told of
+        self.announced = 0  # segments announced to the peer so far
 
     def send(self, message: bytes, fd: int = -1) -> None:
-        """Send, now or later. If the neighbour has left, nobody needs it. Raises CommunicationError if the system does
-        not take such a message."""
+        """Send, now or later; a message to a peer that has ended is dropped. ``fd`` stays the caller's. Raises
+        CommunicationError if the system does not accept a message of this size."""
         with self._lock:
             if self._waiting or not self._try(message, fd):
                 self._waiting.append((message, os.dup(fd) if fd >= 0 else -1))
@@ -94,22 +94,22 @@ class PeerOutbox:
                 self._sock.send(message, _DONTWAIT)
         except BlockingIOError:
             return False
-        except ConnectionError:  # it is gone; who waits for it hears so from the communication service
+        except ConnectionError:  # the peer has ended; the communication service tells the ranks that wait for it
             return True
         except OSError as error:
-            if self._sock.fileno() < 0:  # given up here
+            if self._sock.fileno() < 0:  # closed here
                 return True
-            room = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            limit = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
             raise CommunicationError(
                 f"a message of {len(message)} bytes to another rank of this machine can't be sent ({error}); its "
-                f"socket takes {room} bytes: let net.core.wmem_max be {MAX_MESSAGE} at least"
+                f"socket takes {limit} bytes: let net.core.wmem_max be {MAX_MESSAGE} at least"
             ) from error
         return True
 
     def _try_again(self, message: bytes, fd: int) -> bool:
         try:
             return self._try(message, fd)
-        except CommunicationError as error:  # whose call it was is over; who waits for it will say so, too
+        except CommunicationError as error:  # the call that sent it has returned; the receiver reports a stall
             logger.error("%s", error)
             return True
 
@@ -117,7 +117,7 @@ class PeerOutbox:
         writable = select.poll()
         writable.register(self._sock, select.POLLOUT)
         while True:
-            writable.poll(_LOOK_MS)
+            writable.poll(_POLL_MS)
             with self._lock:
                 while self._waiting and (self._closing or self._try_again(*self._waiting[0])):
                     _, fd = self._waiting.popleft()
@@ -128,10 +128,11 @@ class PeerOutbox:
                     return
 
     def close(self, is_forked: bool = False) -> None:
-        """Send what waits, for a while; then give the way up. A copy of the process only does the latter."""
+        """Send what is waiting, within a time limit, then close the socket. ``is_forked``: in a forked child, only
+        close it."""
         flusher = self._flusher
         if flusher is not None and not is_forked:
             flusher.join(_FLUSH_LIMIT_S)
             self._closing = True
-            flusher.join(2 * _LOOK_MS / 1000)
+            flusher.join(2 * _POLL_MS / 1000)
         self._sock.close()

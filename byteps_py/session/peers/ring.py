@@ -1,16 +1,16 @@
-"""Memory in which the ranks of a group lay, step by step, what the others are to have, while they do the same: a few
-slots of each, and a few lines that say how far it is.
+"""Shared memory in which each rank of a group writes, step by step, what the others read, while they do the same: a few
+slots of each rank, and a few control lines that say how many steps it has published.
 
-So a tensor of any size needs no more shared memory than that, and what is laid is read while it is in the caches.
-Nobody says that a slot has been read: who lays a step has read all of the others' steps before it.
+So a tensor of any size needs no more shared memory than that, and bytes are read while they are in the caches. No
+acknowledgement is needed: a rank that publishes a step has read all earlier steps of the others.
 
-    wait until all others have laid step s - 1, for which they have read step s - 2 of this rank
-    read step s - 1 of the others; write step s where step s - 2 was, or an earlier one; lay it
+    wait until all others have published step s - 1, for which they have read step s - 2 of this rank
+    read step s - 1 of the others; write step s to the slot of step s - 4; publish it
 
-How far a rank is stands in memory, so to lay a step is to write a word, and to wait is to look at one. A rank
-that has looked for long enough writes down that it sleeps, and whoever lays a step sends it a message. The steps
-themselves are taken by compiled instructions (byteps_py/torch/engine/ring/steps.py); here is what comes before,
-between and after them.
+The number of published steps is a word in memory: a rank publishes by writing its word, and waits by polling the words
+of the others. A rank that has polled for long enough records that it sleeps, and a rank that publishes a step then
+sends it a message. Compiled instructions take the steps (byteps_py/torch/engine/ring/steps.py); this module does what
+comes before, between and after them.
 """
 
 from __future__ import annotations
@@ -23,58 +23,60 @@ from typing import NamedTuple
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
 from byteps_py.session.peers import peer_protocol
-from byteps_py.session.peers.memory import Incoming, Outgoing
-from byteps_py.session.peers.message_matcher import MessageMatcher, Stream
+from byteps_py.session.peers.memory import IncomingMemory, OutgoingMemory
+from byteps_py.session.peers.message_matcher import MessageMatcher, Stream, joined_error
 from byteps_py.session.peers.peer_protocol import PeerMessageKind
 from byteps_py.session.peers.peer_sockets import PeerOutbox
-from byteps_py.session.peers.receipts import joined
-from byteps_py.session.peers.waiting import Patience, Wait
+from byteps_py.session.peers.waiting import PeerWaiter, Wait
 from byteps_py.shm import PAGE, Block, Segment
 from byteps_py.tensors import key_of
 
-#: A power of two. Two would do, but what was written two steps ago is still in the caches of those who have read it,
-#: and has to be taken from there: with four, sums of 4 MB take half of the time where that is slow, and nowhere more.
+#: A power of two. Two would be enough, but the slot of two steps ago is still in the caches of its readers and has to
+#: be fetched from there: with four, sums of 4 MB take half of the time where that is slow, and nowhere longer.
 SLOTS = 4
-#: Where a rank's control lines have what: steps laid so far, in all operations of its era; whether it sleeps; what the
-#: operation under way is, and the one before or after it. Nobody else writes there.
+#: Offsets in a rank's control lines, to which only that rank writes. WORD: steps published so far, in all operations of
+#: its era. ASLEEP: whether it sleeps. RECORDS: its current operation, and the one before or after it.
 WORD, ASLEEP, RECORDS = 0, 64, 128
-#: An era's words begin here; within one, nobody is ahead of others by more than that.
+#: The bit from which on a word holds the era; the largest lead of one rank over another within an era.
 _ERA, AHEAD = 40, 1 << 39
 _RECORD = struct.Struct("=QQ")  # key, bytes of the tensor
-_LAID, _LOOK = int(PeerMessageKind.LAID), int(PeerMessageKind.LOOK)
+_SHARED, _WAKE = int(PeerMessageKind.SHARED), int(PeerMessageKind.WAKE)
 
 
 class RingHost(NamedTuple):
-    """What the rings of local rank ``me`` share. ``first_rank``: the global rank of local rank 0. ``books`` guards
-    ``matcher`` and ``outgoing``. ``announce`` tells a neighbour of memory."""
+    """What the rings of local rank ``me`` share. ``first_rank``: the global rank of local rank 0. ``lock`` guards
+    ``matcher`` and ``outgoing``. ``announce`` tells a peer about memory segments."""
 
     me: int
     first_rank: int
-    books: threading.Lock
+    lock: threading.Lock
     matcher: MessageMatcher
-    outgoing: Outgoing
-    incoming: Incoming
+    outgoing: OutgoingMemory
+    incoming: IncomingMemory
     outboxes: Mapping[int, PeerOutbox]
-    patience: Patience
+    waiter: PeerWaiter
     announce: Callable[[PeerOutbox], None]
 
 
 class Ring:
-    """Of one group, whose other members' local ranks are those of ``stream``, which has no other use. One operation
-    at a time, all members' in the same order; one thread at a time."""
+    """The ring of one group. ``stream``: to the other members; it has no other use. ``slot_bytes``: the size of each
+    slot.
+
+    All members call the same operations in the same order, one at a time. One thread at a time.
+    """
 
     def __init__(self, host: RingHost, stream: Stream, slot_bytes: int) -> None:
         self._stream, self.slot_bytes = stream, slot_bytes
-        self._me, self._first_rank, self._books, self._matcher = host.me, host.first_rank, host.books, host.matcher
+        self._me, self._first_rank, self._lock, self._matcher = host.me, host.first_rank, host.lock, host.matcher
         self._outgoing, self._incoming = host.outgoing, host.incoming
-        self._outboxes, self._patience, self._announce = host.outboxes, host.patience, host.announce
-        self.block: Block | None = None  # where its lines and slots are
-        self._segments: dict[int, Segment] = {}  # by local rank: those with members' lines and slots
-        #: Where members have them, once all know each other: by local rank, addresses.
+        self._outboxes, self._waiter, self._announce = host.outboxes, host.waiter, host.announce
+        self.block: Block | None = None  # this rank's control lines and slots
+        self._segments: dict[int, Segment] = {}  # by local rank: those that hold the members' lines and slots
+        #: By local rank: the address of the control lines, once it is known.
         self.controls: dict[int, int] = {}
         self._era = -1
-        self._first = 0  # steps of operations before this one, in this era
-        self._operations = 0  # before this one, in this era
+        self._first = 0  # steps of earlier operations of this era
+        self._operations = 0  # earlier ones, of this era
         # Of the operation under way:
         self.key = self._nbytes = self._steps = 0
         self._name = ""
@@ -86,35 +88,37 @@ class Ring:
 
     @property
     def era(self) -> int:
-        """Since when members have known each other; a new one begins once all have joined."""
+        """The era in which the members have exchanged addresses; -1 before that. A new one begins once all ranks have
+        joined."""
         return self._era
 
     @property
     def base(self) -> int:
-        """What this rank's word was when the operation began."""
+        """This rank's word when the operation began."""
         return (self._era << _ERA) + self._first
 
     @property
     def record(self) -> int:
-        """Where members have that of the operation, within their control lines."""
+        """The offset of the operation's record in every member's control lines."""
         return RECORDS + self._operations % 2 * _RECORD.size
 
     @property
-    def knows_all(self) -> bool:
-        """All members know where the others' slots are."""
+    def knows_addresses(self) -> bool:
+        """True if this rank knows the addresses of all members' slots."""
         return self._era == self._matcher.era and len(self.controls) > len(self._stream.flows)
 
     def slots(self, local_rank: int) -> int:
-        """The address of a member's slots, which lie side by side. Of this rank, once ``prepare`` has been called; of
-        others, if it ``knows_all``."""
+        """The address of a member's slots, which are contiguous. This rank's are known after ``prepare``, the others'
+        if ``knows_addresses``."""
         return self.controls[local_rank] + PAGE
 
     def prepare(self) -> None:
-        """The first step of the next operation may be written from now on, whether or not it comes to it."""
+        """Allocate this rank's slots and announce them, unless that was done in this era. After it, the first step of
+        the next operation may be written, whether or not the operation is begun."""
         if self._era == self._matcher.era:
             return
         if self.block is None:
-            with self._books:
+            with self._lock:
                 self.block, segment = self._outgoing.allocate(PAGE + SLOTS * self.slot_bytes)
             self._segments[self._me] = segment
             ctypes.memset(self.block.address, 0, PAGE)
@@ -126,77 +130,77 @@ class Ring:
                 self._announce(outbox)
             nbytes, number = self.block.nbytes, self._stream.send(target)
             where = self.block.segment, self._stream.key, number, nbytes, nbytes, 0, self.block.offset
-            outbox.send(peer_protocol.pack(_LAID, self._me, self._era, *where, self.slot_bytes))
+            outbox.send(peer_protocol.pack(_SHARED, self._me, self._era, *where, self.slot_bytes))
 
     def begin(self, name: str, nbytes: int, steps: int) -> None:
-        """The next operation, of a tensor of ``nbytes``: every member lays ``steps`` steps. ``name``: what all call it.
-        Raises JoinedError if one has no more data."""
+        """Begin the next operation: every member publishes ``steps`` steps of a tensor of ``nbytes`` bytes. ``name``:
+        the same on all members. Raises JoinedError if a member has no more data."""
         if missing := [source for source in self.others if source in self._matcher.joined]:
-            raise joined(name, self._first_rank + missing[0])
+            raise joined_error(name, self._first_rank + missing[0])
         self.prepare()
         self.key, self._name, self._nbytes, self._steps = key_of(name), name, nbytes, steps
         _RECORD.pack_into(self._lines(self._me), self.record, self.key, nbytes)
         self._wait = Wait(name, self._operations + 1, self._missing)
 
-    def meet(self, timeout_s: float) -> None:
-        """Return when this rank ``knows_all``. Raises StallError, JoinedError (one has no more data), ProtocolError and
-        what ends the session."""
+    def await_addresses(self, timeout_s: float) -> None:
+        """Return when this rank ``knows_addresses``. Raises StallError, JoinedError (a member has no more data),
+        ProtocolError and what ends the session."""
         flows = self._stream.flows
         if self._wait is None:
-            raise ValueError("meet() without begin()")
+            raise ValueError("await_addresses() without begin()")
 
         def unknown() -> list[int]:
-            return [source for source in flows if source not in self.controls and not flows[source].parcels]
+            return [source for source in flows if source not in self.controls and not flows[source].payloads]
 
         def has_come() -> bool:
             return not (missing := unknown()) or not self._matcher.joined.isdisjoint(missing)
 
         if not has_come():
-            self._patience.until(has_come, self._wait, timeout_s)
+            self._waiter.until(has_come, self._wait, timeout_s)
         if missing := unknown():
             raise self._joined(min(self._matcher.joined.intersection(missing)))
         for source, flow in flows.items():
-            for number, parcel in list(flow.parcels.items()):
-                segment = self._incoming.find(source, parcel.segment, parcel.offset + parcel.total)
-                if parcel.due != self.slot_bytes or parcel.total < PAGE + SLOTS * self.slot_bytes:
-                    raise ProtocolError(f"local rank {source} has slots of {parcel.due} bytes, not {self.slot_bytes}")
+            for number, payload in list(flow.payloads.items()):
+                segment = self._incoming.find(source, payload.segment, payload.offset + payload.total)
+                if payload.due != self.slot_bytes or payload.total < PAGE + SLOTS * self.slot_bytes:
+                    raise ProtocolError(f"local rank {source} has slots of {payload.due} bytes, not {self.slot_bytes}")
                 self._segments[source] = segment
-                self.controls[source] = segment.address + parcel.offset
-                del flow.parcels[number]
+                self.controls[source] = segment.address + payload.offset
+                del flow.payloads[number]
 
-    def patience_s(self) -> float:
-        """For how long to look for the others' next step before ``sleep`` is called."""
-        return self._patience.look_s()
+    def spin_s(self) -> float:
+        """How long, in seconds, to poll for the others' first step before ``sleep`` is called."""
+        return self._waiter.spin_s()
 
-    def looked(self, in_vain: bool) -> None:
-        """What came of it, if it was any time at all."""
-        self._patience.looked(in_vain)
+    def spun(self, in_vain: bool) -> None:
+        """Report the outcome of polling, if ``spin_s`` was not 0."""
+        self._waiter.spun(in_vain)
 
     def sleep(self, step: int, timeout_s: float) -> None:
-        """Return when all other members have laid so many steps of this operation, for which this rank has written down
-        that it sleeps. Raises StallError, JoinedError (one has no more data; nobody has laid more than the first step)
-        and what ends the session."""
+        """Return when all other members have published ``step`` steps of this operation; this rank has recorded that it
+        sleeps. Raises StallError, JoinedError (a member has no more data; then no member has published more than the
+        first step) and what ends the session."""
         if self._wait is None:
             raise ValueError("sleep() without begin()")
         word = self.base + step
 
         def has_come() -> bool:
-            return all(self._has_laid(source, word) for source in self.others) or bool(self._absent())
+            return all(self._has_published(source, word) for source in self.others) or bool(self._absent())
 
-        self._patience.until(has_come, self._wait, timeout_s, has_looked=True)
+        self._waiter.until(has_come, self._wait, timeout_s, has_spun=True)
         if absent := self._absent():
             raise self._joined(absent[0])
 
     def wake(self) -> None:
-        """Whoever sleeps."""
+        """Send a message to every member that sleeps."""
         for target in self.others:
             if ctypes.c_uint64.from_address(self.controls[target] + ASLEEP).value:
-                self._outboxes[target].send(peer_protocol.pack(_LOOK, self._me, self._era, 0, 0, 0, 0, 0, 0, 0, -1))
+                self._outboxes[target].send(peer_protocol.pack(_WAKE, self._me, self._era, 0, 0, 0, 0, 0, 0, 0, -1))
 
     def differ(self, timeout_s: float) -> None:
-        """Somebody adds another tensor here. Raises MismatchError; where it is in another operation, whose name says
-        little to users, StallError once the time is over, for callers that can find out more meanwhile; and what ends
-        the session."""
+        """Another member is in another operation. Raises MismatchError if it adds the same tensor with another size.
+        Otherwise raises StallError after ``timeout_s``, as the other operation's name means little to users, and
+        callers can find out more meanwhile; and what ends the session."""
         for source in self.others:
             key, nbytes = _RECORD.unpack_from(self._lines(source), self.record)
             if key == self.key and nbytes != self._nbytes:
@@ -207,15 +211,15 @@ class Ring:
                 )
         if self._wait is None:
             raise ValueError("differ() without begin()")
-        self._patience.until(lambda: False, self._wait, timeout_s, has_looked=True)
+        self._waiter.until(lambda: False, self._wait, timeout_s, has_spun=True)
 
     def pause(self) -> None:
-        """Nobody waits for the operation now; it may go on later, or never."""
+        """No thread waits for the operation now. It may be continued later, or never."""
         if self._wait is not None:
-            self._patience.ended(self._wait)
+            self._waiter.ended(self._wait)
 
     def end(self) -> None:
-        """All steps of all have been laid, and read."""
+        """All members have published and read all steps."""
         self.pause()
         self._first += self._steps
         self._operations += 1
@@ -224,23 +228,23 @@ class Ring:
     def _lines(self, local_rank: int) -> ctypes.Array[ctypes.c_char]:
         return (ctypes.c_char * PAGE).from_address(self.controls[local_rank])
 
-    def _has_laid(self, source: int, word: int) -> bool:
-        return 0 <= self._laid(source) - word < AHEAD
+    def _has_published(self, source: int, word: int) -> bool:
+        return 0 <= self._published(source) - word < AHEAD
 
-    def _laid(self, source: int) -> int:
+    def _published(self, source: int) -> int:
         return int(ctypes.c_uint64.from_address(self.controls[source] + WORD).value)
 
     def _missing(self) -> list[int]:
-        if not self.knows_all:
+        if not self.knows_addresses:
             return [source for source in self.others if source not in self.controls]
-        laid = {source: self._laid(source) for source in self.others}
+        published = {source: self._published(source) for source in self.others}
         elsewhere = [s for s in self.others if _RECORD.unpack_from(self._lines(s), self.record)[0] != self.key]
-        return elsewhere or [source for source in self.others if laid[source] == min(laid.values())]
+        return elsewhere or [source for source in self.others if published[source] == min(published.values())]
 
     def _absent(self) -> list[int]:
-        """Members that have joined, and have not begun this operation."""
-        gone = self._matcher.joined
-        return [source for source in self.others if source in gone and not self._has_laid(source, self.base + 1)]
+        """Members that have joined and have not begun this operation."""
+        joined, first = self._matcher.joined, self.base + 1
+        return [source for source in self.others if source in joined and not self._has_published(source, first)]
 
     def _joined(self, source: int) -> JoinedError:
-        return joined(self._name, self._first_rank + source)
+        return joined_error(self._name, self._first_rank + source)

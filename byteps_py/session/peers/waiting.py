@@ -1,4 +1,4 @@
-"""How a rank waits for its peers: first it looks again and again, then it sleeps, then it says for whom it waits.
+"""How a rank waits for its peers: it polls for a while, then sleeps, then tells the service which ranks it waits for.
 
 Owns no message; knows the session only as a Host. Any thread.
 """
@@ -17,33 +17,36 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, StallError
 from byteps_py.spin_policy import LOOK_S, SpinPolicy
 
-#: After so long the communication service is told, which knows who is alive, and says who keeps others waiting.
+#: After this time the communication service is told. It knows which ranks are alive, and reports those that keep others
+#: waiting.
 _TELL_AFTER_S = 0.3
 
 
 class Host(Protocol):
-    """What Neighbours need of the session that they belong to."""
+    """What LocalPeers needs of its session."""
 
     state: threading.Condition
 
     @property
     def is_being_read(self) -> bool:
-        """Another thread takes messages just now. Called with ``state`` held."""
+        """True if another thread is reading messages. Called with ``state`` held."""
 
     def check_open(self) -> None:
-        """Raises whatever has ended the session."""
+        """Raises what has ended the session."""
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float | None, what: Callable[[], str]) -> None:
-        """Take messages until ``condition``. Raises StallError with ``what``, and whatever ends the session."""
+        """Read messages until ``condition`` holds. Raises StallError with the text of ``what``, and what ends the
+        session."""
 
     def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send to the communication service."""
+        """Send a message to the communication service."""
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """Something that this rank waits for: the name and number of it in messages; ``missing``: the local ranks without
-    which it does not come. ``id``: under which the service knows of it; 0 while it does not."""
+    """Something that this rank waits for. ``name``, ``number``: of the operation, for messages. ``missing``: the local
+    ranks that it waits for. ``since``: time.monotonic() of its beginning. ``id``: under which the service knows it; 0:
+    it does not."""
 
     name: str
     number: int
@@ -52,8 +55,9 @@ class Wait:
     id: int = 0
 
 
-class Patience:
-    """``take_message``: takes one, if there is any; called with the host's ``state`` held while nobody else reads."""
+class PeerWaiter:
+    """``take_message`` processes one message, if there is one; called with the host's ``state`` held while no other
+    thread reads."""
 
     def __init__(
         self, host: Host, local_rank: int, local_size: int, first_rank: int, take_message: Callable[[], bool]
@@ -65,27 +69,29 @@ class Patience:
         self._spin_policy = SpinPolicy()
         self._waits = 0
 
-    def look_s(self) -> float:
-        """How long to look before the next wait, for who does so by itself and then says what came of it."""
+    def spin_s(self) -> float:
+        """How long, in seconds, to poll before the next wait, for a caller that polls by itself and then calls
+        ``spun``."""
         return LOOK_S if self._spin_policy.is_due() else 0.0
 
-    def looked(self, in_vain: bool) -> None:
+    def spun(self, in_vain: bool) -> None:
+        """Record whether polling for ``spin_s`` seconds was in vain."""
         self._spin_policy.ended(paid=not in_vain)
 
-    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool = False) -> None:
-        """Return when ``condition`` holds. ``has_looked``: the caller has done so by itself. Raises StallError and what
-        ends the session; then the service is told that nobody waits, until this is called again."""
+    def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_spun: bool = False) -> None:
+        """Return when ``condition`` holds. ``has_spun``: the caller has polled already. Raises StallError and what ends
+        the session; then the wait is reported as over until the next call."""
         try:
-            self._until(condition, wait, timeout_s, has_looked)
-        except BaseException:  # an interrupt, too, may be the end of it
+            self._until(condition, wait, timeout_s, has_spun)
+        except BaseException:  # even an interrupt may end the wait
             self.ended(wait)
             raise
 
-    def _until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_looked: bool) -> None:
+    def _until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_spun: bool) -> None:
         host = self._host
         host.check_open()
-        is_to_look = not has_looked and timeout_s > LOOK_S and bool(self.look_s())
-        if is_to_look and self._spin(condition):
+        must_spin = not has_spun and timeout_s > LOOK_S and bool(self.spin_s())
+        if must_spin and self._spin(condition):
             return
         if not wait.since:
             wait.since = time.monotonic()
@@ -96,22 +102,22 @@ class Patience:
                 f"tensor {wait.name!r}, round {wait.number}: nothing came from rank{'s' * (',' in missing)} {missing}"
             )
 
-        patience_s = max(0.0, wait.since + _TELL_AFTER_S - time.monotonic())
-        if wait.id or timeout_s <= patience_s:
+        quiet_s = max(0.0, wait.since + _TELL_AFTER_S - time.monotonic())
+        if wait.id or timeout_s <= quiet_s:
             host.wait_until(condition, timeout_s, what)
             return
         with contextlib.suppress(StallError):
-            host.wait_until(condition, patience_s, what)
+            host.wait_until(condition, quiet_s, what)
             return
         self._tell(wait)
         try:
-            host.wait_until(condition, timeout_s - patience_s, what)
+            host.wait_until(condition, timeout_s - quiet_s, what)
         except StallError as error:
-            host.check_open()  # that is what the service says of all that wait
+            host.check_open()  # the service may have ended the session with a better message
             raise StallError(f"{what()} within {timeout_s:.3g} s") from error
 
     def _spin(self, condition: Callable[[], bool]) -> bool:
-        """Look for messages for a while."""
+        """Process messages for a short time without sleeping. True if ``condition`` holds."""
         host = self._host
         with host.state:
             host.check_open()
@@ -125,7 +131,7 @@ class Patience:
                     self._spin_policy.ended(paid=False)
                     break
                 else:
-                    os.sched_yield()  # to a rank that shares this core, or to the service
+                    os.sched_yield()  # in favour of a rank that shares this core, or the service
         return condition()
 
     def _tell(self, wait: Wait) -> None:
@@ -140,9 +146,8 @@ class Patience:
         )
 
     def ended(self, wait: Wait) -> None:
-        """It has come, or nobody waits for it any more: the service ends the job for a wait that it never hears the end
-        of."""
+        """The wait is over, successful or not. The service ends the job for a wait whose end is never reported."""
         if wait.id:
-            told, wait.id = wait.id, 0
-            with contextlib.suppress(BytePSError):  # what has ended the session is the caller's to find out
-                self._host.tell(protocol.pack(protocol.RankMessageKind.WAITED, id=told))
+            wait_id, wait.id = wait.id, 0
+            with contextlib.suppress(BytePSError):  # the caller finds out what has ended the session
+                self._host.tell(protocol.pack(protocol.RankMessageKind.WAITED, id=wait_id))

@@ -1,4 +1,4 @@
-"""The session of a rank beside a communication service: a channel for words, shared memory for tensors."""
+"""The session of a rank beside a communication service: a channel for control messages, shared memory for tensors."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from byteps_py.errors import (
     from_name,
 )
 from byteps_py.rank_protocol import RankMessageKind
-from byteps_py.session import words
+from byteps_py.session import failure_reports
 from byteps_py.session.base import Slot
-from byteps_py.session.service.line import Line
+from byteps_py.session.service.channel_session import ChannelSession
 from byteps_py.session.service.slots import Slots
 from byteps_py.shm import Segment
 from byteps_py.stack_dump import StackDump, open_stack_dump
 from byteps_py.tensors import Layout, TensorSpec
 
-#: The service itself reports what stalls; this much later the session no longer believes in the service.
+#: The service itself reports a stall at the stall limit. The session waits this much longer for its report.
 _PATIENCE_S = 30.0
 _log = logging.getLogger("byteps_py")
 
-_DONE = int(RankMessageKind.DONE)  # a plain integer: by far the most frequent
-_STRIP = int(RankMessageKind.CHUNK)
+_DONE = int(RankMessageKind.DONE)  # plain integers: these messages are by far the most frequent
+_CHUNK = int(RankMessageKind.CHUNK)
 _FACTS = (
     "rank", "size", "local_rank", "local_size", "is_continued", "since_epoch", "machine_index", "num_machines",
     "is_homogeneous",
 )  # fmt: skip
 
 
-class RemoteSession(Line):
+class RemoteSession(ChannelSession):
     """See Session. ``channel`` is connected to the machine's communication service.
 
-    Blocks until the cluster is complete; raises RendezvousError or PeerLostError if it does not become so
-    within ``start_timeout_s``. A service that is silent for ``silence_s`` while it is needed counts as lost.
-    ``synced_in``: the ``since_epoch`` of the latest group that this rank has the state of, 0 if it has none.
+    The constructor blocks until the cluster is complete. It raises RendezvousError or PeerLostError if that takes
+    longer than ``start_timeout_s``. A service that is silent for ``silence_s`` while it is needed counts as lost.
+    ``synced_in``: the ``since_epoch`` of the latest group whose state this rank has; 0 if it has none.
     """
 
-    #: A rank that leaves, and waits longer than this for others to take what it has given them, says so.
+    #: A rank that leaves and waits longer than this for others to take its pieces logs a warning.
     unsettled_s: float = 10.0
-    strip_bytes: int = CHUNK_BYTES
+    chunk_bytes: int = CHUNK_BYTES
     map_segment: Callable[[int, int], Segment] = staticmethod(Segment)
     open_stack_dump: Callable[[], StackDump | None] = staticmethod(open_stack_dump)
 
@@ -72,17 +72,17 @@ class RemoteSession(Line):
         self._stall_limit_s = stall_limit_s
         self._stack: StackDump | None = None
         self._slots = Slots(self.map_segment)
-        self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the last one
-        self._asked: dict[int, Sequence[TensorSpec]] = {}  # by request: what is being declared
+        self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the latest of each slot
+        self._asked: dict[int, Sequence[TensorSpec]] = {}  # by request: the specs of declarations without an answer
         self._declared: dict[int, list[Slot]] = {}
         self._requests = 0
         self._barriers = self._released = 0
         self._last_joined: int | None = None
-        self._has_given = False  # in gathers or exchanges, what others take from here
-        self._is_settled = False  # they have, all of it
+        self._has_given = False  # pieces of a gather or an exchange, which others take from here
+        self._is_settled = False  # the others have taken all of them
         self._welcome: dict[str, Any] = {}
         self._hosts = (False, False)
-        self._has_left = False  # the service knows, and does not answer any more
+        self._has_left = False  # the service knows, and no longer answers
         self._declaring = threading.Lock()
         hello = protocol.hello(local_rank, local_size, self._pid, synced_in)
         channel.send(hello)
@@ -105,10 +105,10 @@ class RemoteSession(Line):
 
     def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
         for spec in specs:
-            words.check_ranks(spec, self.rank, self.size)
+            failure_reports.check_ranks(spec, self.rank, self.size)
         with self._declaring:
             new: dict[str, TensorSpec] = {}
-            slots: dict[str, Slot] = {}  # kept: while the new ones are declared, others may fail
+            slots: dict[str, Slot] = {}  # kept here: they may fail while the new ones are declared
             for spec in specs:
                 if not new.setdefault(spec.name, spec).agrees_with(spec):
                     raise UsageError(f"tensor {spec.name!r} is declared twice in one call, with different specs")
@@ -138,10 +138,10 @@ class RemoteSession(Line):
         request = self._requests
         with self.state:
             self._asked[request] = specs
-        told = [replace(spec, name=f"{spec.name}#{self.incarnation}") if self.incarnation else spec for spec in specs]
+        sent = [replace(spec, name=f"{spec.name}#{self.incarnation}") if self.incarnation else spec for spec in specs]
         self.tell(
             protocol.pack(
-                RankMessageKind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in told]
+                RankMessageKind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in sent]
             )
         )
         self.wait_until(
@@ -159,25 +159,27 @@ class RemoteSession(Line):
         if slot.pending:
             raise UsageError(f"tensor {slot.spec.name!r} is pending; wait for it before handing it over again")
         if slot.error is None and not self._slots.is_current(slot):
-            raise UsageError(f"tensor {slot.spec.name!r} was declared anew: use the slot that its declaration gave")
+            raise UsageError(
+                f"tensor {slot.spec.name!r} was declared again: use the slot that its latest declaration returned"
+            )
         if not slot.begun_bytes <= nbytes <= whole:
             raise UsageError(
                 f"tensor {slot.spec.name!r}: {nbytes} bytes handed over, after {slot.begun_bytes} of {whole} bytes"
             )
         if slot.spec.op.is_direct:
-            self._lay_out(slot, layout)
+            self._send_layout(slot, layout)
         message = protocol.pack_record(RankMessageKind.READY, slot.id, slot.round + 1, nbytes)
         if not slot.begun_bytes:
-            slot.strips.clear()
+            slot.chunks.clear()
         slot.begun_bytes = nbytes % whole if whole else 0
         if nbytes == whole:
-            slot.round += 1  # before the message: its answer must find it
+            slot.round += 1  # before the message: its answer reads it
             if self.observer is not None:
                 self.observer.begun(slot)
-        self.tell(message)  # also if the slot is void: the service must know who has yet to learn that
+        self.tell(message)  # even if the slot is void: the service must know which ranks have yet to learn that
 
-    def _lay_out(self, slot: Slot, layout: Layout | None) -> None:
-        """Tell the service of a round's layout, if it is not that of the round before."""
+    def _send_layout(self, slot: Slot, layout: Layout | None) -> None:
+        """Send the layout of a round to the service, if it differs from that of the previous round."""
         known = self._layouts.get(slot)
         if layout is None and known is None:
             raise UsageError(f"tensor {slot.spec.name!r}: the first round of a {slot.spec.op.name} needs a layout")
@@ -204,24 +206,24 @@ class RemoteSession(Line):
                 lambda: f"tensor {slot.spec.name!r}, round {slot.round}: no result",
             )
         self.check_open()
-        if slot.error is not None and slot.done_round < slot.round:  # else it became void after its last round
+        if slot.error is not None and slot.done_round < slot.round:  # otherwise it became void after its last round
             raise slot.error.with_traceback(None)
 
-    def take_in_strips(self, slot: Slot) -> bool:
-        if self.num_machines == 1 or len(slot.result) < 2 * self.strip_bytes:
+    def take_in_chunks(self, slot: Slot) -> bool:
+        if self.num_machines == 1 or len(slot.result) < 2 * self.chunk_bytes:
             return False
         self.tell(protocol.pack(RankMessageKind.CHUNKS, slot=slot.id))
         return True
 
-    def wait_for_strips(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
+    def wait_for_chunks(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
         self.wait_until(
-            lambda: bool(slot.strips) or not slot.pending,
+            lambda: bool(slot.chunks) or not slot.pending,
             self._limit(timeout_s),
             lambda: f"tensor {slot.spec.name!r}, round {slot.round}: no result",
         )
         with self.state:
-            strips, slot.strips = slot.strips, []
-        return strips if slot.pending else []
+            chunks, slot.chunks = slot.chunks, []
+        return chunks if slot.pending else []
 
     def barrier(self, timeout_s: float | None = None) -> None:
         self._barriers += 1
@@ -242,13 +244,14 @@ class RemoteSession(Line):
             self._local_peers.join(lambda: self.tell(protocol.pack(RankMessageKind.JOIN)))
         else:
             self.tell(protocol.pack(RankMessageKind.JOIN))
-        # The others may have data for hours: no stall limit.
+        # Other ranks may have data for hours, so the stall limit does not apply.
         self.wait_until(lambda: self._last_joined is not None, timeout_s, lambda: "not all ranks have joined")
         with self.state:
             return -1 if self._last_joined is None else self._last_joined
 
     def _limit(self, timeout_s: float | None) -> float | None:
-        """How long to wait: by itself, the service gives up at the stall limit."""
+        """The time limit of a wait in seconds; None: no limit. By default longer than the stall limit, at which the
+        service gives up."""
         return self._stall_limit_s + _PATIENCE_S if timeout_s is None and self._stall_limit_s else timeout_s
 
     def hosts_changed(self) -> tuple[bool, bool]:
@@ -258,9 +261,10 @@ class RemoteSession(Line):
         return self._hosts
 
     def _settle(self) -> None:
-        """Wait until other ranks have taken what this one has given them in gathers and exchanges: it lies here, and
-        they may be far behind. Not while an error ends this rank: they may wait for what it will not do any more."""
-        has_error = self._has_left or words.uncaught() is not None or sys.exc_info()[1] is not None
+        """Wait until other ranks have taken this rank's pieces of gathers and exchanges: the pieces lie in this rank's
+        memory, and other ranks may be far behind. Not if an error ends this rank: the others may wait for operations
+        that it will not start."""
+        has_error = self._has_left or failure_reports.uncaught() is not None or sys.exc_info()[1] is not None
         if not self._has_given or has_error or self.returning is not None or self._closed or self._fatal is not None:
             return
         self.tell(protocol.pack(RankMessageKind.SETTLE))
@@ -276,7 +280,7 @@ class RemoteSession(Line):
             self.wait_until(lambda: self._is_settled, limit_s, lambda: "not all have taken what they are given")
 
     def close(self) -> None:
-        if os.getpid() == self._pid:  # a forked child must neither speak for the rank nor rely on its locks
+        if os.getpid() == self._pid:  # a forked child must not act for the rank or use its locks
             with contextlib.suppress(BytePSError):
                 self._settle()
             with self.state:
@@ -287,9 +291,10 @@ class RemoteSession(Line):
             with contextlib.suppress(BytePSError):
                 if not self._has_left:
                     again, planned = self.returning or ("", False)
-                    said = {"again": again, "planned": planned} if again else words.last_words(words.uncaught())
-                    self._channel.send(protocol.pack(RankMessageKind.LEAVE, **said))
-            self._channel.shutdown()  # wakes the thread that reads; its descriptor must not be closed before
+                    failure = failure_reports.leave_fields(failure_reports.uncaught())
+                    fields = {"again": again, "planned": planned} if again else failure
+                    self._channel.send(protocol.pack(RankMessageKind.LEAVE, **fields))
+            self._channel.shutdown()  # wakes the reading thread, which needs the descriptor until then
             with self.state:
                 self.state.wait_for(lambda: not self._reading, _PATIENCE_S)
         self._closed = True
@@ -302,24 +307,24 @@ class RemoteSession(Line):
             self._stack = None
 
     def tell_failure(self, error: BaseException) -> None:
-        """``error``, which nobody caught, ends this process."""
-        if os.getpid() == self._pid and not self._closed and (last_words := words.last_words(error)):
+        """Send the uncaught exception ``error``, which ends this process. Raises nothing."""
+        if os.getpid() == self._pid and not self._closed and (last_words := failure_reports.leave_fields(error)):
             with contextlib.suppress(BytePSError):
                 self._has_left = self._channel.try_send(protocol.pack(RankMessageKind.LEAVE, **last_words))
 
     def tell_note(self, text: str) -> None:
-        """What others should know if this rank keeps them waiting."""
+        """Send a text for the messages of ranks that this rank keeps waiting. Raises nothing."""
         if os.getpid() == self._pid and not self._closed:
             with contextlib.suppress(BytePSError):
                 self._channel.try_send(protocol.pack(RankMessageKind.NOTE, text=text))
 
-    # ---- what the service says ---------------------------------------------------------------------------
+    # ---- messages of the service -------------------------------------------------------------------------
 
     def _handle(self, message: bytes, fds: list[int]) -> None:
         try:
             if message[0] == _DONE:
                 self._slots.done(protocol.records_of(message), self.observer)
-            elif message[0] == _STRIP:
+            elif message[0] == _CHUNK:
                 self._slots.arrived(protocol.records_of(message))
             else:
                 self._take(protocol.kind_of(message), protocol.fields_of(message), fds)
@@ -327,35 +332,35 @@ class RemoteSession(Line):
             raise
         except (LookupError, TypeError, ValueError, OverflowError, AttributeError, OSError) as error:
             kind = protocol.kind_of(message).name
-            raise ProtocolError(f"the communication service sent a {kind} message that can't be: {error!r}") from error
+            raise ProtocolError(f"the communication service sent an invalid {kind} message: {error!r}") from error
         finally:
-            for fd in fds:  # nobody has taken it
+            for fd in fds:  # of a message that does not use it
                 os.close(fd)
 
     def _take(self, kind: RankMessageKind, fields: dict[str, Any], fds: list[int]) -> None:
-        """Descriptors that are kept are taken out of ``fds``."""
+        """Process a message. Removes descriptors that are kept from ``fds``."""
         if kind is RankMessageKind.SEGMENT:
             self._slots.add_segment(fields["id"], fds[0], fields["nbytes"])
             del fds[0]
         elif kind is RankMessageKind.DECLARED:
-            # At once: the next message may be about them.
+            # Right away: the next message may refer to these slots.
             pairs = zip(self._asked.pop(fields["request"]), fields["slots"], strict=True)
             self._declared[fields["request"]] = [self._slots.add(spec, place) for spec, place in pairs]
         elif kind is RankMessageKind.WELCOME:
             if not all(isinstance(fields[name], int) for name in _FACTS):
-                raise ProtocolError(f"the communication service welcomes this rank with {fields}")
+                raise ProtocolError(f"the communication service sent a WELCOME message with invalid fields: {fields}")
             self._welcome, self._is_welcome = fields, True
         elif kind is RankMessageKind.RELEASED:
             self._released = int(fields["sequence"])
         elif kind is RankMessageKind.JOINED:
             self._last_joined = int(fields["last"])
             if self._local_peers is not None:
-                self._local_peers.start_anew()
+                self._local_peers.begin_era()
         elif kind is RankMessageKind.NEIGHBOUR and self._local_peers is not None:
             self._local_peers.introduce(int(fields["local_rank"]), fds[0])
             del fds[0]
         elif kind is RankMessageKind.MET and self._local_peers is not None:
-            self._local_peers.directory.met(int(fields["key"]))
+            self._local_peers.directory.introduced(int(fields["key"]))
         elif kind is RankMessageKind.SETTLED:
             self._is_settled = True
         elif kind is RankMessageKind.HOSTS:

@@ -15,7 +15,7 @@ from byteps_py.tensors import TensorSpec
 
 
 class Slots:
-    """``map_segment(descriptor, bytes)``: maps shared memory."""
+    """``map_segment(descriptor, nbytes)`` maps shared memory."""
 
     def __init__(self, map_segment: Callable[[int, int], Segment] = Segment) -> None:
         self._map_segment = map_segment
@@ -27,7 +27,7 @@ class Slots:
         return self._by_name.get(name)
 
     def is_current(self, slot: Slot) -> bool:
-        """False once its name was declared anew, or its declaration failed."""
+        """False if the name was declared again since, or if the declaration of this slot has failed."""
         return self._by_id.get(slot.id) is slot
 
     def add_segment(self, number: int, fd: int, nbytes: int) -> None:
@@ -36,7 +36,8 @@ class Slots:
         self._segments[number] = self._map_segment(fd, nbytes)
 
     def add(self, spec: TensorSpec, fields: dict[str, Any]) -> Slot:
-        """The slot for ``spec`` that a DECLARED message describes, in place of the name's earlier one."""
+        """The slot that a DECLARED message describes for ``spec``; it replaces the earlier slot of the name. Raises
+        ProtocolError if it lies outside of the segments."""
         inputs = tuple(self._view(place, spec.nbytes) for place in fields["inputs"])
         slot = Slot(spec, inputs, self._view(fields["result"], fields["nbytes"]), int(fields["id"]))
         slot.round = slot.done_round = int(fields["round"])
@@ -53,6 +54,7 @@ class Slots:
         return view[offset : offset + nbytes]
 
     def done(self, records: Iterable[tuple[int, int, int]], observer: Observer | None = None) -> None:
+        """Record delivered rounds: (slot id, round, blame)."""
         for slot_id, round_, blame in records:
             if (slot := self._by_id.get(slot_id)) is not None:
                 slot.done_round, slot.blame = round_, blame
@@ -60,13 +62,13 @@ class Slots:
                     observer.delivered(slot)
 
     def arrived(self, records: Iterable[tuple[int, int, int]]) -> None:
-        """Strips of results are there."""
-        for slot_id, round_, strip in records:
+        """Record delivered chunks of results: (slot id, round, chunk)."""
+        for slot_id, round_, chunk in records:
             if (slot := self._by_id.get(slot_id)) is not None and round_ > slot.done_round:
-                slot.strips.append(strip)
+                slot.chunks.append(chunk)
 
     def fail(self, slot_ids: Iterable[int], error: BytePSError) -> None:
-        """Their declarations are void."""
+        """Mark the declarations of these slots as failed with ``error``."""
         for slot_id in slot_ids:
             slot = self._by_id.pop(slot_id, None)
             if slot is not None:
@@ -75,12 +77,12 @@ class Slots:
                     del self._by_name[slot.spec.name]
 
     def begun(self) -> Slot | None:
-        """One that is handed over in part, if there is any."""
+        """A slot that is handed over in part, if there is one."""
         return next((slot for slot in self._by_id.values() if slot.begun_bytes), None)
 
     def close(self) -> None:
-        self._by_name.clear()  # views of the segments
+        self._by_name.clear()  # slots hold views of the segments
         self._by_id.clear()
         for segment in self._segments.values():
             segment.close()
-        self._segments.clear()  # where views are left, memory goes with the last one
+        self._segments.clear()  # memory that still has views is unmapped with the last of them

@@ -1,7 +1,7 @@
-"""Opening a session: which kind, and starting what no launcher has started.
+"""Opens a session: selects its kind, and starts the services that no launcher has started.
 
-Under bpslaunch the services run already. Under torchrun, mpirun or srun the first local rank of each machine
-starts the machine's services, and that of machine 0 the scheduler; they end by themselves with their ranks.
+Under bpslaunch the services already run. Under torchrun, mpirun or srun the first local rank of each machine starts the
+machine's services, and on machine 0 the scheduler. They end when their ranks have left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from byteps_py.errors import ConfigurationError, RendezvousError
 from byteps_py.jobs import TOKEN_VARIABLE
 from byteps_py.log import logger
 from byteps_py.machine import check_offered_host, local_socket
-from byteps_py.session import endings, words
+from byteps_py.session import exception_hooks, failure_reports
 from byteps_py.session.base import Session
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
@@ -27,25 +27,27 @@ from byteps_py.settings import Settings, ignored_variables
 from byteps_py.wording import count_text
 
 _END_S = 10.0
-#: A service that stays for ranks that come back, and is not there, is gone.
+#: A service that stays for returning ranks already listens; one that does not within this time has ended.
 _GONE_S = 1.0
 _OF_OTHER_SERVICES = ("BYTEPS_SOCKET_NAME", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_ROLE")
-#: Sessions of this process so far, by job. All ranks of a job come and go alike, so each time they have services of
-#: their own: a rank that comes back early must not meet those that others have yet to leave.
+#: Sessions of this process so far, by job. All ranks of a job open and close sessions alike, so the services of each
+#: session have a name of their own: a rank that reopens early must not connect to services that others still use.
 _opened: dict[str, int] = {}
-#: The epoch with which the latest group began that this process has the state of, by job.
+#: By job: the epoch with which the latest group began whose state this process has.
 _synced_in: dict[str, int] = {}
 
 
 def open_session(settings: Settings | None = None) -> Session:
-    """This process's session, as the environment says (or ``settings``).
+    """The session of this process, as the environment (or ``settings``) describes it.
 
-    Blocks until the cluster is complete. Raises ConfigurationError, RendezvousError or PeerLostError.
+    Blocks until the cluster is complete. Raises ConfigurationError, RendezvousError or PeerLostError. One thread at a
+    time.
     """
     settings = settings or Settings.from_env()
-    words.whole_tracebacks = settings.log_level in ("DEBUG", "TRACE")
+    failure_reports.whole_tracebacks = settings.log_level in ("DEBUG", "TRACE")
     if settings.is_alone:
-        if TOKEN_VARIABLE not in os.environ:  # else the launcher has said it; with services, the first of them does
+        # A launcher has logged these; in a job with services, the first service logs them.
+        if TOKEN_VARIABLE not in os.environ:
             for sentence in ignored_variables(os.environ):
                 logger.warning("%s", sentence)
         return SoloSession()
@@ -75,7 +77,7 @@ def open_session(settings: Settings | None = None) -> Session:
 
 
 class _Owner(RemoteSession):
-    """A session that also waits for the services it has started to end."""
+    """A session that also waits for the services that it has started to end."""
 
     def __init__(self, link: channel.Channel, settings: Settings, services: list[subprocess.Popen[bytes]]) -> None:
         self._services = services
@@ -89,22 +91,23 @@ class _Owner(RemoteSession):
             _synced_in.get(settings.job, 0),
         )
         self._job = settings.job
-        endings.watch(self)
+        exception_hooks.register(self)
 
     def note_synced(self) -> None:
         _synced_in[self._job] = self.since_epoch
 
     def close(self) -> None:
-        endings.unwatch(self)
+        exception_hooks.unregister(self)
         super().close()
         if os.getpid() == self._pid:
             _end(self._services, terminate=False)
 
 
 def _complete(settings: Settings, environ: Mapping[str, str]) -> Settings:
-    """Fill in the scheduler's address or, where there is none, the job's name as the launcher gives it.
+    """Fill in the address of the scheduler or, if the job needs no scheduler, the job's name as the launcher gives it.
 
-    With a scheduler its address is the job's name, so that servers, which no launcher starts, are of the same job.
+    A job with a scheduler is named by the scheduler's address, so that servers, which no launcher starts, are in the
+    same job.
     """
     if settings.scheduler_host:
         return settings
@@ -123,7 +126,7 @@ def _start_services(settings: Settings, scheduler_too: bool) -> list[subprocess.
     modules.append(["byteps_py.worker"])
     if settings.gpu_machines_sum:
         modules.append(["byteps_py.server", "--gpu-machine"])
-    # What a launcher says of its own services does not hold for these.
+    # Variables that describe a launcher's services do not apply to these.
     kept = {name: text for name, text in os.environ.items() if name not in _OF_OTHER_SERVICES}
     environ = {
         **kept,
@@ -139,7 +142,7 @@ def _start_services(settings: Settings, scheduler_too: bool) -> list[subprocess.
     if settings.scheduler_host:
         environ["DMLC_PS_ROOT_URI"] = settings.scheduler_host
         environ["DMLC_PS_ROOT_PORT"] = str(settings.scheduler_port)
-    # A session of their own: Ctrl-C reaches the ranks, whose end then ends the services.
+    # In a session of their own, so that Ctrl-C reaches the ranks only; the services end after their ranks.
     return [
         subprocess.Popen([sys.executable, "-m", *module], env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
         for module in modules
@@ -147,7 +150,8 @@ def _start_services(settings: Settings, scheduler_too: bool) -> list[subprocess.
 
 
 def _connect(settings: Settings, services: list[subprocess.Popen[bytes]]) -> channel.Channel:
-    """Connect to the communication service, unless a service that was started here ends first."""
+    """Connect to the communication service. Raises RendezvousError if a service that was started here ends first, or if
+    the time is over."""
     name = local_socket(settings, "cs")
     was_there = settings.elastic and _opened.get(settings.job, 0)
     deadline = time.monotonic() + (_GONE_S if was_there else settings.start_timeout_s)
@@ -158,7 +162,7 @@ def _connect(settings: Settings, services: list[subprocess.Popen[bytes]]) -> cha
             if service.poll() is not None:
                 raise RendezvousError(
                     f"{service.args!r} ended with exit code {service.returncode} "
-                    "before this rank could connect; its message stands in the log above"
+                    "before this rank could connect; the log above has its message"
                 )
         if time.monotonic() > deadline:
             raise RendezvousError(
@@ -168,7 +172,7 @@ def _connect(settings: Settings, services: list[subprocess.Popen[bytes]]) -> cha
 
 
 def _end(services: list[subprocess.Popen[bytes]], terminate: bool) -> None:
-    """Wait for services to end; what does not in time is killed."""
+    """Wait for services to end, then kill those that are still running."""
     deadline = time.monotonic() + _END_S
     for service in services:
         if terminate:

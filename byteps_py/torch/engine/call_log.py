@@ -1,8 +1,9 @@
-"""What each member of a group has called last: asked when an operation takes long, to find out that members differ.
+"""A log of the latest calls of each member of a group, compared when an operation takes long.
 
-Members whose operations have never been agreed on find a difference at once: they meet under one name. Where one of
-them does what was agreed on long ago, each waits under a name of its own. So a member that waits for long writes down
-in torch's store what it has called, and reads what others that wait have written. Any thread.
+If members call different operations of kinds that are new, the service detects the difference at once, because the
+operations have the same name. If one of them calls a kind that was agreed on long ago, each waits under a name of its
+own. So a member that waits for long writes its latest calls to torch's store, and reads those that other waiting
+members have written. Any thread.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch._C._distributed_c10d import Store
 from byteps_py.errors import MismatchError
 from byteps_py.torch.engine.members import Members
 
-#: Calls that a member remembers: others may be that much behind.
+#: Calls that a member remembers: another member may be that far behind.
 _REMEMBERED = 256
 
 
 class CallLog:
-    """``record`` every call; ``compare`` when one of them takes long."""
+    """``record`` every call; ``compare`` when an operation takes long. ``store``: of the process group, for the members
+    of one group."""
 
     def __init__(self, members: Members, store: Store) -> None:
         self._members = members
@@ -32,21 +34,21 @@ class CallLog:
         self.count = 0  # calls so far
 
     def record(self, what: tuple[object, ...], name: str) -> int:
-        """The number of this call. ``what``, in words, must be the same on all members; ``name``: under which they
-        meet."""
+        """The number of this call, from 1. ``what``: a description that must be the same on all members. ``name``: that
+        of its tensor or stream."""
         with self._lock:
             self.count += 1
             self._calls.append((self.count, what, name))
             return self.count
 
     def compare(self, number: int) -> str:
-        """Where the members stand that wait, too, in words. Raises MismatchError if one has called something else as
-        its ``number``-th operation, or before."""
+        """Describes which operations the other waiting members have called. Raises MismatchError if a member has called
+        another operation as its ``number``-th one, or an earlier one."""
         with self._lock:
             own = {number: (": ".join(map(str, what)), name) for number, what, name in self._calls}
         key = f"{self._members.prefix}/calls"
         written: dict[int, bytes] = {}
-        with contextlib.suppress(RuntimeError):  # a store whose process has gone: its end is reported elsewhere
+        with contextlib.suppress(RuntimeError):  # the store's process has ended, which is reported elsewhere
             self._store.set(f"{key}/{self._members.position}", json.dumps(list(own.items())))
             for position, rank in enumerate(self._members.ranks):
                 if position != self._members.position and self._store.check([f"{key}/{position}"]):
@@ -55,7 +57,7 @@ class CallLog:
         for rank, text in written.items():
             theirs = _read(text)
             self._check(number, own, rank, theirs)
-            if not theirs:  # its call begins only now, or it writes in another way: nothing to compare
+            if not theirs:  # its call is just beginning, or it is another version: nothing to compare
                 continue
             last = max(theirs)
             found.append(f"rank {rank} has called {theirs[last][0]} (its operation {last} of the group)")
@@ -64,7 +66,7 @@ class CallLog:
     def _check(
         self, number: int, own: dict[int, tuple[str, str]], rank: int, theirs: dict[int, tuple[str, str]]
     ) -> None:
-        # Where they meet under one name, the service is about to tell them; the group goes on.
+        # Where both have one name, the service is about to report the difference, and the group stays usable.
         differing = [n for n in own if n <= number and n in theirs and theirs[n][0] != own[n][0]]
         differing = [n for n in differing if theirs[n][1] != own[n][1]]
         if differing:
@@ -79,7 +81,7 @@ class CallLog:
 
 
 def _read(text: bytes) -> dict[int, tuple[str, str]]:
-    """What a member has written: its calls by number; none if it is something else."""
+    """The calls that a member has written, by number; empty if the text is something else."""
     try:
         return {int(number): (str(what), str(name)) for number, (what, name) in json.loads(text)}
     except (ValueError, TypeError, OverflowError, RecursionError):

@@ -1,9 +1,9 @@
-"""Threads that complete operations which no caller waits for, and the order in which futures complete.
+"""Threads that complete operations for which no caller waits, and the order in which futures complete.
 
 ``Pool``: as many threads as are needed at one time, each kept for a moment for the next task. A task may block, and may
 start collectives and wait for them: it never keeps another task from running. ``Completer``: completes the futures of
-one group in the order of the calls. A future's callbacks run where it is completed, and may start collectives
-themselves: so never on a thread that carries operations out. Any thread may call.
+one group in the order of the calls. A future's callbacks run on the thread that completes it and may start collectives
+themselves, so it is never a thread that carries operations out. Any thread may call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Task = Callable[[], None]
 
 
 class Pool:
-    """Runs every task at once: on an idle thread, else on a new one."""
+    """Runs every task at once: on an idle thread, otherwise on a new one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -35,10 +35,10 @@ class Pool:
         self._threads: set[threading.Thread] = set()
 
     def run(self, task: Task) -> None:
-        """Begin ``task`` on a thread of its own. What it raises is logged."""
+        """Run ``task`` on another thread. An exception of it is logged."""
         with self._lock:
             if self._idle:
-                self._idle.pop().put(task)  # the one that became idle last
+                self._idle.pop().put(task)  # the thread that became idle last
                 return
             inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
             inbox.put(task)
@@ -47,7 +47,7 @@ class Pool:
         thread.start()
 
     def close(self) -> None:
-        """Wait for the threads that run to end, for a while; more tasks may come later all the same."""
+        """Wait, within a time limit, for the running threads to end. Tasks may still be added afterwards."""
         with self._lock:
             idle, self._idle = self._idle, []
             threads = [thread for thread in self._threads if thread is not threading.current_thread()]
@@ -57,14 +57,14 @@ class Pool:
             thread.join(_JOIN_LIMIT_S)
 
     def _serve(self, inbox: queue.SimpleQueue[Task | None]) -> None:
-        torch.set_grad_enabled(False)  # a new thread's is on; callbacks copy into tensors that require gradients
+        torch.set_grad_enabled(False)  # on in new threads; callbacks copy into tensors that require gradients
         try:
             while (task := self._next(inbox)) is not None:
                 try:
                     task()
                 except Exception:
                     _log.exception("a task of the pool failed")
-                del task  # and with it the tensors that it holds
+                del task  # it holds tensors
                 with self._lock:
                     self._idle.append(inbox)
         finally:
@@ -79,7 +79,7 @@ class Pool:
                 if inbox in self._idle:
                     self._idle.remove(inbox)
                     return None
-            return inbox.get()  # a task was given to it just now
+            return inbox.get()  # a task was added just now
 
 
 POOL = Pool("byteps-pool")
@@ -87,17 +87,17 @@ atexit.register(POOL.close)
 
 
 class Completable(Protocol):
-    """Something with a future."""
+    """An operation with a future."""
 
     def settle_whatever_comes(self) -> None:
-        """Return when it is over, well or not. Raises nothing."""
+        """Return when the operation is over, successful or not. Raises nothing."""
 
     def fire(self) -> None:
-        """Complete the future: its callbacks run here."""
+        """Complete the future. Its callbacks run on this thread."""
 
 
 class Completer:
-    """Completes the futures of one group in the order of the calls. Callbacks of one don't hold up the next."""
+    """Completes the futures of one group in the order of the calls. Callbacks of one future do not delay the next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,6 +105,7 @@ class Completer:
         self._is_served = False
 
     def add(self, work: Completable) -> None:
+        """Complete the future of ``work`` after those added before. Returns at once."""
         with self._lock:
             self._waiting.append(work)
             if self._is_served:
@@ -120,5 +121,5 @@ class Completer:
             self._is_served = bool(self._waiting)
             more = self._is_served
         if more:
-            POOL.run(self._serve)  # another thread waits for the next one while callbacks run on this one
+            POOL.run(self._serve)  # another thread waits for the next work while callbacks run on this thread
         work.fire()

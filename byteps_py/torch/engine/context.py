@@ -1,7 +1,7 @@
-"""What ``init`` makes and ``shutdown`` ends: the session, and everything that lives only as long as it does.
+"""What ``init`` creates and ``shutdown`` ends: the session, and everything that lives as long as it does.
 
-One context serves the whole process. ``use`` puts another in its place for the current thread, which is how
-several ranks live in one process. Objects that run on other threads (autograd's) keep their context.
+One context serves the whole process. ``use`` replaces it for the current thread, so that several ranks can live in one
+process. Objects that run on other threads (autograd's) keep their context.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Protocol
 import torch
 
 from byteps_py.errors import NotInitializedError, UsageError
-from byteps_py.session import Session, open_session, words
+from byteps_py.session import Session, failure_reports, open_session
 from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.torch.engine import router
-from byteps_py.torch.engine.handles import Handles
 from byteps_py.torch.engine.movers import HostMover, Mover
+from byteps_py.torch.engine.named_work import Handles
 from byteps_py.torch.engine.names import NameSource
 from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.slot_view import PieceView, SlotView, TensorRequest
@@ -34,7 +34,7 @@ Opener = Callable[[Settings], Session]
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank this process is, among how many."""
+    """Which rank this process is, and of how many."""
 
     rank: int
     size: int
@@ -50,30 +50,29 @@ class RankPlace:
 
 
 class Closable(Protocol):
-    """Something that lives as long as the session."""
+    """An object that lives as long as the session."""
 
     def close(self) -> None:
-        """The session is closed; end with it."""
+        """The session is closed: end with it."""
 
 
 class Unfinished(Protocol):
-    """Something that still needs the session."""
+    """An object that still needs the session."""
 
     def finish(self) -> None:
-        """Complete it: the session is about to be closed."""
+        """Complete its work: the session is about to be closed."""
 
 
 class Context:
-    """One rank's state. Any thread."""
+    """The state of one rank. ``opener`` opens its session. Any thread."""
 
     def __init__(self, opener: Opener = open_session) -> None:
         self._opener = opener
         self.lock = threading.RLock()
         self._session: Session | None = None
         self._settings: Settings | None = None
-        self._suspended: RankPlace | None = (
-            None  # what it was in the job that it has left, until it joins or shuts down
-        )
+        #: Its place in the job that it has left by ``suspend``, until it opens or closes a session again.
+        self._suspended: RankPlace | None = None
         self._slot_views: dict[str, PieceView] = {}
         self._byte_views: dict[str, SlotView] = {}  # of gathers and exchanges
         self._movers: dict[torch.device, Mover] = {}
@@ -84,16 +83,17 @@ class Context:
         self.handles = Handles()
         self.process_sets: dict[int, tuple[int, ...]] = {}  # id → ranks; see process_sets.py
         self.process_sets_added = 0
-        self.belongings: dict[type, Closable] = {}  # of modules that this one must not know, by their type
+        self.belongings: dict[type, Closable] = {}  # by type: objects of modules that this one must not know
         self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
-        self.until_join: weakref.WeakSet[Unfinished] = weakref.WeakSet()  # what ``join`` ends, and ``close`` does not
-        self.joins = 0  # so far: what was declared before the last of them is void
+        #: What ``join`` completes and ``close`` does not.
+        self.until_join: weakref.WeakSet[Unfinished] = weakref.WeakSet()
+        self.joins = 0  # so far; declarations before the latest join are void
 
     # ---- life ------------------------------------------------------------------------------------------
 
     def open(self, settings: Settings | None = None, holder: str = "init") -> None:
-        """Join the job; a no-op if already joined. ``settings``: default from the environment. ``holder``: who needs
-        the session until its ``release``."""
+        """Join the job; does nothing if it has already joined. ``settings``: None: from the environment. ``holder``:
+        the user of the session, until its ``release``. Raises what open_session raises."""
         with self.lock:
             if self._session is None:
                 self._settings = settings or Settings.from_env()
@@ -107,7 +107,7 @@ class Context:
             self._holders.add(holder)
 
     def release(self, holder: str) -> None:
-        """Leave the job unless somebody else needs the session."""
+        """Leave the job unless another holder needs the session."""
         with self.lock:
             self._holders.discard(holder)
             is_last = not self._holders
@@ -115,17 +115,17 @@ class Context:
             self.close()
 
     def close(self) -> None:
-        """Leave the job; a no-op if not joined. Raises what its unfinished work raises, having left all the same."""
+        """Leave the job; does nothing if there is none. Raises the errors of unfinished work after it has left."""
         self._suspended = None
         try:
-            if self._session is not None and words.uncaught() is None:
+            if self._session is not None and failure_reports.uncaught() is None:
                 for work in list(self.unfinished):
                     work.finish()
         finally:
             self._leave()
 
     def suspend(self) -> None:
-        """``close``, and remember this process's place until it is part of a job again: see ``place``."""
+        """``close``, and keep ``place`` valid until this process is part of a job again."""
         place = RankPlace.of(self.session) if self.is_open else self._suspended
         try:
             self.close()
@@ -155,7 +155,8 @@ class Context:
             belonging.close()
 
     def join(self) -> int:
-        """See Session.join. All that is under way is completed first; what follows declares its tensors anew."""
+        """See Session.join. All operations under way are completed first. Later operations declare their tensors
+        again."""
         for work in [*self.unfinished, *self.until_join]:
             work.finish()
         self.handles.settle()
@@ -164,7 +165,7 @@ class Context:
             self.joins += 1
             self._slot_views.clear()
             self._byte_views.clear()
-            self.names.restart(self.names.epoch)  # ranks that joined early have counted less
+            self.names.restart(self.names.epoch)  # ranks that joined early have counted fewer calls
             belongings = list(self.belongings.values())
             self.belongings.clear()
         for belonging in belongings:
@@ -172,7 +173,8 @@ class Context:
         return last
 
     def reopen(self, num_workers: int, num_servers: int, global_rank: int) -> None:
-        """Join again after ``close``, as part of a job of another size."""
+        """Join again after ``close``, as part of a job of another size. ``global_rank``: -1: the machine keeps its
+        number. Raises UsageError if the session is open."""
         with self.lock:
             if self._session is not None:
                 raise UsageError("resume() needs suspend() first")
@@ -186,7 +188,7 @@ class Context:
 
     @property
     def session(self) -> Session:
-        """Raises NotInitializedError before ``open`` and after ``close``."""
+        """The open session. Raises NotInitializedError before ``open`` and after ``close``."""
         session = self._session
         if session is None:
             raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
@@ -194,12 +196,13 @@ class Context:
 
     @property
     def place(self) -> Session | RankPlace:
-        """Of this process in its job; after ``suspend``, in the job that it has left. Raises NotInitializedError."""
+        """The place of this process in its job; after ``suspend``, in the job that it has left. Raises
+        NotInitializedError."""
         return self._session or self._suspended or self.session
 
     @property
     def settings(self) -> Settings:
-        """Raises NotInitializedError before the first ``open``."""
+        """The settings of the latest ``open``. Raises NotInitializedError before the first one."""
         if self._settings is None:
             raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
         return self._settings
@@ -207,7 +210,8 @@ class Context:
     # ---- tensors ---------------------------------------------------------------------------------------
 
     def slot_views(self, requests: Sequence[TensorRequest]) -> list[PieceView]:
-        """The view of each request's slot; what is not declared yet is declared, all in one call."""
+        """The view of each request's slot. Requests that are not declared yet are declared in one call. Raises what
+        Session.declare raises."""
         session = self.session
         with self.lock:
             missing = [request for request in requests if not self._fits(request)]
@@ -217,7 +221,8 @@ class Context:
             return [self._slot_views[request.spec.name] for request in requests]
 
     def byte_view(self, name: str, op: Op, group: tuple[int, ...], nbytes_in: int, nbytes_out: int) -> SlotView:
-        """The slot of a gather or an exchange with room for so many bytes. It grows when it must."""
+        """The slot of a gather or an exchange with capacity for ``nbytes_in`` and ``nbytes_out`` bytes. It grows when
+        it must."""
         session = self.session
         with self.lock:
             view = self._byte_views.get(name)
@@ -227,7 +232,7 @@ class Context:
             return view
 
     def holds(self, slot_view: PieceView) -> bool:
-        """False once its tensor must be declared again: after a failure, in another job, after ``join``."""
+        """False once the tensor must be declared again: after a failure, in another job, after ``join``."""
         return slot_view.is_usable and self._slot_views.get(slot_view.slot.spec.name) is slot_view
 
     def _fits(self, request: TensorRequest) -> bool:
@@ -241,7 +246,7 @@ class Context:
         )
 
     def mover(self, device: torch.device) -> Mover:
-        """Who carries tensors of this device to and from slots."""
+        """The mover of tensors of ``device`` to and from slots. One for each device."""
         mover = self._movers.get(device)
         if mover is None:
             if device.type == "cuda":
@@ -256,14 +261,15 @@ class Context:
     def claim(self, name: str) -> str:
         """``name`` for one owner's gradients; the second owner of a name gets ``name@2``, and so on.
 
-        Two models may well have the same parameter names. All ranks build their optimizers in the same order,
-        so they number them alike. Never given back: when an owner dies is not the same moment on all ranks.
+        Two models may have the same parameter names. All ranks create their optimizers in the same order, so they
+        number them alike. A name is never given back: an owner does not end at the same moment on all ranks.
         """
         with self.lock:
             owners = self._claimed[name] = self._claimed.get(name, 0) + 1
             return name if owners == 1 else f"{name}@{owners}"
 
     def is_claimed(self, name: str) -> bool:
+        """True if ``claim`` was called with ``name``."""
         return name in self._claimed
 
 
@@ -273,13 +279,13 @@ atexit.register(_process.close)
 
 
 def current() -> Context:
-    """This thread's context: the process's, unless ``use`` says otherwise."""
+    """The context of this thread: the process's, unless ``use`` has replaced it."""
     return _override.get() or _process
 
 
 @contextlib.contextmanager
 def use(context: Context) -> Iterator[Context]:
-    """Make ``context`` the current one of this thread."""
+    """Make ``context`` the current one of this thread, until the block ends."""
     token = _override.set(context)
     try:
         yield context

@@ -1,8 +1,8 @@
-"""Moves CUDA tensors to and from slots without blocking the stream that computes.
+"""Copies CUDA tensors to and from slots without blocking the stream that computes.
 
-A slot's memory is page-locked once. Copies run on a side stream, ordered by events against the caller's
-stream; one thread per device waits for the outgoing copies and hands the slots over, since the service may
-only see bytes that have arrived. Nothing here is imported by a program without CUDA tensors.
+The memory of a slot is page-locked once. Copies run on a side stream, ordered by events against the caller's stream.
+One thread per device waits for the outgoing copies and hands the slots over, because the service may only see bytes
+that have arrived. A program without CUDA tensors does not import this module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Departure = tuple[torch.cuda.Event, Session, Slot, Layout | None, Future[None]]
 
 
 class CudaCopier:
-    """The mover of one CUDA device. ``close`` ends its thread and unlocks the pages."""
+    """The mover of one CUDA device. ``close`` ends its thread and unlocks the pages. Any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,7 +40,8 @@ class CudaCopier:
         self._thread.start()
 
     def adopt(self, memory: memoryview) -> None:
-        """Page-lock ``memory`` if it owns its pages; smaller pieces are copied through CUDA's own buffer."""
+        """Page-lock ``memory`` if it begins at a page and has at least one; otherwise CUDA copies through a buffer of
+        its own."""
         if memory.nbytes < PAGE:
             return
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -61,9 +62,9 @@ class CudaCopier:
         tensors: Tensors,
         layout: Layout | None = None,
     ) -> Future[None]:
-        """See Mover. The tensors must stay unchanged until the exchange has been waited for."""
+        """See Mover. The tensors must not change until the operation has been waited for."""
         if any(tensor is None for tensor in tensors):
-            self._side.synchronize()  # the host writes below; an earlier fetch may still read the same memory
+            self._side.synchronize()  # the host writes below, and an earlier fetch may still read the same memory
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             for view, tensor in zip(views, tensors, strict=True):
@@ -87,7 +88,7 @@ class CudaCopier:
         caller.wait_stream(self._side)
 
     def close(self) -> None:
-        """End the thread; outgoing copies that it has not handed over fail with NotInitializedError."""
+        """End the thread. Outgoing copies that are not handed over yet fail with NotInitializedError."""
         self._outgoing.put(None)
         self._thread.join(_JOIN_LIMIT_S)
         self._side.synchronize()

@@ -1,4 +1,4 @@
-"""torch's dtypes and the wire's: which are the same, and what to say about those that are not. Any thread."""
+"""torch's dtypes and those of the wire: which correspond, and the errors about those that do not. Any thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUPPORTED = ", ".join(dtype.name.lower() for dtype in DType)
 
 
 def wire_dtype(dtype: torch.dtype, name: str | None) -> DType:
-    """The wire's code of ``dtype``. Raises UsageError, naming the dtypes that can be reduced."""
+    """The wire's code of ``dtype``. Raises UsageError that names the supported dtypes."""
     try:
         return WIRE[dtype]
     except KeyError:
@@ -32,7 +32,7 @@ def wire_dtype(dtype: torch.dtype, name: str | None) -> DType:
 
 
 def check_dense(tensor: torch.Tensor, name: str | None) -> None:
-    """Raises UsageError for a sparse tensor and for one that has no values (meta)."""
+    """Raises UsageError for a sparse tensor, and for one on a device other than cpu and cuda."""
     who = f"tensor {name!r}" if name else "the tensor"
     if tensor.layout is not torch.strided:
         raise UsageError(
@@ -44,11 +44,11 @@ def check_dense(tensor: torch.Tensor, name: str | None) -> None:
 
 
 def check_result(tensor: torch.Tensor, name: str | None, takes_views: bool = False) -> None:
-    """Raises UsageError for a tensor that no result can be written to: several of its elements lie at one address, or
-    (but if ``takes_views``) it is a negated or conjugated view of others. Said before the operation begins, as the
-    others would wait for the rest of it."""
+    """Raises UsageError for a tensor to which no result can be written: several elements have one address, or (unless
+    ``takes_views``) it is a negated or conjugated view. Checked before the operation begins, because the other ranks
+    would wait for the rest of it."""
     if tensor.layout is not torch.strided:
-        return  # refused for that, where it can't be taken
+        return  # reported by check_dense, where sparse tensors are not supported
     is_view = not takes_views and (tensor.is_neg() or tensor.is_conj())
     if not is_view and (tensor.is_contiguous() or not _overlaps(tensor)):
         return
@@ -66,14 +66,14 @@ def check_result(tensor: torch.Tensor, name: str | None, takes_views: bool = Fal
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Several of its elements lie at one address."""
+    """True if several elements have one address."""
     if not tensor.numel():
         return False
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= reach:
-                break  # it may be
+                break  # it may overlap
             reach += (size - 1) * stride
     else:
         return False
@@ -86,13 +86,13 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in logical order as flat uint8; shares memory with a contiguous ``tensor``."""
+    """The elements in logical order, as flat uint8. Shares memory with a contiguous ``tensor``."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a dtype of the same width that the wire has, sharing memory but where it is a conjugated view: for
-    what only copies bits."""
+    """``tensor`` as a dtype of the same width that the wire has, for operations that only copy bits. Shares memory
+    unless ``tensor`` is a conjugated view."""
     tensor = tensor.detach()
     if tensor.dtype.is_complex:
         return torch.view_as_real(tensor.resolve_conj())
@@ -100,7 +100,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """In the host's memory, its bytes as they are in logical order and without gaps."""
+    """True if the bytes lie in the host's memory, in logical order and without gaps."""
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided

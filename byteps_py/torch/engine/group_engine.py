@@ -1,12 +1,12 @@
-"""What the front end of a process group asks for: operations on tensors of the group's members.
+"""The operations of a process group, as its front end calls them.
 
-For each operation the router (router.py) chooses a way; the engine begins it there.
+For each operation the router (router.py) chooses a route, and the engine starts the operation there.
 
     GroupEngine ─ Router ┬ RING     GroupRingSums
                          ├ PEERS    PeerSums, PeerCollectives, PeerSendQueue ─ PeerStreams
                          └ SERVICE  ServiceReductions, ServiceGathers, ServiceMessageQueue ─ SlotView
 
-Any thread; operations go in the order of the calls.
+Any thread. Operations run in the order of the calls.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from byteps_py.torch.engine.router import (
 )
 from byteps_py.torch.engine.service_gathers import ServiceGathers
 from byteps_py.torch.engine.service_reductions import ServiceReductions
-from byteps_py.torch.engine.tensor_bytes import Landing, Pieces, device_of, octets
+from byteps_py.torch.engine.tensor_bytes import Pieces, ResultBuffer, device_of, octets
 from byteps_py.torch.engine.work import Call, OperationKind, Work
 
 Fold = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-#: So many kinds are kept, to be found by what is called; with more, all are forgotten and found again.
+#: The most kinds that are cached; beyond that the cache is cleared.
 _MOST_KINDS = 4096
 
 
@@ -51,8 +51,9 @@ _MOST_KINDS = 4096
 class Reduction:
     """How to carry out a reduce operation on a dtype.
 
-    ``fold``: not on the way but here, from everybody's tensors, two at a time. ``view``: the dtype as which the service
-    sees the memory. ``factor``: what a contribution is multiplied by. ``terms``: what else members must agree on.
+    ``fold``: the function that combines two tensors, for an operation that the service does not know: members gather
+    all tensors and combine them. ``view``: the dtype as which the service sees the memory. ``factor``: what a
+    contribution is multiplied by. ``terms``: further facts on which members must agree.
     """
 
     op: Op = Op.SUM
@@ -63,7 +64,7 @@ class Reduction:
     terms: str = ""
 
     def prepare(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What ``tensor`` contributes."""
+        """The contribution of ``tensor``, in the wire's dtype."""
         if self.factor is not None:
             tensor = tensor.detach() * self.factor
         return self.seen(tensor)
@@ -78,11 +79,12 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class GroupTransfer:
-    """Tensors for each member, and from each, end to end; a GATHER has one entry in ``sends``, which goes to all.
+    """Tensors for each member and from each member, by position, concatenated. A GATHER has one entry in ``sends``, for
+    all members.
 
-    ``stream``: what keeps transfers of different kinds apart, the same on all members. ``sizes``: how a member compares
-    what it is sent with what it expects. ``outputs``: what the caller sees as the result, if that is not ``receives``;
-    ``finish`` makes it of what has come.
+    ``stream``: keeps transfers of different kinds apart; the same on all members. ``sizes``: how a member compares the
+    size that it receives with the size that it expects. ``outputs``: the result for the caller, if that is not
+    ``receives``; ``finish`` makes it of ``receives``.
     """
 
     op: Op
@@ -101,7 +103,7 @@ class GroupTransfer:
         outputs: list[torch.Tensor] | None = None,
         finish: Callable[[], None] | None = None,
     ) -> Self:
-        """Every member's ``tensors`` to every member."""
+        """The ``tensors`` of every member to every member."""
         return cls(Op.GATHER, "gather", [tensors], receives, outputs=outputs, finish=finish)
 
     @classmethod
@@ -112,29 +114,33 @@ class GroupTransfer:
         outputs: list[torch.Tensor] | None = None,
         finish: Callable[[], None] | None = None,
     ) -> Self:
-        """To each member what is for it, from each what is for this one."""
+        """``sends[p]`` to the member at position ``p``, ``receives[p]`` from it."""
         return cls(Op.EXCHANGE, "exchange", sends, receives, outputs=outputs, finish=finish)
 
 
 class GroupEngine:
-    """The operations of one group. ``streams``: to the other members, if all are on this machine."""
+    """The operations of one group. ``streams``: to the other members, if all are on this machine, otherwise None.
+
+    Every method returns a Work at once; errors of the operation are raised where it is waited for. UsageError for wrong
+    arguments, and the error that has ended the group, are raised by the call.
+    """
 
     def __init__(
-        self, members: Members, around: GroupContext, completer: Completer, streams: PeerStreams | None
+        self, members: Members, group_context: GroupContext, completer: Completer, streams: PeerStreams | None
     ) -> None:
         self._members = members
         self.router = Router(members.count, streams is not None, members.count, GROUP_MESSAGE_BYTES, ring_sum.is_able)
-        self._reductions = ServiceReductions(members, around, completer)
-        self._gathers = ServiceGathers(members, around, completer)
-        self.messages = Messages(members, around, self.router, streams)
+        self._reductions = ServiceReductions(members, group_context, completer)
+        self._gathers = ServiceGathers(members, group_context, completer)
+        self.messages = Messages(members, group_context, self.router, streams)
         self._peers = PeerCollectives(members, streams) if streams is not None else None
         self._peer_sums = PeerSums(members, streams) if streams is not None else None
         self._ring_sums = GroupRingSums(members, streams) if streams is not None else None
         self._kinds: dict[object, tuple[OperationKind, RouteChoice]] = {}
-        self._has_met_at_barrier = False
+        self._is_barrier_agreed = False
 
     def finish(self) -> None:
-        """Complete what is under way. Raises StallError."""
+        """Complete all operations under way. Raises StallError."""
         self._reductions.finish()
         if self._ring_sums is not None:
             self._ring_sums.finish()
@@ -143,8 +149,8 @@ class GroupEngine:
     # ---- sums ------------------------------------------------------------------------------------------
 
     def reduce(self, call: Call, tensors: Sequence[torch.Tensor], how: Reduction, is_awaited: bool = False) -> Work:
-        """Reduce ``tensors``, of one dtype, end to end, to the call's outputs: as many of the same sizes, or none.
-        ``is_awaited``: the caller is about to wait for it."""
+        """Reduce the concatenation of ``tensors``, all of one dtype, to the call's outputs: the same number of tensors
+        with the same sizes, or none. ``is_awaited``: the caller is about to wait for it."""
         contributions = [how.prepare(tensor) for tensor in tensors]
         targets = [how.seen(output) for output in call.outputs]
         kind, choice = self._kind(how, contributions)
@@ -162,8 +168,8 @@ class GroupEngine:
     def reduce_scatter(
         self, call: Call, tensors: Sequence[torch.Tensor], how: Reduction, is_awaited: bool = False
     ) -> Work:
-        """Reduce ``tensors`` end to end; the call's only output is this member's even share. ``is_awaited`` as
-        above."""
+        """Reduce the concatenation of ``tensors``; the call's only output is this member's even share. ``is_awaited``:
+        see ``reduce``."""
         (output,) = call.outputs
         contributions = [how.prepare(tensor) for tensor in tensors]
         target = how.seen(output)
@@ -182,7 +188,7 @@ class GroupEngine:
     def _kind(
         self, how: Reduction, contributions: Sequence[torch.Tensor], scatters: bool = False
     ) -> tuple[OperationKind, RouteChoice]:
-        """What members must agree on, and the way of such a sum."""
+        """The facts on which members must agree, and the route of such a sum."""
         first = contributions[0]
         if len(contributions) > 1:
             count, is_on_host = sum(tensor.numel() for tensor in contributions), all(t.is_cpu for t in contributions)
@@ -214,8 +220,8 @@ class GroupEngine:
         otherwise: Callable[[], GroupWork],
         is_awaited: bool,
     ) -> LocalSum | None:
-        """A sum among the ranks of this machine. None: it goes through the service, as chosen, or because members have
-        yet to find out whether they agree about its kind."""
+        """A sum among the ranks of this machine. None: it goes through the service, because the router says so, or
+        because members do not know yet whether they agree about its kind."""
         if choice.route is Route.SERVICE:
             return None
         place = self._reductions.known_place(kind)
@@ -228,8 +234,8 @@ class GroupEngine:
         return LocalSum(call, kind, place, otherwise, is_awaited, agreement)
 
     def broadcast(self, call: Call, root: int) -> Work:
-        """Copy the tensor of the member at ``root``, the call's only output, to all. Any dtype. Only the first of a
-        kind goes through the service, where members find out if they disagree."""
+        """Copy the tensor of the member at position ``root``, the call's only output, to all members. Any dtype. The
+        first one of a kind goes through the service, which detects whether members disagree."""
         (tensor,) = call.outputs
         view = bits_of(tensor)
         kind = OperationKind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
@@ -241,20 +247,21 @@ class GroupEngine:
         return self._reductions.start(call, kind, sends, [] if sends else [view])
 
     def barrier(self, timeout_s: float) -> Work:
-        """Done when every member has called it."""
+        """Complete when every member has called it."""
 
         def through_the_service() -> Work:
             token = torch.zeros(1, dtype=torch.uint8)
             kind = OperationKind(Op.SUM, DType.UINT8, (1,))
             return self._reductions.start(Call("barrier", [], timeout_s), kind, [token], [])
 
-        if self._has_met_at_barrier and (peers := self._peers_for(True)) is not None:
+        if self._is_barrier_agreed and (peers := self._peers_for(True)) is not None:
             return peers.barrier(through_the_service, timeout_s)
-        self._has_met_at_barrier = True  # as with a broadcast
+        self._is_barrier_agreed = True  # the first one goes through the service, see ``broadcast``
         return through_the_service()
 
     def _peers_for(self, is_on_host: bool) -> PeerCollectives | None:
-        """The way from rank to rank, if the router chooses it for what moves bytes."""
+        """The collectives among ranks of this machine, if the router chooses PEERS for data on the host or on a
+        device."""
         return self._peers if self.router.move(is_on_host).route is Route.PEERS else None
 
     def _ring(self, found: LocalSum) -> GroupRingSums:
@@ -265,19 +272,19 @@ class GroupEngine:
     # ---- gathers and exchanges -------------------------------------------------------------------------
 
     def move(self, what: str, transfer: GroupTransfer, timeout_s: float) -> Work:
-        """Bytes from member to member, as the transfer says."""
+        """Move bytes from member to member, as ``transfer`` says. Any dtype and layout of tensors."""
         outgoing = [[octets(tensor) for tensor in piece] for piece in transfer.sends]
-        landings = [[Landing(tensor) for tensor in piece] for piece in transfer.receives]
-        incoming = [[landing.memory for landing in piece] for piece in landings]
+        result_buffers = [[ResultBuffer(tensor) for tensor in piece] for piece in transfer.receives]
+        incoming = [[result_buffer.memory for result_buffer in piece] for piece in result_buffers]
         outputs = transfer.outputs
         if outputs is None:
             outputs = [tensor for piece in transfer.receives for tensor in piece]
         device = device_of([tensor for piece in (*transfer.sends, *transfer.receives) for tensor in piece])
 
         def finish() -> None:
-            for piece in landings:
-                for landing in piece:
-                    landing.land()
+            for piece in result_buffers:
+                for result_buffer in piece:
+                    result_buffer.deliver()
             if transfer.finish is not None:
                 transfer.finish()
 
@@ -290,14 +297,16 @@ class GroupEngine:
         return self._gathers.move(transfer.op, call, outgoing, incoming, transfer.sizes, device)
 
     def move_evenly(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Work:
-        """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; contiguous."""
+        """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; both
+        contiguous."""
         call = Call(what, [target], timeout_s)
         if (peers := self._peers_for(source.is_cpu and target.is_cpu)) is not None:
             return peers.even(op, call, source, target)
         return self._gathers.even(op, call, source, target)
 
     def gather_to(self, root: int, tensor: torch.Tensor, outputs: list[torch.Tensor], timeout_s: float) -> Work:
-        """Every member's ``tensor`` to the root, which alone gives outputs."""
+        """The ``tensor`` of every member to the member at position ``root``. ``outputs``: one for each member on the
+        root, empty on the others."""
         peers = self._peers_for(tensor.is_cpu)
         if peers is not None and is_plain(tensor) and all(map(is_plain, outputs)):
             return peers.gather(tensor, outputs, root, timeout_s)
@@ -308,7 +317,8 @@ class GroupEngine:
         return self.move("gather", transfer, timeout_s)
 
     def scatter_from(self, root: int, inputs: list[torch.Tensor], output: torch.Tensor, timeout_s: float) -> Work:
-        """From the root, which alone gives inputs, a tensor to each member."""
+        """A tensor from the member at position ``root`` to each member's ``output``. ``inputs``: one for each member on
+        the root, empty on the others."""
         peers = self._peers_for(output.is_cpu)
         if peers is not None and is_plain(output) and all(map(is_plain, inputs)):
             return peers.scatter(output, inputs, root, timeout_s)
@@ -320,6 +330,6 @@ class GroupEngine:
 
 
 def _one_sided(outputs: Sequence[torch.Tensor]) -> Sizes:
-    """How a member that gets ``outputs`` compares sizes, where others get nothing: a member that only sends waits for
-    nobody."""
+    """How a member compares sizes in a transfer in which other members receive nothing: a member that only sends does
+    not wait for others."""
     return Sizes.PLAIN if all(output.numel() for output in outputs) else Sizes.CHECKED

@@ -1,10 +1,10 @@
-"""Averages of integers: added up in more bits than they have, so that no sum wraps around, and divided at the end.
+"""Averages of integers: summed in a wider type, so that no sum overflows, and divided at the end.
 
     8 and 16 bits ─► int32 ─► sum ─┐
-    int32         ─► int64 ─► sum ─┼─► divided by the number of ranks ─► the dtype that it was
+    int32         ─► int64 ─► sum ─┼─► divided by the number of ranks ─► the original dtype
     int64 ─► two halves each ─► sum ┘
 
-What was int64 has one dimension more on its way, for the upper and the lower 32 bits. Any thread.
+An int64 tensor travels with one more dimension, for its upper and lower 32 bits. Any thread.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _LOWER = (1 << _HALF_BITS) - 1
 
 
 def is_summed_wider(dtype: torch.dtype) -> bool:
-    """Averages of these go this way."""
+    """True if averages of ``dtype`` are computed this way."""
     return dtype in _SUMS
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which those of ``dtype`` are added up."""
+    """The dtype in which tensors of ``dtype`` are summed."""
     return _SUMS[dtype]
 
 
 def sum_shape(dtype: torch.dtype, shape: Sequence[int]) -> tuple[int, ...]:
-    """What ``summands`` makes of a shape."""
+    """The shape that ``summands`` gives to a tensor of ``shape``."""
     return (*shape, 2) if dtype is torch.int64 else tuple(shape)
 
 
 def summands(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands for ``tensor`` in the sum.
+    """The tensor that is summed in place of ``tensor``.
 
     >>> summands(torch.tensor([-1, 7])).tolist()
     [[-1, 4294967295], [0, 7]]
@@ -52,8 +52,8 @@ def summands(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mean(sums: torch.Tensor, count: int, dtype: torch.dtype, rounding: str) -> torch.Tensor:
-    """The average, of ``dtype``, of ``count`` tensors whose ``summands`` add up to ``sums``. ``rounding``: "floor" or
-    "trunc", towards zero.
+    """The average, of ``dtype``, of ``count`` tensors whose ``summands`` add up to ``sums``. ``rounding``: "floor", or
+    "trunc" (towards zero).
 
     >>> three = sum(summands(torch.tensor([2**63 - 1, -2])) for _ in range(3))
     >>> mean(three, 3, torch.int64, "floor").tolist()

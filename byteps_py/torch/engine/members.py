@@ -1,4 +1,5 @@
-"""One group as the service sees it: its session, its ranks, the beginning of its names. Immutable; any thread."""
+"""The members of one process group, as the service sees them: session, ranks, prefix of names. Immutable; any
+thread."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from byteps_py.torch.engine.movers import Mover
 
 @dataclass(frozen=True)
 class Members:
-    """``ranks``: global ranks by position in the group, ascending. ``position``: this process's own."""
+    """``ranks``: global ranks by position in the group, ascending. ``position``: that of this process. ``prefix``: how
+    the names of the group's tensors and streams begin. Raises UnsupportedError if the ranks are not ascending."""
 
     context: Context
     session: Session
@@ -38,32 +40,33 @@ class Members:
 
     @property
     def spec_group(self) -> tuple[int, ...]:
-        """For a TensorSpec of the whole group."""
+        """The ``group`` of a TensorSpec for all members."""
         return self.some(range(self.count))
 
     def some(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """For a TensorSpec of these members."""
+        """The ``group`` of a TensorSpec for the members at ``positions``."""
         return () if len(positions) == self.session.size else tuple(self.ranks[p] for p in positions)
 
     def local_rank(self, position: int) -> int:
-        """Of a member on this machine."""
+        """The local rank of the member at ``position``, which is on this machine."""
         return self.ranks[position] - (self.session.rank - self.session.local_rank)
 
     @property
     def peers(self) -> LocalPeers | None:
-        """The other ranks of this machine, if all members are among them."""
+        """The peers of this rank, if all members are on this machine; otherwise None."""
         first = self.session.rank - self.session.local_rank
         if self.count > 1 and first <= self.ranks[0] and self.ranks[-1] < first + self.session.local_size:
             return self.session.peers
         return None
 
     def root(self, position: int) -> int:
-        """The rank of a member, as the session knows it. Raises UsageError if there is none at ``position``."""
+        """The global rank of the member at ``position``, as the session numbers ranks. Raises UsageError if there is no
+        such member."""
         self.check_root(position)
         return self.ranks[position] if self.session.size > 1 else 0
 
     def check_root(self, position: int) -> None:
-        """Raises UsageError if no member is at ``position``."""
+        """Raises UsageError if there is no member at ``position``."""
         if not 0 <= position < self.count:
             raise UsageError(
                 f"invalid root rank: {position} in a process group of {self.count} (ranks "
@@ -71,7 +74,8 @@ class Members:
             )
 
     def split(self, positions: Sequence[int], number: int) -> Members:
-        """A group of some of them, this process among them; ``number``: of the splits of this group so far."""
+        """The group of the members at ``positions``, this process among them. ``number``: of the splits of this group
+        so far."""
         ranks = tuple(self.ranks[p] for p in positions)
         session = self.context.session if len(ranks) > 1 else SoloSession()
         name = f"{self.prefix}.split.{number}.{_digest(ranks)}"
@@ -82,9 +86,11 @@ class Members:
 
 
 def prefix_of(epoch: int, name: str, ranks: Sequence[int]) -> str:
-    """How names of a group begin. ``epoch`` counts the worlds of this process: names of groups start again with each.
+    """How the names of a group begin. ``epoch`` counts the worlds of this process: the names of groups start again with
+    each.
 
-    Disjoint groups may have the same name, where not all ranks have made the same ones: hence the ranks.
+    Disjoint groups may have the same name, where not all ranks have created the same groups; so the prefix contains the
+    ranks.
     """
     return f"c10d.{epoch}.{name}.{_digest(ranks)}"
 

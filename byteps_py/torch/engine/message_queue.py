@@ -1,8 +1,8 @@
 """Messages that wait for their turn: one queue for each peer, tag and direction, first in, first out.
 
-A message begins at once if none is before it and there is room. Else it waits without blocking the caller: a thread of
-the pool begins it, in order, as soon as there is room. Until then its tensor must not change (as always before
-``wait``). Any thread may call.
+A message begins at once if no other message waits and its slot or window is free. Otherwise it waits without blocking
+the caller: a thread of the pool begins it, in order, as soon as it can. Its tensor must not change until ``wait`` has
+returned. Any thread may call.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from byteps_py.torch.engine.work import Call
 
 
 class QueuedMessage(GroupWork):
-    """``begun`` is set once the message has begun, or could not; None: it began at once."""
+    """``begun`` is set once the message has begun or has failed to; None: it began at once."""
 
-    def __init__(self, around: GroupContext, call: Call) -> None:
-        super().__init__(around, call)
+    def __init__(self, group_context: GroupContext, call: Call) -> None:
+        super().__init__(group_context, call)
         (self.tensor,) = call.outputs
         self.begun: threading.Event | None = None
         self.failure: Exception | None = None
 
     def _wait_for_turn(self, deadline: float) -> None:
-        """Raises the failure to begin."""
+        """Wait until the message has begun. Raises the error if it has failed to."""
         if self.begun is not None:
-            self._slices(deadline, self._begin_within)
+            self._wait_in_slices(deadline, self._begin_within)
         if self.failure is not None:
             raise self.failure
 
     def _begin_within(self, timeout_s: float) -> None:
         if self.begun is not None and not self.begun.wait(timeout_s):
-            raise StallError(f"{self.what}: waits for earlier ones")
+            raise StallError(f"{self.what}: waits for earlier messages")
 
     @property
     def has_begun(self) -> bool:
-        """False, too, if it could not begin."""
+        """False while it waits, and if it has failed to begin."""
         return (self.begun is None or self.begun.is_set()) and self.failure is None
 
 
@@ -48,31 +48,33 @@ M = TypeVar("M", bound=QueuedMessage)
 
 
 class MessageQueue(ABC, Generic[M]):
-    """Subclasses say what room is, and how a message begins."""
+    """Subclasses define when a message can begin, and how it begins."""
 
-    def __init__(self, around: GroupContext) -> None:
-        self.around = around
-        self.lock = threading.RLock()  # a message may be begun again while it is held
+    def __init__(self, group_context: GroupContext) -> None:
+        self.group_context = group_context
+        self.lock = threading.RLock()  # a message may be begun again while this thread holds it
         self._waiting: deque[M] = deque()
         self._is_served = False
 
     @abstractmethod
-    def _has_room(self) -> bool:
-        """Whether a message can begin at once. With the lock held."""
+    def _can_begin(self) -> bool:
+        """True if a message can begin at once. Called with the lock held."""
 
     @abstractmethod
-    def _wait_for_room(self) -> None:
-        """Return when the first message that waits can begin. Without the lock. What it raises fails all that wait."""
+    def _wait_to_begin(self) -> None:
+        """Return when the first waiting message can begin. Called without the lock. An exception fails all waiting
+        messages."""
 
     @abstractmethod
     def _begin(self, message: M) -> None:
-        """There is room. With the lock held."""
+        """Begin ``message``, which can begin. Called with the lock held."""
 
     def post(self, message: M) -> M:
-        """Begin ``message`` now, if nothing is before it, else in its turn. Never blocks for others."""
+        """Begin ``message`` now if no other message waits, otherwise in its turn. Never blocks for other ranks. Raises
+        what has ended the group."""
         with self.lock:
-            self.around.check()
-            if not self._waiting and self._has_room():
+            self.group_context.check()
+            if not self._waiting and self._can_begin():
                 self._try_to_begin(message)
                 return message
             message.begun = threading.Event()
@@ -97,7 +99,7 @@ class MessageQueue(ABC, Generic[M]):
                     self._is_served = False
                     return
             try:
-                self._wait_for_room()
+                self._wait_to_begin()
             except Exception as error:
                 self._fail(error)
                 return

@@ -1,4 +1,5 @@
-"""Movers carry tensors of one device to and from slots. The host's is here, that of a CUDA device in cuda.py."""
+"""Movers copy the tensors of one device to and from slots. The host's mover is here, that of CUDA devices in
+cuda.py."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 class Mover(Protocol):
-    """Carries tensors of one device to and from slots."""
+    """Copies the tensors of one device to and from slots. Any thread."""
 
     def adopt(self, memory: memoryview) -> None:
         """``memory`` will be used for copies from now on."""
@@ -29,17 +30,18 @@ class Mover(Protocol):
         tensors: Tensors,
         layout: Layout | None = None,
     ) -> Future[None] | None:
-        """Copy tensors (zeros for None) to views, then hand the slot over. None: it is done already."""
+        """Copy tensors (None: zeros) to views of the slot's input, converting dtypes, then hand the slot over. Returns
+        a future of that; None: it is done."""
 
     def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Copy views to outputs, in order with what the caller does with the outputs afterwards."""
+        """Copy views to outputs, converting dtypes, ordered before later work of the caller on the outputs."""
 
     def close(self) -> None:
-        """No more copies; give back what ``adopt`` took."""
+        """Release what ``adopt`` has acquired. No call follows."""
 
 
 class HostMover:
-    """For tensors in the host's memory: the calling thread copies."""
+    """The mover for tensors in the host's memory: the calling thread copies."""
 
     def adopt(self, memory: memoryview) -> None:
         pass
@@ -52,15 +54,15 @@ class HostMover:
         tensors: Tensors,
         layout: Layout | None = None,
     ) -> None:
-        if _may_go_in_strips(session, slot, views, tensors):
-            self._send_strips(session, slot, views[0], tensors[0])
+        if _may_go_in_chunks(session, slot, views, tensors):
+            self._send_chunks(session, slot, views[0], tensors[0])
         else:
             copy_in(views, tensors)
             session.hand_over(slot, layout=layout)
 
     @staticmethod
-    def _send_strips(session: Session, slot: Slot, view: torch.Tensor, tensor: torch.Tensor | None) -> None:
-        """Copy in strips: a strip that is copied travels while the next one is being copied."""
+    def _send_chunks(session: Session, slot: Slot, view: torch.Tensor, tensor: torch.Tensor | None) -> None:
+        """Copy chunk by chunk: a copied chunk travels while the next one is being copied."""
         target, source = view.view(-1), tensor.reshape(-1) if tensor is not None else None
         itemsize, written = slot.spec.dtype.itemsize, 0
         for offset, length in TensorChunks(slot.spec, session.size):
@@ -79,8 +81,8 @@ class HostMover:
         pass
 
 
-def _may_go_in_strips(session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors) -> bool:
-    """Strips pay off where other machines wait for the first of them, and all bytes are to be copied as they lie."""
+def _may_go_in_chunks(session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors) -> bool:
+    """True if chunks gain something: other machines wait for the first of them, and all bytes are copied unchanged."""
     if session.num_machines == 1 or slot.spec.nbytes < 2 * CHUNK_BYTES or len(views) != 1:
         return False
     tensor = tensors[0]
@@ -89,7 +91,8 @@ def _may_go_in_strips(session: Session, slot: Slot, views: Sequence[torch.Tensor
 
 
 def copy_in(views: Sequence[torch.Tensor], tensors: Tensors) -> None:
-    """Fill host views from host tensors; None stands for zeros. One call for all: far cheaper than one each."""
+    """Fill views with tensors, all in the host's memory; None: zeros. One call for all is far cheaper than one call
+    each."""
     targets, sources = [], []
     for view, tensor in zip(views, tensors, strict=True):
         if tensor is None:

@@ -1,6 +1,6 @@
-"""Names for tensors that the user gave none. Pure; any thread.
+"""Names for tensors that the user has not named. Pure; any thread.
 
-Unnamed operations meet in the order of their calls: the nth of one rank with the nth of the others.
+Unnamed operations are matched in the order of their calls: the nth of one rank with the nth of the others.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from collections.abc import Hashable
 
 from byteps_py.tensors import UNNAMED
 
-#: Below this many bytes, so many names are used in turn; above, the last: memory stays bounded.
+#: (bytes, names): tensors below this size use this many names in turn, so that memory stays bounded.
 _ROTATION = ((64 << 10, 32), (4 << 20, 8))
-_NAMES_OF_LARGE = 2
-#: For operations whose sizes may change from call to call.
+_NAMES_OF_LARGE = 2  # larger tensors
+#: For operations whose sizes may differ from call to call.
 _NAMES_OF_VARYING = 8
 
 
 class NameSource:
-    """Numbers unnamed operations of each kind in the order of their calls.
+    """Numbers the unnamed operations of each kind in the order of their calls.
 
-    A name keeps its shape, because another would have to be agreed anew: an operation that looks like an earlier one
-    is given the earlier one's names again. The first ones of a kind get new names, so that ranks whose calls differ
-    find that out by it. After such a disagreement all ranks ``restart``, since they no longer count alike.
+    A name keeps its shape, because ranks would have to agree on another one: an operation like an earlier one gets the
+    earlier one's names again. The first operations of a kind get new names, by which ranks whose calls differ detect
+    that. After such a disagreement all ranks ``restart``, since their counts differ.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
-        self._given: dict[str, int] = {}  # names per kind
-        self._of: dict[tuple[str, Hashable], tuple[list[str], int]] = {}  # (names, uses) per kind and signature
+        self._given: dict[str, int] = {}  # number of names by kind
+        self._of: dict[tuple[str, Hashable], tuple[list[str], int]] = {}  # (names, uses) by kind and signature
         self._lock = threading.Lock()
 
     def next(self, kind: str, signature: Hashable, nbytes: int) -> str:
-        """``signature``: what ranks must agree on (dtype, shape …).
+        """The name of the next operation. ``signature``: the facts on which ranks must agree (dtype, shape …).
 
         >>> source = NameSource()
         >>> source.next("sum", "float32[2]", 8), source.next("sum", "float32[3]", 12)
@@ -47,7 +47,7 @@ class NameSource:
             return names[uses % limit]
 
     def in_turn(self, kind: str) -> str:
-        """For kinds of which nothing has to be agreed beforehand: a few names, strictly in turn.
+        """The name of the next operation of a kind that needs no agreement in advance: a few names, strictly in turn.
 
         >>> source = NameSource()
         >>> [source.in_turn("gather") for _ in range(9)][-2:]
@@ -61,7 +61,7 @@ class NameSource:
             return names[uses % _NAMES_OF_VARYING]
 
     def restart(self, epoch: int) -> None:
-        """Count anew, with other names than in ``epoch``; a no-op if that is over already."""
+        """Count from 0 again, with other names than in ``epoch``; does nothing if that epoch is over already."""
         with self._lock:
             if epoch == self.epoch:
                 self.epoch += 1

@@ -1,7 +1,7 @@
-"""Tensors that are NaN or infinite: whether, where, and what to say about them. Any thread.
+"""NaN and infinity in tensors: detection, places, messages. Any thread.
 
-The service says which ranks are to blame (blame.py); where the values are is seen in the result, which is the same on
-all ranks, so that all say the same.
+The service reports which ranks contributed them (blame.py). The places are searched in the result, which is the same on
+all ranks, so that all ranks raise the same message.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _MAX_NAMES = 3
 
 
 def wanted(context: Context) -> NonFinite:
-    """What BYTEPS_NONFINITE says."""
+    """The value of BYTEPS_NONFINITE."""
     return NonFinite[context.settings.nonfinite.upper()]
 
 
 def explain(blame: int, size: int, step: int, places: Sequence[str]) -> NonFiniteError:
-    """``places``: phrases on where. Step 0: not known."""
+    """The error about a non-finite result. ``blame``: as in Slot. ``step``: 0: unknown. ``places``: descriptions, see
+    ``where``."""
     more = f" and {len(places) - _MAX_NAMES} more" if len(places) > _MAX_NAMES else ""
     when = f", step {step}" if step else ""
     return NonFiniteError(
@@ -37,16 +38,16 @@ def explain(blame: int, size: int, step: int, places: Sequence[str]) -> NonFinit
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """No value of a tensor is NaN or infinite. One fast pass over its memory where that is so."""
+    """True if no value of ``tensor``, of any layout, is NaN or infinite. Usually one fast pass over its memory."""
     values, _ = _stored(tensor)
-    # A sum is far faster than looking at each value, and finite only if all of them are.
+    # A sum is far faster than testing each value, and it is finite only if all values are.
     total = values.sum(dtype=torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None)
     return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())
 
 
 def where(name: str, tensor: torch.Tensor, full: torch.dtype | None = None) -> str | None:
-    """How many values of the gradient of ``name`` are NaN or infinite, the first at which index; None if none is.
-    ``full``: its dtype, if ``tensor`` is compressed."""
+    """The number of NaN and infinite values in the gradient ``tensor`` of ``name``, and the first index; None if all
+    are finite. ``full``: the gradient's dtype, if ``tensor`` is compressed."""
     values, indices = _stored(tensor)
     bad = ~torch.isfinite(values)
     count = int(bad.sum())
@@ -60,7 +61,7 @@ def where(name: str, tensor: torch.Tensor, full: torch.dtype | None = None) -> s
 
 
 def _stored(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The values that a tensor of any layout stores, and where they are; None: all of them, in order."""
+    """(values that ``tensor`` stores, their indices; None: all elements in order)."""
     values = tensor.detach()
     if values.layout is torch.strided:
         return values, None
@@ -69,6 +70,6 @@ def _stored(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def tell(poison: NonFiniteError, session: Session) -> None:
-    """Log a step that is left out: once for each machine."""
+    """Log, once for each machine, that all ranks skip a step."""
     if session.local_rank == 0:
         logger.warning("a step is left out on every rank. %s", poison)

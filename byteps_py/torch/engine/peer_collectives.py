@@ -1,6 +1,6 @@
-"""Which pieces of which tensors a collective moves between members on one machine. peer_streams.py carries them.
+"""The collectives among members on one machine: which parts of which tensors go where. peer_streams.py sends them.
 
-Any thread; operations go in the order of the calls.
+Any thread; operations run in the order of the calls.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from byteps_py.torch.engine.dtypes import is_plain
 from byteps_py.torch.engine.group_work import FallbackWork
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.peer_streams import Own, PeerStreams, PeerWork
-from byteps_py.torch.engine.tensor_bytes import Landing, octets
+from byteps_py.torch.engine.tensor_bytes import ResultBuffer, octets
 from byteps_py.torch.engine.work import Call, Work
 
 _NOTHING: Sequence[Span] = ((0, 0),)
 
 
 def span(tensor: torch.Tensor) -> Span:
-    """Of a plain tensor."""
+    """The span of a plain tensor."""
     return tensor.data_ptr(), tensor.nbytes
 
 
 def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
+    """The spans of plain tensors."""
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
 class PeerCollectives:
-    """All tensors in the host's memory; those of ``even``, ``gather`` and ``scatter`` plain, those of ``move`` flat."""
+    """All tensors are in the host's memory; those of ``even``, ``gather`` and ``scatter`` are plain, those of ``move``
+    flat."""
 
     def __init__(self, members: Members, streams: PeerStreams) -> None:
         self._streams = streams
@@ -53,7 +55,7 @@ class PeerCollectives:
         return streams.begin("exchange", call, sends, receives, kept, together=True)
 
     def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor], root: int, timeout_s: float) -> PeerWork:
-        """Everybody's tensor to the root, which alone has ``outputs``."""
+        """The tensor of every member to the member at ``root``, which alone has ``outputs``."""
         streams, mine, stream = self._streams, (span(tensor),), f"gather.{root}"
         if root != self._own:
             return streams.begin(stream, Call("gather", [], timeout_s), {root: mine}, {}, is_led=True)
@@ -62,7 +64,7 @@ class PeerCollectives:
         return streams.begin(stream, Call("gather", outputs, timeout_s), {}, receives, kept)
 
     def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], root: int, timeout_s: float) -> PeerWork:
-        """From the root, which alone has ``inputs``, a tensor to each."""
+        """A tensor from the member at ``root``, which alone has ``inputs``, to each member."""
         streams, target, stream = self._streams, (span(output),), f"scatter.{root}"
         if root != self._own:
             return streams.begin(stream, Call("scatter", [output], timeout_s), {}, {root: target})
@@ -71,19 +73,20 @@ class PeerCollectives:
         return streams.begin(stream, Call("scatter", [output], timeout_s), sends, {}, kept, is_led=True)
 
     def broadcast(self, place: int, tensor: torch.Tensor, root: int, timeout_s: float) -> PeerWork:
-        """The root's tensor to all. ``place``: of its kind, on which all members have agreed."""
+        """The tensor of the member at ``root`` to all. ``place``: of its kind, on which all members have agreed."""
         streams, stream, finish = self._streams, f"broadcast.{place}", None
         if root == self._own:
             data = tensor if is_plain(tensor) else octets(tensor)
             return streams.to_all(stream, Call("broadcast", [tensor], timeout_s), (span(data),), {}, is_led=True)
         target = tensor
         if not is_plain(tensor):
-            landing = Landing(tensor)
-            target, finish = landing.memory, landing.land
+            result_buffer = ResultBuffer(tensor)
+            target, finish = result_buffer.memory, result_buffer.deliver
         return streams.to_all(stream, Call("broadcast", [tensor], timeout_s, finish), None, {root: (span(target),)})
 
     def barrier(self, otherwise: Callable[[], Work], timeout_s: float) -> FallbackWork:
-        """Done when every member has called it, or joined."""
+        """Complete when every member has called it or has joined. ``otherwise`` begins a barrier through the
+        service."""
         receives = dict.fromkeys(self._streams.others, _NOTHING)
         call = Call("barrier", [], timeout_s)
         work = self._streams.to_all("barrier", call, _NOTHING, receives, together=True)
@@ -97,8 +100,8 @@ class PeerCollectives:
         receives: Sequence[Sequence[torch.Tensor] | None],
         together: bool,
     ) -> PeerWork:
-        """Flat tensors, end to end, to each member and from each; None: nothing at all. One entry in ``sends``: that
-        to all. ``together``: see PeerStreams.begin."""
+        """Flat tensors, concatenated, to each member and from each, by position; None: no payload at all. One entry in
+        ``sends``: the same to all. ``together``: see PeerStreams.begin."""
         streams, own = self._streams, self._own
         is_gather = len(sends) == 1
         mine, theirs = sends[0 if is_gather else own], receives[own]
@@ -114,6 +117,6 @@ class PeerCollectives:
         return streams.begin(stream, call, sent, due, kept, is_led, together)
 
     def _shares(self, tensor: torch.Tensor) -> list[Span]:
-        """Equal pieces of it, one for each member."""
+        """Equal parts of a plain tensor, one for each member."""
         address, share = tensor.data_ptr(), tensor.nbytes // self._count
         return [(address + at * share, share) for at in range(self._count)]

@@ -1,8 +1,8 @@
-"""Sends and receives between members on one machine: a stream for every pair of members and every tag, each way.
+"""Sends and receives between members on one machine: a stream for every pair of members, every tag and each direction.
 
-A send is over when its tensor is copied. ``WINDOW`` messages wait at the sender for their receive, those beyond for
-their turn. Where more receives are posted than that, a thread of the pool completes them, whoever waits for them. Any
-thread may call.
+A send is over when its tensor is copied. ``WINDOW`` messages wait at the sender for their receive; further ones wait
+for their turn. If more receives than that are posted, a thread of the pool completes them, because the sender may wait
+for that. Any thread may call.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.message_queue import MessageQueue, QueuedMessage
 from byteps_py.torch.engine.peer_collectives import span
 from byteps_py.torch.engine.peer_streams import PeerStreams
-from byteps_py.torch.engine.tensor_bytes import Landing, octets
+from byteps_py.torch.engine.tensor_bytes import ResultBuffer, octets
 from byteps_py.torch.engine.work import Call
 
 
 class PeerSend(QueuedMessage):
-    """Over once it has been sent."""
+    """A send, over once its bytes are copied."""
 
     def _complete(self, deadline: float) -> None:
         self._wait_for_turn(deadline)
@@ -37,20 +37,22 @@ class PeerSend(QueuedMessage):
 
 
 class PeerSendQueue(MessageQueue[PeerSend]):
-    """Messages of one tag to ``peer``."""
+    """The messages of one tag to ``peer``."""
 
-    def __init__(self, members: Members, around: GroupContext, streams: PeerStreams, peer: int, tag: int) -> None:
-        super().__init__(around)
+    def __init__(
+        self, members: Members, group_context: GroupContext, streams: PeerStreams, peer: int, tag: int
+    ) -> None:
+        super().__init__(group_context)
         self._streams = streams
         self._target = (streams.others[peer],)
         self._stream = _stream(members, streams, members.position, peer, tag)
 
-    def _has_room(self) -> bool:
-        return self._streams.has_met and self._streams.peers.has_room(self._stream)
+    def _can_begin(self) -> bool:
+        return self._streams.are_introduced and self._streams.peers.can_send(self._stream)
 
-    def _wait_for_room(self) -> None:
-        self.around.patiently(self._streams.meeting())
-        self.around.patiently(self._streams.peers.room(self._stream))
+    def _wait_to_begin(self) -> None:
+        self.group_context.wait_in_slices(self._streams.introduction_wait())
+        self.group_context.wait_in_slices(self._streams.peers.window_wait(self._stream))
 
     def _begin(self, message: PeerSend) -> None:
         tensor = message.tensor if is_plain(message.tensor) else octets(message.tensor)
@@ -58,7 +60,7 @@ class PeerSendQueue(MessageQueue[PeerSend]):
 
 
 class PeerReceive(GroupWork):
-    """``earlier``: receives of its channel that nobody may have waited for; their messages come before its own."""
+    """A receive. ``channel``: the receives of its stream under way, in order; their messages come before its own."""
 
     def __init__(
         self,
@@ -66,36 +68,36 @@ class PeerReceive(GroupWork):
         source: int,
         streams: PeerStreams,
         receipt: StreamReceipt,
-        landing: Landing | None,
+        result_buffer: ResultBuffer | None,
         channel: deque[PeerReceive],
     ) -> None:
-        super().__init__(streams.around, call)
+        super().__init__(streams.group_context, call)
         (self.tensor,) = call.outputs
         self._source = source
         self._streams = streams
         self._receipt = receipt
-        self._landing = landing
+        self._landing = result_buffer
         self._channel = channel
-        self._meet: Callable[[float], None] | None = None
+        self._introduction_wait: Callable[[float], None] | None = None
 
     def _complete(self, deadline: float) -> None:
         if self._channel[0] is not self:
             for earlier in list(self._channel):
                 if earlier is self:
                     break
-                self._slices(deadline, earlier.settle)
-        self._slices(deadline, self._collect)
+                self._wait_in_slices(deadline, earlier.settle)
+        self._wait_in_slices(deadline, self._collect)
         if self._landing is not None:
-            self._landing.land()
+            self._landing.deliver()
 
     def _collect(self, timeout_s: float) -> None:
-        if not self._streams.has_met:  # there may have to be an answer
-            self._meet = self._meet or self._streams.meeting()
-            self._meet(timeout_s)
+        if not self._streams.are_introduced:  # the receiver may have to acknowledge
+            self._introduction_wait = self._introduction_wait or self._streams.introduction_wait()
+            self._introduction_wait(timeout_s)
         self._streams.peers.collect(self._receipt, timeout_s)
 
     def _is_ready(self) -> bool:
-        return self._around.aborted is not None or self._streams.peers.look(self._receipt)
+        return self._group_context.aborted is not None or self._streams.peers.poll(self._receipt)
 
     def _release(self) -> None:
         self._landing = None
@@ -104,7 +106,7 @@ class PeerReceive(GroupWork):
 
     @property
     def received(self) -> torch.Tensor:
-        """The message, when it is over."""
+        """The message, once the receive is over."""
         return self.tensor
 
     def source_rank(self) -> int:
@@ -112,10 +114,12 @@ class PeerReceive(GroupWork):
 
 
 class PeerReceiver:
-    """Messages of one tag from ``peer``."""
+    """The messages of one tag from ``peer``."""
 
-    def __init__(self, members: Members, around: GroupContext, streams: PeerStreams, peer: int, tag: int) -> None:
-        self._around = around
+    def __init__(
+        self, members: Members, group_context: GroupContext, streams: PeerStreams, peer: int, tag: int
+    ) -> None:
+        self._group_context = group_context
         self._streams = streams
         self._peer = peer
         self._source = streams.others[peer]
@@ -125,34 +129,35 @@ class PeerReceiver:
         self._is_served = False
 
     def post(self, what: str, tensor: torch.Tensor) -> PeerReceive:
-        """The next message is for ``tensor``."""
-        landing = None if is_plain(tensor) else Landing(tensor)
-        target = span(tensor if landing is None else landing.memory)
+        """Receive the next message into ``tensor``. Raises what has ended the group."""
+        result_buffer = None if is_plain(tensor) else ResultBuffer(tensor)
+        target = span(tensor if result_buffer is None else result_buffer.memory)
         receipt = StreamReceipt(self._stream)
         with self._lock:
-            self._around.check()
+            self._group_context.check()
             receipt.expect(self._source, (target,), target[1])
             message = PeerReceive(
-                Call(what, [tensor], self._around.timeout_s),
+                Call(what, [tensor], self._group_context.timeout_s),
                 self._peer,
                 self._streams,
                 receipt,
-                landing,
+                result_buffer,
                 self._under_way,
             )
             self._under_way.append(message)
             if len(self._under_way) > WINDOW and not self._is_served:
-                self._is_served = True  # the sender may be waited for that way, and this rank wait for it elsewhere
+                self._is_served = True  # the sender may wait for these receives while this rank waits for it elsewhere
                 POOL.run(self._serve)
             return message
 
     @property
     def next(self) -> tuple[Stream, int]:
-        """The stream, and whose messages it brings."""
+        """(stream, local rank of the sender)."""
         return self._stream, self._source
 
     def post_if_there(self, what: str, like: torch.Tensor) -> PeerReceive | None:
-        """The next message, for a tensor like this one, if there is one that nobody has asked for."""
+        """Receive the next message into a new tensor like ``like``, if one has arrived without a receipt; otherwise
+        None."""
         with self._lock:
             return self.post(what, torch.empty_like(like)) if self._stream.has_next(self._source) else None
 

@@ -1,7 +1,7 @@
 """Gathers, exchanges, broadcasts and barriers of a group whose members are all on this machine.
 
-The calling thread lays down what this member sends, and tells the others; whoever waits copies what has come to where
-it belongs (byteps_py/session/peers). The communication service has no part in it. Host memory only.
+The calling thread writes this member's payloads and tells the others; the waiting thread copies what has come to where
+it belongs (byteps_py/session/peers). The communication service takes no part. Host memory only.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSums
 from byteps_py.torch.engine.work import Call, Work
 
-#: Operations of a stream that may be under way at once; a further one waits for the first of them to end.
+#: Operations of a stream that may be under way at once; a further one waits until the first of them is over.
 LANES = 2
-#: How long a call that is waited for waits by itself. What takes longer is waited for as everything else.
+#: How long a call of ``swap`` waits itself. An operation that takes longer becomes a Work like any other.
 _AT_ONCE_S = 0.2
 
-#: What goes to, or comes from, members of a group, by position; those that have no part in it are left out.
+#: The spans for, or from, members of a group, by position. Members without a payload are left out.
 Parts = Mapping[int, Sequence[Span]]
+#: (spans, spans): what this member sends to itself, and where it goes.
 Own = tuple[Sequence[Span], Sequence[Span]]
 
 
 class PeerWork(GroupWork):
-    """An operation that brings this member something, or nothing: then it is over when it has been sent."""
+    """An operation among peers. One that receives nothing is over when its payloads are sent."""
 
     def __init__(
         self,
-        around: GroupContext,
+        group_context: GroupContext,
         completer: Completer | None,
         call: Call,
         peers: LocalPeers,
         receipt: StreamReceipt,
     ) -> None:
-        super().__init__(around, call)
+        super().__init__(group_context, call)
         self.line: list[PeerWork] | None = None
         self._completer = completer
         self._peers = peers
@@ -51,12 +52,12 @@ class PeerWork(GroupWork):
     def _complete(self, deadline: float) -> None:
         receipt = self._receipt
         if receipt.left or receipt.error is not None:
-            self._slices(deadline, lambda timeout_s: self._peers.collect(receipt, timeout_s))
+            self._wait_in_slices(deadline, lambda timeout_s: self._peers.collect(receipt, timeout_s))
         if self._finish is not None:
             self._finish()
 
     def _is_ready(self) -> bool:
-        return self._around.aborted is not None or self._peers.look(self._receipt)
+        return self._group_context.aborted is not None or self._peers.poll(self._receipt)
 
     def _release(self) -> None:
         self._finish = None
@@ -72,7 +73,7 @@ class PeerWork(GroupWork):
 
 
 class _Line:
-    """A stream, and the operations of it that are under way."""
+    """A stream, and its operations under way."""
 
     __slots__ = ("stream", "under_way")
 
@@ -82,28 +83,29 @@ class _Line:
 
 
 class PeerStreams:
-    """Any thread; operations go in the order of the calls. ``others``: the local ranks of members, by position."""
+    """The streams of one group. ``others``: the local ranks of the other members, by position. Any thread; operations
+    run in the order of the calls."""
 
-    def __init__(self, members: Members, peers: LocalPeers, around: GroupContext, completer: Completer) -> None:
+    def __init__(self, members: Members, peers: LocalPeers, group_context: GroupContext, completer: Completer) -> None:
         self.peers = peers
         self.others = {p: members.local_rank(p) for p in range(members.count) if p != members.position}
         self._all = tuple(self.others.values())
         self._members = members
-        self.around = around
+        self.group_context = group_context
         self.completer = completer
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
-        self.fallbacks = FallbackQueue(around, completer)
-        #: For large sums, and those under way, in the order of the calls. It goes on after members have joined.
+        self.fallbacks = FallbackQueue(group_context, completer)
+        #: For large sums; ``sums``: those under way, in the order of the calls. The ring survives a join of members.
         ring = peers.ring(peers.stream(f"{members.prefix}.ring", self._all), SLOT_BYTES)
         ranks = {members.position: members.session.local_rank, **self.others}
         self.ring_sums = RingSums(ring, members.position, ranks)
         self.sums: deque[Work] = deque()
-        self._has_met = False
-        peers.directory.ask(self._meeting, self._all)
+        self._are_introduced = False
+        peers.directory.ask(self._introduction, self._all)
 
     @property
-    def _meeting(self) -> str:
+    def _introduction(self) -> str:
         return f"{self._members.prefix}#{self._members.session.incarnation}"
 
     def begin(
@@ -116,10 +118,12 @@ class PeerStreams:
         is_led: bool = False,
         together: bool = False,
     ) -> PeerWork:
-        """One operation. ``name``: that of the stream, the same on all members. ``is_led``: not all send. ``own``: what
-        this member has for itself, and where it goes. ``together``: all send to all, and who sends is told, too, if
-        sizes differ; it does not begin without members that have joined. Else it is not sent if one of those it is for
-        has joined."""
+        """Begin one operation. ``name``: of the stream, the same on all members.
+
+        ``is_led``: not all members send. ``own``: what this member sends to itself. ``together``: all members send to
+        all, and a sender also detects differing sizes; the operation does not begin if a member has joined. Without
+        ``together``, nothing is sent if a member for which it is has joined.
+        """
         with self._lock:
             line = self._begin(name)
             if error := self._joined(line) if together else self._refused(line, [self.others[p] for p in sends]):
@@ -141,7 +145,7 @@ class PeerStreams:
         is_led: bool = False,
         together: bool = False,
     ) -> PeerWork:
-        """The same, where a member sends all others the same, or (None) nothing."""
+        """``begin`` for a member that sends the same spans to all others, or nothing (None)."""
         with self._lock:
             line = self._begin(name)
             if error := self._joined(line) if together else self._refused(line, () if sends is None else self._all):
@@ -156,8 +160,8 @@ class PeerStreams:
             return self._follow(line, call, receives, own, sent, None, together)
 
     def swap(self, name: str, call: Call, mine: Span, receives: Parts) -> PeerWork | None:
-        """``to_all``, together, for a caller who waits for it: None if it is over, which it nearly always is. On the
-        wire it is the same."""
+        """``to_all`` with ``together``, for a caller that waits at once. None: the operation is complete, which is the
+        usual case. The messages are the same."""
         with self._lock:
             line = self._begin(name)
             if error := self._joined(line):
@@ -167,10 +171,10 @@ class PeerStreams:
             receipt = StreamReceipt(line.stream, is_mutual=True)
             for position, spans in receives.items():
                 receipt.expect(self.others[position], spans, nbytes, nbytes)
-            number = self.around.journal.record((call.what, call.kind), line.stream.name)
+            number = self.group_context.journal.record((call.what, call.kind), line.stream.name)
         try:
             self.peers.collect(receipt, min(_AT_ONCE_S, call.timeout_s))
-        except CommunicationError:  # it comes again
+        except CommunicationError:  # the Work raises it again
             with self._lock:
                 return self._under_way(line, call, receipt, number)
         if call.finish is not None:
@@ -178,58 +182,59 @@ class PeerStreams:
         return None
 
     def finish(self) -> None:
-        """Complete what is under way. Raises StallError."""
+        """Complete all operations under way. Raises StallError."""
         with self._lock:
             for line in self._lines.values():
                 for work in list(line.under_way):
-                    self.around.finish(work)
+                    self.group_context.finish(work)
 
     def close(self) -> None:
-        """The group has ended here."""
+        """The group has ended on this rank."""
         if not self.sums:
             self.peers.retire(self.ring_sums.ring, self.peers.stream(f"{self._members.prefix}.ring.over", self._all))
 
-    def meeting(self) -> Callable[[float], None]:
-        """Of one who waits for it: returns, within so many seconds, when all members can be reached. Raises StallError,
-        after which it may be called again, and what ends the session."""
-        return self.peers.directory.meeting(self._meeting, self._all)
+    def introduction_wait(self) -> Callable[[float], None]:
+        """A function that waits, for at most the given number of seconds, until all members are introduced. It raises
+        StallError, after which it may be called again, and what ends the session."""
+        return self.peers.directory.introduction_wait(self._introduction, self._all)
 
     @property
-    def has_met(self) -> bool:
-        """All members can be reached."""
-        self._has_met = self._has_met or self.peers.directory.has_met(self._meeting)
-        return self._has_met
+    def are_introduced(self) -> bool:
+        """True if all members are introduced."""
+        self._are_introduced = self._are_introduced or self.peers.directory.are_introduced(self._introduction)
+        return self._are_introduced
 
     # ---- with the lock held ----------------------------------------------------------------------------
 
     def _begin(self, name: str) -> _Line:
-        around = self.around
-        around.check()
+        group_context = self.group_context
+        group_context.check()
         line = self._lines.get(name)
         if line is None:
             stream = self.peers.stream(f"{self._members.prefix}.{name}", self._all)
             line = self._lines[name] = _Line(stream)
-        if not self.has_met:
-            around.patiently(self.meeting())
+        if not self.are_introduced:
+            group_context.wait_in_slices(self.introduction_wait())
         for work in list(line.under_way)[: len(line.under_way) + 1 - LANES]:
-            around.patiently(work.settle)
-        if not self.peers.has_room(line.stream):
-            with contextlib.suppress(JoinedError):  # who has something to send finds that out
-                around.patiently(self.peers.room(line.stream))
+            group_context.wait_in_slices(work.settle)
+        if not self.peers.can_send(line.stream):
+            with contextlib.suppress(JoinedError):  # a call that sends to that member finds it out
+                group_context.wait_in_slices(self.peers.window_wait(line.stream))
         return line
 
     def _joined(self, line: _Line) -> JoinedError | None:
-        """A member has no more data."""
-        gone = self.peers.gone(self._all)
-        return self.peers.joined(line.stream, gone) if gone else None
+        """The error if a member has no more data."""
+        joined = self.peers.joined_among(self._all)
+        return self.peers.joined_error(line.stream, joined) if joined else None
 
     def _refused(self, line: _Line, targets: Sequence[int]) -> JoinedError | None:
-        """One of ``targets``, to whom something was to be sent, has no more data: the rest of them are told instead."""
-        gone = self.peers.gone(targets)
-        if not gone:
+        """The error if one of ``targets``, which were to receive a payload, has no more data. The other targets are
+        told."""
+        joined = self.peers.joined_among(targets)
+        if not joined:
             return None
-        self.peers.refuse(line.stream, [target for target in targets if target not in gone], min(gone))
-        return self.peers.joined(line.stream, gone)
+        self.peers.refuse(line.stream, [target for target in targets if target not in joined], min(joined))
+        return self.peers.joined_error(line.stream, joined)
 
     def _follow(
         self,
@@ -242,7 +247,8 @@ class PeerStreams:
         is_mutual: bool = False,
     ) -> PeerWork:
         receipt = StreamReceipt(line.stream, error=error, is_mutual=is_mutual)
-        if own is not None:  # while the others' are on their way; before another call may deliver this one
+        # Now, while payloads are on their way: another call may complete this operation afterwards.
+        if own is not None:
             mine, due = total(own[0]), total(own[1])
             if mine == due:
                 keep(*own)
@@ -252,10 +258,10 @@ class PeerStreams:
         for position, spans in receives.items():
             receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
         stated = (call.what,) if call.kind is None else (call.what, call.kind)
-        return self._under_way(line, call, receipt, self.around.journal.record(stated, line.stream.name))
+        return self._under_way(line, call, receipt, self.group_context.journal.record(stated, line.stream.name))
 
     def _under_way(self, line: _Line, call: Call, receipt: StreamReceipt, number: int) -> PeerWork:
-        work = PeerWork(self.around, self.completer, call, self.peers, receipt)
+        work = PeerWork(self.group_context, self.completer, call, self.peers, receipt)
         work.number = number
         if receipt.left:
             work.line = line.under_way
@@ -264,7 +270,7 @@ class PeerStreams:
 
 
 def keep(sources: Sequence[Span], targets: Sequence[Span]) -> None:
-    """Copy what lies end to end in ``sources`` to ``targets``, as many bytes."""
+    """Copy the bytes of ``sources``, concatenated, to ``targets``, of the same total size."""
     if len(sources) == len(targets):
         pairs = list(zip(sources, targets, strict=True))
         if all(source[1] == target[1] for source, target in pairs):
@@ -279,5 +285,5 @@ def keep(sources: Sequence[Span], targets: Sequence[Span]) -> None:
 
 
 def total(spans: Sequence[Span]) -> int:
-    """Bytes of all."""
+    """The total size in bytes."""
     return spans[0][1] if len(spans) == 1 else sum([nbytes for _, nbytes in spans])

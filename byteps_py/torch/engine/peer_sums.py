@@ -1,11 +1,11 @@
-"""Sums of small tensors among ranks of one machine: every member gets all members' tensors, and adds them by itself.
+"""Sums of small tensors among ranks of one machine: every member receives all members' tensors and adds them itself.
 
-That is more bytes than in the ring (group_ring_sums.py), and a wake-up less: below some size the time of the wake-ups
-counts. The order of the additions and the precision are those of the service's kernels (the local ranks in their order;
-half precision in float32, rounded once, before the division of an average), so the result has the same bits, whichever
-way it takes.
+That moves more bytes than the ring (group_ring_sums.py) and needs one wake-up less: below some size the wake-ups
+dominate. The order of the additions and the precision are those of the service's kernels (the local ranks in order;
+half precision in float32, rounded once, before the division of an average), so the result has the same bits on every
+route.
 
-Any thread; operations go in the order of the calls.
+Any thread; operations run in the order of the calls.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ Tensors = Sequence[torch.Tensor]
 
 
 class LocalSum(NamedTuple):
-    """A sum among ranks of one machine. ``place``: of its kind, on which all members have agreed, or are about to in
-    ``agreement``. ``otherwise`` begins the same through the service. ``is_awaited``: the caller is about to wait."""
+    """A sum among ranks of one machine. ``place``: of its kind, on which all members have agreed, or will agree in
+    ``agreement``. ``otherwise`` begins the same sum through the service. ``is_awaited``: the caller is about to wait.
+    """
 
     call: Call
     kind: OperationKind
@@ -40,82 +41,85 @@ class LocalSum(NamedTuple):
 
 
 class PeerSums:
+    """The small sums of one group."""
+
     def __init__(self, members: Members, streams: PeerStreams) -> None:
         self._streams = streams
         self._own = members.position
         self._count = members.count
 
     def reduce(self, what: LocalSum, contributions: Tensors, targets: Tensors) -> FallbackWork | CompletedWork:
-        """``contributions`` of all, summed to ``targets``, which are as many or none."""
+        """Sum the ``contributions`` of all members, concatenated, to ``targets``: the same number of tensors, or
+        none."""
         kind = what.kind
         for target in targets:
             check_writable(target)
-        mine = plain(contributions)
-        rooms = self._rooms(sum(tensor.numel() for tensor in mine), mine[0].dtype)
+        mine = contiguous(contributions)
+        buffers = self._buffers(sum(tensor.numel() for tensor in mine), mine[0].dtype)
 
-        # The result may lie where the own tensor does: the first two are read before anything is written.
+        # The result may overwrite the own tensor only if it is one of the first two rows, read before a write.
         is_direct = len(targets) == 1 and is_plain(targets[0]) and self._own < 2
 
         def finish() -> None:
             if is_direct:
-                self._sum(joined(mine), rooms, targets[0].view(-1), kind.average)
+                self._sum(concatenated(mine), buffers, targets[0].view(-1), kind.average)
             elif targets:
-                whole = joined(mine)
+                whole = concatenated(mine)
                 total = torch.empty_like(whole)
-                self._sum(whole, rooms, total, kind.average)
-                lay_out(total, targets)
+                self._sum(whole, buffers, total, kind.average)
+                split_into(total, targets)
 
         streams, stream = self._streams, f"sum.{what.place}"
-        receives = {position: (span(room),) for position, room in rooms.items()}
+        receives = {position: (span(buffer),) for position, buffer in buffers.items()}
         call = what.call._replace(finish=finish, kind=kind)
         if what.is_awaited and len(mine) == 1:
             rest = streams.swap(stream, call, span(mine[0]), receives)
             if rest is None:
-                return CompletedWork(streams.around, call)
+                return CompletedWork(streams.group_context, call)
             return FallbackWork(streams.fallbacks, call, rest, what.otherwise)
         work = streams.to_all(stream, call, spans(mine), receives, together=True)
         return FallbackWork(streams.fallbacks, call, work, what.otherwise)
 
     def reduce_scatter(self, what: LocalSum, contributions: Tensors, target: torch.Tensor) -> FallbackWork:
-        """Of ``contributions``, end to end, each member gets an even share of the sum."""
+        """Sum the concatenated ``contributions`` of all members; ``target`` receives this member's even share."""
         check_writable(target)
-        whole = joined(plain(contributions))
+        whole = concatenated(contiguous(contributions))
         shares = whole.chunk(self._count)
-        rooms = self._rooms(target.numel(), whole.dtype)
+        buffers = self._buffers(target.numel(), whole.dtype)
 
         def finish() -> None:
             total = torch.empty_like(shares[self._own])
-            self._sum(shares[self._own], rooms, total, what.kind.average)
+            self._sum(shares[self._own], buffers, total, what.kind.average)
             target.copy_(total.view(target.shape))
 
         streams = self._streams
-        receives = {position: (span(room),) for position, room in rooms.items()}
+        receives = {position: (span(buffer),) for position, buffer in buffers.items()}
         sends = {position: (span(shares[position]),) for position in streams.others}
         call = what.call._replace(finish=finish, kind=what.kind)
         work = streams.begin(f"scattered.{what.place}", call, sends, receives, together=True)
         return FallbackWork(streams.fallbacks, call, work, what.otherwise)
 
-    def _rooms(self, count: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """For what the others send, by position of the member."""
+    def _buffers(self, count: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """Buffers for the others' tensors, by position of the member."""
         return {position: torch.empty(count, dtype=dtype) for position in self._streams.others}
 
-    def _sum(self, own: torch.Tensor, rooms: dict[int, torch.Tensor], total: torch.Tensor, average: bool) -> None:
-        """In the order of the members, as the service's kernels add."""
-        add_up([own if position == self._own else rooms[position] for position in range(self._count)], total, average)
+    def _sum(self, own: torch.Tensor, buffers: dict[int, torch.Tensor], total: torch.Tensor, average: bool) -> None:
+        """Add in the order of the members, as the service's kernels do."""
+        add_up([own if position == self._own else buffers[position] for position in range(self._count)], total, average)
 
 
-def plain(tensors: Tensors) -> list[torch.Tensor]:
-    """Contiguous, copied where they are not."""
+def contiguous(tensors: Tensors) -> list[torch.Tensor]:
+    """The tensors, copied where they are not contiguous in the host's memory."""
     return [tensor if is_plain(tensor) else tensor.contiguous() for tensor in tensors]
 
 
-def joined(tensors: Tensors) -> torch.Tensor:
-    """End to end, as one flat tensor."""
+def concatenated(tensors: Tensors) -> torch.Tensor:
+    """The tensors as one flat tensor."""
     return tensors[0].view(-1) if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
 
 
-def lay_out(whole: torch.Tensor, targets: Tensors) -> None:
-    """Copy a flat tensor to ``targets``, one after the other."""
+def split_into(whole: torch.Tensor, targets: Tensors) -> None:
+    """Copy consecutive parts of a flat tensor to ``targets``."""
     first = 0
     for target in targets:
         target.copy_(whole[first : first + target.numel()].view(target.shape))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from byteps_py.torch.engine.slot_view import room_for
+from byteps_py.torch.engine.slot_view import capacity_for
 
 #: Smaller results come from malloc, which keeps small memory by itself.
 LEAST_BYTES = 1 << 20
@@ -63,7 +63,7 @@ class ResultPool:
         if nbytes < LEAST_BYTES:
             return torch.empty(tuple(shape), dtype=dtype)
         with self._lock:
-            memory = self._lease(room_for(nbytes))
+            memory = self._lease(capacity_for(nbytes))
         lease = np.frombuffer(memory, np.uint8, nbytes).view(_Lease)
         lease.give_back = functools.partial(self._returned.append, memory)
         return torch.from_numpy(lease).view(dtype).view(tuple(shape))

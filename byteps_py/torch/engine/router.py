@@ -1,12 +1,12 @@
-"""Which way an operation goes among a group of ranks, and why. Pure; any thread.
+"""Which route an operation takes among a group of ranks, and why. Pure; any thread.
 
     RING     shared memory: each rank adds a share of a large sum, and gives all others the result
-    PEERS    messages between the ranks of a machine: each rank has, or adds, everything by itself
+    PEERS    messages between the ranks of a machine: each rank receives, or adds, everything itself
     SERVICE  the communication service, and the summation servers behind it
 
-The first two need a group whose members are all on this machine. Members must choose alike without asking each other,
-so a choice depends only on what all of them know: the operation, sizes, the number of ranks, the machine. It depends on
-where a member's tensors lie (host or device), too: the members of a group must lay them alike.
+RING and PEERS need a group whose members are all on this machine. Members must choose alike without asking each other,
+so a choice depends only on what all of them know: the operation, sizes, the number of ranks, the machine. It also
+depends on where a member's tensors lie (host or device), so all members of a group must use the same kind of device.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from typing import NamedTuple, Self
 from byteps_py.session import Session
 from byteps_py.tensors import Op
 
-#: Of the machine, not those of this process alone.
+#: The cores of the machine, not only those of this process.
 CORES = os.sysconf("SC_NPROCESSORS_ONLN")
-#: More ranks look at each other's steps for longer than they copy.
+#: With more members, polling the others' steps takes longer than the copies.
 _MOST_MEMBERS = 32
-#: Where ranks share cores, what is smaller is faster through the service, or as fast: to be heard by all others wakes
-#: more of them (3 ranks on 2 cores by name, 64 and 256 KB: 398 and 623 µs instead of 313 and 418; 1 and 16 MB: 814 and
-#: 5,981 instead of 845 and 9,396).
+#: Where ranks share cores, smaller tensors are as fast or faster through the service: messages to all others wake more
+#: ranks (3 ranks on 2 cores by name, 64 and 256 KB: 398 and 623 µs instead of 313 and 418; 1 and 16 MB: 814 and 5,981
+#: instead of 845 and 9,396).
 _LEAST_BYTES_ON_SHARED_CORES = 1 << 20
 _MOST_PER_CORE = 2  # 8 ranks on 2 cores, 16 MB: 33 ms instead of 27
 
-#: The most that comes in messages from all others together, in the sums of a process group. With 2 ranks on 2 cores
-#: 16 KB take 62 µs this way and 59 in the ring, 32 KB 65 and 62, 64 KB 82 and 67, 128 KB 91 and 70; a tensor's first
-#: sum in the ring has to be agreed on.
+#: Sums of a process group: the most bytes that a member receives in messages from all others together. With 2 ranks on
+#: 2 cores 16 KB take 62 µs this way and 59 in the ring, 32 KB 65 and 62, 64 KB 82 and 67, 128 KB 91 and 70; a kind's
+#: first sum in the ring needs an agreement.
 GROUP_MESSAGE_BYTES = 32 << 10
-#: The same of sums that ranks find by name, which a message precedes in any case: in the ring, 48 and 64 KB take 1.2
-#: times as long with 2 ranks on 2 cores, 128 KB as long.
+#: The same for sums by name, which a message precedes in any case: in the ring, 48 and 64 KB take 1.2 times as long
+#: with 2 ranks on 2 cores, 128 KB as long.
 NAMED_MESSAGE_BYTES = 128 << 10
 
 
 class Route(enum.Enum):
+    """See the module's docstring. The values are phrases for logs."""
+
     RING = "ring in shared memory"
     PEERS = "messages between ranks"
     SERVICE = "communication service"
@@ -57,8 +59,9 @@ class RouteChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SumFacts:
-    """A sum as the router sees it. ``nbytes``: of a contribution. ``from_others``: bytes that a member needs of all
-    others if it adds by itself. ``is_exact``: ranks add with the precision of the service's kernels."""
+    """A sum as the router sees it. ``nbytes``: of a contribution. ``from_others``: bytes that a member receives from
+    all others if it adds itself. ``is_exact``: ranks can add with the precision of the service's kernels.
+    ``is_on_host``: the tensors are in the host's memory."""
 
     op: Op
     nbytes: int
@@ -70,8 +73,8 @@ class SumFacts:
 @dataclass(frozen=True, slots=True)
 class Router:
     """``members``: of the group. ``are_local``: all are ranks of this machine that reach each other in memory.
-    ``ranks_on_cores``: how many ranks share the machine's cores while one of these operations runs.
-    ``message_bytes``: see GROUP_MESSAGE_BYTES. ``has_ring``: whether the ring's instructions are there."""
+    ``ranks_on_cores``: how many ranks share the machine's cores while an operation runs. ``message_bytes``: see
+    GROUP_MESSAGE_BYTES. ``has_ring``: whether the ring's instructions are compiled."""
 
     members: int
     are_local: bool
@@ -81,14 +84,14 @@ class Router:
 
     @classmethod
     def for_names(cls, session: Session, ranks: Sequence[int], has_ring: Callable[[], bool]) -> Self:
-        """For operations that ranks find by name, of which any rank may be late: those of Horovod and BytePS."""
+        """The router for operations by name, those of Horovod and BytePS, for which any rank may be late."""
         first = session.rank - session.local_rank
         are_local = len(ranks) > 1 and first <= ranks[0] and ranks[-1] < first + session.local_size
-        can_talk = are_local and may_share(session.local_size) and session.peers is not None
-        return cls(len(ranks), can_talk, session.local_size, NAMED_MESSAGE_BYTES, has_ring)
+        are_reachable = are_local and may_share(session.local_size) and session.peers is not None
+        return cls(len(ranks), are_reachable, session.local_size, NAMED_MESSAGE_BYTES, has_ring)
 
     def sum(self, facts: SumFacts) -> RouteChoice:
-        """The way of a reduction."""
+        """The route of a reduction."""
         if not self.are_local:
             return _ACROSS
         if not facts.is_on_host:
@@ -102,10 +105,10 @@ class Router:
         return _LARGE if self.has_ring() else _NO_RING
 
     def move(self, is_on_host: bool) -> RouteChoice:
-        """The way of a gather, an exchange, a broadcast, a barrier or a message."""
+        """The route of a gather, an exchange, a broadcast, a barrier or a message."""
         if not self.are_local:
             return _ACROSS
-        return _TO_NEIGHBOURS if is_on_host else _ON_DEVICE
+        return _TO_PEERS if is_on_host else _ON_DEVICE
 
 
 _ACROSS = RouteChoice(Route.SERVICE, "members are on several machines, or alone")
@@ -114,7 +117,7 @@ _NOT_ADDED = RouteChoice(
     Route.SERVICE, "ranks add only exact sums themselves, not minima, maxima, products or integer averages"
 )
 # 3 and 4 ranks on 2 cores, 4 bytes: 340 to 366 through the service instead of 447 to 459 µs, and 441 to 463 instead of
-# 562 to 738: nobody waits for the last of all at every step.
+# 562 to 738: in the service no rank waits for the last one at every step.
 _SMALL_ON_SHARED_CORES = RouteChoice(
     Route.SERVICE, "the sum is small and ranks share cores: the service wakes fewer of them"
 )
@@ -122,18 +125,18 @@ _TOO_MANY = RouteChoice(Route.SERVICE, "too many ranks share a core for a tensor
 _NO_RING = RouteChoice(Route.SERVICE, "the ring's instructions could not be compiled here")
 _SMALL = RouteChoice(Route.PEERS, "the sum is small: one message from each member is faster than steps")
 _LARGE = RouteChoice(Route.RING, "the sum is large: each member adds a share of it")
-_TO_NEIGHBOURS = RouteChoice(Route.PEERS, "all members are on this machine")
-#: What GroupEngine answers before members have agreed on a kind of operation.
+_TO_PEERS = RouteChoice(Route.PEERS, "all members are on this machine")
+#: The choice of GroupEngine before members have agreed on a kind of operation.
 FIRST_OF_ITS_KIND = RouteChoice(Route.SERVICE, "the first of its kind: the service compares what members call")
 
 
 def has_cores(ranks: int) -> bool:
-    """Whether so many ranks have a core each."""
+    """True if this many ranks have a core each."""
     return 1 < ranks <= min(CORES, _MOST_MEMBERS)
 
 
 def may_share(ranks: int, nbytes: int | None = None) -> bool:
-    """Whether so many ranks should add up large tensors, or one of ``nbytes``, in the ring."""
+    """True if this many ranks should add large tensors, or one of ``nbytes`` bytes, in the ring."""
     if has_cores(ranks):
         return True
     is_large = nbytes is None or nbytes >= _LEAST_BYTES_ON_SHARED_CORES

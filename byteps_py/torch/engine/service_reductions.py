@@ -1,14 +1,14 @@
-"""Reductions and broadcasts of one group through the communication service: which name, which slot, copied in, handed
+"""Reductions and broadcasts of one group through the communication service: selects names and slots, copies in, hands
 over.
 
-The calling thread does it all. It waits for others only where more operations of one kind are under way than the kind
-has slots: then first for the one that has been under way longest.
+The calling thread does all of it. It waits for other ranks only if more operations of one kind are under way than the
+kind has slots: then until the oldest of them is over.
 
-A name is agreed on once and then used again by every operation of the same kind (operation, dtype, elements), so names
-are handed out as places in a list: the first kind gets place 0, the next one place 1, and so on. A kind is not part of
-its name, so members whose operations differ meet under one name, and the service tells them what differs. When all
-places are taken, the kind that was used longest ago gives up its own: however many sizes a program uses, the memory
-they hold is bounded. Nothing here depends on time, so all members that call alike decide alike.
+Members agree on a name once, and every operation of the same kind (operation, dtype, elements) uses it again. So names
+are assigned as places in a list: the first kind gets place 0, the next one place 1, and so on. The kind is not part of
+the name, so members whose operations differ use one name, and the service reports the difference. When all places are
+taken, the least recently used kind loses its place: however many sizes a program uses, the memory is bounded. Nothing
+here depends on time, so members that call alike decide alike.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from byteps_py.torch.engine.slot_view import CPU, SlotView
 from byteps_py.torch.engine.tensor_bytes import check_writable, device_of, end_to_end
 from byteps_py.torch.engine.work import Call, OperationKind
 
-#: Kinds of operations that a group remembers.
+#: The most kinds of operations that a group remembers.
 PLACES = 256
-#: The other slots of kinds up to this size are declared all at once: it is agreeing on them that takes time.
+#: Kinds up to this many bytes declare their other slots all at once, because agreeing on them takes most of the time.
 _SMALL = 1 << 16
 
 
@@ -42,7 +42,7 @@ class KindPlace:
 
     number: int
     views: list[SlotView] = field(default_factory=list)
-    declared: dict[int, OperationKind] = field(default_factory=dict)  # by number of the slot
+    declared: dict[int, OperationKind] = field(default_factory=dict)  # by slot number
     calls: int = 0
 
     def next_slot(self, width: int) -> int:
@@ -52,7 +52,7 @@ class KindPlace:
 
 
 class KindPlaces:
-    """The kinds that a group remembers, the one used longest ago first. Called with the group's lock held."""
+    """The kinds that a group remembers, the least recently used first. Called with the group's lock held."""
 
     def __init__(self, limit: int = PLACES) -> None:
         self._limit = limit
@@ -60,11 +60,11 @@ class KindPlaces:
         self._vacant: list[KindPlace] = []
 
     def all(self) -> list[KindPlace]:
-        """Those that kinds have, or had before members disagreed about them."""
+        """All places: those of kinds, and those freed by disagreements."""
         return [*self._by_kind.values(), *self._vacant]
 
     def find(self, kind: OperationKind) -> KindPlace:
-        """The place of ``kind``; a new one, or another kind's, if it has none."""
+        """The place of ``kind``. A kind without one gets a new place, or that of another kind."""
         place = self._by_kind.get(kind)
         if place is not None:
             self._by_kind.move_to_end(kind)
@@ -80,64 +80,69 @@ class KindPlaces:
         return place
 
     def forget(self, kind: OperationKind, place: KindPlace) -> None:
-        """Members have disagreed about ``kind``: its place, another kind's to the others, is the next to be used."""
+        """Members have disagreed about ``kind``. Other members may have another kind at this place, so it is used
+        next."""
         if self._by_kind.get(kind) is place:
             del self._by_kind[kind]
             self._vacant.append(place)
 
 
 def slots_for(nbytes: int) -> int:
-    """How many operations of so many bytes may be under way at once; a further one waits for the first to end."""
+    """How many operations of this size may be under way at once; a further one waits until the first of them is
+    over."""
     return 4 if nbytes <= 1 << 23 else 2
 
 
 class ServiceReductions:
-    """Any thread; operations go in the order of the calls."""
+    """The reductions and broadcasts of one group. Any thread; operations run in the order of the calls."""
 
-    def __init__(self, members: Members, around: GroupContext, completer: Completer) -> None:
+    def __init__(self, members: Members, group_context: GroupContext, completer: Completer) -> None:
         self._members = members
-        self._around = around
+        self._group_context = group_context
         self._completer = completer
         self._lock = threading.Lock()
         self._places = KindPlaces()
-        self._failed: deque[tuple[OperationKind, KindPlace]] = deque()  # to be forgotten; works fail without the lock
+        #: To be forgotten by the next call: works fail without the lock held.
+        self._failed: deque[tuple[OperationKind, KindPlace]] = deque()
 
     def start(
         self, call: Call, kind: OperationKind, sends: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> ServiceWork:
-        """Begin a reduction or a broadcast of ``sends`` to ``targets``, both end to end, in the wire's dtype."""
+        """Begin a reduction or a broadcast of ``sends`` to ``targets``, both concatenated, in the wire's dtype. Raises
+        UsageError and what has ended the group."""
         device = device_of([*sends, *targets])
         for target in targets:
             check_writable(target)
         due = end_to_end(targets)
         with self._lock:
-            self._around.check()
+            self._group_context.check()
             self._forget_failed()
             place = self._places.find(kind)
             view = self._free_view(kind, place)
             call = call._replace(finish=lambda: view.fetch_places(device, due))
             work = self._work(call, view, device, kind, place)
-            work.number = self._around.journal.record((call.what, kind), view.name)
+            work.number = self._group_context.journal.record((call.what, kind), view.name)
             view.begin(device, end_to_end(sends), due=due)
             view.occupant = work
             return work
 
     def known_place(self, kind: OperationKind) -> int | None:
-        """The number of the place of a kind that is not used for the first time, on which members have agreed."""
+        """The number of the place of ``kind``, if it was used before, so that members have agreed on it; otherwise
+        None."""
         with self._lock:
             self._forget_failed()
             place = self._places.find(kind)
             return place.number if place.calls else None
 
     def agree(self, what: str, kind: OperationKind, timeout_s: float) -> tuple[int, GroupWork]:
-        """All members call this kind for the first time: the number of its place, and a round of one element, in which
-        they find out if they differ. A round of the kind itself would need memory of its size."""
+        """For the first call of a kind: (number of its place, a round of one element, in which members detect a
+        difference). A round of the kind itself would need memory of its size."""
         with self._lock:
-            self._around.check()
+            self._group_context.check()
             self._forget_failed()
             place = self._places.find(kind)
             view = self._view_at(place, place.next_slot(1))
-            self._around.finish(view.occupant)
+            self._group_context.finish(view.occupant)
             spec = self._spec(kind, place, 0)
             view.declare(replace(spec, shape=(1,), scatters=False, terms=f"to agree on {kind}"))
             place.declared.pop(0, None)
@@ -147,11 +152,11 @@ class ServiceReductions:
             return place.number, work
 
     def finish(self) -> None:
-        """Complete what is under way. Raises StallError."""
+        """Complete all operations under way. Raises StallError."""
         with self._lock:
             for place in self._places.all():
                 for view in place.views:
-                    self._around.finish(view.occupant)
+                    self._group_context.finish(view.occupant)
 
     # ---- with the lock held ----------------------------------------------------------------------------
 
@@ -159,7 +164,7 @@ class ServiceReductions:
         self, call: Call, view: SlotView, device: torch.device, kind: OperationKind, place: KindPlace
     ) -> ServiceWork:
         return ServiceWork(
-            self._around, self._completer, call, view, device, lambda: self._failed.append((kind, place))
+            self._group_context, self._completer, call, view, device, lambda: self._failed.append((kind, place))
         )
 
     def _forget_failed(self) -> None:
@@ -171,7 +176,7 @@ class ServiceReductions:
         width = slots_for(nbytes)
         calls, number = place.calls, place.next_slot(width)
         view = self._view_at(place, number)
-        self._around.finish(view.occupant)
+        self._group_context.finish(view.occupant)
         if calls == 1 and nbytes <= _SMALL:
             self._declare_others(kind, place, width)
         if place.declared.get(number) != kind or not view.is_usable:
@@ -185,11 +190,11 @@ class ServiceReductions:
         return place.views[number]
 
     def _declare_others(self, kind: OperationKind, place: KindPlace, width: int) -> None:
-        """All slots but the first one, in which members have met: had they disagreed there, votes in other slots would
-        stay, for those who call something else in this place."""
+        """Declare all slots but the first one, in which members have agreed. Had they disagreed there, votes on the
+        other slots would stay for members that call another kind at this place."""
         views = [self._view_at(place, number) for number in range(1, width)]
         for view in views:
-            self._around.finish(view.occupant)
+            self._group_context.finish(view.occupant)
         slots = self._members.session.declare([self._spec(kind, place, number) for number in range(1, width)])
         for number, (view, slot) in enumerate(zip(views, slots, strict=True), 1):
             view.adopt(slot)

@@ -1,4 +1,4 @@
-"""A round of a slot, as an operation of a process group."""
+"""A round of a slot, as an operation of a process group. Any thread."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from byteps_py.torch.engine.work import Call
 
 class ServiceWork(GroupWork):
     """``call.finish`` copies the result to the outputs. ``failed`` is called if the round fails before that.
-    ``completer`` completes its future; None: a thread of the pool, in no order with others."""
+    ``completer`` completes its future; None: a thread of the pool does, in no order with others."""
 
     def __init__(
         self,
-        around: GroupContext,
+        group_context: GroupContext,
         completer: Completer | None,
         call: Call,
         view: SlotView,
         device: torch.device,
         failed: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(around, call)
+        super().__init__(group_context, call)
         self._completer = completer
         self._view: SlotView | None = view
         self._device = device
@@ -35,15 +35,15 @@ class ServiceWork(GroupWork):
         view = self._view
         if view is None:
             return
-        self._slices(deadline, view.wait)
-        self._failed = None  # whatever happens here now, the members have agreed on this kind and go on using it
+        self._wait_in_slices(deadline, view.wait)
+        self._failed = None  # a later error is local: members have agreed on this kind and continue to use it
         if self._finish is not None:
             self._finish()
         if self._device.type == "cuda":
             self._event = torch.cuda.current_stream(self._device).record_event()
 
     def _is_ready(self) -> bool:
-        return self._around.aborted is not None or self._view is None or self._view.is_done
+        return self._group_context.aborted is not None or self._view is None or self._view.is_done
 
     def _gave_up(self) -> bool:
         return self._view is not None and self._view.has_failed

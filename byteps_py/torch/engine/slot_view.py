@@ -1,8 +1,8 @@
 """A slot of the session as torch sees it: copies in, hand-over, wait, copies out.
 
-``SlotView`` takes any layout of bytes or elements, and may be declared again. ``PieceView`` has pieces of fixed shapes:
-the gradients of a bucket, laid end to end, or a single tensor. Neither knows names, groups, handles or futures. One
-thread at a time: a thread that starts operations holds the lock of its group, queue or name.
+``SlotView`` takes any layout of bytes or elements, and can be declared again. ``PieceView`` has pieces of fixed shapes:
+the gradients of a bucket, concatenated, or a single tensor. Neither knows names, groups, handles or futures. One thread
+at a time: a thread that starts operations holds the lock of its group, queue or name.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MoverOf = Callable[[torch.device], Mover]
 Place = tuple[int, torch.Tensor]
 #: A device-to-host copy that takes longer than this has failed.
 _COPY_LIMIT_S = 600.0
-#: Below this, one thread copies as fast as several.
-_LITTLE_BYTES = 1 << 20
+#: Up to this size, one thread copies as fast as several.
+_SMALL_BYTES = 1 << 20
 
 
 class SlotView:
     """``declare`` or ``adopt`` comes before the first ``begin``, and after a failure.
 
-    ``occupant``: the operation under way in it, None if the slot is vacant.
+    ``occupant``: the operation under way, None if the slot is vacant.
     """
 
     def __init__(self, session: Session, mover_of: MoverOf) -> None:
@@ -54,37 +54,37 @@ class SlotView:
         self._departure: Future[None] | None = None
         self._adopted: set[int] = set()  # movers that know the slot's memory
         self._fetched_on: torch.device | None = None  # the CUDA device to which the last result was copied
-        self._due: Sequence[Place] = ()  # where the result goes, if it comes in strips
-        self._taken: list[tuple[int, int]] = []  # (offset, length) in bytes, of the result: copied there already
-        self._comes_in_strips: bool | None = None  # None: not asked for
+        self._due: Sequence[Place] = ()  # where the result goes, if it is delivered in chunks
+        self._taken: list[tuple[int, int]] = []  # (offset, length) in bytes: copied parts of the result
+        self._comes_in_chunks: bool | None = None  # None: the session was not asked yet
         self._inputs: list[torch.Tensor] = []
         self._result = torch.empty(0)
 
     # ---- declaration -----------------------------------------------------------------------------------
 
     def declare(self, spec: TensorSpec) -> None:
-        """Have room for ``spec``. The slot must be vacant."""
+        """Make the slot fit ``spec``. It must be vacant. Raises what Session.declare raises."""
         before = self._slot
         if before is not None and before.error is None and before.spec.agrees_with(spec) and spec.fits_in(before.spec):
             return
         self.adopt(self.session.declare([spec])[0])
 
     def declare_bytes(self, name: str, op: Op, group: tuple[int, ...], nbytes_in: int, nbytes_out: int) -> None:
-        """Have room for a gather or an exchange of so many bytes, and at least for what there was room for."""
-        if not self.has_room(nbytes_in, nbytes_out):
+        """Make the slot fit a gather or an exchange of ``nbytes_in`` and ``nbytes_out`` bytes. It never shrinks."""
+        if not self.fits(nbytes_in, nbytes_out):
             had = self._slot.spec.shape if self._slot is not None and self._slot.spec.op is op else (0, 0)
-            room = [
-                have if want <= have else room_for(want)
+            buffer = [
+                have if want <= have else capacity_for(want)
                 for want, have in zip((nbytes_in, nbytes_out), had, strict=True)
             ]
-            self.declare(TensorSpec(name, DType.UINT8, tuple(room), op, group=group))
+            self.declare(TensorSpec(name, DType.UINT8, tuple(buffer), op, group=group))
 
     def adopt(self, slot: Slot) -> None:
         """Use ``slot``, which has just been declared."""
         if slot is not self._slot:
             self._slot = slot
             self._adopted.clear()
-            self._comes_in_strips = None
+            self._comes_in_chunks = None
             self._view_memory(slot)
 
     def _view_memory(self, slot: Slot) -> None:
@@ -92,8 +92,8 @@ class SlotView:
         self._inputs = [_elements(memory, dtype) for memory in slot.inputs]
         self._result = _elements(slot.result, dtype)
 
-    def has_room(self, nbytes_in: int, nbytes_out: int) -> bool:
-        """True if a gather or an exchange of so many bytes needs no new declaration."""
+    def fits(self, nbytes_in: int, nbytes_out: int) -> bool:
+        """True if a gather or an exchange of these sizes needs no new declaration."""
         slot = self._slot
         return (
             slot is not None and slot.error is None and all(map(operator.le, (nbytes_in, nbytes_out), slot.spec.shape))
@@ -111,12 +111,12 @@ class SlotView:
 
     @property
     def is_usable(self) -> bool:
-        """False before the first declaration, and once a declaration has failed: it must be declared again."""
+        """False before the first declaration and after a failed one: the slot must be declared (again)."""
         return self._slot is not None and self._slot.error is None
 
     @property
     def has_failed(self) -> bool:
-        """True if its declaration has become void."""
+        """True if its declaration has failed."""
         return self._slot is not None and self._slot.error is not None
 
     # ---- memory ----------------------------------------------------------------------------------------
@@ -126,16 +126,16 @@ class SlotView:
         return TORCH[self.slot.spec.dtype]
 
     def input(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """A piece of the next contribution, of a slot of bytes."""
+        """A part of the next contribution, of a slot of bytes. ``offset`` in bytes."""
         return _typed(self._input, offset, dtype, shape)
 
     def result(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """A piece of the result, of a slot of bytes: valid from ``wait`` to the next round."""
+        """A part of the result, of a slot of bytes; valid from ``wait`` to the next round. ``offset`` in bytes."""
         return _typed(self._result, offset, dtype, shape)
 
     @property
     def _input(self) -> torch.Tensor:
-        """Where the next contribution lies."""
+        """The buffer for the next contribution."""
         return self._inputs[self.slot.round % len(self._inputs)]
 
     # ---- a round ---------------------------------------------------------------------------------------
@@ -143,43 +143,45 @@ class SlotView:
     def begin(
         self, device: torch.device, places: Sequence[Place], layout: Layout | None = None, due: Sequence[Place] = ()
     ) -> None:
-        """Copy tensors in and hand the round over. CUDA: both follow when the device has come so far.
+        """Copy tensors in and hand the round over. CUDA: both happen later, ordered after the caller's stream.
 
-        ``due``: where ``fetch_places`` will copy the result to; what of it is there early, ``wait`` copies.
+        ``due``: where ``fetch_places`` will copy the result; ``wait`` copies the parts that are delivered early. Raises
+        what Session.hand_over raises.
         """
         self._taken.clear()
-        self._due = due if self._may_come_in_strips(device, due) else ()
-        room = self._input
-        if self._is_little(device, places, room):
+        self._due = due if self._may_come_in_chunks(device, due) else ()
+        buffer = self._input
+        if self._is_small_copy(device, places, buffer):
             for offset, tensor in places:
-                nbytes = tensor.numel() * room.itemsize
-                ctypes.memmove(room.data_ptr() + offset * room.itemsize, tensor.data_ptr(), nbytes)
+                nbytes = tensor.numel() * buffer.itemsize
+                ctypes.memmove(buffer.data_ptr() + offset * buffer.itemsize, tensor.data_ptr(), nbytes)
             self._departure = None
             self.session.hand_over(self.slot, layout=layout)
             return
-        views = [_piece(room, offset, tensor) for offset, tensor in places]
+        views = [_piece(buffer, offset, tensor) for offset, tensor in places]
         self.send(device, views, [tensor.detach() for _, tensor in places], layout)
 
     def send(
         self, device: torch.device, views: Sequence[torch.Tensor], tensors: Tensors, layout: Layout | None = None
     ) -> None:
-        """Copy tensors to views of the input, and hand it over. CUDA: both follow when the device has come so far."""
+        """Copy tensors (None: zeros) to views of the input, and hand it over. CUDA: both happen later, ordered after
+        the caller's stream."""
         if self._fetched_on is not None and self._fetched_on != device:
-            torch.cuda.synchronize(self._fetched_on)  # its last result may still be read, in no order with these copies
+            torch.cuda.synchronize(self._fetched_on)  # the copy of its last result is not ordered with these copies
             self._fetched_on = None
         with torch.no_grad():
             self._departure = self._mover(device).send(self.session, self.slot, views, tensors, layout)
 
     def hand_over(self, layout: Layout | None = None) -> None:
-        """Hand over what the input holds."""
-        if self._fetched_on is not None:  # the copy from the result may not be over yet: the mover knows
+        """Hand over the current bytes of the input."""
+        if self._fetched_on is not None:  # the copy from the result may still run; the mover orders the two
             self.send(self._fetched_on, (), (), layout)
         else:
             self._departure = None
             self.session.hand_over(self.slot, layout=layout)
 
     def wait_for_departure(self, timeout_s: float | None = None) -> None:
-        """Return when the round has been handed over. Raises StallError."""
+        """Return when the round has been handed over. Raises StallError, and the error of the hand-over."""
         departure = self._departure
         if departure is not None:
             limit_s = _COPY_LIMIT_S if timeout_s is None else min(timeout_s, _COPY_LIMIT_S)
@@ -195,48 +197,48 @@ class SlotView:
         return (self._departure is None or self._departure.done()) and self.session.is_done(self.slot)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the round's result is there. Raises what Session.wait raises."""
+        """Return when the result of the round is delivered. Raises what Session.wait raises."""
         self.wait_for_departure(timeout_s)
         slot = self.slot
         if self._due and timeout_s is not None:
             deadline = time.monotonic() + timeout_s
-            while strips := self.session.wait_for_strips(slot, max(0.0, deadline - time.monotonic())):
-                for strip in strips:
-                    self._take(*chunk_at(strip, len(slot.result)))
+            while chunks := self.session.wait_for_chunks(slot, max(0.0, deadline - time.monotonic())):
+                for chunk in chunks:
+                    self._take(*chunk_at(chunk, len(slot.result)))
             timeout_s = max(0.0, deadline - time.monotonic())
         self.session.wait(slot, timeout_s)
 
     def fetch_places(self, device: torch.device, places: Sequence[Place]) -> None:
-        """Copy the result to tensors."""
-        room = self._result
+        """Copy the result to the tensors of ``places``."""
+        buffer = self._result
         if self._taken:
             end = 0
             for offset, nbytes in sorted([*self._taken, (len(self.slot.result), 0)]):
                 self._take(end, offset - end)
                 end = offset + nbytes
-        elif self._is_little(device, places, room):
+        elif self._is_small_copy(device, places, buffer):
             for offset, tensor in places:
-                nbytes = tensor.numel() * room.itemsize
-                ctypes.memmove(tensor.data_ptr(), room.data_ptr() + offset * room.itemsize, nbytes)
+                nbytes = tensor.numel() * buffer.itemsize
+                ctypes.memmove(tensor.data_ptr(), buffer.data_ptr() + offset * buffer.itemsize, nbytes)
         else:
-            views = [_piece(room, offset, tensor) for offset, tensor in places]
+            views = [_piece(buffer, offset, tensor) for offset, tensor in places]
             self.fetch_views(device, views, [tensor.detach() for _, tensor in places])
 
     def fetch_views(self, device: torch.device, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Copy views of the result to outputs, converting dtypes."""
+        """Copy views of the result to ``outputs``, converting dtypes."""
         if views:
             self._fetched_on = device if device.type == "cuda" else None
             with torch.no_grad():
                 self._mover(device).fetch(views, outputs)
 
     def vacate(self) -> None:
-        """Its operation is over: nothing of the caller's is kept alive here."""
+        """The operation is over: keep no reference to the caller's tensors."""
         self.occupant, self._due = None, ()
 
-    # ---- inside ----------------------------------------------------------------------------------------
+    # ---- details ---------------------------------------------------------------------------------------
 
     def _mover(self, device: torch.device) -> Mover:
-        """That of ``device``, which knows the slot's memory."""
+        """The mover of ``device``, after it has adopted the slot's memory."""
         mover = self._mover_of(device)
         if id(mover) not in self._adopted:
             self._adopted.add(id(mover))
@@ -244,15 +246,15 @@ class SlotView:
                 mover.adopt(memory)
         return mover
 
-    def _may_come_in_strips(self, device: torch.device, due: Sequence[Place]) -> bool:
-        """Whether it is worth it, and all is to be copied as it lies."""
+    def _may_come_in_chunks(self, device: torch.device, due: Sequence[Place]) -> bool:
+        """True if chunks gain something, and all bytes are copied unchanged."""
         if device.type != "cpu" or len(self.slot.result) < 2 * CHUNK_BYTES or not due:
             return False
         if not all(tensor.dtype is self._result.dtype and tensor.is_contiguous() for _, tensor in due):
             return False
-        if self._comes_in_strips is None:
-            self._comes_in_strips = self.session.take_in_strips(self.slot)
-        return self._comes_in_strips
+        if self._comes_in_chunks is None:
+            self._comes_in_chunks = self.session.take_in_chunks(self.slot)
+        return self._comes_in_chunks
 
     def _take(self, offset: int, nbytes: int) -> None:
         """Copy a range of the result, in bytes, to where it is due."""
@@ -264,22 +266,20 @@ class SlotView:
                 ctypes.memmove(tensor.data_ptr() + begin - first, self._result.data_ptr() + begin, end - begin)
         self._taken.append((offset, nbytes))
 
-    def _is_little(self, device: torch.device, places: Sequence[Place], room: torch.Tensor) -> bool:
-        """Whether a plain copy of little memory is all there is to do: torch's own calls would cost more than it."""
+    def _is_small_copy(self, device: torch.device, places: Sequence[Place], buffer: torch.Tensor) -> bool:
+        """True for plain copies of little memory, where torch's own calls would cost more than the copy."""
         if device.type != "cpu" or self._fetched_on is not None:
             return False
         return all(
-            tensor.dtype is room.dtype and tensor.is_contiguous() and tensor.numel() * room.itemsize <= _LITTLE_BYTES
+            tensor.dtype is buffer.dtype and tensor.is_contiguous() and tensor.numel() * buffer.itemsize <= _SMALL_BYTES
             for _, tensor in places
         )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRequest:
-    """A tensor to declare: its spec, and how torch sees it (wire dtype, pieces, device).
-
-    ``result_shapes``: the pieces of the result, where they are others.
-    """
+    """A tensor to declare. ``dtype``, ``shapes``: of its pieces; the dtype is one of the wire's. ``device``: of the
+    tensors that are copied. ``result_shapes``: of the pieces of the result, if these differ."""
 
     spec: TensorSpec
     dtype: torch.dtype
@@ -289,7 +289,7 @@ class TensorRequest:
 
 
 class PieceView(SlotView):
-    """A slot as pieces of the request's shapes, all of its dtype (the wire's), laid end to end."""
+    """A slot as consecutive pieces of the request's shapes and dtype."""
 
     def __init__(self, session: Session, mover_of: MoverOf, slot: Slot, request: TensorRequest) -> None:
         super().__init__(session, mover_of)
@@ -302,9 +302,9 @@ class PieceView(SlotView):
         request = self.request
         self._piece_inputs = [pieces(memory, request.dtype, request.shapes) for memory in slot.inputs]
         shapes = request.shapes if request.result_shapes is None else request.result_shapes
-        #: The pieces of the result; what they show is valid from ``wait`` to the next round.
+        #: The pieces of the result, valid from ``wait`` to the next round.
         self.results = pieces(slot.result, request.dtype, shapes)
-        #: Where they lie.
+        #: Their addresses.
         self.result_addresses = [piece.data_ptr() for piece in self.results]
         self._input_addresses = [np.frombuffer(m, np.uint8).ctypes.data if len(m) else 0 for m in slot.inputs]
 
@@ -319,35 +319,37 @@ class PieceView(SlotView):
 
     @property
     def input_address(self) -> int:
-        """Where they begin."""
+        """The address of the first of them."""
         return self._input_addresses[self.slot.round % len(self._input_addresses)]
 
     @property
     def is_on_device(self) -> bool:
-        """Its tensors are not in the host's memory."""
+        """True if its tensors are not in the host's memory."""
         return not isinstance(self.mover, HostMover)
 
     def contribute(self, tensors: Tensors) -> None:
-        """Send ``tensors``, one per piece; None contributes zeros."""
+        """Copy ``tensors``, one for each piece (None: zeros), and hand the slot over."""
         with torch.no_grad():
             self._departure = self.mover.send(self.session, self.slot, self.inputs, tensors)
 
     def contribute_input(self) -> None:
-        """Send what the memory holds. A rank that is not the root of a broadcast takes part so, too."""
+        """Hand over the current bytes of the input. A rank that is not the root of a broadcast also takes part this
+        way."""
         self._departure = self.mover.send(self.session, self.slot, (), ())
 
     def fetch(self, outputs: Sequence[torch.Tensor], pieces: Sequence[int] | None = None) -> None:
-        """Copy the results (of ``pieces``; default all) to ``outputs``, converting dtypes."""
+        """Copy the results (of the pieces with these indices; None: all) to ``outputs``, converting dtypes."""
         views = self.results if pieces is None else [self.results[i] for i in pieces]
         if outputs:
             with torch.no_grad():
                 self.mover.fetch(views, outputs)
 
 
-def room_for(nbytes: int) -> int:
-    """The room that is made for ``nbytes``: at most a quarter more, so that a growing tensor is rarely declared again.
+def capacity_for(nbytes: int) -> int:
+    """The capacity that is declared for ``nbytes``: at most a quarter more, so that a growing tensor is rarely declared
+    again.
 
-    >>> [room_for(n) for n in (0, 1, 4096, 5000, 100_000)]
+    >>> [capacity_for(n) for n in (0, 1, 4096, 5000, 100_000)]
     [0, 4096, 4096, 5120, 114688]
     """
     if nbytes <= 4096:
@@ -357,10 +359,10 @@ def room_for(nbytes: int) -> int:
 
 
 def pieces(memory: memoryview, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """``memory`` as tensors of ``shapes``, end to end."""
-    # Through numpy, which keeps the memory mapped for as long as a view lives; torch.frombuffer does not.
-    # Each piece by itself: pieces cut from one tensor would share its version counter, by which a change of
-    # one gradient would look like a change of all.
+    """``memory`` as consecutive tensors of ``shapes``; they share it."""
+    # Through numpy, which keeps the memory mapped as long as a view exists; torch.frombuffer does not.
+    # Each piece separately: slices of one tensor would share its version counter, so that a change of one
+    # gradient would look like a change of all.
     found = []
     start = 0
     for shape in shapes:
@@ -375,17 +377,17 @@ def pieces(memory: memoryview, dtype: torch.dtype, shapes: Sequence[Sequence[int
 
 
 def _elements(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """All of ``memory``, flat."""
+    """All of ``memory``, as a flat tensor."""
     if not memory.nbytes:
         return torch.empty(0, dtype=dtype)
     return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype)
 
 
-def _piece(room: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The piece of ``room``, from an offset in elements, with the tensor's shape."""
+def _piece(buffer: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``buffer`` from ``offset``, in elements, with the shape of ``tensor``."""
     shape = tensor.shape
     count = math.prod(shape)
-    piece = room if not offset and count == room.numel() else room[offset : offset + count]
+    piece = buffer if not offset and count == buffer.numel() else buffer[offset : offset + count]
     return piece if len(shape) == 1 else piece.view(shape)
 
 

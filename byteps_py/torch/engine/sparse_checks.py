@@ -1,6 +1,6 @@
-"""What other ranks say of sparse tensors (COO): looked at before it is believed. Any thread.
+"""Checks of what other ranks send about sparse tensors (COO), before it is used. Any thread.
 
-Torch looks at no indices: with one outside of the shape it would write outside of memory.
+torch does not check indices: with one outside of the shape it would write outside of its memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _REMEDY = "give the same shape on every rank"
 
 
 def check_dimensions(what: str, rank: int, dimensions: int, shape: Sequence[int]) -> None:
-    """Raises MismatchError if a tensor of this shape can't have so many sparse dimensions."""
+    """Raises MismatchError if a tensor of ``shape`` can't have this many sparse dimensions."""
     if not 0 <= dimensions <= len(shape):
         raise MismatchError(
             f"{what}: rank {rank} has {dimensions} sparse dimensions, of a shape {list(shape)}; {_REMEDY}"
@@ -24,7 +24,8 @@ def check_dimensions(what: str, rank: int, dimensions: int, shape: Sequence[int]
 
 
 def check_count(what: str, rank: int, count: int, dimensions: int, shape: Sequence[int]) -> None:
-    """Raises MismatchError if there can't be so many elements. Before memory is made for them."""
+    """Raises MismatchError if a tensor of ``shape`` can't have this many elements. Call it before memory is
+    allocated."""
     most = math.prod(shape[:dimensions])
     if not 0 <= count <= most:
         raise MismatchError(

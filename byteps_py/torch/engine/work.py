@@ -1,16 +1,16 @@
-"""The life of an operation, from its start to its delivery, whichever way it goes.
+"""The life of an operation, from its start to the delivery of its result, on every route.
 
-    Work              wait for it, ask about it, take its future: the Work of torch.distributed
-      NamedWork       an operation of Horovod's or BytePS's functions, found by its name and its handle
+    Work              wait for it, poll it, take its future: the Work of torch.distributed
+      NamedWork       an operation of Horovod's or BytePS's functions, with a name and a handle (named_work.py)
       GroupWork       an operation of a process group; its waits end when the group does (group_work.py)
         ServiceWork   a round in a slot of the communication service (service_work.py)
         PeerWork      messages between the ranks of a machine (peer_streams.py)
-        RingWork      a large sum in shared memory (peer_ring_sums.py)
-        FallbackWork  one of the last two, or, once a member has joined, the same operation through the service
+        RingWork      a large sum in shared memory (group_ring_sums.py)
+        FallbackWork  one of the last two or, once a member has joined, the same operation through the service
         CombinedWork  several operations as one
 
 The thread that waits for an operation delivers its result. A thread of the pool waits only for an operation whose
-future was asked for. Any thread may call.
+future was requested. Any thread may call.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from byteps_py.errors import MismatchError, StallError
+from byteps_py.errors import StallError
 from byteps_py.tensors import DType, Op
-from byteps_py.torch.engine.compilation import not_traced
 from byteps_py.torch.engine.completion import POOL
+from byteps_py.torch.engine.torch_compile import not_traced
 
 Future = torch.futures.Future[Any]
 
@@ -54,8 +54,9 @@ class OperationKind:
 
 
 class Call(NamedTuple):
-    """What an operation is to do, whichever way it goes. ``outputs``: the tensors that it fills. ``finish`` is called
-    once the data are there. ``kind``: what all members must agree on, for the log of calls."""
+    """What an operation does, on every route. ``what``: its description in messages. ``outputs``: the tensors that it
+    fills. ``finish`` is called once their bytes have arrived. ``kind``: the facts on which members must agree, for the
+    log of calls."""
 
     what: str
     outputs: list[torch.Tensor]
@@ -66,7 +67,7 @@ class Call(NamedTuple):
 
 @not_traced(["wait", "synchronize", "is_completed", "is_success", "exception", "get_future", "fire"])
 class Work(dist.Work):
-    """An operation that has begun. Subclasses define ``_complete`` and ``_is_ready``."""
+    """An operation that has begun. Subclasses define ``_complete`` and ``_is_ready``. Any thread."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Work(dist.Work):
         self._outputs = call.outputs
         self._timeout_s = call.timeout_s
         self._finish = call.finish
-        self._lock = threading.RLock()  # the thread that holds it is about to complete the work
+        self._lock = threading.RLock()  # held by the thread that completes the work
         self._asking = threading.RLock()
         self._over = False
         self._error: Exception | None = None
@@ -83,7 +84,7 @@ class Work(dist.Work):
         self._promise: Future | None = None
 
     def _complete(self, deadline: float) -> None:
-        """Wait for the result and deliver it. ``NotYetError`` is no end: the work may be waited for again."""
+        """Wait for the result and deliver it. After ``NotYetError`` it may be called again."""
         raise NotImplementedError
 
     def _is_ready(self) -> bool:
@@ -91,21 +92,22 @@ class Work(dist.Work):
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Let go of what only an unfinished work needs."""
+        """Drop what only an unfinished operation needs."""
 
     def _others(self) -> str:
-        """Where other members stand, in words, for the message that this work is late."""
+        """Which operations other members are in, for the message of a timeout."""
         return ""
 
     # ---- completion ------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
-        """The outputs hold the result, or there is an error to raise."""
+        """True if the outputs hold the result, or there is an error to raise."""
         return self._over
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Return when it is over, well or not. Raises StallError if it is not within the time."""
+        """Return when the operation is over, successful or not. Raises StallError after ``timeout_s`` seconds (None:
+        its own timeout)."""
         if self._over:
             return
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -122,17 +124,18 @@ class Work(dist.Work):
         try:
             self._complete(deadline)
         except NotYetError as error:
-            said = f"{self.what}: not complete within its timeout of {limit_s:g} s"
+            text = f"{self.what}: not complete within its timeout of {limit_s:g} s"
             if others := self._others():
-                said = f"{said}; {others}"
-            raise StallError(said) from error
+                text = f"{text}; {others}"
+            raise StallError(text) from error
         except Exception as error:
             self._error = error
         self._over = True
         self._release()
 
     def settle_whatever_comes(self) -> None:
-        """``settle``; a timeout is its failure then, as nobody waits for it again."""
+        """``settle``, where a timeout becomes the operation's error, because no caller waits for it again. Raises
+        nothing."""
         try:
             self.settle()
         except Exception as error:
@@ -142,12 +145,13 @@ class Work(dist.Work):
                     self._release()
 
     def fire(self) -> None:
-        """Complete the future: its callbacks run here. Only threads of the pool call this, once it is settled."""
+        """Complete the future: its callbacks run on this thread. Only threads of the pool call this, after
+        ``settle``."""
         with self._asking:
             promise, self._promise = self._promise, None
         if promise is not None:
             if self._event is not None:
-                self._event.synchronize()  # the callbacks' streams know nothing of this one
+                self._event.synchronize()  # the callbacks' streams are not ordered after this one
             promise.set_result((self._error, self._outputs))
 
     def _hand_to_pool(self) -> None:
@@ -160,8 +164,8 @@ class Work(dist.Work):
     # ---- torch.distributed.Work ------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the outputs are there. Raises MismatchError, StallError (the group's timeout, or this one,
-        passed) or PeerLostError. CUDA: work queued later on the current stream will see them."""
+        """Return True when the outputs hold the result. Raises MismatchError, StallError (``timeout``, or the group's
+        timeout, passed) or PeerLostError. CUDA: work queued later on the current stream sees the outputs."""
         self.settle(limit_of(timeout) or None)
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -176,7 +180,7 @@ class Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """True once the outputs are there, or it has failed. Never blocks."""
+        """True once the outputs hold the result, or the operation has failed. Never blocks."""
         if not self._over and self._lock.acquire(blocking=False):
             try:
                 if not self._over and self._is_ready():
@@ -205,12 +209,12 @@ class Work(dist.Work):
         with self._asking:
             if self._future is None:
                 root: Future = torch.futures.Future()
-                # An error that is set on a future of Python's is invisible to C++: DistributedDataParallel would
-                # read a value that is not there. One that a callback raises is seen by both.
+                # C++ does not see an error that is set on a Python future: DistributedDataParallel would read a value
+                # that does not exist. Both see an error that a callback raises.
                 self._future = root.then(_unwrap)
                 self._promise = root
                 if self._over:
-                    self.fire()  # nobody has a callback on it yet
+                    self.fire()  # no callback was added yet
                 else:
                     self._hand_to_pool()
             return self._future
@@ -219,59 +223,13 @@ class Work(dist.Work):
         return self.get_future()
 
 
-# ---- operations with a name --------------------------------------------------------------------------------
-
-
-class Attempt(NamedTuple):
-    """One way of an operation, begun. ``is_done``: true if ``complete`` would not block. ``complete`` waits, brings the
-    results where they belong, and returns what ``synchronize`` returns."""
-
-    is_done: Callable[[], bool]
-    complete: Callable[[], Any]
-
-
-class NamedWork(Work):
-    """An operation of Horovod's or BytePS's functions. ``on_mismatch`` is called when its owner hears that ranks
-    disagree. It has no timeout of its own: the session's stall limit ends its wait."""
-
-    def __init__(self, name: str, attempt: Attempt, on_mismatch: Callable[[], None] | None = None) -> None:
-        super().__init__(Call(name, [], threading.TIMEOUT_MAX))
-        self.name = name
-        self._attempt: Attempt | None = attempt
-        self._on_mismatch = on_mismatch
-        self._result: Any = None
-
-    @property
-    def is_done(self) -> bool:
-        """True if ``settle`` would not block."""
-        attempt = self._attempt
-        return self._over or attempt is None or attempt.is_done()
-
-    def deliver(self) -> Any:
-        """Wait, and return the result. Raises the operation's error."""
-        self.settle()
-        if self._error is not None:
-            if self._on_mismatch is not None and isinstance(self._error, MismatchError):
-                self._on_mismatch()
-            raise self._error
-        return self._result
-
-    def _complete(self, deadline: float) -> None:
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None:
-            self._result = attempt.complete()
-
-    def _is_ready(self) -> bool:
-        return self.is_done
-
-
 class NotYetError(Exception):
-    """The deadline passed; the work goes on. Never leaves ``Work.settle``."""
+    """The deadline passed and the operation continues. Never leaves ``Work.settle``."""
 
 
 def limit_of(timeout: timedelta | float | None) -> float | None:
-    """A timeout in seconds; None for none. torch's own backends take numbers of seconds, too, and say "unset" with a
-    negative time."""
+    """A timeout in seconds; None: none. torch's own backends also accept numbers of seconds, and a negative time for
+    "unset"."""
     if timeout is None:
         return None
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)

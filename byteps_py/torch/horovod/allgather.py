@@ -16,8 +16,8 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import Layout, Op
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import check_dense
+from byteps_py.torch.engine.named_work import Attempt, NamedWork
 from byteps_py.torch.engine.slot_view import SlotView
-from byteps_py.torch.engine.work import Attempt, NamedWork
 from byteps_py.torch.horovod import size_headers
 from byteps_py.torch.horovod.ops import begin_when_free, kind_in, operation_of
 from byteps_py.torch.horovod.two_rounds import TwoRounds

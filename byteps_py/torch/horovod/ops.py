@@ -18,8 +18,8 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import bits_of, check_dense, check_result, wire_dtype
+from byteps_py.torch.engine.named_work import Attempt, NamedWork
 from byteps_py.torch.engine.slot_view import TensorRequest
-from byteps_py.torch.engine.work import Attempt, NamedWork
 
 #: What BytePS's module of this name has; here they are api.py's, which stands on this one.
 _OF_BYTEPS = frozenset(

@@ -17,8 +17,8 @@ from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import bits_of, check_dense, check_result
 from byteps_py.torch.engine.integer_averages import mean, summands
 from byteps_py.torch.engine.named_sums import NamedSums
+from byteps_py.torch.engine.named_work import Attempt, NamedWork
 from byteps_py.torch.engine.slot_view import PieceView
-from byteps_py.torch.engine.work import Attempt, NamedWork
 from byteps_py.torch.horovod.ops import begin_when_free, kind_in, operation_of
 from byteps_py.torch.horovod.plans import Plans, ReductionOptions
 from byteps_py.torch.horovod.scaling import fetch_scaled, scaled, send_scaled

@@ -19,7 +19,7 @@ import torch
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from byteps_py.errors import BytePSError, CommunicationError, UsageError
-from byteps_py.torch.engine.compilation import not_traced
+from byteps_py.torch.engine.torch_compile import not_traced
 from byteps_py.torch.engine.work import limit_of
 from byteps_py.torch.process_group import monitored_barrier
 from byteps_py.torch.process_group.identity import Options

@@ -256,7 +256,7 @@ def many_sizes_and_many_in_flight() -> None:
 
 @feature
 def large_tensors() -> None:
-    """Of other machines, their results are taken in strips, twice; what lies otherwise is taken as a whole."""
+    """Of other machines, their results are taken in chunks, twice; what lies otherwise is taken as a whole."""
     _, ranks, me = next(groups())
     n = len(ranks)
     count = 3 * CHUNK_BYTES // 4 + 5

@@ -1,7 +1,7 @@
 """The sum of a share, as LLVM instructions: one pass that reads every row and writes the result twice.
 
-Elements are treated by the service's own instructions (byteps_py/kernels/jit/vector.py). Any thread. Import loads LLVM:
-import late.
+The elements are added by the service's own instructions (byteps_py/kernels/jit/vector.py). Any thread. The import loads
+LLVM: import this module late.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from byteps_py.kernels.jit import llvm, vector
 from byteps_py.tensors import DType, Op
 
 _I64 = ir.IntType(64)
-_ELEMENTS = 64  # at once: of float32 as many bytes as fit into registers
+_ELEMENTS = 64  # per iteration: as many float32 elements as fit into registers
 
 
 def compile_sum(dtype: DType, rows: int, average: bool, past_caches: bool) -> Callable[[int, int], None]:
-    """A function of a table's address and the bytes of each row; in the table are the addresses of ``rows`` inputs, of
-    the result and of its copy. ``past_caches``: the copy lies at a multiple of 64, and its reader has other caches."""
+    """A function of (address of a table, bytes of each row). The table holds the addresses of ``rows`` inputs, of the
+    result and of its copy. ``average``: divide by ``rows``. ``past_caches``: write the copy with non-temporal stores;
+    it must be aligned to 64 bytes, and its reader has other caches."""
     function = ir.Function(llvm.new_module("byteps_sum"), ir.FunctionType(ir.VoidType(), [_I64, _I64]), "sum")
     builder = ir.IRBuilder(function.append_basic_block())
     table, end = function.args

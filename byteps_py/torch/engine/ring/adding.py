@@ -1,8 +1,8 @@
-"""Adding up what members of a group have: first to last, half precision in float32 and rounded once, before the
-division of an average. These are the service's additions, so the bits are the same.
+"""Adds the contributions of a group's members: first to last, half precision in float32 and rounded once, before the
+division of an average. These are the additions of the service's kernels, so the bits are the same.
 
-``add_to_both`` is for what others wait for: the sum goes to its place and to where others read it in one pass, by the
-instructions of the service's kernels (kernels.py). Any thread.
+``add_to_both`` is for results that others wait for: one pass writes the sum to its place and to where others read it
+(add_kernels.py). Any thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from byteps_py.kernels.jit.background import Compiled
 from byteps_py.tensors import DType
 from byteps_py.torch.engine.dtypes import WIRE
 
-#: (address of a table of addresses: of rows, the result, its copy; bytes of each)
+#: Called with (address of a table that holds the addresses of rows, result and copy; bytes of each).
 Kernel = Callable[[int, int], None]
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -27,7 +27,8 @@ _LINE = 64
 
 
 def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool) -> None:
-    """Flat ``rows`` into ``total``, another one or one of the first two."""
+    """Add the flat ``rows``, all of one dtype and length, into ``total``: a tensor of its own, or one of the first two
+    rows. ``average``: divide by the number of rows."""
     if len(rows) > 2 and total.dtype in _HALF:
         wide = rows[0].float()
         for row in rows[1:]:
@@ -44,8 +45,8 @@ def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool) -> 
 def add_to_both(
     dtype: torch.dtype, count: int, rows: Sequence[int], total: int | None, copy: int, average: bool
 ) -> None:
-    """``count`` elements at each address of ``rows`` to ``total`` and to ``copy``. ``total`` may be one of them; if it
-    is None, ``copy`` may."""
+    """Add ``count`` elements of ``dtype`` at each address of ``rows``; write the sum to the addresses ``total`` and
+    ``copy``. ``total`` may be one of ``rows``; if ``total`` is None, ``copy`` may be one of them."""
     nbytes = count * dtype.itemsize
     compiled = kernels(WIRE[dtype], len(rows), average)
     if compiled.ready is not None:
@@ -56,7 +57,7 @@ def add_to_both(
     if nbytes >= streaming.LEAST_BYTES:
         compiled.prepare()
     tensors = [_tensor(dtype, count, address) for address in rows]
-    # What is not one of the first two rows must stay until it has been added.
+    # A row after the first two must not be overwritten before it is added.
     is_direct = total is not None and total not in rows[2:]
     result = _tensor(dtype, count, total) if total is not None and is_direct else torch.empty_like(tensors[0])
     add_up(tensors, result, average)
@@ -72,7 +73,7 @@ def _tensor(dtype: torch.dtype, count: int, address: int) -> torch.Tensor:
 
 @functools.cache
 def kernels(dtype: DType, rows: int, average: bool) -> Compiled[tuple[Kernel, Kernel]]:
-    """With the copy through the caches, and past them."""
+    """The compiled sums, with the copy written (through the caches, past them)."""
     name = f"sum of {rows} in {dtype.name.lower()}"
 
     def build() -> tuple[Kernel, Kernel]:

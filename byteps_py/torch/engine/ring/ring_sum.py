@@ -1,9 +1,9 @@
 """One large sum in shares, chunk by chunk (chunks.py), through a few small slots of each member
 (byteps_py/session/peers/ring.py).
 
-Of the tensor itself every byte is read once from memory, and written once; the rest happens in the caches. The
-communication service has no part in it, and no slot of the tensor's size. The order of the additions and the precision
-are those of the service's kernels, so the result has the same bits.
+Every byte of the tensor is read once from memory and written once; the rest happens in the caches. The communication
+service takes no part, and no slot has the size of the tensor. The order of the additions and the precision are those of
+the service's kernels, so the result has the same bits.
 
 One thread at a time.
 """
@@ -25,7 +25,7 @@ from byteps_py.torch.engine.ring.adding import add_to_both, kernels
 from byteps_py.torch.engine.ring.chunks import Chunks
 from byteps_py.torch.engine.ring.step_table import Status, TableEntry, new_table, rows_at, slots_at
 
-#: What a member lays in a step. Half as much takes 1.07 to 1.15 times as long; twice as much 0.93 times, on another
+#: What a member writes in a step. Half as much takes 1.07 to 1.15 times as long; twice as much 0.93 times, on another
 #: processor 1.1 times.
 SLOT_BYTES = 256 << 10
 
@@ -40,33 +40,35 @@ _steps = Compiled("steps", _build, "large sums go through the communication serv
 
 
 def prepare() -> None:
-    """Have the instructions compiled, unless they are. Returns at once."""
+    """Start compiling the instructions, unless that was done. Returns at once. Any thread."""
     _steps.prepare()
     streaming.prepare()
 
 
 def is_able() -> bool:
-    """Whether sums can go in shares, once that is known. All ranks of a machine answer alike."""
+    """True if sums can go through the ring; False while that is not known. All ranks of a machine get the same answer.
+    Any thread."""
     prepare()
     return _steps.is_ready() and streaming.is_ready()
 
 
 class RingSums:
-    """Those of one ring, one at a time, if it ``is_able``. ``own``: this member's position; ``ranks``: the local ranks
-    of all, by position."""
+    """The sums of one ring, one at a time, if ``is_able``. ``own``: this member's position. ``ranks``: the local ranks
+    of all members, by position."""
 
-    #: How long to look for a step once all members have begun: they have nothing else to do before the end. A rank that
-    #: shares its core with another one waits for a step of that one, too.
-    step_look_s = 1e-3
+    #: How long to poll for a step once all members have begun: they have nothing else to do before the end. A rank that
+    #: shares its core with another one also waits for that rank's steps.
+    step_spin_s = 1e-3
 
     def __init__(self, ring: Ring, own: int, ranks: Mapping[int, int]) -> None:
         self.ring, self.own, self.ranks = ring, own, ranks
-        self.spin_policy = SpinPolicy()  # for steps after the first
+        self.spin_policy = SpinPolicy()  # for steps after the first one
         self._tables: dict[tuple[torch.dtype, bool], array[int]] = {}
-        self._era = -1  # of these
+        self._era = -1  # of the tables
 
     def table(self, dtype: torch.dtype, average: bool) -> array[int]:
-        """For sums of ``dtype``, with what does not depend on the tensor. The ring knows all its members."""
+        """A new table for sums of ``dtype``, with the entries that do not depend on the tensor. Call it once the ring
+        ``knows_addresses``."""
         if self._era != self.ring.era:
             self._era = self.ring.era
             self._tables.clear()
@@ -88,9 +90,12 @@ class RingSums:
 
 
 class RingSum:
-    """Of everybody's ``source``, flat and plain, into ``target``, which may be the same; None: for others only.
-    ``scatters``: ``target`` is for this member's even share, and may lie where that lies in ``source``. ``name``: what
-    all members call it. It goes on where it was if a wait for other members ends too early."""
+    """Adds every member's ``source``, a flat and contiguous tensor, into ``target``.
+
+    ``target`` may be ``source``; None: only the others need the result. ``scatters``: ``target`` receives this member's
+    even share, and may be that part of ``source``. ``average``: divide by the number of members. ``name``: the same on
+    all members. If a wait for other members ends early, a further call of ``run`` continues.
+    """
 
     def __init__(
         self,
@@ -107,21 +112,23 @@ class RingSum:
         self._chunks = Chunks(source.numel(), source.itemsize, len(sums.ranks), sums.ring.slot_bytes, scatters)
         self._table: array[int] | None = None
         self.has_begun = False
-        self._looks_for_steps: bool | None = None  # after the first; None: to be decided anew
-        self._has_looked_in_vain = False  # for one of these
+        self._spins_for_steps: bool | None = None  # for later steps; None: not decided yet
+        self._has_spun_in_vain = False  # for one of them
 
-    def give(self) -> None:
-        """The first chunk, if members know each other, before it is sure that ``run`` follows. A caller of that says
-        that all others have done the same, so nobody waits for it."""
+    def write_first_step(self) -> None:
+        """Write the first chunk, if the members know each other's addresses, before it is certain that ``run`` follows.
+        The caller knows that all other members do the same before they call ``run``, so ``run`` does not wait for the
+        first step."""
         self._ring.prepare()
-        if self._ring.knows_all:
+        if self._ring.knows_addresses:
             table = self._table = self._filled()
-            table[TableEntry.IS_OFFER] = True
+            table[TableEntry.FIRST_STEP_ONLY] = True
             self._go_through(table)
-            table[TableEntry.STEP] = table[TableEntry.IS_TOLD] = True
+            table[TableEntry.STEP] = table[TableEntry.FIRST_STEP_KNOWN] = True
 
     def run(self, deadline: float) -> None:
-        """To its end. All members can be reached. Raises what the waits of the ring raise."""
+        """Complete the sum. All members are introduced. ``deadline``: of time.monotonic(). Raises what the waits of
+        Ring raise."""
         try:
             self._run(deadline)
         except BaseException:
@@ -134,9 +141,9 @@ class RingSum:
         if not self.has_begun:
             ring.begin(self._name, self._source.nbytes, self._chunks.steps)
             self.has_begun = True
-        if not ring.knows_all:
-            self._table = None  # of another era
-            ring.meet(deadline - time.monotonic())
+        if not ring.knows_addresses:
+            self._table = None  # from an earlier era
+            ring.await_addresses(deadline - time.monotonic())
         table = self._table = self._table or self._filled()
         table[TableEntry.KEY] = ring.key
         while (status := self._take_steps(table)) is not Status.DONE:
@@ -154,7 +161,10 @@ class RingSum:
         table, itemsize = self._sums.table(source.dtype, self._average), source.itemsize
         table[TableEntry.BASE], table[TableEntry.RECORD] = ring.base, ring.record
         table[TableEntry.CHUNKS] = chunks.count
-        table[TableEntry.SHARE], table[TableEntry.ROOM] = chunks.share * itemsize, chunks.room * itemsize
+        table[TableEntry.SHARE], table[TableEntry.CHUNK_BYTES] = (
+            chunks.share * itemsize,
+            chunks.chunk_elements * itemsize,
+        )
         table[TableEntry.SOURCE], table[TableEntry.TOTAL] = source.data_ptr(), source.nbytes
         if target is not None:
             before = self._sums.own * table[TableEntry.SHARE] if self._scatters else 0
@@ -164,32 +174,32 @@ class RingSum:
 
     def _take_steps(self, table: array[int]) -> Status:
         spin_policy, is_first = self._sums.spin_policy, table[TableEntry.STEP] <= 1
-        first_s = self._ring.patience_s() if is_first else 0.0
-        if (is_due := self._looks_for_steps) is None:
-            is_due = self._looks_for_steps = spin_policy.is_due()
-        table[TableEntry.FIRST_PATIENCE_NS], table[TableEntry.PATIENCE_NS] = (
+        first_s = self._ring.spin_s() if is_first else 0.0
+        if (is_due := self._spins_for_steps) is None:
+            is_due = self._spins_for_steps = spin_policy.is_due()
+        table[TableEntry.FIRST_SPIN_NS], table[TableEntry.SPIN_NS] = (
             int(first_s * 1e9),
-            int(self._sums.step_look_s * 1e9) * is_due,
+            int(self._sums.step_spin_s * 1e9) * is_due,
         )
         self._go_through(table)
         status, is_still_first = Status(table[TableEntry.STATUS]), table[TableEntry.STEP] <= 1
         waits = status is Status.WAITS
         if first_s:
-            self._ring.looked(in_vain=waits and is_still_first)
+            self._ring.spun(in_vain=waits and is_still_first)
         if waits and not is_still_first:
-            self._looks_for_steps = None
+            self._spins_for_steps = None
             if is_due:
-                self._has_looked_in_vain = True
+                self._has_spun_in_vain = True
                 spin_policy.ended(paid=False)
-        elif is_due and status is Status.DONE and not self._has_looked_in_vain:
+        elif is_due and status is Status.DONE and not self._has_spun_in_vain:
             spin_policy.ended(paid=True)
         return status
 
     def _go_through(self, table: array[int]) -> None:
         steps = _steps.ready
         if steps is None:
-            raise RuntimeError("there are no instructions for steps; is_able() tells whether there are")
-        way = streaming.choice(table[TableEntry.ROOM])
+            raise RuntimeError("the steps are not compiled; call is_able() first")
+        way = streaming.choice(table[TableEntry.CHUNK_BYTES])
         table[TableEntry.IS_PAST], table[TableEntry.IS_TRY] = way.streams, way.is_try_due()
         steps(table.buffer_info()[0])
         for streamed, place in ((False, TableEntry.TOOK_NS), (True, TableEntry.TOOK_PAST_NS)):
@@ -198,7 +208,7 @@ class RingSum:
                 table[place] = table[place + 1] = 0
 
     def _add(self, table: array[int]) -> None:
-        """The chunk of the own share that the step before this one has brought."""
+        """Add the chunk of the own share that the previous step has brought."""
         _, count = self._chunks.of(self._sums.own, table[TableEntry.STEP] - 1)
         *rows, result, copy = table[rows_at(len(self._sums.ranks)) :]
         add_to_both(self._source.dtype, count, rows, None if result == copy else result, copy, self._average)

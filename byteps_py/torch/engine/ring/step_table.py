@@ -1,6 +1,6 @@
-"""What the compiled steps of a sum in shares (steps.py) go by: a table of unsigned 64-bit numbers. Pure.
+"""The input of the compiled steps of a sum (steps.py): a table of unsigned 64-bit numbers. Pure.
 
-Sizes and places within the tensor are in bytes; addresses are those of this process.
+Sizes and offsets within the tensor are in bytes; addresses are those of this process.
 """
 
 from __future__ import annotations
@@ -13,59 +13,60 @@ class Status(enum.IntEnum):
     """Why the steps have returned: what the caller has to do before it calls again."""
 
     DONE = 0
-    WAITS = 1  # they have looked for long enough whether others have laid theirs: to sleep until they have
-    WAKE = 2  # somebody sleeps who waits for what has just been laid: to wake it
-    ADD = 3  # the sum of the own share, for which there are no instructions: to add it
-    DIFFERS = 4  # somebody is in another operation: to say so
+    WAITS = 1  # they have polled long enough for the steps of others: sleep until those are published
+    WAKE = 2  # a member sleeps that waits for the step just published: wake it
+    ADD = 3  # no instructions exist for the sum of the own share: add it
+    DIFFERS = 4  # a member is in another operation: report it
 
 
 class TableEntry(enum.IntEnum):
-    """Places in the table. Those before BASE change."""
+    """Indices into the table. Entries before BASE change during the operation."""
 
     STATUS = 0
-    STEP = 1  # the one to be taken, or under way
+    STEP = 1  # the next step, or the one under way
     IS_ADDED = 2  # the caller has added, in this step
     IS_TRY = 3  # the next copy goes the other way than IS_PAST says
-    TOOK_NS = 4  # copies through the caches, and what they copied
+    TOOK_NS = 4  # duration of copies through the caches, and their bytes
     TOOK_BYTES = 5
     TOOK_PAST_NS = 6  # the same, past the caches
     TOOK_PAST_BYTES = 7
-    IS_OFFER = 8  # to write the first step, and no more
-    BASE = 9  # steps laid in operations before this one, as WORD counts
+    FIRST_STEP_ONLY = 8  # write the first step, and no more
+    BASE = 9  # steps published in operations before this one, as WORD counts
     CHUNKS = 10
-    IS_TOLD = 11  # others are known to have written their first step, which they may not have laid
+    FIRST_STEP_KNOWN = 11  # the others are known to have written their first step, perhaps without publishing it
     OWN = 12  # this member's position
     SOURCE = 13  # address
-    TARGET = 14  # address, of the whole in any case; or 0: the result is for others only
-    SCATTERS = 15  # each member has its own share only
+    TARGET = 14  # address, always of the whole tensor; 0: only the others need the result
+    SCATTERS = 15  # each member needs its own share only
     SHARE = 16
-    ROOM = 17
+    CHUNK_BYTES = 17
     TOTAL = 18
-    KEY = 19  # what all members call the operation
-    RECORD = 20  # where members have it, within their control lines
+    KEY = 19  # of the operation's name
+    RECORD = 20  # offset of the operation's record in the control lines
     SLOT_BYTES = 21
-    FIRST_PATIENCE_NS = 22  # how long to look before one sleeps, for the first step,
-    PATIENCE_NS = 23  # and for others
+    FIRST_SPIN_NS = 22  # how long to poll before sleeping: for the first step
+    SPIN_NS = 23  # and for later steps
     IS_PAST = 24  # copies go past the caches
-    STREAM = 25  # address of what copies so
-    ADD = 26  # address of what adds, or 0
+    STREAM = 25  # address of the function that copies past the caches
+    ADD = 26  # address of the function that adds, or 0
     ADD_PAST = 27  # the same, with the copy past the caches
     MEMBERS = 28
-    CONTROLS = 29  # from here on, by position, the addresses of members' control lines;
+    CONTROLS = 29  # the first of the addresses of the members' control lines, by position
 
 
 def slots_at(members: int) -> int:
-    """the place of the first one's slots;"""
+    """The index of the first of the addresses of the members' slots, by position."""
     return TableEntry.CONTROLS + members
 
 
 def rows_at(members: int) -> int:
-    """and that of the addresses of what is added: each member's, in order, the result, and its copy."""
+    """The index of the first of the addresses for an addition: each member's row by position, the result, and its
+    copy."""
     return TableEntry.CONTROLS + 2 * members
 
 
 def new_table(members: int) -> array[int]:
-    """All zeros but MEMBERS."""
+    """A table of zeros, except MEMBERS."""
     table = array("Q", bytes(8 * (rows_at(members) + members + 2)))
     table[TableEntry.MEMBERS] = members
     return table

@@ -1,8 +1,8 @@
-"""The steps of one sum in shares (chunks.py, byteps_py/session/peers/ring.py), as LLVM instructions: no Python, and no
-system call but to yield the processor and to read the clock, while all members keep up.
+"""The steps of one sum in shares (chunks.py, byteps_py/session/peers/ring.py) as LLVM instructions. While all members
+keep up they run no Python, and no system call except to yield the processor and to read the clock.
 
-In Python a step costs each member some 30 µs, and as much to be woken for it: chunks had to be large, and left the
-caches in between. Here a step costs less than one. Any thread. Import loads LLVM: import late.
+In Python a step costs each member some 30 µs, and a wake-up for it as much: chunks had to be large, and left the caches
+in between. Here a step costs less than one. Any thread. The import loads LLVM: import this module late.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from byteps_py.session.peers.ring import AHEAD, ASLEEP, SLOTS, WORD
 from byteps_py.torch.engine.ring.step_table import Status, TableEntry
 
 _I32, _I64, _VOID = ir.IntType(32), ir.IntType(64), ir.VoidType()
-#: Looks at what another member has laid before the processor is yielded.
-_LOOKS = 16
+#: Polls of another member's word before the processor is yielded.
+_POLLS = 16
 _NS = 1_000_000_000
 _libc = ctypes.CDLL(None)
 
 
 def compile_steps(kind: type[Steps] | None = None) -> Callable[[int], None]:
-    """A function of a table's address (table.py): takes steps until it is over, or the caller has something to do."""
+    """A function of a table's address (step_table.py): it takes steps until the sum is complete or the caller has
+    something to do, which STATUS says."""
     function = ir.Function(llvm.new_module("byteps_steps"), ir.FunctionType(_VOID, [_I64]), "steps")
     (kind or Steps)(function).build()
     return llvm.compile_function(function)
 
 
 class Steps:
-    """Its methods add instructions that do what they say."""
+    """Builds the function. Each method adds the instructions that do what its name says."""
 
     def __init__(self, function: ir.Function) -> None:
         self._function = function
         self._table = function.args[0]
         self._b = b = ir.IRBuilder(function.append_basic_block())
-        self._index, self._spin_policy = b.alloca(_I64), b.alloca(_I64)
+        self._index, self._poll_count = b.alloca(_I64), b.alloca(_I64)
         self._time = b.alloca(_I64, 2)
         self._members = self._get(TableEntry.MEMBERS)
         self._own = self._get(TableEntry.OWN)
@@ -57,11 +58,11 @@ class Steps:
 
         b.position_at_end(begin)
         step = self._get(TableEntry.STEP)
-        with b.if_then(self._is(self._get(TableEntry.IS_OFFER))):
-            self._put(TableEntry.IS_OFFER, _I64(0))
+        with b.if_then(self._is(self._get(TableEntry.FIRST_STEP_ONLY))):
+            self._put(TableEntry.FIRST_STEP_ONLY, _I64(0))
             self._give(step)
             self._leave(Status.DONE)
-        with self._when(step, ">", self._get(TableEntry.IS_TOLD)):
+        with self._when(step, ">", self._get(TableEntry.FIRST_STEP_KNOWN)):
             self._await(step)
         with self._when(step, "<", chunks):
             self._give(step)
@@ -75,11 +76,11 @@ class Steps:
         takes = b.and_(self._is(self._get(TableEntry.TARGET)), b.not_(self._is(self._get(TableEntry.SCATTERS))))
         with self._when(step, ">", _I64(1)), b.if_then(takes):
             self._take(b.sub(step, _I64(2)))
-        laid = b.add(step, _I64(1))
-        self._put(TableEntry.STEP, laid)
+        following_step = b.add(step, _I64(1))
+        self._put(TableEntry.STEP, following_step)
         with self._when(step, ">", chunks):
             self._leave(Status.DONE)
-        self._lay(b.add(self._base, laid))
+        self._publish(b.add(self._base, following_step))
         b.branch(begin)
 
         b.position_at_end(self._end)
@@ -88,50 +89,52 @@ class Steps:
     # ---- parts of a step -------------------------------------------------------------------------------
 
     def _await(self, step: ir.Value) -> None:
-        """All others have laid as much, of the same operation."""
+        """Wait until all other members have published as many steps of the same operation."""
         word = self._b.add(self._base, step)
         with self._each_other() as other:
             theirs = self._control_of(other)
-            with self._unless_laid(theirs, word):
-                self._look(theirs, word, step)
+            with self._unless_published(theirs, word):
+                self._spin(theirs, word, step)
             record = self._b.add(theirs, self._get(TableEntry.RECORD))
             for place, entry in enumerate((TableEntry.KEY, TableEntry.TOTAL)):
                 with self._when(self._load(self._at(record, 8 * place)), "!=", self._get(entry)):
                     self._leave(Status.DIFFERS)
 
-    def _look(self, theirs: ir.Value, word: ir.Value, step: ir.Value) -> None:
-        """Again and again, and after a while have the caller sleep."""
+    def _spin(self, theirs: ir.Value, word: ir.Value, step: ir.Value) -> None:
+        """Poll, and after the time limit return to the caller, which sleeps."""
         b = self._b
-        look, over = self._function.append_basic_block(), self._function.append_basic_block()
+        spin, over = self._function.append_basic_block(), self._function.append_basic_block()
         has_begun = b.icmp_unsigned(">", step, _I64(1))
-        patience = b.select(has_begun, self._get(TableEntry.PATIENCE_NS), self._get(TableEntry.FIRST_PATIENCE_NS))
+        spin_limit = b.select(has_begun, self._get(TableEntry.SPIN_NS), self._get(TableEntry.FIRST_SPIN_NS))
         since = self._now()
-        b.store(_I64(1), self._spin_policy)
-        b.branch(look)
-        b.position_at_end(look)
+        b.store(_I64(1), self._poll_count)
+        b.branch(spin)
+        b.position_at_end(spin)
         llvm.pause(b)
-        spin_policy = b.load(self._spin_policy, typ=_I64)
-        b.store(b.add(spin_policy, _I64(1)), self._spin_policy)
-        with self._when(b.and_(spin_policy, _I64(_LOOKS - 1)), "==", _I64(0)):
+        poll_count = b.load(self._poll_count, typ=_I64)
+        b.store(b.add(poll_count, _I64(1)), self._poll_count)
+        with self._when(b.and_(poll_count, _I64(_POLLS - 1)), "==", _I64(0)):
             self._call(self._library(_libc.sched_yield), _I32)
             with (
-                self._unless_laid(theirs, word),
-                self._when(b.sub(self._now(), since), ">", patience),
+                self._unless_published(theirs, word),
+                self._when(b.sub(self._now(), since), ">", spin_limit),
             ):
                 self._fall_asleep(theirs, word)
-        b.cbranch(self._is_laid(theirs, word), over, look)
+        b.cbranch(self._is_published(theirs, word), over, spin)
         b.position_at_end(over)
 
     def _fall_asleep(self, theirs: ir.Value, word: ir.Value) -> None:
-        """Whoever lays a step from now on sees that somebody has to be woken; what was laid before is seen here."""
+        """Record that this member sleeps. A member that publishes a step afterwards sees that; a step published before
+        is seen here."""
         asleep = self._at(self._control, ASLEEP)
         self._b.atomic_rmw("xchg", self._pointer(asleep), _I64(1), "seq_cst")
         self._b.fence("seq_cst")
-        with self._unless_laid(theirs, word):
+        with self._unless_published(theirs, word):
             self._leave(Status.WAITS)
         self._store(asleep, _I64(0))
 
-    def _lay(self, word: ir.Value) -> None:
+    def _publish(self, word: ir.Value) -> None:
+        """Write this member's word, and return to the caller if a member has to be woken."""
         self._b.store_atomic(word, self._pointer(self._at(self._control, WORD)), "release", 8)
         self._b.fence("seq_cst")
         with self._each_other() as other:
@@ -140,23 +143,23 @@ class Steps:
                 self._leave(Status.WAKE)
 
     def _give(self, chunk: ir.Value) -> None:
-        """Write what others are to add."""
-        b, mine, room, source = (
+        """Write the parts that the other members add."""
+        b, mine, chunk_bytes, source = (
             self._b,
             self._slot(self._own, chunk),
-            self._get(TableEntry.ROOM),
+            self._get(TableEntry.CHUNK_BYTES),
             self._get(TableEntry.SOURCE),
         )
         with self._each_other() as other:
             first, nbytes = self._piece(other, chunk)
-            self._copy(b.add(mine, b.mul(other, room)), b.add(source, first), nbytes)
+            self._copy(b.add(mine, b.mul(other, chunk_bytes)), b.add(source, first), nbytes)
 
     def _add(self, chunk: ir.Value) -> None:
-        """Write the sum of the own share, or have the caller do it."""
+        """Write the sum of the own share, or return to the caller, which adds."""
         b, own, target = self._b, self._own, self._get(TableEntry.TARGET)
         first, nbytes = self._piece(own, chunk)
         with self._when(nbytes, "!=", _I64(0)):
-            offset = b.mul(own, self._get(TableEntry.ROOM))
+            offset = b.mul(own, self._get(TableEntry.CHUNK_BYTES))
             rows = b.add(self._table, b.mul(b.add(b.mul(self._members, _I64(2)), _I64(TableEntry.CONTROLS)), _I64(8)))
             with self._each_other() as other:
                 self._store(b.add(rows, b.mul(other, _I64(8))), b.add(self._slot(other, chunk), offset))
@@ -175,15 +178,15 @@ class Steps:
             self._call(adding, _VOID, rows, nbytes)
 
     def _take(self, chunk: ir.Value) -> None:
-        """Copy the others' sums to where they belong."""
-        b, room, target = self._b, self._get(TableEntry.ROOM), self._get(TableEntry.TARGET)
+        """Copy the other members' sums to the target."""
+        b, chunk_bytes, target = self._b, self._get(TableEntry.CHUNK_BYTES), self._get(TableEntry.TARGET)
         with self._each_other() as other:
             first, nbytes = self._piece(other, chunk)
-            theirs = b.add(self._slot(other, b.add(chunk, _I64(1))), b.mul(other, room))
+            theirs = b.add(self._slot(other, b.add(chunk, _I64(1))), b.mul(other, chunk_bytes))
             self._move(b.add(target, first), theirs, nbytes)
 
     def _copy(self, target: ir.Value, source: ir.Value, nbytes: ir.Value) -> None:
-        """The way that was chosen, or, once, the other one. What it takes is noted."""
+        """Copy the chosen way or, once, the other way. Records the time that it takes."""
         b = self._b
         past = b.xor(self._get(TableEntry.IS_PAST), self._get(TableEntry.IS_TRY))
         self._put(TableEntry.IS_TRY, _I64(0))
@@ -198,20 +201,20 @@ class Steps:
             place = self._at(places, 8 * entry)
             self._store(place, b.add(self._load(place), value))
 
-    # ---- where things are ------------------------------------------------------------------------------
+    # ---- addresses -------------------------------------------------------------------------------------
 
     def _piece(self, position: ir.Value, chunk: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """(first byte, how many) of a chunk of a member's share, as Chunks.of says."""
-        b, share, room, total = (
+        """(first byte, number of bytes) of a chunk of a member's share, as in Chunks.of."""
+        b, share, chunk_bytes, total = (
             self._b,
             self._get(TableEntry.SHARE),
-            self._get(TableEntry.ROOM),
+            self._get(TableEntry.CHUNK_BYTES),
             self._get(TableEntry.TOTAL),
         )
         begin = b.mul(position, share)
-        start = b.add(begin, b.mul(chunk, room))
+        start = b.add(begin, b.mul(chunk, chunk_bytes))
         first = self._least(start, total)
-        end = self._least(self._least(b.add(begin, share), b.add(start, room)), total)
+        end = self._least(self._least(b.add(begin, share), b.add(start, chunk_bytes)), total)
         return first, b.select(b.icmp_unsigned(">", end, first), b.sub(end, first), _I64(0))
 
     def _slot(self, position: ir.Value, step: ir.Value) -> ir.Value:
@@ -227,7 +230,7 @@ class Steps:
             self._b.add(self._table, self._b.mul(self._b.add(position, _I64(TableEntry.CONTROLS)), _I64(8)))
         )
 
-    # ---- what parts are made of ------------------------------------------------------------------------
+    # ---- building blocks -------------------------------------------------------------------------------
 
     def _leave(self, status: Status) -> None:
         self._put(TableEntry.STATUS, _I64(status))
@@ -239,19 +242,19 @@ class Steps:
             yield
 
     @contextlib.contextmanager
-    def _unless_laid(self, theirs: ir.Value, word: ir.Value) -> Iterator[None]:
-        with self._b.if_then(self._b.not_(self._is_laid(theirs, word))):
+    def _unless_published(self, theirs: ir.Value, word: ir.Value) -> Iterator[None]:
+        with self._b.if_then(self._b.not_(self._is_published(theirs, word))):
             yield
 
-    def _is_laid(self, theirs: ir.Value, word: ir.Value) -> ir.Value:
-        """A member has laid so much; more than AHEAD is less, or of another era."""
+    def _is_published(self, theirs: ir.Value, word: ir.Value) -> ir.Value:
+        """True if a member has published ``word`` steps. A difference of AHEAD or more means fewer, or another era."""
         b = self._b
-        laid = b.load_atomic(self._pointer(self._at(theirs, WORD)), "acquire", 8, typ=_I64)
-        return b.icmp_unsigned("<", b.sub(laid, word), _I64(AHEAD))
+        published = b.load_atomic(self._pointer(self._at(theirs, WORD)), "acquire", 8, typ=_I64)
+        return b.icmp_unsigned("<", b.sub(published, word), _I64(AHEAD))
 
     @contextlib.contextmanager
     def _each_other(self) -> Iterator[ir.Value]:
-        """The other members' positions."""
+        """A loop over the positions of the other members."""
         b = self._b
         loop, body, following, over = (self._function.append_basic_block() for _ in range(4))
         b.store(_I64(0), self._index)
@@ -275,7 +278,7 @@ class Steps:
         return self._b.select(self._b.icmp_unsigned("<", a, b), a, b)
 
     def _now(self) -> ir.Value:
-        """Nanoseconds."""
+        """The monotonic clock in nanoseconds."""
         b = self._b
         place = b.ptrtoint(self._time, _I64)
         self._call(self._library(_libc.clock_gettime), _I32, _I32(time.CLOCK_MONOTONIC), place)

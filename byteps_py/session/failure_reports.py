@@ -1,8 +1,7 @@
-"""Sentences of a session: why it can't go on, and why its process ends."""
+"""Errors of a session and reports of what ends this process: messages, causes, tracebacks. Any thread."""
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import traceback
@@ -19,14 +18,14 @@ from byteps_py.errors import (
 from byteps_py.failure_notice import Blame
 from byteps_py.tensors import TensorSpec
 
-#: BYTEPS_LOG_LEVEL says so; see ``without_inside``.
+#: Set by BYTEPS_LOG_LEVEL: ``without_inside`` then keeps tracebacks whole.
 whole_tracebacks = False
 _MAX_CHARS = 500
 _MAX_TRACEBACK_CHARS = 8000
 
 
 def check_ranks(spec: TensorSpec, rank: int, size: int) -> None:
-    """Raises UsageError if ``rank``, of ``size``, can't declare this."""
+    """Raises UsageError if ``rank``, in a job of ``size`` ranks, can't declare ``spec``."""
     for what, named in (("root rank", spec.root), ("rank", spec.group[-1] if spec.group else 0)):
         if named >= size:
             raise UsageError(f"tensor {spec.name!r}: {what} {named} does not exist, ranks go from 0 to {size - 1}")
@@ -37,40 +36,35 @@ def check_ranks(spec: TensorSpec, rank: int, size: int) -> None:
         )
 
 
-def gone(service_pid: int) -> PeerLostError:
+def service_lost(service_pid: int) -> PeerLostError:
+    """The communication service has closed its channel."""
     return PeerLostError(
         f"the communication service of this machine is gone (process {service_pid}); its log may say why"
     )
 
 
-def frozen(service_pid: int, silence_s: float) -> PeerLostError:
+def service_frozen(service_pid: int, silence_s: float) -> PeerLostError:
+    """The communication service has been silent for ``silence_s`` seconds."""
     return PeerLostError(
         f"the communication service of this machine (process {service_pid}) has not answered for {silence_s:g} s: it "
         "is frozen or starved (BYTEPS_HEARTBEAT_TIMEOUT_MAX_S)"
     )
 
 
-def forked(rank: object) -> UsageError:
-    return UsageError(
-        f"process {os.getpid()} was forked from rank {rank}, which alone may communicate; start new ranks with "
-        "bpslaunch or spawn"
-    )
-
-
 def uncaught() -> BaseException | None:
-    """The exception that ends this process, when called while it ends (by ``atexit``); else None."""
-    # An interactive session has a last error, too, but it goes on: its main thread lives.
+    """The exception that ends this process, if the process is ending (during ``atexit``); otherwise None."""
+    # An interactive interpreter has a last error, too, but its main thread is alive.
     return None if threading.main_thread().is_alive() else getattr(sys, "last_value", None)
 
 
 def is_interactive() -> bool:
-    """The interpreter goes on after an exception that nobody caught."""
+    """True if the interpreter continues after an uncaught exception."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
 
 
 def while_waiting(error: BytePSError, what: str) -> BytePSError:
-    """What ended the session, and what did not come because of that. A disagreement of ranks is left as it is: it names
-    what they disagree about, the same on all of them.
+    """``error``, which ended the session, with ``what`` this rank was waiting for. A MismatchError stays as it is: it
+    names what the ranks disagree about, in the same words on all of them.
 
     >>> while_waiting(PeerLostError("rank 3 died"), "tensor 'w', round 5: no result")
     PeerLostError("rank 3 died; tensor 'w', round 5: no result")
@@ -81,34 +75,34 @@ def while_waiting(error: BytePSError, what: str) -> BytePSError:
 
 
 def summary(error: BaseException) -> str:
-    """``ValueError: the data is bad``"""
+    """The type and the message of ``error``, at most 500 characters: ``ValueError: the data is bad``."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")[:_MAX_CHARS]
 
 
 def cause(error: BaseException) -> str:
-    """What is the same on all ranks that end for the same reason: without what each of them waited for."""
+    """A summary that is the same on all ranks that end for the same reason: without what each of them waited for."""
     text = summary(error)
     return text.partition("; ")[0] if isinstance(error, PeerLostError) else text
 
 
 def traceback_of(error: BaseException) -> str:
-    """As Python prints it; of a long one the end. For the other ranks, who should not have to search for it in
-    somebody else's output."""
+    """The traceback of ``error`` as Python prints it, at most its last 8000 characters. For the other ranks, whose
+    users should not have to search for it in another rank's output."""
     frames = without_inside(error.__traceback__) if isinstance(error, BytePSError) else error.__traceback__
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     return text if len(text) <= _MAX_TRACEBACK_CHARS else f"…{text[-_MAX_TRACEBACK_CHARS:]}"
 
 
 def blame_for(error: BaseException) -> Blame:
-    """Who is at fault when ``error`` ends this process."""
+    """Whose fault it is when ``error`` ends this process."""
     if isinstance(error, KeyboardInterrupt):
         return Blame.NOBODY
     return Blame.OTHERS if isinstance(error, PeerLostError) else Blame.OWN
 
 
 def without_inside(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without its end, as far as that is inside this package, or inside torch: an error's message says what
-    happened there, and the frames before it where the program was. BYTEPS_LOG_LEVEL=DEBUG keeps it whole."""
+    """A traceback without its innermost frames in this package or in torch. The message of the error says what happened
+    there; the frames before show where the program was. BYTEPS_LOG_LEVEL=DEBUG keeps the whole traceback."""
     entries = []
     entry = traceback
     while entry is not None:
@@ -127,9 +121,9 @@ def _is_inside(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in ("byteps_py", "torch")
 
 
-def last_words(error: BaseException | None) -> dict[str, str]:
-    """The fields of a LEAVE message."""
-    # Gradients that are not finite all ranks report by themselves, and better.
+def leave_fields(error: BaseException | None) -> dict[str, str]:
+    """The fields of a LEAVE message; none if ``error`` is None."""
+    # All ranks report non-finite gradients themselves, with more detail.
     if error is None or (isinstance(error, NonFiniteError) and not isinstance(error, NonFiniteInputError)):
         return {}
     return {"error": summary(error), "traceback": traceback_of(error)}

@@ -1,6 +1,7 @@
-"""The channel between a rank and its communication service. It has no thread of its own: whoever waits reads, for all.
+"""The channel between a rank and its communication service. It has no thread of its own: one of the waiting threads
+reads, for all of them.
 
-The GIL is free while somebody waits. Any thread may call; a forked child may not, and is told so.
+The GIL is released while a thread waits. Any thread may call; a forked child gets a UsageError.
 """
 
 from __future__ import annotations
@@ -16,35 +17,35 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, ProtocolError, StallError
 from byteps_py.rank_protocol import RankMessageKind
-from byteps_py.session import forks, words
+from byteps_py.session import failure_reports, forks
 from byteps_py.session.base import Session
 from byteps_py.session.peers import LocalPeers
 
 
-class Line(Session):
-    """``state`` guards all that messages change; one waiter at a time reads. A service that is silent for ``silence_s``
-    while it is needed counts as lost."""
+class ChannelSession(Session):
+    """A session over ``channel``. ``state`` guards all that messages change. A service that is silent for ``silence_s``
+    seconds while this rank needs it counts as lost."""
 
     def __init__(self, channel: Channel, silence_s: float) -> None:
         self._channel = channel
         self._silence_s = silence_s
         self._forks = forks.count
-        self._is_welcome = False  # before that, the service hears nobody
-        self._is_asked = False  # whether it is alive
+        self._is_welcome = False  # until then, the service does not answer a PING
+        self._has_pinged = False  # the service was asked whether it is alive
         self._fatal: BytePSError | None = None
         self._closed = False
         self._reading = False
         self.state = threading.Condition()
         self._local_peers: LocalPeers | None = None
-        self._readable: select.poll | None = None  # the channel and the peers' messages, once they are needed
+        self._readable: select.poll | None = None  # for the channel and the inbox of the peers, once there are peers
 
     @abstractmethod
     def _handle(self, message: bytes, fds: list[int]) -> None:
-        """A message has come. Called with ``state`` held."""
+        """Process one message and its descriptors. Called with ``state`` held."""
 
     @property
     def is_forked(self) -> bool:
-        """This is a child of the process whose rank it was."""
+        """True in a child of the process that is the rank."""
         return self._forks != forks.count
 
     @property
@@ -60,17 +61,18 @@ class Line(Session):
 
     @property
     def is_being_read(self) -> bool:
+        """True while a thread reads the channel. Called with ``state`` held."""
         return self._reading
 
     def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send to the service."""
+        """Send a message to the service, with descriptors that stay the caller's. Raises what ends the session."""
         self.check_open()
         try:
             self._channel.send(message, fds)
         except PeerLostError as lost:
             with self.state:
                 while not self._reading and self._read(0):
-                    pass  # its last words say why
+                    pass  # its last messages may say why
                 self._fail(lost)
             self.check_open()
 
@@ -80,18 +82,22 @@ class Line(Session):
         if self._closed:
             raise NotInitializedError("the session is closed; call byteps_py.init() first")
         if self.is_forked:
-            raise words.forked(getattr(self, "rank", "?"))
+            raise forks.forked_error(getattr(self, "rank", "?"))
 
     def wait_until(
         self, condition: Callable[[], bool], timeout_s: float | None, waiting_for: Callable[[], str]
     ) -> None:
-        """Read, or let another thread do so, until ``condition``. Raises StallError after ``timeout_s``, and what ends
-        the session; either says what was waited for."""
+        """Return when ``condition`` holds; meanwhile read messages, or let another thread read them. ``condition`` is
+        called with ``state`` held.
+
+        Raises StallError after ``timeout_s`` seconds (None: no limit), and what ends the session. Both messages contain
+        the text of ``waiting_for``.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self.state:
             while not condition():
                 if self._fatal is not None and self._is_welcome:
-                    raise words.while_waiting(self._fatal, waiting_for())
+                    raise failure_reports.while_waiting(self._fatal, waiting_for())
                 self.check_open()
                 left = 3600.0 if deadline is None else deadline - time.monotonic()
                 if left <= 0:
@@ -101,23 +107,24 @@ class Line(Session):
                 elif not self._is_welcome:
                     self._read(left)
                 else:
-                    self._read_or_ask(left)
+                    self._read_or_ping(left)
 
-    def _read_or_ask(self, timeout_s: float) -> None:
-        """Like ``_read``; and when the service has been silent for long, ask whether it is alive. A service that
-        is gone closes the channel, but one that is frozen does nothing."""
+    def _read_or_ping(self, timeout_s: float) -> None:
+        """``_read``; after half of the silence limit without a message, send a PING. A service whose process has ended
+        closes the channel, but a frozen one does nothing."""
         patience_s = self._silence_s / 2
         if self._read(min(timeout_s, patience_s)):
-            self._is_asked = False
+            self._has_pinged = False
         elif timeout_s > patience_s and self._fatal is None and not self._closed:
-            if self._is_asked:
-                self._fail(words.frozen(self._channel.peer_pid, self._silence_s))
-            self._is_asked = True
-            with contextlib.suppress(PeerLostError):  # the next read finds that out
+            if self._has_pinged:
+                self._fail(failure_reports.service_frozen(self._channel.peer_pid, self._silence_s))
+            self._has_pinged = True
+            with contextlib.suppress(PeerLostError):  # the next read reports it
                 self._channel.try_send(protocol.pack(RankMessageKind.PING))
 
     def _read(self, timeout_s: float) -> bool:
-        """Take one message. Called with the lock held, which is free while the channel is waited for."""
+        """Read one message. True if one came. Called with ``state`` held, which is released while the channel is
+        polled."""
         self._reading = True
         try:
             message, came = None, False
@@ -143,7 +150,7 @@ class Line(Session):
             return came or message is not None
         except PeerLostError:
             if not self._closed:
-                self._fail(words.gone(self._channel.peer_pid))
+                self._fail(failure_reports.service_lost(self._channel.peer_pid))
             return False
         except ProtocolError as error:
             self._fail(error)

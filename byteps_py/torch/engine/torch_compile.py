@@ -1,8 +1,8 @@
 """Keeps torch.compile's tracer out of this backend.
 
-The tracer looks at every Python frame that begins while a compiled function runs, those that C++ calls included (a
-reducer's, say). torch's own backends are not Python and never meet it. ``torch.compiler.disable`` would do, but loads
-the compiler, which takes longer than all the rest of torch; so what it does in the end is done here.
+The tracer examines every Python frame that begins while a compiled function runs, including frames that C++ calls (from
+a reducer, for example). torch's own backends are not Python, so it never sees them. ``torch.compiler.disable`` would do
+the same as this module, but it loads the compiler, which takes longer than all the rest of torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ C = TypeVar("C", bound=type)
 
 
 def not_traced(names: Iterable[str]) -> Callable[[C], C]:
-    """A class decorator: methods of these names, and all that they call, run as they are."""
+    """A class decorator: the methods ``names``, and everything that they call, run untraced."""
 
     def decorate(cls: C) -> C:
         skip = eval_frame._FrameAction.SKIP
