@@ -15,7 +15,7 @@ from byteps_py.torch.engine.service_reductions import KindPlace, KindPlaces, slo
 from byteps_py.torch.engine.slot_view import room_for
 from byteps_py.torch.engine.tensor_bytes import Landing, octets
 from byteps_py.torch.engine.work import OperationKind
-from byteps_py.torch.process_group.arguments import kind_of, reduction_of, seconds
+from byteps_py.torch.process_group.collective_arguments import kind_of, reduction_of, seconds
 
 WAIT_S = 30.0
 

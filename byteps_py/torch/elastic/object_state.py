@@ -13,7 +13,7 @@ from typing import Any
 from byteps_py.errors import HostsUpdatedInterrupt
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.horovod.api import rank
-from byteps_py.torch.horovod.functions import broadcast_object
+from byteps_py.torch.horovod.objects import broadcast_object
 
 
 class HostUpdateResult:

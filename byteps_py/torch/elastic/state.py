@@ -11,7 +11,8 @@ import torch
 from byteps_py.torch.elastic.object_state import ObjectState
 from byteps_py.torch.elastic.sampler import ElasticSampler
 from byteps_py.torch.horovod.api import push_pull
-from byteps_py.torch.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from byteps_py.torch.horovod.functions import broadcast_optimizer_state, broadcast_parameters
+from byteps_py.torch.horovod.objects import broadcast_object
 from byteps_py.torch.horovod.ops import Max
 
 

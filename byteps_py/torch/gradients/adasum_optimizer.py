@@ -25,11 +25,11 @@ from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 from byteps_py.torch.compression import Compressor
 from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.gradients.hooks import Distributed
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.horovod.adasum import start
 
 
-class Deltas:
+class DeltaExchange:
     """Combines changes of parameters over the ranks of ``group`` (empty: all)."""
 
     def __init__(self, context: Context, name: str, group: tuple[int, ...], compression: type[Compressor]) -> None:
@@ -113,10 +113,10 @@ class Deltas:
         return combined
 
 
-class AdasumDistributed(Distributed):
+class AdasumOptimizerMixin(DistributedOptimizerMixin):
     """What DistributedOptimizer puts before the wrapped optimizer's class for op=Adasum."""
 
-    _deltas: Deltas
+    _deltas: DeltaExchange
 
     def synchronize(self) -> None:
         """Nothing to wait for: gradients stay this rank's own, and may be clipped before step()."""
@@ -160,14 +160,14 @@ class AdasumDistributed(Distributed):
             self._deltas.tell(poison)
             return loss
         if self._deltas.alone:
-            super(Distributed, self).step()  # type: ignore[misc]
+            super(DistributedOptimizerMixin, self).step()  # type: ignore[misc]
             return loss
         for param in params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         before = [param.detach().clone() for param in params]
         try:
-            super(Distributed, self).step()  # type: ignore[misc]
+            super(DistributedOptimizerMixin, self).step()  # type: ignore[misc]
             changes = [param.detach() - old for param, old in zip(params, before, strict=True)]
             changes = self._deltas.combine(changes)
         except BaseException:

@@ -22,10 +22,10 @@ from torch.optim import optimizer as torch_optimizer
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.gradients.adasum_optimizer import AdasumDistributed
-from byteps_py.torch.gradients.arguments import NamedParameters
-from byteps_py.torch.gradients.hooks import Distributed
+from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer
+from byteps_py.torch.gradients.optimizer_arguments import NamedParameters
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.pending_updates import Hyperparameters, PendingUpdates
 from byteps_py.torch.horovod.api import (
     byteps_push_pull,
@@ -61,7 +61,7 @@ __all__ = [
 _WHOLE = (torch.nn.MultiheadAttention,)
 
 
-class _CrossBarrier(Distributed):
+class _CrossBarrierMixin(DistributedOptimizerMixin):
     """What CrossBarrier puts before the DistributedOptimizer's class."""
 
     _pending: PendingUpdates
@@ -163,7 +163,7 @@ class _CrossBarrier(Distributed):
         self.param_groups = [group for _, group in numbered]
         try:
             # The wrapped optimizer's.
-            super(Distributed, self).step()  # type: ignore[misc]
+            super(DistributedOptimizerMixin, self).step()  # type: ignore[misc]
         finally:
             self.param_groups = all_groups
         for number, group in numbered:  # some optimizers count in their groups
@@ -182,9 +182,9 @@ class _CrossBarrier(Distributed):
             self._covered[module] = params
             if params:
                 # First of all: older hooks may compute weights from parameters (torch.nn.utils.weight_norm).
-                module.register_forward_pre_hook(_Waiting(self._pending, params), prepend=True)
-            module.register_state_dict_pre_hook(_Waiting(self._pending))
-            module.register_load_state_dict_pre_hook(_Waiting(self._pending))
+                module.register_forward_pre_hook(_UpdateHook(self._pending, params), prepend=True)
+            module.register_state_dict_pre_hook(_UpdateHook(self._pending))
+            module.register_load_state_dict_pre_hook(_UpdateHook(self._pending))
 
     def _guard(self, param: torch.nn.Parameter) -> None:
         """Notice a gradient that was computed with a weight that is not up to date."""
@@ -239,11 +239,11 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     ...     opt.zero_grad()
     >>> bps.shutdown()
     """
-    if isinstance(optimizer, AdasumDistributed):
+    if isinstance(optimizer, AdasumOptimizerMixin):
         raise UsageError("CrossBarrier can't overlap Adasum, which combines whole steps; use the optimizer as it is")
-    if isinstance(optimizer, _CrossBarrier):
+    if isinstance(optimizer, _CrossBarrierMixin):
         raise UsageError("the optimizer is a CrossBarrier already")
-    if not isinstance(optimizer, Distributed):
+    if not isinstance(optimizer, DistributedOptimizerMixin):
         optimizer = DistributedOptimizer(optimizer, named_parameters, compression, backward_passes_per_step)
     elif named_parameters is not None or compression is not Compression.none or backward_passes_per_step != 1:
         raise UsageError(
@@ -255,7 +255,7 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     optimizer._reducer.takes_sparse = False
     optimizer._reducer.prioritize()
     base = type(optimizer)
-    crossing: Any = object.__new__(type(base.__name__, (_CrossBarrier, base), {"__doc__": base.__doc__}))
+    crossing: Any = object.__new__(type(base.__name__, (_CrossBarrierMixin, base), {"__doc__": base.__doc__}))
     crossing.__dict__.update(optimizer.__dict__)
     crossing.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, which would step around us
     crossing._pending = PendingUpdates(crossing._reducer, crossing._update)
@@ -278,7 +278,7 @@ def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
             yield from _used_by(child)
 
 
-class _Waiting:
+class _UpdateHook:
     """A module's hook that completes updates first: those of ``params``, or all. The module may be copied or saved:
     what comes of that is another one, for which nothing is pending."""
 
@@ -292,10 +292,10 @@ class _Waiting:
             self._pending.wait_for(self._params)
 
     def __reduce__(self) -> Any:
-        return _Nothing, ()
+        return _NoHook, ()
 
 
-class _Nothing:
+class _NoHook:
     """The hook in the copy."""
 
     def __call__(self, *_: Any) -> None:

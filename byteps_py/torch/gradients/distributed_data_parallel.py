@@ -26,7 +26,7 @@ from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import bits_of, wire_dtype
 from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import GradientOptions, GradientPlace
-from byteps_py.torch.gradients.buckets import GradientReducer
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.horovod.functions import broadcast_parameters
 
 

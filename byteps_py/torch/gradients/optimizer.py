@@ -13,8 +13,11 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.gradients.adasum_optimizer import AdasumDistributed, Deltas
-from byteps_py.torch.gradients.arguments import (
+from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin, DeltaExchange
+from byteps_py.torch.gradients.backward_passes import BackwardPasses, CountedPasses, ReducedPasses
+from byteps_py.torch.gradients.bucket import GradientOptions
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
     NamedParameters,
     check_names,
@@ -22,10 +25,7 @@ from byteps_py.torch.gradients.arguments import (
     check_predivide,
     which_groups,
 )
-from byteps_py.torch.gradients.bucket import GradientOptions
-from byteps_py.torch.gradients.buckets import GradientReducer
-from byteps_py.torch.gradients.hooks import Distributed, Names
-from byteps_py.torch.gradients.passes import CountedPasses, Passes, ReducedPasses
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, Names
 from byteps_py.torch.horovod.ops import Adasum, Average, ReduceOp
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
 
@@ -73,7 +73,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     """
     check_passes(backward_passes_per_step)
     check_predivide(gradient_predivide_factor, op)
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, DistributedOptimizerMixin):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     names = check_names(optimizer, named_parameters)
@@ -83,8 +83,10 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     ranks = ranks_of(process_set)
     if op is Adasum:
         prefix = prefix_of(process_set, "Delta")
-        adasum: AdasumDistributed = _dress(optimizer, AdasumDistributed, CountedPasses(backward_passes_per_step), names)
-        adasum._deltas = Deltas(context, context.claim(prefix), ranks, compression)
+        adasum: AdasumOptimizerMixin = _dress(
+            optimizer, AdasumOptimizerMixin, CountedPasses(backward_passes_per_step), names
+        )
+        adasum._deltas = DeltaExchange(context, context.claim(prefix), ranks, compression)
         adasum._passes.hook(params)
         return adasum
     reducer = GradientReducer(
@@ -100,13 +102,15 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
         ),
         [[names[param] for param in group] for group in together],
     )
-    wrapped = _dress(optimizer, Distributed, ReducedPasses(reducer, backward_passes_per_step), names)
+    wrapped = _dress(optimizer, DistributedOptimizerMixin, ReducedPasses(reducer, backward_passes_per_step), names)
     wrapped._reducer = reducer
     wrapped._passes.hook(params)
     return wrapped
 
 
-def _dress(optimizer: torch.optim.Optimizer, kind: type[Distributed], passes: Passes, names: Names) -> Any:
+def _dress(
+    optimizer: torch.optim.Optimizer, kind: type[DistributedOptimizerMixin], passes: BackwardPasses, names: Names
+) -> Any:
     """An object of ``kind`` and the optimizer's class that shares the optimizer's state."""
     base = type(optimizer)
     wrapped: Any = object.__new__(type(base.__name__, (kind, base), {"__doc__": base.__doc__}))

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from byteps_py.torch.gradients.bucket import Bucket
-from byteps_py.torch.gradients.buckets import GradientReducer
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 
 Hyperparameters = list[dict[str, Any]]  # of each parameter group, without its parameters
 Update = Callable[[Hyperparameters, list[torch.nn.Parameter]], None]
 
 
-class _StandIn:
+class _GradientPlaceholder:
     """Takes a gradient's place while it is on its way, and sees what becomes of it.
 
     It reads as NaN, so that nobody works with a stale gradient, and takes no memory. Were the gradient left in its
@@ -62,14 +62,14 @@ class _StandIn:
         return replay
 
 
-class _Awaited:
+class _PendingBucket:
     """A bucket on its way, and how its parameters are to be updated."""
 
     def __init__(self, bucket: Bucket, hyperparameters: Hyperparameters) -> None:
         self.bucket = bucket
         self.hyperparameters = hyperparameters
         self.params = [p for p, takes_part in zip(bucket.params, bucket.takes_part, strict=True) if takes_part]
-        self.stand_ins = [_StandIn(param) for param in self.params]
+        self.stand_ins = [_GradientPlaceholder(param) for param in self.params]
 
 
 class PendingUpdates:
@@ -78,14 +78,14 @@ class PendingUpdates:
     def __init__(self, reducer: GradientReducer, update: Update) -> None:
         self._reducer = reducer
         self._update = update
-        self._awaited: dict[torch.nn.Parameter, _Awaited] = {}
+        self._awaited: dict[torch.nn.Parameter, _PendingBucket] = {}
         self._lock = threading.RLock()
 
     def __contains__(self, param: torch.nn.Parameter) -> bool:
         return param in self._awaited
 
     def add(self, bucket: Bucket, hyperparameters: Hyperparameters) -> None:
-        awaited = _Awaited(bucket, hyperparameters)
+        awaited = _PendingBucket(bucket, hyperparameters)
         self._awaited.update((param, awaited) for param in awaited.params)
 
     def wait_for(self, params: Iterable[torch.nn.Parameter]) -> None:
@@ -107,7 +107,7 @@ class PendingUpdates:
             while self._awaited:
                 self._apply(next(iter(self._awaited.values())))
 
-    def _apply(self, awaited: _Awaited) -> None:
+    def _apply(self, awaited: _PendingBucket) -> None:
         replays = self._forget(awaited)
         try:
             is_usable = self._reducer.arrive(awaited.bucket)
@@ -122,7 +122,7 @@ class PendingUpdates:
             self._drop()
             raise
 
-    def _forget(self, awaited: _Awaited) -> list[Callable[[], None]]:
+    def _forget(self, awaited: _PendingBucket) -> list[Callable[[], None]]:
         for param in awaited.params:
             del self._awaited[param]
         return [stand_in.give_way() for stand_in in awaited.stand_ins]

@@ -22,9 +22,9 @@ from byteps_py.errors import BytePSError, CommunicationError, UsageError
 from byteps_py.torch.engine.compilation import not_traced
 from byteps_py.torch.engine.work import limit_of
 from byteps_py.torch.process_group import monitored_barrier
-from byteps_py.torch.process_group.identity import Options
-from byteps_py.torch.process_group.moving import Moving
-from byteps_py.torch.process_group.reducing import Reducing
+from byteps_py.torch.process_group.group_metadata import Options
+from byteps_py.torch.process_group.reduction_collectives import ReductionCollectives
+from byteps_py.torch.process_group.transfer_collectives import TransferCollectives
 
 _CALLED = [
     "allreduce",
@@ -53,7 +53,7 @@ _CALLED = [
 
 
 @not_traced(_CALLED)
-class BytePSProcessGroup(Reducing, Moving):
+class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
     """See torch.distributed.ProcessGroup. All tensors dense, on cpu or cuda; non-reducing operations take any dtype."""
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -114,8 +114,8 @@ class BytePSProcessGroup(Reducing, Moving):
 
     # ---- the same by their names from torch 2.13 on -----------------------------------------------------
 
-    all_gather_single = Moving._allgather_base
-    all_gather_single_coalesced = Moving.allgather_into_tensor_coalesced
-    reduce_scatter_single = Reducing._reduce_scatter_base
-    reduce_scatter_single_coalesced = Reducing.reduce_scatter_tensor_coalesced
-    all_to_all_single = Moving.alltoall_base
+    all_gather_single = TransferCollectives._allgather_base
+    all_gather_single_coalesced = TransferCollectives.allgather_into_tensor_coalesced
+    reduce_scatter_single = ReductionCollectives._reduce_scatter_base
+    reduce_scatter_single_coalesced = ReductionCollectives.reduce_scatter_tensor_coalesced
+    all_to_all_single = TransferCollectives.alltoall_base

@@ -20,8 +20,8 @@ from byteps_py.torch.engine.group_work import CombinedWork, GroupContext
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.peer_streams import PeerStreams
 from byteps_py.torch.engine.work import Call, Work
-from byteps_py.torch.process_group.arguments import seconds
-from byteps_py.torch.process_group.identity import Identity
+from byteps_py.torch.process_group.collective_arguments import seconds
+from byteps_py.torch.process_group.group_metadata import GroupMetadata
 from byteps_py.torch.process_group.input_check import InputCheck
 
 #: In units of the time after which a silent service counts as lost.
@@ -32,7 +32,7 @@ _LOOKS = 1.2
 _TOKENS = 64
 
 
-class GroupBase(Identity):
+class GroupBase(GroupMetadata):
     """A group without its collectives."""
 
     def __init__(

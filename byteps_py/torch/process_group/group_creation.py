@@ -26,8 +26,8 @@ from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.engine.completion import POOL
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.members import Members, prefix_of
-from byteps_py.torch.process_group.group import BytePSProcessGroup
-from byteps_py.torch.process_group.identity import Options
+from byteps_py.torch.process_group.byteps_process_group import BytePSProcessGroup
+from byteps_py.torch.process_group.group_metadata import Options
 from byteps_py.torch.process_group.input_check import check_mode
 
 _HOLDER = "torch.distributed"

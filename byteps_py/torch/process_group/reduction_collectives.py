@@ -17,18 +17,18 @@ from byteps_py.torch.engine.integer_averages import is_summed_wider, mean, summa
 from byteps_py.torch.engine.tensor_bytes import check_writable
 from byteps_py.torch.engine.work import Call, Work, limit_of
 from byteps_py.torch.process_group import sparse_sum
-from byteps_py.torch.process_group.arguments import (
+from byteps_py.torch.process_group.collective_arguments import (
     Tensors,
     alone,
     listed,
     reduction_of,
 )
-from byteps_py.torch.process_group.base import GroupBase, assign
+from byteps_py.torch.process_group.group_base import GroupBase, assign
 
 SUM = dist.ReduceOp.SUM
 
 
-class Reducing(GroupBase):
+class ReductionCollectives(GroupBase):
     """See torch.distributed.ProcessGroup for the methods."""
 
     def allreduce(self, tensors: Tensors, opts: Any = None, op: Any = None) -> Work:

@@ -43,7 +43,7 @@ class _DeviceTypes(list[torch.device]):
         return False
 
 
-class Identity(_Group):
+class GroupMetadata(_Group):
     """The part of a group that says who it is."""
 
     def __init__(self, rank: int, size: int, options: Backend.Options) -> None:

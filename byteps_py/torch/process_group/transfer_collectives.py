@@ -12,8 +12,8 @@ from byteps_py.tensors import Op
 from byteps_py.torch.engine.dtypes import is_plain
 from byteps_py.torch.engine.group_engine import GroupTransfer
 from byteps_py.torch.engine.work import Work
-from byteps_py.torch.process_group.arguments import Tensors, alone, listed
-from byteps_py.torch.process_group.base import GroupBase, assign
+from byteps_py.torch.process_group.collective_arguments import Tensors, alone, listed
+from byteps_py.torch.process_group.group_base import GroupBase, assign
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
@@ -21,7 +21,7 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-class Moving(GroupBase):
+class TransferCollectives(GroupBase):
     """See torch.distributed.ProcessGroup for the methods."""
 
     # ---- gathers ---------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ import torch
 from byteps_py.errors import GradientOrderError, NonFiniteError, UsageError
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine import nonfinite
-from byteps_py.torch.gradients.arguments import check_passes
-from byteps_py.torch.gradients.buckets import GradientReducer
-from byteps_py.torch.gradients.passes import Passes
+from byteps_py.torch.gradients.backward_passes import BackwardPasses
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.optimizer_arguments import check_passes
 from byteps_py.torch.horovod.functions import StateListener
 
 Names = dict[torch.nn.Parameter, str]
@@ -36,11 +36,11 @@ class _LeftOutError(Exception):
         self.loss = loss
 
 
-class Distributed(StateListener):
+class DistributedOptimizerMixin(StateListener):
     """What DistributedOptimizer puts before the wrapped optimizer's class."""
 
     _wrapped: torch.optim.Optimizer  # the one given to DistributedOptimizer, whose groups and state these are
-    _passes: Passes
+    _passes: BackwardPasses
     _reducer: GradientReducer
     _groups_taken_in: int  # whose gradients are combined
     _parameter_names: Names  # Horovod's name for it, which scripts read

@@ -31,7 +31,7 @@ from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPl
 from byteps_py.torch.gradients.bucket_layout import plan_buckets
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.plan_comparison import PlanComparison
-from byteps_py.torch.gradients.sparse_gradient import SparseBucket
+from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
 
 class GradientReducer:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from byteps_py.errors import GradientOrderError
-from byteps_py.torch.gradients.buckets import GradientReducer
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -25,7 +25,7 @@ _TOO_OFTEN = (
 )
 
 
-class Passes(abc.ABC):
+class BackwardPasses(abc.ABC):
     """Of the parameters of one optimizer."""
 
     #: How many there may be in a step. It may be changed between steps.
@@ -59,7 +59,7 @@ class Passes(abc.ABC):
         """One that does not hold ``param``, which holds it."""
 
 
-class CountedPasses(Passes):
+class CountedPasses(BackwardPasses):
     """Counts those of each parameter; its gradient stays where it is."""
 
     def __init__(self, per_step: int) -> None:
@@ -93,7 +93,7 @@ class CountedPasses(Passes):
         self._counts[param] += 1
 
 
-class ReducedPasses(Passes):
+class ReducedPasses(BackwardPasses):
     """Hands each gradient to a reducer, which counts those of a bucket together."""
 
     def __init__(self, reducer: GradientReducer, per_step: int) -> None:

@@ -22,10 +22,8 @@ from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.nonfinite import is_finite
 from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.engine.sparse_checks import check_count, check_dimensions, check_indices
-from byteps_py.torch.gradients import checksums
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
-from byteps_py.torch.gradients.checksums import Pieces
-from byteps_py.torch.gradients.gradient_checksums import Scratch
+from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, Scratch, checksum_kernel
 from byteps_py.torch.horovod.ops import Average, Sum
 
 _HEADER_BYTES = 16  # rows and sparse dimensions, int64 each
@@ -64,7 +62,7 @@ class SparseBucket(Bucket):
         """Before the first gradient of a round."""
         super().reset()
         self._rows: torch.Tensor | None = None
-        self._stored: tuple[torch.Tensor, Pieces] | None = None  # what the gradient stores, and its checksum
+        self._stored: tuple[torch.Tensor, PieceChecksums] | None = None  # what the gradient stores, and its checksum
         self._headers: Slot | None = None
         self._payload: Slot | None = None
         self._blame = 0
@@ -84,8 +82,8 @@ class SparseBucket(Bucket):
         if gradient is not None:
             stored = _stored(gradient)
             if stored.is_cpu and stored.is_contiguous():
-                checksums.kernel().prepare()
-                self._stored = stored, Pieces([stored.nbytes])
+                checksum_kernel().prepare()
+                self._stored = stored, PieceChecksums([stored.nbytes])
                 self._stored[1].note(stored.data_ptr())
             dimensions = gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 1
             rows = gradient.detach()
