@@ -193,7 +193,7 @@ class Collectives(Target):
         bucket = SparseBucket(self._context, request, "rows", param, GradientOptions(), 0, Scratch())
         bucket.mark(0, param.grad)
         bucket.start()
-        bucket.travel()
+        bucket.send_values()
         bucket.receive()
         assert param.grad is not None
         self._check(param.grad)
