@@ -1,18 +1,16 @@
 """byteps_py for PyTorch: the interface of BytePS's ``byteps.torch``, with Horovod's additions.
 
-Start with horovod/api.py (what a script calls) and gradients/optimizer.py (what most scripts use).
+Start with horovod/api.py (init, rank, push_pull) and gradients/optimizer.py (DistributedOptimizer).
 
-    gradients ──┐
-    horovod ────┼─ engine ─ Session (byteps_py.session)
-    process_group
-    elastic
+    gradients, elastic ─ horovod ─┐
+    process_group ────────────────┴ engine ─ Session (byteps_py.session)
 """
 
 import importlib as _importlib
 from typing import Any as _Any
 
 try:
-    import torch as _torch  # noqa: F401  before what needs it, to say what is missing
+    import torch as _torch  # noqa: F401  first, so that the error names torch
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise

@@ -26,7 +26,7 @@ from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.horovod import size_headers
 from byteps_py.torch.horovod.allgather import AllgatherOperation
 from byteps_py.torch.horovod.alltoall import AlltoallOperation
-from byteps_py.torch.process_group.sparse_sum import sum_up
+from byteps_py.torch.process_group.sparse_sum import start_sparse_sum
 
 from .base import Target
 
@@ -200,7 +200,7 @@ class Collectives(Target):
 
     def _sum(self) -> None:
         tensor = self._gradient.clone()
-        sum_up(self._engine, self._members, "all_reduce", tensor, False, 5.0).wait()
+        start_sparse_sum(self._engine, self._members, "all_reduce", tensor, False, 5.0).wait()
         self._check(tensor)
 
     @staticmethod

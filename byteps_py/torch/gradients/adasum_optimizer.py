@@ -151,7 +151,7 @@ class AdasumOptimizerMixin(DistributedOptimizerMixin):
         If combining fails, the weights stay as before the step. Raises NonFiniteError, and what allreduce raises.
         """
         loss = None if closure is None else closure()
-        self._tell_schedulers()
+        self._mark_stepped()
         self._add_new_groups()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._passes.hook(params)  # some may have been unfrozen

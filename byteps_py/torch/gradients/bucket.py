@@ -44,6 +44,7 @@ class GradientOptions:
         return self.op is Average and self.predivide == 1.0
 
     def members(self, size: int) -> int:
+        """The number of ranks that combine gradients, in a job of ``size`` ranks."""
         return len(self.group) or size
 
     def after(self, size: int) -> float:

@@ -102,13 +102,11 @@ class _CrossBarrierMixin(DistributedOptimizerMixin):
         if averaged or not self._should_synchronize or _has_step_hooks(self):
             return super().step()
         self._synchronized = False
-        self._tell_schedulers()
+        self._mark_stepped()
         self._add_new_groups()
         handed_over = self._reducer.hand_over_all()
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
-        hyperparameters = [
-            _snapshot(group) for group in self.param_groups
-        ]  # a scheduler may change them before the update
+        hyperparameters = [_snapshot(group) for group in self.param_groups]  # a scheduler may change them
         for bucket in handed_over:
             self._pending.add(bucket, hyperparameters)
         params = [param for group in self.param_groups for param in group["params"]]
@@ -142,8 +140,8 @@ class _CrossBarrierMixin(DistributedOptimizerMixin):
         self._pending.finish()
         super().add_param_group(param_group)
 
-    def _tell_schedulers(self) -> None:
-        super()._tell_schedulers()
+    def _mark_stepped(self) -> None:
+        super()._mark_stepped()
         self._inner._opt_called = True
 
     def _add_new_groups(self) -> bool:

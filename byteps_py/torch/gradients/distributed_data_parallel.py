@@ -74,6 +74,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._buffers_are_stale = False  # a training pass may have changed them since the last broadcast
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The outputs of ``module``, whose backward pass averages gradients over all ranks (see ``no_sync``)."""
         if self.broadcast_buffers and self._buffers_are_stale:
             self._buffers_of_root.broadcast()
         training = torch.is_grad_enabled()

@@ -92,6 +92,7 @@ class Scratch:
         self._memory = bytearray()
 
     def memory(self, nbytes: int) -> bytearray:
+        """At least ``nbytes``, valid until the next call."""
         if len(self._memory) < nbytes:
             self._memory = bytearray(nbytes)
         return self._memory

@@ -152,7 +152,7 @@ class DistributedOptimizerMixin(StateListener):
                     stacklevel=2,
                 )
         self._synchronized = False
-        self._tell_schedulers()
+        self._mark_stepped()
         nonfinite_error, self._nonfinite_error = self._nonfinite_error, None
         if nonfinite_error is not None and closure is None:
             nonfinite.tell(nonfinite_error, contexts.current().session)
@@ -184,7 +184,7 @@ class DistributedOptimizerMixin(StateListener):
 
         return evaluate
 
-    def _tell_schedulers(self) -> None:
+    def _mark_stepped(self) -> None:
         """Mark the wrapped optimizer as stepped: schedulers made with it warn if they are stepped before it."""
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
 

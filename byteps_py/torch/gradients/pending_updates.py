@@ -85,6 +85,7 @@ class PendingUpdates:
         return param in self._pending
 
     def add(self, bucket: Bucket, hyperparameters: Hyperparameters) -> None:
+        """Add the parameters of ``bucket``, which is in flight. Their gradients become placeholders."""
         pending = _PendingBucket(bucket, hyperparameters)
         self._pending.update((param, pending) for param in pending.params)
 

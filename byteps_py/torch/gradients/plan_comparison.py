@@ -97,12 +97,12 @@ class PlanComparison:
         texts[self._ranks.index(self._context.session.rank), : len(mine)] = torch.frombuffer(
             bytearray(mine), dtype=torch.uint8
         )
-        said: dict[str, list[int]] = {}
+        ranks_by_text: dict[str, list[int]] = {}
         for rank, row in zip(self._ranks, self._max("entry", texts), strict=True):
             text = row.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
             if text:
-                said.setdefault(text, []).append(rank)
-        each = "; ".join(f"{_named(ranks)} gave {text}" for text, ranks in said.items())
+                ranks_by_text.setdefault(text, []).append(rank)
+        each = "; ".join(f"{_named(ranks)} gave {text}" for text, ranks in ranks_by_text.items())
         here = f" ({plan[at][0]!r} here)" if at < len(plan) and plan[at][0] else ""
         return (
             f"ranks disagree about the gradients to combine, first at number {at}{here}: {each}. Give "

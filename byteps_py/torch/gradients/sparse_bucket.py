@@ -125,8 +125,8 @@ class SparseBucket(Bucket):
             )
         self._dimensions = dimensions.pop() if dimensions else 1
         shape = self.params[0].shape
-        for rank, (rows, said) in zip(self._ranks, found, strict=True):
-            check_dimensions(self._what, rank, said, shape)
+        for rank, (rows, sparse_dims) in zip(self._ranks, found, strict=True):
+            check_dimensions(self._what, rank, sparse_dims, shape)
             check_count(self._what, rank, rows, self._dimensions, shape)
         lengths = [self._nbytes(rows) for rows, _ in found]
         offsets = np.cumsum([0, *lengths]).tolist()

@@ -139,9 +139,8 @@ def start_gather(
     if len(devices) > 1:
         raise UsageError(f"allgather: the tensors of a group must lie on one device, got {', '.join(sorted(devices))}")
     found = [tensor.detach() for tensor in tensors]
-    words = [
-        size_headers.header("allgather", t, name, number_of_tensors=len(found)) for t in found
-    ]  # raises UsageError
+    # Raises UsageError for dtypes and shapes that a header can't describe.
+    words = [size_headers.header("allgather", t, name, number_of_tensors=len(found)) for t in found]
     kind = kind_in_group(group, "grouped_allgather" if is_group else "allgather")
     full_name = context.names.in_turn(kind) if name is None else f"{kind}.{name}"
 

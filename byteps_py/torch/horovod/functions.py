@@ -24,7 +24,7 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", 
 
 
 class StateListener:
-    """An optimizer with state of its own beside its ``state_dict``. It is told when the ``state_dict`` was replaced."""
+    """An optimizer with state beside its ``state_dict``. It must know when the ``state_dict`` was replaced."""
 
     def _state_replaced(self) -> None:
         """All ranks are about to have equal state. Also called on the rank that sends its state."""

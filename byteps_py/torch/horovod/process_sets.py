@@ -284,11 +284,11 @@ def _agree(
         )
     ]
     if differing:
-        said = "; ".join(
+        differences = "; ".join(
             f"rank {rank} {_VERBS.get(kinds[rank], '?')} {', '.join(str(list(s)) for s in by_rank[rank])}"
             for rank in (0, *differing[:5])
         )
-        raise MismatchError(f"process sets differ between ranks: {said}; make the same calls on every rank")
+        raise MismatchError(f"process sets differ between ranks: {differences}; make the same calls on every rank")
     return by_rank
 
 

@@ -41,7 +41,7 @@ def header(
     """
     which = f"tensor {name!r}" if name else "the tensor"
     if tensor.dim() == 0:
-        raise UsageError(f"{kind}: {which} has no first dimension, along which to put ranks; give tensor.reshape(1)")
+        raise UsageError(f"{kind}: {which} has no first dimension, along which to concatenate; give tensor.reshape(1)")
     if tensor.dim() > MAX_DIMENSIONS:
         raise UsageError(f"{kind}: {which} has {tensor.dim()} dimensions, more than {MAX_DIMENSIONS}; reshape it")
     if tensor.dtype not in _CODES:

@@ -72,6 +72,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` of shape (N, C, ...), normalized; the same shape and dtype. Waits for the other ranks."""
         self._check_input_dim(input)
         running_mean, running_var = self.running_mean, self.running_var
         if not self.training and running_mean is not None:

@@ -35,7 +35,7 @@ class TwoRoundOperation(ABC):
         self._data: SlotView | None = None
 
     def run_in_background(self) -> None:
-        """Let a thread of the pool send the data as soon as the headers are there."""
+        """Let a thread of the pool send the data as soon as the headers have arrived."""
         POOL.run(self._send_data_once)
 
     @property
