@@ -2,8 +2,8 @@
 
 ``byteps_py.mpi_ops`` and ``byteps_py.torch.mpi_ops`` are both ``byteps_py.torch.horovod.mpi_ops``.
 
-Owns the table of these names. It knows nothing of the modules' contents, and imports torch only when one of them is
-imported. Any thread that imports calls it.
+Owns the table of these names. Must not know the modules' contents. Imports torch only when a script imports one of
+them. Any thread that imports calls it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-#: Modules of ``horovod.torch`` and ``byteps.torch``, found in ``byteps_py`` and in ``byteps_py.torch``.
+#: Modules of ``horovod.torch`` and ``byteps.torch``. They resolve under ``byteps_py`` and ``byteps_py.torch``.
 HOMES = {
     "compression": "byteps_py.torch.compression",
     "cross_barrier": "byteps_py.torch.gradients.cross_barrier",
@@ -25,7 +25,7 @@ HOMES = {
     "optimizer": "byteps_py.torch.gradients.optimizer",
     "sync_batch_norm": "byteps_py.torch.horovod.sync_batch_norm",
 }
-#: Former places in ``byteps_py.torch`` alone.
+#: Former module names, which resolve under ``byteps_py.torch`` only.
 MOVED = {
     "byteps_py.torch.distributed": "byteps_py.torch.process_group",
     "byteps_py.torch.ops": "byteps_py.torch.horovod.ops",
@@ -50,7 +50,7 @@ def home_of(name: str) -> str | None:
 
 
 class _Loader(importlib.abc.Loader):
-    """Returns the module that exists already: a second copy would have classes of its own."""
+    """Returns the existing module, because a second copy would have classes of its own."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -62,7 +62,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has replaced it by the alias's
+        module.__spec__ = self._spec  # importlib has set the alias's spec
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -74,5 +74,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """From now on imports find the aliases."""
+    """Make imports find the aliases. Called once, by ``byteps_py``."""
     sys.meta_path.insert(0, _Finder())

@@ -15,7 +15,7 @@ from byteps_py.torch.engine.service_reductions import KindPlace, KindPlaces, slo
 from byteps_py.torch.engine.slot_view import capacity_for
 from byteps_py.torch.engine.tensor_bytes import ResultBuffer, octets
 from byteps_py.torch.engine.work import OperationKind
-from byteps_py.torch.process_group.arguments import kind_of, reduction_of, seconds
+from byteps_py.torch.process_group.collective_arguments import kind_of, reduction_of, timeout_of
 
 WAIT_S = 30.0
 
@@ -99,8 +99,8 @@ def test_impossible_reductions(op: dist.ReduceOp, dtype: torch.dtype) -> None:
 
 
 def test_options_without_a_timeout_take_the_group_s() -> None:
-    assert seconds(dist.AllreduceOptions(), 5.0) == 5.0
-    assert seconds(None, 5.0) == 5.0
+    assert timeout_of(dist.AllreduceOptions(), 5.0) == 5.0
+    assert timeout_of(None, 5.0) == 5.0
 
 
 def test_bytes_of_any_tensor() -> None:

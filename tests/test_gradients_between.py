@@ -13,7 +13,7 @@ from torch import nn
 from torch_training import Net, assert_same, loss_of, reference, sgd, state_of, wrap, wrap_and_cross
 
 import byteps_py.torch as bps
-from byteps_py.torch.gradients import checksums
+from byteps_py.torch.gradients import gradient_checksums
 
 MACHINES = (2, 2)
 STEPS = 4
@@ -29,7 +29,7 @@ MAKERS = [
 @pytest.fixture(params=["compiled", "zlib"])
 def checksum_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to compute checksums."""
-    kernel = checksums.kernel()
+    kernel = gradient_checksums.checksum_kernel()
     if request.param == "compiled":
         kernel.prepare()
         assert kernel.is_ready()
@@ -129,7 +129,7 @@ def test_a_schedule_may_be_read_between_backward_and_step_on_one_rank_alone() ->
             loss_of(model, rank, step).backward()
             if rank == 0:
                 assert optimizer.param_groups[0]["lr"] == 0.1
-                assert optimizer._passes.begun
+                assert optimizer._passes.has_begun
             bps.push_pull(torch.ones(1), name="loss")
             optimizer.step()
             optimizer.zero_grad()

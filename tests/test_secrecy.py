@@ -43,7 +43,7 @@ def test_only_broadcast_objects_are_unpickled() -> None:
         str(path.relative_to(ROOT)) for path in SOURCES if DANGEROUS.intersection(imported(ast.parse(path.read_text())))
     }
     # The scheduler's snapshot is read from its own file, and makes objects of its own classes only: see below.
-    assert users == {"byteps_py/torch/horovod/pickling.py", "byteps_py/scheduler/sessions/snapshot.py"}
+    assert users == {"byteps_py/torch/horovod/objects.py", "byteps_py/scheduler/sessions/snapshot.py"}
     calls = [
         f"{path.name}:{node.lineno}"
         for path in SOURCES

@@ -10,7 +10,7 @@ from torch_training import assert_same, state_of, wrap
 
 import byteps_py.torch as bps
 from byteps_py.errors import MismatchError
-from byteps_py.torch.gradients.sparse_gradient import SparseBucket
+from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
 MACHINES = (2, 1)
 ROWS, WIDTH = 12, 3

@@ -1,18 +1,16 @@
 """byteps_py for PyTorch: the interface of BytePS's ``byteps.torch``, with Horovod's additions.
 
-Start with horovod/api.py (what a script calls) and gradients/optimizer.py (what most scripts use).
+Start with horovod/api.py (init, rank, push_pull) and gradients/optimizer.py (DistributedOptimizer).
 
-    gradients ──┐
-    horovod ────┼─ engine ─ Session (byteps_py.session)
-    process_group
-    elastic
+    gradients, elastic ─ horovod ─┐
+    process_group ────────────────┴ engine ─ Session (byteps_py.session)
 """
 
 import importlib as _importlib
 from typing import Any as _Any
 
 try:
-    import torch as _torch  # noqa: F401  before what needs it, to say what is missing
+    import torch as _torch  # noqa: F401  first, so that the error names torch
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -47,6 +45,7 @@ from byteps_py.torch.gradients.cross_barrier import CrossBarrier
 from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer
 from byteps_py.torch.horovod import mpi_ops
+from byteps_py.torch.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from byteps_py.torch.horovod.allreduce import (
     allreduce,
     allreduce_,
@@ -58,6 +57,7 @@ from byteps_py.torch.horovod.allreduce import (
     grouped_allreduce_async_,
     sparse_allreduce_async,
 )
+from byteps_py.torch.horovod.alltoall import alltoall, alltoall_async
 from byteps_py.torch.horovod.api import (
     barrier,
     byteps_push_pull,
@@ -82,8 +82,8 @@ from byteps_py.torch.horovod.api import (
     suspend,
     synchronize,
 )
-from byteps_py.torch.horovod.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
-from byteps_py.torch.horovod.builds import (
+from byteps_py.torch.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from byteps_py.torch.horovod.build_info import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -95,19 +95,11 @@ from byteps_py.torch.horovod.builds import (
     nccl_built,
     rocm_built,
 )
-from byteps_py.torch.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from byteps_py.torch.horovod.gathers import (
-    allgather,
-    allgather_async,
-    allgather_object,
-    alltoall,
-    alltoall_async,
-    grouped_allgather,
-    grouped_allgather_async,
-)
+from byteps_py.torch.horovod.functions import broadcast_optimizer_state, broadcast_parameters
+from byteps_py.torch.horovod.objects import allgather_object, broadcast_object
 from byteps_py.torch.horovod.ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from byteps_py.torch.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from byteps_py.torch.horovod.scatter import (
+from byteps_py.torch.horovod.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,

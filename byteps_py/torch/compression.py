@@ -1,6 +1,6 @@
-"""What a gradient is rounded to on its way: ``Compression.none``, ``.fp16``, ``.bf16``. Any thread.
+"""Compression: the dtype that a tensor is rounded to for the network: ``none``, ``fp16`` or ``bf16``. Any thread.
 
-The rounding costs no pass of its own: it happens in the copy that hands a tensor over.
+The rounding is part of the copy that hands a tensor over, so it takes no extra pass over memory.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ import torch
 
 
 class Compressor:
-    """Sends tensors as they are."""
+    """Sends tensors without a conversion. Base class of the other compressors."""
 
     @staticmethod
     def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-        """The dtype that a tensor of ``dtype`` has on the wire, and in which it is summed and averaged."""
+        """The dtype in which a tensor of ``dtype`` is sent, summed and averaged."""
         return dtype
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        """``tensor`` as it goes on the wire, and what ``decompress`` needs."""
+        """``tensor`` in its wire dtype, and the argument ``ctx`` of ``decompress``."""
         return tensor.to(cls.wire_dtype(tensor.dtype)), tensor.dtype
 
     @classmethod
     def decompress(cls, tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
+        """``tensor`` in its original dtype."""
         return tensor.to(ctx)
 
 
@@ -31,7 +32,7 @@ def _narrowed(dtype: torch.dtype, to: torch.dtype) -> torch.dtype:
 
 
 class FP16Compressor(Compressor):
-    """Sends float32 and float64 as float16. Values beyond 65504 become infinite: scale the loss."""
+    """Sends float32 and float64 as float16. Values beyond 65504 become infinite, so scale the loss."""
 
     @staticmethod
     def wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -39,7 +40,7 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(Compressor):
-    """Sends float32 and float64 as bfloat16: float32's range with 8 bits of precision."""
+    """Sends float32 and float64 as bfloat16, which has float32's range and 8 bits of precision."""
 
     @staticmethod
     def wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,7 +48,12 @@ class BF16Compressor(Compressor):
 
 
 class Compression:
-    """The choices for every ``compression`` argument."""
+    """The values of ``compression`` arguments.
+
+    >>> import torch
+    >>> Compression.fp16.wire_dtype(torch.float32)
+    torch.float16
+    """
 
     none = Compressor
     fp16 = FP16Compressor

@@ -1,11 +1,11 @@
-"""What a rank's tensors did and when: the timeline (a Chrome trace), and how fast bytes come back.
+"""The timeline of a rank's tensors (a Chrome trace), and the speed of its results.
 
-Owns the observer of a session. Must not know what the tensors are for. The session calls it on any of its threads, the
-user's functions run on any thread. A tensor's time on the way goes from its hand-over to when this rank learns that its
-result is there, which it does whenever it waits for anything, or polls.
+Owns the observer of a session. Must not know what tensors are for. The session calls it on any of its threads; any
+thread may call the public functions. A tensor's time goes from its hand-over to the moment when this rank learns of its
+result, which happens whenever the rank waits or polls.
 
-    Session ─ Watch ┬ bytes ─► get_pushpull_speed
-                    └ Timeline ─► file of this rank
+    Session ─ TimelineObserver ┬ bytes ─► get_pushpull_speed
+                               └ Timeline ─► file of this rank
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.context import Context
 
-#: Events that are kept before they are written, unless nothing is on its way: a crash loses so many.
+#: Events are written when there are this many, or when no tensor is in flight. A crash loses at most this many.
 _BUFFERED = 512
-#: Horovod's words, which programs that read its timelines look for; all other operations are an ALLREDUCE.
+#: Horovod's names, which programs for its timelines look for. Other operations are an ALLREDUCE.
 _KINDS = {Op.BROADCAST: "BROADCAST", Op.GATHER: "ALLGATHER", Op.EXCHANGE: "ALLTOALL"}
-#: get_pushpull_speed tells the speed of the last span of this length that is over.
+#: The length of the intervals whose speed get_pushpull_speed returns.
 _SPAN_S = 10.0
 
 
 class Timeline:
-    """A Chrome trace that is being written: open it in chrome://tracing or ui.perfetto.dev.
+    """Writes a Chrome trace. Open it in chrome://tracing or ui.perfetto.dev.
 
-    A row for each tensor, and in it, for each of its rounds from ``first`` to ``last``, a mark at its hand-over
-    (NEGOTIATE_ALLREDUCE, …: what Horovod calls the begin of it) and an event (of category ALLREDUCE, …). With
-    ``mark_cycles`` there is a mark wherever a tensor leaves while no other is on its way. The file is a JSON array
-    once it is closed; before that its end is missing, which viewers don't mind.
+    Each tensor has a row. For each of its rounds from ``first`` to ``last``, the row has a mark at the hand-over (named
+    NEGOTIATE_ALLREDUCE, …, as in Horovod) and an event (of category ALLREDUCE, …). mark_cycles: also mark each
+    hand-over while no other tensor is in flight. ``close`` completes the JSON array; viewers also read an incomplete
+    file.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class Timeline:
         self._begun: dict[Slot, int] = {}
         self._rows: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
-        self._to_wall_ns = time.time_ns() - time.perf_counter_ns()  # so that files of several ranks go together
+        # Wall-clock times, so that files of several ranks can be merged.
+        self._to_wall_ns = time.time_ns() - time.perf_counter_ns()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w")
@@ -93,7 +94,7 @@ class Timeline:
                 self._flush()
 
     def close(self) -> None:
-        """Write the rest; what is still on its way is left out."""
+        """Write the remaining events and end the file. Tensors in flight are not written."""
         with self._lock:
             if not self._file.closed:
                 self._flush()
@@ -126,7 +127,7 @@ def _kind(spec: TensorSpec) -> str:
 
 
 class TimelineObserver(Observer):
-    """The observer of a rank's session: counts bytes, and keeps the timeline if there is one."""
+    """The observer of a rank's session: counts bytes, and writes the timeline if one is recorded."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -154,7 +155,7 @@ class TimelineObserver(Observer):
             timeline.delivered(slot)
 
     def speed(self) -> tuple[int, float]:
-        """(ms since the epoch, MB/s), see get_pushpull_speed."""
+        """See get_pushpull_speed."""
         with self._lock:
             now = self._clock()
             if now - self._since >= _SPAN_S:
@@ -180,53 +181,64 @@ class TimelineObserver(Observer):
 
 
 def set_up(context: Context) -> None:
-    """For ``init``: observe the session, with a timeline if the environment asks for one."""
-    watch = _watch(context)
+    """For ``init``: observe the session, with a timeline if the settings name one."""
+    observer = _observer_of(context)
     settings, rank = context.settings, context.session.rank
     if settings.timeline and settings.timeline.upper() != "DYNAMIC":
-        watch.timeline = Timeline(_file_of(settings.timeline, rank), rank, settings.timeline_mark_cycles)
+        observer.timeline = Timeline(_file_of(settings.timeline, rank), rank, settings.timeline_mark_cycles)
     elif settings.trace_on:
-        watch.timeline = _trace(settings, rank)
+        observer.timeline = _trace(settings, rank)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to record when this rank's tensors are on their way, as a Chrome trace.
+    """Begin to record when this rank's tensors are in flight, as a Chrome trace.
 
     Rank 0 writes to ``file_path``, rank N to ``file_path`` with ".rankN" appended; ``stop_timeline`` or ``shutdown``
-    completes the files. mark_cycles: also mark where a tensor leaves while no other is on its way.
-    A no-op if that file is being written already. Raises UsageError if another one is, or if it can't be written.
+    completes the files. mark_cycles: also mark each hand-over while no other tensor is in flight.
+    Has no effect if this file is being recorded already. Any thread may call it. Raises NotInitializedError, and
+    UsageError if another file is being recorded or the file can't be written.
+
+    >>> import byteps_py as bps, os, tempfile
+    >>> bps.init()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     bps.start_timeline(f"{folder}/timeline.json")
+    ...     bps.stop_timeline()
+    ...     os.listdir(folder)
+    ['timeline.json']
+    >>> bps.shutdown()
     """
     context = contexts.current()
-    watch = _watch(context)
+    observer = _observer_of(context)
     rank = context.session.rank
     path = _file_of(file_path, rank)
-    if watch.timeline is None:
-        watch.timeline = Timeline(path, rank, mark_cycles)
-    elif watch.timeline.path != path:
+    if observer.timeline is None:
+        observer.timeline = Timeline(path, rank, mark_cycles)
+    elif observer.timeline.path != path:
         raise UsageError(
-            f"a timeline is being recorded already, to {watch.timeline.path}; call stop_timeline() before {path}"
+            f"a timeline is being recorded already, to {observer.timeline.path}; call stop_timeline() before {path}"
         )
 
 
 def stop_timeline() -> None:
-    """Complete the timeline; a no-op if none is recorded."""
-    _watch(contexts.current()).stop_timeline()
+    """Complete the timeline. Has no effect if none is recorded. Raises NotInitializedError."""
+    _observer_of(contexts.current()).stop_timeline()
 
 
 def get_pushpull_speed() -> tuple[int, float]:
-    """How fast results come back to this rank: (ms since the epoch, MB/s).
+    """The speed at which this rank receives results: (time in ms since the epoch, MB/s).
 
-    The average of the last ten seconds that were measured; before there are any, of the time since ``init``.
+    The average over the last complete interval of ten seconds; before that, since ``init``. Any thread may call it.
+    Raises NotInitializedError.
     """
-    return _watch(contexts.current()).speed()
+    return _observer_of(contexts.current()).speed()
 
 
-def _watch(context: Context) -> TimelineObserver:
+def _observer_of(context: Context) -> TimelineObserver:
     session = context.session
-    watch = session.observer
-    if not isinstance(watch, TimelineObserver):
-        watch = session.observer = TimelineObserver()
-    return watch
+    observer = session.observer
+    if not isinstance(observer, TimelineObserver):
+        observer = session.observer = TimelineObserver()
+    return observer
 
 
 def _file_of(path: str, rank: int) -> Path:

@@ -22,11 +22,11 @@ from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import Scratch
-from byteps_py.torch.gradients.sparse_gradient import SparseBucket
+from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.horovod import size_headers
-from byteps_py.torch.horovod.allgather import Gather
-from byteps_py.torch.horovod.alltoall import Alltoall
-from byteps_py.torch.process_group.sparse_sum import sum_up
+from byteps_py.torch.horovod.allgather import AllgatherOperation
+from byteps_py.torch.horovod.alltoall import AlltoallOperation
+from byteps_py.torch.process_group.sparse_sum import start_sparse_sum
 
 from .base import Target
 
@@ -174,13 +174,15 @@ class Collectives(Target):
     def _gather(self) -> None:
         tensors = [torch.ones(2, 3)] * (1 + self._turn % 2)
         words = [size_headers.header("allgather", tensor, None, number_of_tensors=len(tensors)) for tensor in tensors]
-        gather = Gather(self._context, "gather", tensors, words, ())
+        gather = AllgatherOperation(self._context, "gather", tensors, words, ())
         outputs = gather.complete()
         assert [tuple(output.shape[1:]) for output in outputs] == [(3,)] * len(tensors)
 
     def _alltoall(self) -> None:
         tensor = torch.ones(6, 0 if self._turn % 8 == 0 else 3)
-        output, splits = Alltoall(self._context, "alltoall", tensor, [2] * 3, (), torch.device("cpu")).complete()
+        output, splits = AlltoallOperation(
+            self._context, "alltoall", tensor, [2] * 3, (), torch.device("cpu")
+        ).complete()
         assert len(output) == int(splits.sum())
 
     def _rows(self) -> None:
@@ -191,14 +193,14 @@ class Collectives(Target):
         bucket = SparseBucket(self._context, request, "rows", param, GradientOptions(), 0, Scratch())
         bucket.mark(0, param.grad)
         bucket.start()
-        bucket.travel()
+        bucket.send_values()
         bucket.receive()
         assert param.grad is not None
         self._check(param.grad)
 
     def _sum(self) -> None:
         tensor = self._gradient.clone()
-        sum_up(self._engine, self._members, "all_reduce", tensor, False, 5.0).wait()
+        start_sparse_sum(self._engine, self._members, "all_reduce", tensor, False, 5.0).wait()
         self._check(tensor)
 
     @staticmethod

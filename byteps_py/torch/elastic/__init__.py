@@ -1,11 +1,11 @@
-"""Training that goes on after a failure, from its last commit: Horovod's ``elastic`` under its names.
+"""Elastic training: it continues after a failure from the last commit. Names as in Horovod's ``elastic``.
 
-Start with running.py (what ``run`` does), then object_state.py and state.py (what is committed and restored),
-sampler.py (which samples an epoch still has).
+Start with running.py (``run``), then read object_state.py and state.py (what is committed and restored) and sampler.py
+(the samples that are left in an epoch).
 
-After an error of the job (HorovodInternalError) ranks leave, join again, restore the last commit, make themselves equal
-to rank 0 and go on. In a job that was started as an elastic one (``bpslaunch --elastic``) the group may be another one
-then: without ranks that were lost, or have left, and with new ones. In others the same ranks must all come back.
+After an error of the job (HorovodInternalError) each rank leaves the job, joins it again and restores the last commit.
+Then all ranks copy rank 0's state and continue. In an elastic job (``bpslaunch --elastic``) the group may change: lost
+ranks are missing, new ranks may have joined. In other jobs the same ranks must all come back.
 """
 
 from byteps_py.torch.elastic.object_state import HostUpdateResult, ObjectState, State

@@ -1,6 +1,6 @@
-"""What a training process commits and goes back to. Knows no torch module or optimizer: state.py does.
+"""The state that a training process commits and restores. Must not know torch modules and optimizers: see state.py.
 
-The training thread calls; ``on_hosts_updated`` may be called by any thread.
+The training thread calls; any thread may call ``on_hosts_updated``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from byteps_py.errors import HostsUpdatedInterrupt
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.horovod.api import rank
-from byteps_py.torch.horovod.functions import broadcast_object
+from byteps_py.torch.horovod.objects import broadcast_object
 
 
 class HostUpdateResult:
-    """What happened to the hosts; values can be or-ed together."""
+    """Changes of the set of hosts. The values are bits."""
 
     no_update = 0
     removed = 1
@@ -26,9 +26,9 @@ class HostUpdateResult:
 
 
 class State:
-    """Base class: subclasses say how to ``save``, ``restore`` and ``sync``.
+    """Base class of states. Subclasses define ``save``, ``restore`` and ``sync``.
 
-    bcast_object: gives rank 0's object on every rank. get_rank: this rank's number.
+    bcast_object: returns rank 0's object on every rank. get_rank: returns this rank's number.
     """
 
     def __init__(
@@ -42,25 +42,29 @@ class State:
         self._commits = 0
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Call these, in order, each time the job was joined again: to adapt a learning rate to size(), say."""
+        """Call ``callbacks`` in order each time the job was joined again, for example to adapt a learning rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The job was joined again. Forgets notices of hosts, then calls ``reset`` and the callbacks."""
+        """Called when the job was joined again. Forgets notices of hosts, then calls ``reset`` and the callbacks."""
         self._notices = queue.SimpleQueue()
-        self._last_update = 0  # newcomers, with whom to agree, have heard of none
+        self._last_update = 0  # new ranks, which must agree, know of no notice
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_res: int = HostUpdateResult.added) -> None:
-        """Note that hosts came or are about to go; the next ``check_host_updates`` of all ranks raises."""
+        """Note that hosts were added or will be removed: the next ``check_host_updates`` raises on all ranks.
+
+        timestamp: increases from notice to notice. update_res: a HostUpdateResult. Any thread may call it.
+        """
         self._notices.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state in memory, then ``check_host_updates``. A failure later on goes back to here.
+        """Save the state in memory, then ``check_host_updates``. After a later failure, training continues from here.
 
-        Copies everything: once every few batches is often enough.
+        Copies the whole state: commit every few batches, not every batch. All ranks must call it equally often. Raises
+        HostsUpdatedInterrupt, which ``run`` catches.
         """
         self.save()
         self._commits += 1
@@ -68,17 +72,17 @@ class State:
 
     @property
     def commits(self) -> int:
-        """How often ``commit`` has saved."""
+        """The number of commits."""
         return self._commits
 
     def check_host_updates(self) -> None:
-        """Raises HostsUpdatedInterrupt, on all ranks or none, if a notice came since the last time.
+        """Raise HostsUpdatedInterrupt on all ranks if any rank has got a notice since the last call.
 
         All ranks must call it equally often.
         """
         latest, changes = self._last_update, HostUpdateResult.no_update
-        if news := _news():
-            latest, changes = latest + 1, news
+        if host_changes := _host_changes():
+            latest, changes = latest + 1, host_changes
         while not self._notices.empty():
             timestamp, change = self._notices.get()
             if timestamp > self._last_update:
@@ -90,7 +94,7 @@ class State:
             raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
 
     def _agree(self, timestamp: int, changes: int) -> tuple[int, int]:
-        """The newest notice of any rank; here: of rank 0."""
+        """The newest notice, the same on all ranks. Here rank 0's; TorchState takes the newest of all ranks."""
         agreed: tuple[int, int] = self._bcast_object((timestamp, changes))
         return agreed
 
@@ -99,7 +103,7 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} must define save()")
 
     def restore(self) -> None:
-        """Go back to the state that was saved last."""
+        """Return to the state that was saved last."""
         raise NotImplementedError(f"{type(self).__name__} must define restore()")
 
     def sync(self) -> None:
@@ -107,11 +111,11 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} must define sync()")
 
     def reset(self) -> None:
-        """The job was joined again, perhaps with another size; for subclasses."""
+        """Called when the job was joined again, perhaps with another size. For subclasses."""
 
 
-def _news() -> int:
-    """What the job knows about hosts: of an elastic one. A group that has heard of any is soon another."""
+def _host_changes() -> int:
+    """Changes of hosts that an elastic job has announced: the group will soon be replaced."""
     context = contexts.current()
     if not context.is_open:
         return HostUpdateResult.no_update
@@ -120,7 +124,7 @@ def _news() -> int:
 
 
 class ObjectState(State):
-    """Any picklable Python objects, each an attribute of the state.
+    """A state of picklable Python objects. Each keyword argument becomes an attribute. The training thread calls.
 
     >>> state = ObjectState(lambda value: value, lambda: 0, epoch=1, seen=[])
     >>> state.epoch, _ = 2, state.seen.append(7)
@@ -141,16 +145,20 @@ class ObjectState(State):
             setattr(self, name, value)
         self._saved: dict[str, Any] = copy.deepcopy(kwargs)
 
-    def __getattr__(self, name: str) -> Any:  # for type checkers: attributes are what the constructor was given
+    def __getattr__(
+        self, name: str
+    ) -> Any:  # for type checkers: the attributes are the constructor's keyword arguments
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
     def save(self) -> None:
+        """Keep copies of all objects."""
         self._saved = copy.deepcopy(self._values())  # an object changed in place must not change what was saved
 
     def restore(self) -> None:
+        """Set the attributes to copies of the saved objects."""
         for name, value in copy.deepcopy(self._saved).items():
             setattr(self, name, value)
 

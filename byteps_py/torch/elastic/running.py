@@ -1,4 +1,4 @@
-"""run: a training function that is called again, from the last commit, when the job fails. The training thread calls.
+"""run: calls a training function again, from the last commit, when the job fails. The training thread calls.
 
 sync ─► function ─┬─ returns ───────────────────────► its result
   ▲               ├─ HorovodInternalError ─► leave, join again, restore ─► on_reset ─┐
@@ -8,37 +8,40 @@ sync ─► function ─┬─ returns ─────────────�
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from byteps_py.errors import HorovodInternalError, HostsUpdatedInterrupt
-from byteps_py.torch.elastic.joining import rejoin
+from byteps_py.errors import BytePSError, DismissedError, HorovodInternalError, HostsUpdatedInterrupt, RendezvousError
 from byteps_py.torch.elastic.object_state import State
 from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.horovod.api import init, shutdown
 
 S = TypeVar("S", bound=State)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: So many failures in a row without a commit between them, and the error is raised: it would come for ever.
+#: After this many failures in a row without a commit between them the error is raised: it would repeat forever.
 FRUITLESS_LIMIT = 3
 _log = logging.getLogger("byteps_py")
 
 
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorate a training function whose first argument is a State; it is called again after a failure of the job.
+    """Decorate a training function whose first argument is a State. It is called again after a failure of the job.
 
-    Before each call all ranks' states are made equal. After a HorovodInternalError (any CommunicationError) the job is
-    left and joined again and the last commit restored; after a HostsUpdatedInterrupt nothing is restored. Everything
-    collective belongs into ``func``.
+    Before each call, all ranks' states are made equal to rank 0's. After a HorovodInternalError (any
+    CommunicationError), this rank leaves the job, joins it again and restores the last commit. After a
+    HostsUpdatedInterrupt it restores nothing. All collective calls must be inside ``func``.
+
+    In an elastic job (BYTEPS_ELASTIC, ``bpslaunch --elastic``) the group may have changed: ask ``rank()`` and
+    ``size()`` again. In other jobs the same ranks must come back, so training goes on only after errors that every rank
+    sees and survives, such as a tensor that ranks disagree about.
 
     Raises the function's other errors; the job's error after three failures in a row without a commit between them and
     with the same number of ranks; RendezvousError if the job can't be joined again; SystemExit, with status 0, on a
-    machine that was told to leave the job. In an elastic job (BYTEPS_ELASTIC, ``bpslaunch --elastic``) the group may
-    have changed: ``rank()`` and ``size()`` are others. In a job that is not elastic, what can be gone on from is what
-    all ranks see and survive, such as a tensor that they disagree about.
+    machine that was told to leave the job.
 
     >>> import byteps_py as bps
     >>> bps.init()
@@ -56,7 +59,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
         fruitless = 0
-        lost: Exception | None = None  # why the job is to be joined again
+        lost: Exception | None = None  # the reason for joining the job again
         skip_sync = False
         size = contexts.current().session.size
         while True:
@@ -85,4 +88,35 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                 _log.warning("elastic: %s", interrupt)
                 lost, skip_sync = interrupt, interrupt.skip_sync
 
-    return wrapper  # type: ignore[return-value]  # the argument has a name, which a Callable cannot say
+    return wrapper  # type: ignore[return-value]  # the argument has a name, which a Callable cannot express
+
+
+def rejoin(why: Exception) -> bool:
+    """Leave the job and join it again. True if all ranks are equal: they were in the group before and left in order.
+
+    Raises SystemExit, with status 0, if this machine was told to leave an elastic job; RendezvousError if the job can't
+    be joined again.
+    """
+    context = contexts.current()
+    is_elastic = context.settings.elastic
+    if context.is_open:
+        context.session.returning = (f"{type(why).__name__}: {why}", isinstance(why, HostsUpdatedInterrupt))
+    with contextlib.suppress(BytePSError):  # errors of unfinished operations, whose results are not needed any more
+        shutdown()
+    # The incarnation keeps names of one group apart from those of the next. In an elastic job the service does that,
+    # and a new rank could not know the number of earlier groups.
+    if not is_elastic:
+        context.incarnation += 1
+    try:
+        init()
+    except DismissedError as dismissed:
+        raise SystemExit(0) from dismissed
+    except BytePSError as error:
+        remedy = "" if is_elastic else (
+            ". Only an elastic job (BYTEPS_ELASTIC=1, bpslaunch --elastic) goes on without a process that is gone, or "
+            "with others; this one goes on with the same ranks only. Start the job again, from a checkpoint"
+        )  # fmt: skip
+        raise RendezvousError(
+            f"elastic: the job can't be joined again after {type(why).__name__}: {error}{remedy}"
+        ) from why
+    return context.session.is_continued or not is_elastic

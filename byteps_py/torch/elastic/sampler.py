@@ -1,4 +1,4 @@
-"""ElasticSampler: a distributed sampler that remembers how far an epoch has come. The training thread calls."""
+"""ElasticSampler: a distributed sampler that keeps track of processed samples. The training thread calls."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from byteps_py.torch.horovod.api import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Divides a dataset among the ranks, and again, what is left of it, after the job was joined again.
+    """Divides a dataset among the ranks. When the job was joined again, it divides the remaining samples.
 
-    Put it into the TorchState, call ``record_batch`` after each batch and ``set_epoch`` at the end of each epoch.
-    dataset: of constant length. shuffle: each epoch in another order, the same on all ranks. seed: of that order.
-    All ranks have equally many samples: where they do not go round, some are given twice.
+    Pass it to the TorchState. Call ``record_batch`` after each batch, and ``set_epoch`` at the end of each epoch.
+    dataset: of constant length. shuffle: whether each epoch has another order, which is the same on all ranks. seed: of
+    the order. All ranks get the same number of samples: if the division leaves a remainder, some samples occur twice.
 
     >>> import byteps_py as bps
     >>> bps.init()
     >>> sampler = ElasticSampler(range(5), shuffle=False)
     >>> sampler.record_batch(0, 2)
-    >>> sampler.load_state_dict(sampler.state_dict())  # as a restored state does
+    >>> sampler.load_state_dict(sampler.state_dict())  # as TorchState does on restore
     >>> list(sampler)
     [2, 3, 4]
     >>> bps.shutdown()
@@ -35,17 +35,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self.processed_num = 0  # samples of this epoch that all ranks together have processed
+        self.processed_num = 0  # samples of this epoch that all ranks have processed
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin epoch number ``epoch``: nothing of it is processed. Call it at the end of the one before."""
+        """Begin epoch number ``epoch`` with no sample processed. Call it at the end of the epoch before."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has processed ``batch_size`` samples. The division of the rest stays until ``reset``."""
+        """Note that every rank has processed ``batch_size`` samples. Samples are divided again only by ``reset``."""
         self.processed_num += batch_size * self.num_replicas
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
@@ -53,16 +53,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self._mine()[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
+        """The epoch and the number of processed samples, for ``load_state_dict``."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where ``state_dict`` was taken, and divide what is left among the present ranks."""
+        """Return to the position in ``state_dict``, and divide the remaining samples among the current ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left among the present ranks."""
+        """Divide the remaining samples among the current ranks."""
         self.num_replicas = size()
         self.rank = rank()
         indices = list(range(len(self.dataset)))

@@ -1,4 +1,4 @@
-"""TorchState: what of a torch training is committed, restored and made equal. The training thread calls."""
+"""TorchState: commits, restores and synchronizes modules, optimizers and objects. The training thread calls."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ import torch
 from byteps_py.torch.elastic.object_state import ObjectState
 from byteps_py.torch.elastic.sampler import ElasticSampler
 from byteps_py.torch.horovod.api import push_pull
-from byteps_py.torch.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from byteps_py.torch.horovod.functions import broadcast_optimizer_state, broadcast_parameters
+from byteps_py.torch.horovod.objects import broadcast_object
 from byteps_py.torch.horovod.ops import Max
 
 
 class StateHandler(ABC):
-    """How one attribute of a TorchState is saved. Keeps a copy of its ``state_dict``."""
+    """Saves one attribute of a TorchState: keeps a copy of its ``state_dict``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.save()
 
     def save(self) -> None:
+        """Keep a copy of the current ``state_dict``."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        # A copy: optimizers take tensors of a state over as they are, and would change what was saved.
+        """Load the copy."""
+        # A copy again, because an optimizer uses the tensors of a loaded state, and would change the saved ones.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     @abstractmethod
@@ -34,12 +37,13 @@ class StateHandler(ABC):
         """Make all ranks' values equal to rank 0's."""
 
     def set_value(self, value: Any) -> None:
+        """Save ``value`` from now on."""
         self.value = value
         self.save()
 
 
 class ModelStateHandler(StateHandler):
-    """A torch.nn.Module."""
+    """Saves a torch.nn.Module."""
 
     def sync(self) -> None:
         state = self.value.state_dict()
@@ -47,20 +51,20 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """A torch.optim.Optimizer, distributed or not. Gradients are not saved: restored, there are none."""
+    """Saves a torch.optim.Optimizer, distributed or not. Gradients are not saved; ``restore`` sets them to None."""
 
     def restore(self) -> None:
         super().restore()
         for group in self.value.param_groups:
             for param in group["params"]:
-                param.grad = None  # of the step that failed; a script may zero them only after a step
+                param.grad = None  # of the failed step; the script may not zero them before its next backward
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, 0)
 
 
 class ObjectStateHandler(StateHandler):
-    """Whatever has a small state_dict: learning-rate schedulers, gradient scalers, samplers."""
+    """Saves objects with a small state_dict: learning-rate schedulers, gradient scalers, samplers."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
@@ -79,20 +83,20 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Which types have which handler; the first that fits is taken."""
+    """The handler of each type, as (type, handler) pairs. The first pair that matches is used."""
     return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Replace what ``get_handler_registry`` gives; for states made from now on."""
+    """Replace the registry, for states that are made later."""
     _registry[:] = registry
 
 
 class TorchState(ObjectState):
     """The state of a training: modules, optimizers, schedulers, ElasticSamplers, and any picklable objects.
 
-    Everything given is an attribute. Modules and the like are saved by their ``state_dict``, everything else is
-    copied. An attribute that is assigned anew (another model) is saved at once.
+    Each argument becomes an attribute. Modules and the like are saved by their ``state_dict``; other objects are
+    copied. An attribute that is replaced (by another model, for example) is saved at once. The training thread calls.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -130,16 +134,16 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to the state that was saved last."""
+        """Return to the state that was saved last."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Make all ranks' states equal to rank 0's present one, and save it: all of it, or nothing."""
+        """Make all ranks' states equal to rank 0's current one, and save it: all of it, or nothing."""
         for handler in self._handlers.values():
             handler.sync()
-        super().sync()  # if this fails, all go back to what was saved, which must not be half another rank's
+        super().sync()  # may fail: then nothing was saved, so that ranks restore a whole state
         for handler in self._handlers.values():
             handler.save()
 

@@ -1,6 +1,9 @@
 """Gradients: from autograd's hooks to the optimizer's step.
 
-optimizer ─ hooks ┬ passes            which gradients a backward pass has computed
-                  └ buckets ─ bucket  which gradients travel together, their way out and back
-cross_barrier ─ pending_updates ─ hooks;  distributed_data_parallel ─ buckets;  adasum_optimizer;  comm_hook
+optimizer ─ optimizer_mixin ┬ backward_passes              which gradients a backward pass has computed
+                            └ gradient_reducer ─ bucket    which gradients travel together, and their exchange
+cross_barrier ─ pending_updates ─ optimizer_mixin
+distributed_data_parallel ─ gradient_reducer
+adasum_optimizer ─ optimizer_mixin
+comm_hook
 """

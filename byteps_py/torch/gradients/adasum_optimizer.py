@@ -1,12 +1,13 @@
-"""DistributedOptimizer(op=Adasum): each rank steps by itself, then what the steps changed is combined.
+"""DistributedOptimizer(op=Adasum): each rank steps on its own gradients, then ranks combine the changes of weights.
 
     start = weights;  the wrapped optimizer steps;  delta = weights - start;  weights = start + adasum(deltas)
 
-So momentum and the like are applied before ranks are combined, as Horovod does. Owns the deltas; what Adasum is says
-adasum.py. The training thread calls; hooks (passes.py) only count passes.
+So momentum and the like are applied before ranks are combined, as in Horovod. Owns the deltas; horovod/adasum.py
+explains Adasum. The training thread calls; hooks (backward_passes.py) only count passes.
 
-With BYTEPS_NONFINITE, ranks first tell each other whether their gradients are finite: once an optimizer has stepped
-with NaN, its state has it, too. A guarded sum of one number for each parameter, NaN where its gradient is not finite.
+With BYTEPS_NONFINITE=raise or skip, ranks first exchange whether their gradients are finite, because a step with NaN
+leaves NaN in the optimizer's state. The exchange is a guarded sum of one number for each parameter, NaN where its
+gradient is not finite.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 from byteps_py.torch.compression import Compressor
 from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.gradients.hooks import Distributed
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.horovod.adasum import start
 
 
-class Deltas:
-    """Combines changes of parameters over the ranks of ``group`` (empty: all)."""
+class DeltaExchange:
+    """Combines changes of parameters over the ranks of ``group`` (empty: all). The training thread calls."""
 
     def __init__(self, context: Context, name: str, group: tuple[int, ...], compression: type[Compressor]) -> None:
         self._context = context
@@ -40,22 +41,22 @@ class Deltas:
 
     @property
     def alone(self) -> bool:
-        """There is nobody to combine with: this rank steps by itself. Raises as the session does."""
+        """True if no other rank takes part. Raises NotInitializedError after a shutdown."""
         session = self._context.session
         session.check_open()
         return (len(self._group) or session.size) == 1 or session.rank not in (self._group or (session.rank,))
 
     @property
     def nonfinite(self) -> NonFinite:
-        """What BYTEPS_NONFINITE says."""
+        """The value of BYTEPS_NONFINITE."""
         return nonfinite.wanted(self._context)
 
-    def poison(
+    def find_nonfinite(
         self, names: Mapping[torch.nn.Parameter, str], params: Sequence[torch.nn.Parameter]
     ) -> NonFiniteError | None:
-        """A NonFiniteError if gradients of ``params`` are NaN or infinite on any rank, else None: on all ranks alike.
+        """A NonFiniteError if gradients of ``params`` are not finite on any rank, else None; the same on all ranks.
 
-        Nobody looks if BYTEPS_NONFINITE is allow.
+        Always None if BYTEPS_NONFINITE is allow.
         """
         mode, session = self.nonfinite, self._context.session
         if not mode or not params:
@@ -74,23 +75,23 @@ class Deltas:
         bad = [repr(names[param]) for param, value in zip(params, found, strict=True) if math.isnan(value)]
         return nonfinite.explain(blame, session.size, step, bad) if bad else None
 
-    def anyone(self, says_so: bool) -> bool:
-        """Whether any rank says so: on all ranks the same."""
+    def any_rank(self, flag: bool) -> bool:
+        """True if ``flag`` is true on any rank; the same on all ranks."""
         if self.alone:
-            return says_so
+            return flag
         spec = TensorSpec(f"{self._name}.anyone", DType.UINT8, (1,), Op.MAX, group=self._group)
         (slot,) = self._context.session.declare([spec])
-        slot.input[0] = says_so
+        slot.input[0] = flag
         self._context.session.hand_over(slot)
         self._context.session.wait(slot)
         return bool(slot.result[0])
 
-    def tell(self, poison: NonFiniteError) -> None:
-        """The step is left out."""
-        nonfinite.tell(poison, self._context.session)
+    def log_skipped_step(self, error: NonFiniteError) -> None:
+        """Log that the step is skipped, and why."""
+        nonfinite.tell(error, self._context.session)
 
     def combine(self, deltas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The Adasum of each, in its own dtype; those that travel as one dtype travel together."""
+        """The Adasum of each of ``deltas``, in its own dtype. Those with one dtype on the wire travel together."""
         kinds: dict[torch.dtype, list[int]] = {}
         for index, delta in enumerate(deltas):
             kinds.setdefault(self._compression.wire_dtype(delta.dtype), []).append(index)
@@ -113,23 +114,23 @@ class Deltas:
         return combined
 
 
-class AdasumDistributed(Distributed):
-    """What DistributedOptimizer puts before the wrapped optimizer's class for op=Adasum."""
+class AdasumOptimizerMixin(DistributedOptimizerMixin):
+    """The base class that DistributedOptimizer puts before the wrapped optimizer's class for op=Adasum."""
 
-    _deltas: Deltas
+    _deltas: DeltaExchange
 
     def synchronize(self) -> None:
-        """Nothing to wait for: gradients stay this rank's own, and may be clipped before step()."""
+        """Has no effect: gradients stay this rank's own, and may be clipped before step()."""
 
     def _state_replaced(self) -> None:
         pass
 
     def _prepare_unscaling(self) -> None:
-        """A GradScaler is about to look for NaN and infinity in this rank's gradients, and leaves the step out if there
-        are any. Then all ranks leave it out: the gradients of each get a NaN."""
+        """A GradScaler is about to check this rank's gradients, and skips the step if they are not finite. Then all
+        ranks must skip it, so each rank that has finite gradients gets a NaN."""
         params = [p for group in self._wrapped.param_groups for p in group["params"] if p.requires_grad]
         given = [param for param in params if param.grad is not None]
-        if not params or not self._deltas.anyone(not all(nonfinite.is_finite(p.grad) for p in given)):
+        if not params or not self._deltas.any_rank(not all(nonfinite.is_finite(p.grad) for p in given)):
             return
         param = (given or params)[0]
         param.grad = torch.full_like(param, math.nan)
@@ -145,29 +146,31 @@ class AdasumDistributed(Distributed):
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Let the wrapped optimizer step, and combine what it changed. Parameters without a gradient count as having
-        zeros. If combining fails, the weights are those before the step. Raises NonFiniteError."""
+        """Let the wrapped optimizer step, and combine the changes over ranks. A missing gradient counts as zeros.
+
+        If combining fails, the weights stay as before the step. Raises NonFiniteError, and what allreduce raises.
+        """
         loss = None if closure is None else closure()
-        self._tell_schedulers()
-        self._take_in()
+        self._mark_stepped()
+        self._add_new_groups()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self._passes.hook(params)  # unfrozen meanwhile
+        self._passes.hook(params)  # some may have been unfrozen
         self._passes.drop()
-        poison = self._deltas.poison(self._parameter_names, params)
-        if poison is not None and self._deltas.nonfinite is NonFinite.RAISE:
-            raise poison
-        if poison is not None:
-            self._deltas.tell(poison)
+        nonfinite_error = self._deltas.find_nonfinite(self._parameter_names, params)
+        if nonfinite_error is not None and self._deltas.nonfinite is NonFinite.RAISE:
+            raise nonfinite_error
+        if nonfinite_error is not None:
+            self._deltas.log_skipped_step(nonfinite_error)
             return loss
         if self._deltas.alone:
-            super(Distributed, self).step()  # type: ignore[misc]
+            super(DistributedOptimizerMixin, self).step()  # type: ignore[misc]
             return loss
         for param in params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         before = [param.detach().clone() for param in params]
         try:
-            super(Distributed, self).step()  # type: ignore[misc]
+            super(DistributedOptimizerMixin, self).step()  # type: ignore[misc]
             changes = [param.detach() - old for param, old in zip(params, before, strict=True)]
             changes = self._deltas.combine(changes)
         except BaseException:

@@ -1,7 +1,7 @@
-"""Gradients that are one tensor to the service: their state in a round, how they leave and how they come back.
+"""A bucket: gradients that travel as one tensor, and their state in the current round.
 
-Owns one bucket's memory of the current round. Must not know other buckets, optimizers or hooks. Whoever calls holds
-the lock of the GradientReducer (buckets.py), unless a method says otherwise.
+Must not know other buckets, optimizers or hooks. The caller holds the lock of the GradientReducer
+(gradient_reducer.py), unless a method says otherwise.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from byteps_py.torch.horovod.ops import Average, ReduceOp
 
 @dataclass(frozen=True, slots=True)
 class GradientOptions:
-    """How gradients are combined.
+    """How to combine gradients.
 
-    predivide: an average's factor f: gradients are divided by f before the sum and multiplied by f/size after it.
-    group: the ranks among which they are combined; empty for all. prefix: of their names.
-    nonfinite: what to do about NaN and infinity in gradients.
+    predivide: a factor f for averages: gradients are divided by f before the sum and multiplied by f/size after it.
+    group: the ranks that combine their gradients; empty for all. prefix: of the gradients' names.
+    nonfinite: what to do if gradients are NaN or infinite.
     """
 
     compression: type[Compressor] = Compression.none
@@ -40,19 +40,20 @@ class GradientOptions:
 
     @property
     def divides(self) -> bool:
-        """The service divides the sum; else ``after`` does, if it is an average."""
+        """True if the service divides the sum; otherwise an average is multiplied with ``after``."""
         return self.op is Average and self.predivide == 1.0
 
     def members(self, size: int) -> int:
+        """The number of ranks that combine gradients, in a job of ``size`` ranks."""
         return len(self.group) or size
 
     def after(self, size: int) -> float:
-        """What to multiply a result with."""
+        """The factor of a result."""
         return 1.0 if self.predivide == 1.0 else self.predivide / self.members(size)
 
 
 class GradientPlace:
-    """Where a parameter's gradient travels. Looked up once: a parameter is slow to hash."""
+    """The bucket of a parameter's gradient and its position there. Looked up once: hashing a parameter is slow."""
 
     __slots__ = ("bucket", "position")
 
@@ -62,9 +63,9 @@ class GradientPlace:
 
 
 class Bucket:
-    """Gradients that are one tensor to the service. Its state is that of the current round.
+    """Gradients that travel as one tensor. Its state is that of the current round.
 
-    ``first``: the place of its first parameter in the order of the forward pass.
+    first: the position of its first parameter in the order of the forward pass.
     """
 
     def __init__(
@@ -83,37 +84,37 @@ class Bucket:
         self.first = first
         self.slot_view: PieceView | None = None
         self._checksums = GradientChecksums(scratch, self._contribution)
-        self._own: dict[int, torch.Tensor] = {}  # by position: see ``_clear_results``
+        self._own: dict[int, torch.Tensor] = {}  # by position: see ``_move_out_of_results``
         self.reset()
 
     def reset(self) -> None:
-        """Before the first gradient of a round."""
-        self.arrived: list[int] = []  # positions of gradients, as they are computed
-        # How many there will be. Counted when the first one comes: requires_grad may change before.
-        self.due = 0
+        """Begin a round."""
+        self.arrived: list[int] = []  # positions of gradients, in the order in which they were computed
+        # The number of gradients in this round. Counted at the first one, because requires_grad may change before.
+        self.expected = 0
         self.sent = False
-        self.kinds: PieceView | None = None  # what is sent instead if gradients turn out to be sparse: which ones
-        self.takes_part = [False] * len(self.params)  # known once collected: requires_grad may change after that, too
-        self.final: list[torch.Tensor | None] = [None] * len(self.params)  # gradients that must not change any more
-        self.versions = [0] * len(self.params)  # theirs
+        self.sparse_flags: PieceView | None = None  # sent in place of the gradients if one is sparse: which ones are
+        self.participates = [False] * len(self.params)  # set by ``collect``: requires_grad may change later
+        self.final: list[torch.Tensor | None] = [None] * len(self.params)  # gradients that must not change
+        self.versions = [0] * len(self.params)  # of ``final``
         self._checksums.reset()
 
     def mark(self, position: int, grad: torch.Tensor | None) -> bool:
-        """A gradient was computed. True if it is time to look whether the bucket ``is_complete``. Without the lock."""
+        """Note that a gradient was computed. True if the bucket may be complete (``is_complete``). Without the lock."""
         if grad is not None and not self.sent:
             self.final[position], self.versions[position] = grad, grad._version
         self.arrived.append(position)
-        return len(self.arrived) >= self.due
+        return len(self.arrived) >= self.expected
 
     def is_complete(self, passes: int) -> bool:
-        """Every gradient has been computed ``passes`` times, if none was too often."""
-        if not self.due:
-            self.due = passes * max(1, sum(param.requires_grad for param in self.params))
-        return len(self.arrived) >= self.due
+        """True if every gradient was computed ``passes`` times, provided that none was computed more often."""
+        if not self.expected:
+            self.expected = passes * max(1, sum(param.requires_grad for param in self.params))
+        return len(self.arrived) >= self.expected
 
     def recount(self, passes: int) -> str | None:
-        """Gradients that were computed less than ``passes`` times are not final: they may be changed. Returns the name
-        of one that was computed more often."""
+        """Allow changes of gradients that were computed less than ``passes`` times. Returns the name of a gradient that
+        was computed more often, if there is one."""
         for position, count in Counter(self.arrived).items():
             if count > passes:
                 return self.names[position]
@@ -122,14 +123,16 @@ class Bucket:
         return None
 
     def collect(self, sparse: bool = False) -> list[torch.Tensor | None]:
-        """What to hand over: None (zeros) for unused parameters without a gradient, and for frozen ones.
+        """The gradients to hand over; None, which means zeros, for frozen parameters and missing gradients.
 
-        Raises UsageError for a gradient that has no values, and, but if ``sparse``, for one that is not dense.
+        Raises UsageError for a gradient on the meta device, and, unless ``sparse``, for one that is not dense.
         """
-        self.takes_part = [param.requires_grad for param in self.params]
+        self.participates = [param.requires_grad for param in self.params]
         for position in self.arrived:
-            self.takes_part[position] = True
-        found = [p.grad if takes_part else None for p, takes_part in zip(self.params, self.takes_part, strict=True)]
+            self.participates[position] = True
+        found = [
+            p.grad if participates else None for p, participates in zip(self.params, self.participates, strict=True)
+        ]
         for position, grad in enumerate(found):
             if grad is not None and (grad.layout is not torch.strided or grad.is_meta):
                 if self.options.sparse_as_dense and not grad.is_meta:
@@ -145,12 +148,14 @@ class Bucket:
         return dense
 
     def hand_over(self, gradients: Sequence[torch.Tensor | None], is_early: bool = False) -> None:
-        """Send what ``collect`` gave; nothing to do if it does not travel. ``is_early``: the training goes on, and may
-        change gradients, before they are waited for."""
+        """Send the ``gradients`` that ``collect`` returned. Has no effect if the bucket does not travel.
+
+        is_early: the training continues before it waits, and could change gradients meanwhile.
+        """
         if self.slot_view is None:
             return
         if is_early:
-            self._checksums.send(self.slot_view, self._clear_results(self.slot_view, gradients))
+            self._checksums.send(self.slot_view, self._move_out_of_results(self.slot_view, gradients))
         else:
             self.slot_view.contribute(self._contribution(gradients))
 
@@ -158,9 +163,9 @@ class Bucket:
         factor = self.options.predivide
         return gradients if factor == 1.0 else [None if grad is None else grad.detach() / factor for grad in gradients]
 
-    def _clear_results(self, slot_view: PieceView, gradients: Gradients) -> Gradients:
-        """Gradients may lie where their results will (zero_grad(set_to_none=False) leaves them there): the training
-        would see one or the other, and what it changed would change a result. So they get memory of their own."""
+    def _move_out_of_results(self, slot_view: PieceView, gradients: Gradients) -> Gradients:
+        """Copy gradients that share memory with their results, as zero_grad(set_to_none=False) leaves them. Otherwise
+        the training could see either of the two, and a change of the gradient would change the result."""
         given = list(gradients)
         for position, (grad, address) in enumerate(zip(gradients, slot_view.result_addresses, strict=True)):
             if grad is not None and grad.data_ptr() == address and grad.numel():
@@ -173,69 +178,71 @@ class Bucket:
                 given[position] = self.params[position].grad = own
         return given
 
-    def described(self, position: int) -> str:
-        """A parameter, for ranks that compare what they combine. Shapes only where the service does not see them."""
+    def describe(self, position: int) -> str:
+        """A parameter in words, for a comparison between ranks. With its shape if the service does not see that."""
         param, shape = self.params[position], ""
         if len(self.params) > 1:
             shape = f" {str(param.dtype).removeprefix('torch.')}{list(param.shape)}"
         return f"{self.names[position]!r}{shape}"
 
     def set_terms(self, terms: str) -> None:
-        """What ranks must agree on besides, before its next round: they do so anew."""
+        """Set what else ranks must agree on. They agree again before the bucket's next round."""
         self.request = replace(self.request, spec=replace(self.request.spec, terms=terms))
         self.slot_view = None
 
-    def leave_results(self) -> None:
-        """Memory of a slot is the service's once its name is declared anew: no gradient may lie there then."""
+    def release_results(self) -> None:
+        """Copy gradients out of the slot's memory, which the service reuses when the name is declared again."""
         if self.slot_view is not None:
             for param, address in zip(self.params, self.slot_view.result_addresses, strict=True):
                 if param.grad is not None and param.grad.data_ptr() == address:
                     param.grad = param.grad.detach().clone()
 
     def take_over(self, other: Bucket, positions: Sequence[int]) -> None:
-        """Go on with the round of ``other`` for its gradients at ``positions``, which are this bucket's."""
-        self.arrived = [i for i, position in enumerate(positions) if other.takes_part[position]]
+        """Continue the round of ``other`` for its gradients at ``positions``, which are this bucket's gradients."""
+        self.arrived = [i for i, position in enumerate(positions) if other.participates[position]]
         self.final = [other.final[i] for i in positions]
         self.versions = [other.versions[i] for i in positions]
 
     @property
     def changed(self) -> str | None:
-        """The parameter whose gradient was touched after it was final, if any."""
+        """The name of a parameter whose gradient was changed after it was final; None if there is none."""
         for position, (param, final, version) in enumerate(zip(self.params, self.final, self.versions, strict=True)):
             if final is not None and (param.grad is not final or final._version != version):
                 return self.names[position]
-        found = [p.grad if takes_part else None for p, takes_part in zip(self.params, self.takes_part, strict=True)]
+        found = [
+            p.grad if participates else None for p, participates in zip(self.params, self.participates, strict=True)
+        ]
         changed = self._checksums.changed(found)
         return None if changed is None else self.names[changed]
 
     @property
-    def wanted(self) -> bool:
-        """False if all its parameters are frozen: it takes no part in the round."""
+    def is_active(self) -> bool:
+        """False if all its parameters are frozen, so that it is not part of the round."""
         return bool(self.arrived) or any(param.requires_grad for param in self.params)
 
     @property
     def round(self) -> int:
-        """The number of its round, from 1; 0 if it does not travel."""
+        """The number of the round, from 1; 0 if the bucket does not travel."""
         return self.slot_view.slot.round if self.slot_view is not None else 0
 
     @property
     def blame(self) -> int:
-        """Who has made its result NaN or infinite, see blame.py; 0: nobody, or nobody asks."""
+        """The ranks that made the result NaN or infinite (see blame.py); 0 if there are none, or without a check."""
         return self.slot_view.slot.blame if self.slot_view is not None else 0
 
-    def travel(self) -> None:
-        """Take what other ranks must say before the gradients can leave: nothing, if these are dense."""
+    def send_values(self) -> None:
+        """Send values whose size depends on the other ranks. Has no effect for dense gradients."""
 
     def receive(self) -> None:
-        """Wait for the result and put it into ``param.grad``. Raises as ``wait`` does, and GradientOrderError."""
-        touched = self.changed  # while the result is on its way
+        """Wait for the result and put it into ``param.grad``. Raises GradientOrderError, and as Session.wait does."""
+        touched = self.changed  # checked while the result is in flight
         if self.slot_view is not None:
             self.slot_view.wait()
         self._check_untouched(touched)
         self.deliver()
 
     def check_untouched(self) -> None:
-        """Raises GradientOrderError if a gradient was changed while it was on its way."""
+        """Raises GradientOrderError if a gradient was changed while it was in flight."""
         self._check_untouched(self.changed)
 
     @staticmethod
@@ -248,16 +255,16 @@ class Bucket:
             )
 
     def deliver(self) -> None:
-        """Put the result, which is there, into ``param.grad``; nothing to do if it did not travel."""
+        """Put the result, which has arrived, into ``param.grad``. Has no effect if the bucket did not travel."""
         slot_view = self.slot_view
         if slot_view is None:
             return
         copied: list[int] = []
         outputs: list[torch.Tensor] = []
         given: list[torch.Tensor] = []
-        for position, (param, takes_part) in enumerate(zip(self.params, self.takes_part, strict=True)):
-            if not takes_part:
-                continue  # frozen: must stay without a gradient
+        for position, (param, participates) in enumerate(zip(self.params, self.participates, strict=True)):
+            if not participates:
+                continue  # frozen: must not get a gradient
             grad = slot_view.results[position]
             if param.dtype is slot_view.dtype and param.is_cpu:
                 param.grad = grad

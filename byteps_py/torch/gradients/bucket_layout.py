@@ -1,4 +1,4 @@
-"""Which gradients travel together. Pure; knows no torch."""
+"""Decides which gradients travel together. Pure; knows no torch. Any thread."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Hashable, Sequence
 def plan_buckets(
     sizes_bytes: Sequence[int], kinds: Sequence[Hashable], fusion_bytes: int, together: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Group gradients into buckets of at most ``fusion_bytes``, given by index in order of the forward pass.
+    """Group gradients into buckets of at most ``fusion_bytes``. Returns the indices in each bucket.
 
-    Gradients become ready roughly from last to first, so buckets are filled in that order. A bucket holds one
-    kind (what can lie in one tensor); a gradient of ``fusion_bytes`` or more travels alone. What is named in
-    ``together`` shares a bucket whatever the sizes, as far as it is of one kind.
+    Index 0 is the first gradient in the order of the forward pass. Backward passes compute gradients roughly from last
+    to first, so buckets are filled in that order. The gradients of a bucket are of one kind, which one tensor can hold.
+    A gradient of ``fusion_bytes`` or more travels alone. Indices in one list of ``together`` share a bucket of any size
+    if they are of one kind.
 
     >>> plan_buckets([10, 30, 10, 10], ["a", "a", "a", "b"], 25)
     [[3], [2, 0], [1]]
@@ -21,15 +22,15 @@ def plan_buckets(
     """
     buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}  # kind → (bucket, bytes)
-    wish = {index: number for number, indices in enumerate(together) for index in indices}
-    wished: dict[Hashable, list[int]] = {}
+    group_of = {index: number for number, indices in enumerate(together) for index in indices}
+    grouped: dict[Hashable, list[int]] = {}
     for index in reversed(range(len(sizes_bytes))):
-        if index in wish:
-            key = wish[index], kinds[index]
-            if key not in wished:
-                wished[key] = []
-                buckets.append(wished[key])
-            wished[key].append(index)
+        if index in group_of:
+            key = group_of[index], kinds[index]
+            if key not in grouped:
+                grouped[key] = []
+                buckets.append(grouped[key])
+            grouped[key].append(index)
             continue
         size, kind = sizes_bytes[index], kinds[index]
         bucket, used = filling.get(kind, ([], fusion_bytes))

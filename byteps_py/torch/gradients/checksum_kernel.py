@@ -1,6 +1,6 @@
-"""Checksums of many pieces of memory in one call, as LLVM instructions. Import loads LLVM: import late.
+"""A compiled function that computes checksums of many pieces of memory. Importing this loads LLVM: import late.
 
-Each piece by the rule of kernels/jit/result_checks.py: a change that is confined to one word always changes the result.
+The checksum is that of kernels/jit/result_checks.py: a change within one word always changes it. Any thread.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from byteps_py.kernels.jit import llvm
 from byteps_py.kernels.jit.result_checks import MULTIPLIER, SHIFT
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
-_LANES = ir.VectorType(_I64, 32)  # a product takes long: many at a time
+_LANES = ir.VectorType(_I64, 32)  # a product has a long latency: many at a time
 _CHUNK = 8 * _LANES.count
 
 
 def compile_checksums() -> Callable[[int, int, int, int], None]:
-    """A function of the address of the memory, of a table of offset and length of each piece, of their number, and
-    of the address for the checksums."""
+    """The function. Arguments: address of the memory, address of a table with offset and length of each piece, number
+    of pieces, address of the checksums."""
     function = ir.Function(llvm.new_module("byteps_checksums"), ir.FunctionType(ir.VoidType(), [_I64] * 4), "checksums")
     base, table, count, found = function.args
     entry, pieces, body, after = (function.append_basic_block() for _ in range(4))
@@ -52,7 +52,7 @@ def compile_checksums() -> Callable[[int, int, int, int], None]:
 
 
 def _sweep(builder: ir.IRBuilder, start: ir.Value, end: ir.Value, kind: ir.Type, first: ir.Value) -> ir.Value:
-    """``first``, taken on by every value of ``kind`` between two addresses."""
+    """The checksum ``first``, extended by every value of ``kind`` between two addresses."""
     before, head, loop, after = builder.block, *(builder.function.append_basic_block() for _ in range(3))
     width = _CHUNK if isinstance(kind, ir.VectorType) else kind.width // 8
     builder.branch(head)

@@ -1,9 +1,9 @@
-"""A communication hook for torch's DistributedDataParallel, for those who keep gloo or NCCL for everything else.
+"""A communication hook for torch's DistributedDataParallel, for scripts that use gloo or NCCL for everything else.
 
-Called by DistributedDataParallel's reducer on autograd's threads; the results are waited for by a thread of the pool.
+DistributedDataParallel's reducer calls it on autograd's threads; a thread of the pool waits for the results.
 """
 
-# No annotations from the future: DistributedDataParallel compares those of a hook with its own types.
+# No `from __future__ import annotations`: DistributedDataParallel compares a hook's annotations with its own types.
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 
 @dataclass(frozen=True, slots=True)
 class CommHookOptions:
-    """The state of ``ddp_comm_hook``. ``compression``: Compression.none, fp16 or bf16, for the way over the network."""
+    """The state of ``ddp_comm_hook``. compression: Compression.none, fp16 or bf16, for the network."""
 
     compression: type[Compressor] = Compression.none
 
@@ -33,12 +33,12 @@ class CommHookOptions:
 def ddp_comm_hook(state: CommHookOptions | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over all ranks of byteps_py: ``model.register_comm_hook(None, ddp_comm_hook)``.
 
-    ``init()`` comes first, and the model's process group must have all of its ranks. The result is the bucket's own
-    tensor. Raises NotInitializedError; what fails later comes out of ``backward()`` as a RuntimeError that names our
-    error.
+    Call ``init()`` before. The model's process group must contain all ranks of the job. The result is the bucket's own
+    tensor, dense, on cpu or cuda. Raises NotInitializedError, and UnsupportedError if BYTEPS_NONFINITE is skip. After a
+    later failure ``backward()`` raises a RuntimeError that names byteps_py's error.
     """
     context = contexts.current()
-    average = _Average(bucket.buffer())
+    average = _BucketAverage(bucket.buffer())
     if context.session.size > 1 or context.settings.force_distributed:
         average.begin(context, _name_of(context, bucket), (state or CommHookOptions()).compression)
         _completer.add(average)
@@ -49,11 +49,11 @@ def ddp_comm_hook(state: CommHookOptions | None, bucket: GradBucket) -> torch.fu
 
 _completer = Completer()
 _lock = threading.Lock()
-_names = WeakIdKeyDictionary()  # by first parameter: of a bucket's model nothing else is known here
+_names = WeakIdKeyDictionary()  # by first parameter, which alone identifies a bucket's model here
 
 
 def _name_of(context: Context, bucket: GradBucket) -> str:
-    """All ranks meet new buckets in the same order, so they number them alike."""
+    """The bucket's name: a number. All ranks see new buckets in the same order, so they number them equally."""
     first = bucket.parameters()[0]
     with _lock:
         name = _names.get(first)
@@ -62,15 +62,15 @@ def _name_of(context: Context, bucket: GradBucket) -> str:
         return str(name)
 
 
-class _Average:
-    """One bucket's round."""
+class _BucketAverage:
+    """One round of a bucket."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
         self._slot_view: PieceView | None = None
         self._error: Exception | None = None
         self._promise: torch.futures.Future[Any] = torch.futures.Future()
-        # See work.py: an error set on a future of Python's is invisible to C++, one that a callback raises is not.
+        # See work.py: C++ does not see an error set on a Python future, but sees one that a callback raises.
         self.future: torch.futures.Future[torch.Tensor] = self._promise.then(self._result)
 
     def begin(self, context: Context, name: str, compression: type[Compressor]) -> None:

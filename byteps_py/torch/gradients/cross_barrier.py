@@ -1,13 +1,15 @@
-"""CrossBarrier: step() hands over and returns; each layer's next forward pass waits for its own gradients only.
+"""CrossBarrier: step() returns before the gradients arrive; each layer's next forward pass waits for its own ones.
 
-Without it a step ends with a barrier: no layer computes before the last gradient has arrived. With it the gradients
-of the back layers travel while the front layers already compute the next forward pass, so that a step takes the
-longer of computation and communication, not their sum. BytePS's name and idea (ByteScheduler's, before). As in BytePS,
-a script may import this module alone: ``import byteps_py.torch.gradients.cross_barrier as bps``.
+Without it, a step ends with a barrier: no layer computes before the last gradient has arrived. With it, the back
+layers' gradients travel while the front layers compute the next forward pass. So a step takes the longer of computation
+and communication, not their sum. The name is BytePS's, the idea ByteScheduler's (Peng et al., SOSP 2019). As
+in BytePS, a script may import this module alone: ``import byteps_py.torch.gradients.cross_barrier as bps``.
 
     step t:      backward ───────────────────► step() returns at once
-                 gradients leave, back first
-    step t + 1:  layer 1 waits for its own, updates, computes; layer 2 waits for its own, ...
+                 gradients are sent, those of the back layers first
+    step t + 1:  layer 1 waits for its gradients, updates, computes; layer 2 waits for its gradients, ...
+
+The training thread calls; hooks run on the threads of forward and backward passes.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from torch.optim import optimizer as torch_optimizer
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.gradients.adasum_optimizer import AdasumDistributed
-from byteps_py.torch.gradients.arguments import NamedParameters
-from byteps_py.torch.gradients.hooks import Distributed
+from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer
+from byteps_py.torch.gradients.optimizer_arguments import NamedParameters
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.pending_updates import Hyperparameters, PendingUpdates
 from byteps_py.torch.horovod.api import (
     byteps_push_pull,
@@ -40,7 +42,7 @@ from byteps_py.torch.horovod.api import (
 )
 from byteps_py.torch.horovod.functions import broadcast_optimizer_state, broadcast_parameters
 
-#: What BytePS's module has.
+#: The names in BytePS's module.
 __all__ = [
     "Compression",
     "CrossBarrier",
@@ -57,66 +59,65 @@ __all__ = [
     "synchronize",
 ]
 
-#: These use their children's parameters without calling the children.
-_WHOLE = (torch.nn.MultiheadAttention,)
+#: Modules that use their children's parameters without calling the children.
+_USE_CHILD_PARAMETERS = (torch.nn.MultiheadAttention,)
 
 
-class _CrossBarrier(Distributed):
-    """What CrossBarrier puts before the DistributedOptimizer's class."""
+class _CrossBarrierMixin(DistributedOptimizerMixin):
+    """The base class that CrossBarrier puts before the DistributedOptimizer's class."""
 
     _pending: PendingUpdates
-    _crossed: Any  # the DistributedOptimizer
+    _inner: Any  # the DistributedOptimizer
     _model: torch.nn.Module
     _whole: tuple[torch.nn.Module, ...]
-    _covered: dict[torch.nn.Module, list[torch.nn.Parameter]]
-    _guarded: set[torch.nn.Parameter]
-    _steps_left: int  # the last of them completes its updates
+    _hooked_modules: dict[torch.nn.Module, list[torch.nn.Parameter]]
+    _checked_params: set[torch.nn.Parameter]
+    _steps_left: int  # the last of these steps completes its updates
 
     def finish_updates(self) -> None:
-        """Complete what step() left to the next forward pass. Call it before reading weights or changing them in
-        another way than through a forward pass, state_dict() or load_state_dict()."""
+        """Complete the updates that step() left to the next forward pass. Call it before you read or change weights,
+        unless you do so by a forward pass, state_dict() or load_state_dict()."""
         self._pending.finish()
 
     def synchronize(self) -> None:
-        """As in DistributedOptimizer; step() then updates at once."""
+        """As in DistributedOptimizer. The next step() then updates at once."""
         self._pending.finish()
         super().synchronize()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hand over what is left of the gradients and return. From here to the next forward pass of a layer, its
-        weights are the old ones and its gradients NaN.
+        """Hand over the remaining gradients and return. Until the next forward pass of a layer, the layer has its old
+        weights, and its gradients are NaN.
 
-        With gradients that were averaged before (synchronize()), and if the optimizer has step hooks, which need
-        the new weights, it waits and updates as DistributedOptimizer does. So does the step whose number is
-        ``num_steps``. Raises UsageError for a closure.
+        After synchronize(), and if the optimizer has step hooks, which need the new weights, step() waits and updates
+        as DistributedOptimizer does. The step with number ``num_steps`` waits, too. Raises UsageError for a closure.
         """
         if closure is not None:
             raise UsageError(
                 "CrossBarrier can't step with a closure: it would evaluate the model before the update. Use the "
                 "DistributedOptimizer without CrossBarrier"
             )
-        self._pending.finish()  # of layers that the last forward pass left out
+        self._pending.finish()  # of layers that the last forward pass did not call
         self._steps_left -= 1
-        averaged = self._synchronized and not self._passes.begun
+        averaged = self._synchronized and not self._passes.has_begun
         if averaged or not self._should_synchronize or _has_step_hooks(self):
             return super().step()
         self._synchronized = False
-        self._tell_schedulers()
-        self._take_in()
-        departed = self._reducer.depart()
-        self._passes.hook(p for group in self.param_groups for p in group["params"])  # unfrozen meanwhile
-        hyperparameters = [_snapshot(group) for group in self.param_groups]  # a scheduler may change them next
-        for bucket in departed:
+        self._mark_stepped()
+        self._add_new_groups()
+        handed_over = self._reducer.hand_over_all()
+        self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
+        hyperparameters = [_snapshot(group) for group in self.param_groups]  # a scheduler may change them
+        for bucket in handed_over:
             self._pending.add(bucket, hyperparameters)
         params = [param for group in self.param_groups for param in group["params"]]
         pending = [param for param in params if param in self._pending]
-        # What took no part in the exchange is frozen; if it has a gradient, the optimizer uses it all the same.
+        # Other parameters are frozen. If one of them has a gradient, the optimizer uses it nevertheless.
         self._update(hyperparameters, [p for p in params if p not in self._pending and p.grad is not None])
-        covered = set(itertools.chain.from_iterable(self._covered.values()))
+        hooked = set(itertools.chain.from_iterable(self._hooked_modules.values()))
         for param in pending:
-            if param in covered:
-                self._guard(param)
-        self._pending.wait_for(param for param in pending if param not in covered)
+            if param in hooked:
+                self._check_use_of(param)
+        self._pending.wait_for(param for param in pending if param not in hooked)
         if self._steps_left == 0:
             self._pending.finish()
         return None
@@ -124,33 +125,33 @@ class _CrossBarrier(Distributed):
     step.hooked = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """See torch.optim.Optimizer."""
+        """See torch.optim.Optimizer. Completes pending updates first."""
         self._pending.finish()
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer."""
+        """See torch.optim.Optimizer. Completes pending updates first."""
         self._pending.finish()
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer."""
+        """See torch.optim.Optimizer. Completes pending updates first."""
         self._pending.finish()
         super().add_param_group(param_group)
 
-    def _tell_schedulers(self) -> None:
-        super()._tell_schedulers()
-        self._crossed._opt_called = True
+    def _mark_stepped(self) -> None:
+        super()._mark_stepped()
+        self._inner._opt_called = True
 
-    def _take_in(self) -> bool:
-        has_new = super()._take_in()
+    def _add_new_groups(self) -> bool:
+        has_new = super()._add_new_groups()
         if has_new:
-            self._cover()
+            self._hook_modules()
         return has_new
 
     def _update(self, hyperparameters: Hyperparameters, params: list[torch.nn.Parameter]) -> None:
-        """Let the wrapped optimizer step with ``params`` alone."""
+        """Let the wrapped optimizer update only ``params``."""
         chosen = set(params)
         all_groups = self.param_groups
         numbered = [
@@ -162,35 +163,35 @@ class _CrossBarrier(Distributed):
             return
         self.param_groups = [group for _, group in numbered]
         try:
-            # The wrapped optimizer's.
-            super(Distributed, self).step()  # type: ignore[misc]
+            # step() of the wrapped optimizer's class
+            super(DistributedOptimizerMixin, self).step()  # type: ignore[misc]
         finally:
             self.param_groups = all_groups
-        for number, group in numbered:  # some optimizers count in their groups
+        for number, group in numbered:  # some optimizers keep counts in their groups
             was = hyperparameters[number]
             changed = {k: v for k, v in group.items() if k != "params" and (k not in was or v is not was[k])}
             all_groups[number].update(changed)
 
-    def _cover(self) -> None:
-        """Make every module that uses parameters wait for them; those that do it already are left alone."""
+    def _hook_modules(self) -> None:
+        """Register hooks on new modules, so that each waits for the parameters that it uses."""
         for module in self._model.modules():
-            if module in self._covered:
+            if module in self._hooked_modules:
                 continue
             has_forward = type(module).forward is not torch.nn.Module.forward
-            whole = isinstance(module, _WHOLE) or module in self._whole
+            whole = isinstance(module, _USE_CHILD_PARAMETERS) or module in self._whole
             params = list(module.parameters() if whole else _used_by(module)) if has_forward else []
-            self._covered[module] = params
+            self._hooked_modules[module] = params
             if params:
-                # First of all: older hooks may compute weights from parameters (torch.nn.utils.weight_norm).
-                module.register_forward_pre_hook(_Waiting(self._pending, params), prepend=True)
-            module.register_state_dict_pre_hook(_Waiting(self._pending))
-            module.register_load_state_dict_pre_hook(_Waiting(self._pending))
+                # Before older hooks, which may compute weights from parameters (torch.nn.utils.weight_norm).
+                module.register_forward_pre_hook(_UpdateHook(self._pending, params), prepend=True)
+            module.register_state_dict_pre_hook(_UpdateHook(self._pending))
+            module.register_load_state_dict_pre_hook(_UpdateHook(self._pending))
 
-    def _guard(self, param: torch.nn.Parameter) -> None:
-        """Notice a gradient that was computed with a weight that is not up to date."""
-        if param in self._guarded or not param.requires_grad:
+    def _check_use_of(self, param: torch.nn.Parameter) -> None:
+        """Raise if a gradient of ``param`` is computed while its update is pending."""
+        if param in self._checked_params or not param.requires_grad:
             return
-        self._guarded.add(param)
+        self._checked_params.add(param)
         pending, name = self._pending, self._parameter_names[param]
 
         def check(_: torch.Tensor) -> None:
@@ -214,19 +215,19 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     *,
     whole: Iterable[torch.nn.Module] = (),
 ) -> Any:
-    """``optimizer`` for ``model``, whose communication also overlaps the next forward pass.
+    """Wrap ``optimizer`` of ``model`` so that communication also overlaps the next forward pass. Use the result.
 
-    A DistributedOptimizer, made before with what it needs; or a plain one, from which DistributedOptimizer(optimizer,
-    named_parameters, compression, backward_passes_per_step) is made, as in BytePS. The weights are bit for bit those
-    that it gives; use the result in its place. step() returns at once; a layer is updated when the next forward pass
-    calls it. state_dict(), shutdown() and what else needs all weights waits for them; before you read weights yourself,
-    call finish_updates().
+    step() returns at once. A layer is updated when the next forward pass calls it. The weights are bit for bit those
+    that DistributedOptimizer computes. state_dict() and shutdown() complete all updates first; call finish_updates()
+    before you read weights yourself. The training thread calls.
 
-    num_steps: that step completes its updates, so that weights may be read after the last one.
-    whole: modules that use parameters of their children without calling them: they wait for all of these (known by
-    itself for torch.nn.MultiheadAttention).
-    Wrap it before the first step: what has travelled keeps its priority, and a UserWarning says so.
-    Raises UsageError for what it can't overlap, and for arguments that the DistributedOptimizer had to be given.
+    optimizer: a DistributedOptimizer; or, as in BytePS, a plain optimizer, which is wrapped by
+    DistributedOptimizer(optimizer, named_parameters, compression, backward_passes_per_step). Wrap it before the first
+    step: gradients that have travelled before keep their priority, and a UserWarning says so.
+    num_steps: the step with this number completes its updates, so that weights may be read after the last step.
+    whole: modules that use their children's parameters without calling the children. They wait for all parameters in
+    them. torch.nn.MultiheadAttention need not be named.
+    Raises UsageError for Adasum and sparse gradients, and for arguments that belong to the DistributedOptimizer.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -239,11 +240,11 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     ...     opt.zero_grad()
     >>> bps.shutdown()
     """
-    if isinstance(optimizer, AdasumDistributed):
+    if isinstance(optimizer, AdasumOptimizerMixin):
         raise UsageError("CrossBarrier can't overlap Adasum, which combines whole steps; use the optimizer as it is")
-    if isinstance(optimizer, _CrossBarrier):
+    if isinstance(optimizer, _CrossBarrierMixin):
         raise UsageError("the optimizer is a CrossBarrier already")
-    if not isinstance(optimizer, Distributed):
+    if not isinstance(optimizer, DistributedOptimizerMixin):
         optimizer = DistributedOptimizer(optimizer, named_parameters, compression, backward_passes_per_step)
     elif named_parameters is not None or compression is not Compression.none or backward_passes_per_step != 1:
         raise UsageError(
@@ -252,35 +253,35 @@ def CrossBarrier(  # noqa: N802  BytePS's name
         )
     if optimizer._reducer.has_sparse:
         raise UsageError("CrossBarrier can't overlap sparse gradients; use DistributedOptimizer(sparse_as_dense=True)")
-    optimizer._reducer.takes_sparse = False
+    optimizer._reducer.accepts_sparse = False
     optimizer._reducer.prioritize()
     base = type(optimizer)
-    crossing: Any = object.__new__(type(base.__name__, (_CrossBarrier, base), {"__doc__": base.__doc__}))
-    crossing.__dict__.update(optimizer.__dict__)
-    crossing.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, which would step around us
-    crossing._pending = PendingUpdates(crossing._reducer, crossing._update)
-    contexts.current().unfinished.add(crossing._pending)
-    crossing._crossed = optimizer
-    crossing._model = model
-    crossing._whole = tuple(whole)
-    crossing._covered = {}
-    crossing._guarded = set()
-    crossing._steps_left = num_steps
-    crossing._cover()
-    return crossing
+    wrapped: Any = object.__new__(type(base.__name__, (_CrossBarrierMixin, base), {"__doc__": base.__doc__}))
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.__dict__.pop("step", None)  # a scheduler's wrapper would bypass this class's step()
+    wrapped._pending = PendingUpdates(wrapped._reducer, wrapped._update)
+    contexts.current().unfinished.add(wrapped._pending)
+    wrapped._inner = optimizer
+    wrapped._model = model
+    wrapped._whole = tuple(whole)
+    wrapped._hooked_modules = {}
+    wrapped._checked_params = set()
+    wrapped._steps_left = num_steps
+    wrapped._hook_modules()
+    return wrapped
 
 
 def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Its own parameters, and those of children that can't be called (ParameterList, ParameterDict)."""
+    """The module's own parameters, and those of children that can't be called (ParameterList, ParameterDict)."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if type(child).forward is torch.nn.Module.forward:
             yield from _used_by(child)
 
 
-class _Waiting:
-    """A module's hook that completes updates first: those of ``params``, or all. The module may be copied or saved:
-    what comes of that is another one, for which nothing is pending."""
+class _UpdateHook:
+    """A hook of a module that completes the updates of ``params`` (default: all). A copy of the module, or a saved one,
+    has no pending updates, so it gets a hook without effect."""
 
     def __init__(self, pending: PendingUpdates, params: list[torch.nn.Parameter] | None = None) -> None:
         self._pending, self._params = pending, params
@@ -292,18 +293,18 @@ class _Waiting:
             self._pending.wait_for(self._params)
 
     def __reduce__(self) -> Any:
-        return _Nothing, ()
+        return _NoHook, ()
 
 
-class _Nothing:
-    """The hook in the copy."""
+class _NoHook:
+    """The hook of a copied module."""
 
     def __call__(self, *_: Any) -> None:
         pass
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
-    """The group's hyperparameters as they are. A learning rate that is a tensor is changed in place later."""
+    """A copy of the group's hyperparameters. A learning rate that is a tensor may later change in place."""
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()

@@ -1,10 +1,10 @@
-"""DistributedDataParallel: a module whose gradients are averaged by the time backward() returns.
+"""DistributedDataParallel: a module whose gradients are averages over ranks when backward() returns.
 
-For any optimizer, unwrapped. Shares the GradientReducer with DistributedOptimizer: this file only knows when
-a backward pass begins and ends. Hooks run on autograd's threads, the rest on the training thread.
+Works with any optimizer. Uses the GradientReducer, as DistributedOptimizer does: this file only knows when a backward
+pass begins and ends. Hooks run on autograd's threads, the rest on the training thread.
 
     forward → hook on the outputs ─ backward begins → hooks of parameters → reducer.ready
-                                    └ queues: backward ends → reducer.finish
+                                    └ queues a callback: backward ends → reducer.finish
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import bits_of, wire_dtype
 from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import GradientOptions, GradientPlace
-from byteps_py.torch.gradients.buckets import GradientReducer
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.horovod.functions import broadcast_parameters
 
 
 class DistributedDataParallel(torch.nn.Module):
     """``module`` with equal parameters on all ranks and gradients averaged over them.
 
-    Parameters and buffers are copied from rank 0 at construction, buffers again before each training forward
-    pass if ``broadcast_buffers``. A parameter that a backward pass does not reach counts as zeros, so ranks
-    may use different parts of the module. ``device_ids`` is accepted for BytePS's scripts; the module must be
-    on its device already.
+    The constructor copies parameters and buffers from rank 0. If ``broadcast_buffers``, each training forward pass
+    copies buffers again. A gradient that a backward pass does not compute counts as zeros, so ranks may use different
+    parts of the module. device_ids: BytePS's argument, without effect; the module must be on its device already.
+    compression: Compression.none, fp16 or bf16. Parameters are dense, on cpu or cuda, of a floating dtype.
+    One thread uses it, in the same order on all ranks. The constructor raises NotInitializedError before init();
+    forward() and backward() raise MismatchError, StallError, PeerLostError, GradientOrderError or NonFiniteError.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -58,20 +60,21 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.device_ids = device_ids
         self.broadcast_buffers = broadcast_buffers
-        #: False inside no_sync(). A forward pass decides for its backward pass.
+        #: False inside no_sync(). The value during a forward pass counts for its backward pass.
         self.require_backward_grad_sync = True
         context = contexts.current()
         name = context.claim("DDP")
         tensors = [*module.named_parameters(), *module.named_buffers()]
         broadcast_parameters(tensors, 0, prefix=f"{name}.Parameter.")
         named = list(module.named_parameters())
-        self._backward = _Backward(
+        self._backward = _BackwardTracker(
             GradientReducer(context, named, GradientOptions(compression, prefix=f"{name}.Gradient."))
         )
-        self._buffers_of_root = _Buffers(context, module, f"{name}.Buffer.")
-        self._buffers_are_stale = False  # a training pass has changed them since they were last equal
+        self._buffers_of_root = _BufferBroadcast(context, module, f"{name}.Buffer.")
+        self._buffers_are_stale = False  # a training pass may have changed them since the last broadcast
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The outputs of ``module``, whose backward pass averages gradients over all ranks (see ``no_sync``)."""
         if self.broadcast_buffers and self._buffers_are_stale:
             self._buffers_of_root.broadcast()
         training = torch.is_grad_enabled()
@@ -85,7 +88,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward and backward passes inside only add to the gradients; the next pass outside averages the sum."""
+        """Inside, passes only accumulate gradients. The next backward pass outside averages the sum."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -93,19 +96,19 @@ class DistributedDataParallel(torch.nn.Module):
             self.require_backward_grad_sync = before
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises UsageError: it belongs to this process and its job."""
+        """Raises UsageError: the object belongs to this process and its job."""
         raise UsageError(
             "a DistributedDataParallel can't be copied or pickled: it is a part of this process and its job. Copy "
             "model.module, or save and send model.module.state_dict(), and wrap the module that takes it"
         )
 
     def synchronize(self) -> None:
-        """Wait for gradients on their way. backward() does it by itself; kept for BytePS's scripts."""
+        """Wait for gradients in flight. For BytePS's scripts: backward() waits by itself."""
         self._backward.end()
 
 
-class _Backward:
-    """Follows one backward pass after the other."""
+class _BackwardTracker:
+    """Tracks when backward passes begin and end."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
@@ -114,10 +117,10 @@ class _Backward:
         self._queued = False
 
     def prepare(self, params: Iterable[torch.nn.Parameter], expected: bool) -> None:
-        """Before a forward pass: will its backward pass be followed? Watch parameters that are not watched yet."""
+        """Called before a forward pass. expected: whether to average the gradients of its backward pass."""
         self._expected = expected
-        self._queued = False  # a backward pass that raised did not come to its end
-        me = weakref.ref(self)  # the module may outlive its wrapper, and be wrapped again
+        self._queued = False  # a backward pass that raised did not run its callback
+        me = weakref.ref(self)  # the module may outlive this wrapper and be wrapped again
 
         def computed(place: GradientPlace, param: torch.Tensor) -> None:
             backward = me()
@@ -132,10 +135,10 @@ class _Backward:
                 param.register_post_accumulate_grad_hook(functools.partial(computed, place))
 
     def watch(self, outputs: Any) -> None:
-        """See the backward pass of ``outputs`` begin.
+        """Register hooks that notice the begin of the backward pass of ``outputs``.
 
-        The end is queued from here rather than from a parameter's hook because that may run in an inner
-        backward pass (re-entrant checkpointing), which ends before the outer one does.
+        These queue the callback for the end. A parameter's hook may run in an inner backward pass (re-entrant
+        checkpointing), which ends before the outer one does.
         """
         for tensor in _tensors(outputs):
             if tensor.requires_grad:
@@ -147,15 +150,15 @@ class _Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
     def end(self) -> None:
-        """If the pass has reached any parameter (torch.autograd.grad does not), average all gradients."""
+        """Average all gradients if the pass has computed any (torch.autograd.grad computes none)."""
         self._queued = False
-        if self._reducer.begun:
+        if self._reducer.has_begun:
             self._reducer.finish()
-            self._reducer.leave_out()
+            self._reducer.skip_step()
 
 
-class _Buffers:
-    """The module's buffers, broadcast from rank 0: those of one dtype together."""
+class _BufferBroadcast:
+    """Broadcasts the module's buffers from rank 0. Those of one dtype travel together."""
 
     def __init__(self, context: Context, module: torch.nn.Module, prefix: str) -> None:
         self._context = context

@@ -1,64 +1,125 @@
-"""What a bucket's gradients were when they were handed over: whatever is done to them before they are combined is lost,
-so it must be noticed. The version of a tensor (bucket.py) misses what is done behind autograd's back.
+"""Checksums of gradients that were handed over: a change before the results arrive is noticed, however it was made.
+
+Such a change would be lost, so it is an error. PyTorch counts changes in ``Tensor._version`` (see bucket.py), but not
+those of its own unscaling kernel, of ``grad.data.mul_()`` or of ``grad.numpy()[…]``.
 
 Owns the checksums of one round. Must not know names or hooks. ``send`` is called with the lock of the GradientReducer
-held; ``changed`` by the training thread, while results are on their way.
+held; ``changed`` by the training thread, while results are on their way. A thread compiles the kernel
+(byteps_py/instructions.py); until it is ready, zlib computes the checksums.
 
-    together: gradients ─ copy ─► slot ─ checksum of each piece        later: gradients ─ copy ─► scratch ─ the same
-    alone:    gradient ─ checksum where it lies, copy ─► slot          later: the same
-    CUDA:     norms, on the device                                      later: the same
+    several gradients:  gradients ─ copy ─► slot ─ checksum of each piece     later: gradients ─ copy ─► scratch ─ again
+    one gradient:       checksum of its memory, copy ─► slot                  later: checksum of its memory
+    CUDA:               norms, on the device                                  later: norms, on the device
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
+import zlib
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from byteps_py.kernels.jit.background import Compiled
 from byteps_py.torch.engine.slot_view import PieceView, pieces
-from byteps_py.torch.gradients import checksums
-from byteps_py.torch.gradients.checksums import Pieces
 
+#: Arguments: address of the memory, address of a table with offset and length of each piece, number of pieces, address
+#: of the checksums.
+Kernel = Callable[[int, int, int, int], None]
 Gradients = Sequence[torch.Tensor | None]
 Contribution = Callable[[Gradients], Gradients]
 
 
+class PieceChecksums:
+    """Checksums of pieces of memory that lie one after the other. ``lengths``: of the pieces, in bytes."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._table = array("Q")
+        offset = 0
+        for nbytes in lengths:
+            self._table.extend((offset, nbytes))
+            offset += nbytes
+        self._count = len(lengths)
+        self._found = array("Q", bytes(8 * self._count)), array("Q", bytes(8 * self._count))
+        self._kernel: Kernel | None = None
+
+    def note(self, address: int) -> None:
+        """Compute and keep the checksums of the memory at ``address``."""
+        self._kernel = checksum_kernel().ready or _compute_with_zlib
+        self._compute(address, 0)
+
+    def changed(self, address: int) -> int | None:
+        """The first piece at ``address`` whose checksum differs from the one that ``note`` kept; None if all agree."""
+        self._compute(address, 1)
+        before, after = self._found
+        if before == after:
+            return None
+        return next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
+
+    def _compute(self, address: int, which: int) -> None:
+        if self._kernel is not None:
+            self._kernel(address, self._table.buffer_info()[0], self._count, self._found[which].buffer_info()[0])
+
+
+def _compute_with_zlib(address: int, table: int, count: int, found: int) -> None:
+    places = (ctypes.c_uint64 * (2 * count)).from_address(table)
+    results = (ctypes.c_uint64 * count).from_address(found)
+    for i in range(count):
+        offset, nbytes = places[2 * i], places[2 * i + 1]
+        results[i] = zlib.crc32((ctypes.c_char * nbytes).from_address(address + offset)) if nbytes else 0
+
+
+@functools.cache
+def checksum_kernel() -> Compiled[Kernel]:
+    """The process's checksum kernel. Any thread."""
+
+    def build() -> Kernel:
+        from byteps_py.torch.gradients.checksum_kernel import compile_checksums
+
+        return compile_checksums()
+
+    return Compiled("checksums", build, "computed by zlib")
+
+
 class Scratch:
-    """Memory for one bucket at a time: the buckets of a reducer share it."""
+    """Memory that all buckets of a reducer share, one bucket at a time."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
 
     def memory(self, nbytes: int) -> bytearray:
+        """At least ``nbytes``, valid until the next call."""
         if len(self._memory) < nbytes:
             self._memory = bytearray(nbytes)
         return self._memory
 
 
 class GradientChecksums:
-    """``contribution``: what is sent for gradients, which is they themselves or what becomes of them."""
+    """Checksums of one bucket's gradients. ``contribution``: computes what is sent from the gradients."""
 
     def __init__(self, scratch: Scratch, contribution: Contribution) -> None:
         self._scratch, self._contribution = scratch, contribution
-        self._memory: bytearray | None = None  # that ``_views`` look at
+        self._memory: bytearray | None = None  # the memory behind ``_views``
         self._views: list[torch.Tensor] = []
-        self._together: Pieces | None = None
-        self._alone: Pieces | None = None
+        self._together: PieceChecksums | None = None
+        self._alone: PieceChecksums | None = None
         self._slot_view: PieceView | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Nothing was handed over."""
+        """Begin a round: nothing has been handed over."""
         self._has_sent_together = self._has_sent_alone = False
         self._address = 0  # of the gradient that was sent alone
         self._norms: torch.Tensor | None = None
 
     def send(self, slot_view: PieceView, gradients: Gradients) -> None:
-        """Hand them over, and remember what they are."""
+        """Hand ``gradients`` over and keep their checksums."""
         self._slot_view = slot_view
-        checksums.kernel().prepare()
+        checksum_kernel().prepare()
         only = gradients[0] if len(gradients) == 1 else None
         if slot_view.is_on_device:
             self._norms = _norms(gradients)
@@ -66,19 +127,20 @@ class GradientChecksums:
         elif only is not None and only.is_contiguous():
             slot_view.contribute(self._contribution(gradients))
             if self._alone is None:
-                self._alone = Pieces([only.nbytes])
+                self._alone = PieceChecksums([only.nbytes])
             self._alone.note(only.data_ptr())
             self._has_sent_alone, self._address = True, only.data_ptr()
         else:
             _fill(slot_view.inputs, self._contribution(gradients))
             if self._together is None:
-                self._together = Pieces([math.prod(shape) * slot_view.dtype.itemsize for shape in slot_view.shapes])
+                lengths = [math.prod(shape) * slot_view.dtype.itemsize for shape in slot_view.shapes]
+                self._together = PieceChecksums(lengths)
             self._together.note(slot_view.input_address)
             self._has_sent_together = True
-            slot_view.contribute_input()  # what there is to send is in place
+            slot_view.contribute_input()  # the data are in the slot already
 
     def changed(self, gradients: Gradients) -> int | None:
-        """The first of ``gradients`` that is not what it was in ``send``, if there is one."""
+        """The position of the first gradient that has changed since ``send``; None if none has."""
         if self._has_sent_alone and self._alone is not None:
             only = gradients[0]
             if only is None or only.data_ptr() != self._address or not only.is_contiguous():
@@ -91,7 +153,7 @@ class GradientChecksums:
                 self._memory = memory
             try:
                 _fill(self._views, self._contribution(gradients))
-            except RuntimeError:  # their shapes are others
+            except RuntimeError:  # a shape has changed
                 return next(
                     i for i, grad in enumerate(gradients) if grad is not None and grad.shape != self._views[i].shape
                 )
@@ -100,14 +162,14 @@ class GradientChecksums:
             norms = _norms(gradients)
             if norms.shape != self._norms.shape:
                 return 0
-            # As bits: of NaN none is equal to another.
+            # Compared as bits, because NaN is not equal to NaN.
             found = (norms.view(torch.int64) != self._norms.view(torch.int64)).nonzero()
             return [i for i, grad in enumerate(gradients) if grad is not None][int(found[0])] if len(found) else None
         return None
 
 
 def _fill(views: Sequence[torch.Tensor], tensors: Gradients) -> None:
-    """Copy; None stands for zeros."""
+    """Copy ``tensors`` into ``views``; None stands for zeros."""
     targets = [view for view, tensor in zip(views, tensors, strict=True) if tensor is not None]
     sources = [tensor for tensor in tensors if tensor is not None]
     with torch.no_grad():
@@ -120,7 +182,7 @@ def _fill(views: Sequence[torch.Tensor], tensors: Gradients) -> None:
 
 
 def _norms(gradients: Gradients) -> torch.Tensor:
-    """One number for each gradient that there is, on their device."""
+    """The norm of each gradient that is not None, on the gradients' device."""
     given = [grad.detach() for grad in gradients if grad is not None]
     if not given:
         return torch.empty(0, dtype=torch.float64)

@@ -1,6 +1,7 @@
-"""Gradients that are NaN or infinite after they were combined: whose they are, and which parameters'.
+"""Explains combined gradients that are NaN or infinite: which ranks caused them, and which parameters have them.
 
-Looks at nothing unless the service has something to say. The thread that waits for the gradients calls.
+Reads gradients only if the service has reported some, or if the rank is alone. The thread that waits for the gradients
+calls.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
 
 
-def found_in(session: Session, buckets: Sequence[Bucket], options: GradientOptions) -> NonFiniteError | None:
-    """What there is to say of gradients that have arrived; None if they are finite, or nobody wants to know."""
+def find_error(session: Session, buckets: Sequence[Bucket], options: GradientOptions) -> NonFiniteError | None:
+    """The error for gradients of ``buckets`` that have arrived; None if they are finite or not checked."""
     if not options.nonfinite:
         return None
     alone = options.members(session.size) == 1
@@ -32,7 +33,7 @@ def found_in(session: Session, buckets: Sequence[Bucket], options: GradientOptio
 
 
 def _blame(bucket: Bucket, session: Session) -> int:
-    """Of a rank that is alone: its gradients may not travel at all."""
+    """The blame of a rank that is alone. Its gradients need not travel, so the service may not check them."""
     if bucket.slot_view is not None:
         return bucket.blame
     return blames.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
@@ -42,7 +43,7 @@ def _places(bucket: Bucket) -> Iterator[str]:
     for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
         if bucket.slot_view is not None:
             found = nonfinite.where(name, bucket.slot_view.results[position], param.dtype)
-        elif param.grad is not None and bucket.takes_part[position]:
+        elif param.grad is not None and bucket.participates[position]:
             found = nonfinite.where(name, param.grad)
         else:
             found = None

@@ -1,7 +1,7 @@
-"""DistributedOptimizer: from an optimizer and what is asked of it to one that works on all ranks together.
+"""DistributedOptimizer: wraps an optimizer so that it steps with the gradients of all ranks.
 
-Owns the choice of parts, nothing of what they do: hooks.py (order of calls), passes.py (which gradients
-there are), buckets.py (gradients on their way), adasum_optimizer.py. The training thread calls.
+Only chooses the parts: optimizer_mixin.py (order of calls), backward_passes.py (which gradients were computed),
+gradient_reducer.py (their exchange), adasum_optimizer.py. The training thread calls.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.gradients.adasum_optimizer import AdasumDistributed, Deltas
-from byteps_py.torch.gradients.arguments import (
+from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin, DeltaExchange
+from byteps_py.torch.gradients.backward_passes import BackwardPasses, CountedPasses, ReducedPasses
+from byteps_py.torch.gradients.bucket import GradientOptions
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
     NamedParameters,
     check_names,
@@ -22,10 +25,7 @@ from byteps_py.torch.gradients.arguments import (
     check_predivide,
     which_groups,
 )
-from byteps_py.torch.gradients.bucket import GradientOptions
-from byteps_py.torch.gradients.buckets import GradientReducer
-from byteps_py.torch.gradients.hooks import Distributed, Names
-from byteps_py.torch.gradients.passes import CountedPasses, Passes, ReducedPasses
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, Names
 from byteps_py.torch.horovod.ops import Adasum, Average, ReduceOp
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
 
@@ -42,24 +42,27 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """``optimizer``, with gradients averaged over all ranks before each step; communication overlaps backward.
+    """Wrap ``optimizer`` so that it averages gradients over all ranks before each step. Use the result.
 
-    The result is an instance of the optimizer's class that shares its state and param_groups.
+    Communication overlaps the backward pass. The result is an instance of the optimizer's class that shares its state
+    and param_groups. Parameters are on cpu or cuda, of dtype float16, bfloat16, float32 or float64.
 
-    named_parameters: usually model.named_parameters(), all or more of the optimizer's, in order of the forward
-    pass; the names must be the same on all ranks. Without it, numbers are used.
-    compression: Compression.none, .fp16 or .bf16. backward_passes_per_step: gradients of so many passes are
-    summed before they are combined over ranks.
-    op: Average, Sum, Min, Max, Product; or Adasum: each rank steps by itself, and what the steps changed is combined.
-    gradient_predivide_factor: with f, an average divides by f before the sum and
-    multiplies by f/size after it.
-    num_groups, groups: which gradients travel together. A number: so many groups of neighbours. A list of lists of
-    parameters: these groups, and the others as their sizes suggest. Without it, small ones do (BYTEPS_FUSION_BYTES).
-    sparse_as_dense: make sparse gradients dense before they are combined; without effect for SparseAdam, which takes
-    sparse ones only.
-    process_set: the ranks among which gradients are combined; on others the optimizer works with its own gradients.
-    Raises UsageError (a ValueError) for arguments that contradict each other and for duplicate or missing names,
-    NotInitializedError before init().
+    named_parameters: usually model.named_parameters(). It must contain all of the optimizer's parameters, in the order
+    of the forward pass, with the same names on all ranks. By default parameters are numbered.
+    compression: Compression.none, fp16 or bf16.
+    backward_passes_per_step: the number of backward passes whose gradients are summed before ranks combine them.
+    op: Average, Sum, Min, Max, Product or Adasum. With Adasum, each rank steps on its own gradients, and ranks combine
+    the changes of the weights.
+    gradient_predivide_factor: f divides gradients by f before the sum and multiplies them by f/size after it.
+    num_groups, groups: gradients that travel together. A number n makes n groups of neighbours; a list of lists of
+    parameters makes these groups. Other small gradients travel together up to BYTEPS_FUSION_BYTES.
+    sparse_as_dense: make sparse gradients dense before ranks combine them. No effect for SparseAdam, which takes only
+    sparse gradients.
+    process_set: the ranks that combine gradients. On other ranks the optimizer uses its own gradients.
+
+    One thread uses the result, and all ranks call in the same order. Raises UsageError (a ValueError) for arguments
+    that contradict each other and for duplicate or missing names, and NotInitializedError before init(). The result's
+    step() raises GradientOrderError, MismatchError, StallError, PeerLostError or NonFiniteError.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -73,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     """
     check_passes(backward_passes_per_step)
     check_predivide(gradient_predivide_factor, op)
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, DistributedOptimizerMixin):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     names = check_names(optimizer, named_parameters)
@@ -83,8 +86,10 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     ranks = ranks_of(process_set)
     if op is Adasum:
         prefix = prefix_of(process_set, "Delta")
-        adasum: AdasumDistributed = _dress(optimizer, AdasumDistributed, CountedPasses(backward_passes_per_step), names)
-        adasum._deltas = Deltas(context, context.claim(prefix), ranks, compression)
+        adasum: AdasumOptimizerMixin = _wrap(
+            optimizer, AdasumOptimizerMixin, CountedPasses(backward_passes_per_step), names
+        )
+        adasum._deltas = DeltaExchange(context, context.claim(prefix), ranks, compression)
         adasum._passes.hook(params)
         return adasum
     reducer = GradientReducer(
@@ -100,21 +105,23 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
         ),
         [[names[param] for param in group] for group in together],
     )
-    wrapped = _dress(optimizer, Distributed, ReducedPasses(reducer, backward_passes_per_step), names)
+    wrapped = _wrap(optimizer, DistributedOptimizerMixin, ReducedPasses(reducer, backward_passes_per_step), names)
     wrapped._reducer = reducer
     wrapped._passes.hook(params)
     return wrapped
 
 
-def _dress(optimizer: torch.optim.Optimizer, kind: type[Distributed], passes: Passes, names: Names) -> Any:
-    """An object of ``kind`` and the optimizer's class that shares the optimizer's state."""
+def _wrap(
+    optimizer: torch.optim.Optimizer, kind: type[DistributedOptimizerMixin], passes: BackwardPasses, names: Names
+) -> Any:
+    """An object of a class that derives from ``kind`` and the optimizer's class. It shares the optimizer's state."""
     base = type(optimizer)
     wrapped: Any = object.__new__(type(base.__name__, (kind, base), {"__doc__": base.__doc__}))
     wrapped.__dict__.update(optimizer.__dict__)
-    for name in ("step", "param_groups", "state"):  # a scheduler's wrapper of step() would step around us
+    for name in ("step", "param_groups", "state"):  # a scheduler's wrapper would bypass the new class's step()
         wrapped.__dict__.pop(name, None)
     wrapped._wrapped = optimizer
-    wrapped._groups_taken_in = len(optimizer.param_groups)
+    wrapped._groups_added = len(optimizer.param_groups)
     wrapped._passes = passes
     wrapped._parameter_names = names
     wrapped._synchronized = False

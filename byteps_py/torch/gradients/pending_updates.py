@@ -1,10 +1,10 @@
-"""Updates that wait for their gradients: handed over by step(), applied when a layer needs its parameters.
+"""Pending updates of CrossBarrier: step() adds them, and they are applied when a layer needs its parameters.
 
-Owns what stands in ``param.grad`` meanwhile. Must not know modules or the wrapped optimizer. The training thread
-calls; a lock covers forward passes on other threads.
+Owns ``param.grad`` meanwhile. Must not know modules or the wrapped optimizer. The training thread calls; a lock covers
+forward passes on other threads.
 
-    step ─ add(bucket) ─► p.grad = stand-in ┐
-    a layer's forward ─ wait_for(params) ───┴► the bucket's averages into p.grad ─► update ─► as zero_grad left it
+    step ─ add(bucket) ─► p.grad = placeholder ─┐
+    a layer's forward ─ wait_for(params) ───────┴► averages into p.grad ─► update ─► repeat zero_grad's change to p.grad
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 
 from byteps_py.torch.gradients.bucket import Bucket
-from byteps_py.torch.gradients.buckets import GradientReducer
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 
 Hyperparameters = list[dict[str, Any]]  # of each parameter group, without its parameters
 Update = Callable[[Hyperparameters, list[torch.nn.Parameter]], None]
 
 
-class _StandIn:
-    """Takes a gradient's place while it is on its way, and sees what becomes of it.
+class _GradientPlaceholder:
+    """Replaces a gradient while it is in flight, and records what the script does to it.
 
-    It reads as NaN, so that nobody works with a stale gradient, and takes no memory. Were the gradient left in its
-    place, zero_grad(set_to_none=False) would overwrite shared memory that is being summed.
+    It reads as NaN, so that no stale gradient is used, and takes no memory. If the gradient stayed in place,
+    zero_grad(set_to_none=False) would overwrite shared memory that is being summed.
     """
 
     def __init__(self, param: torch.nn.Parameter) -> None:
@@ -37,24 +37,24 @@ class _StandIn:
         self._tensor = torch.full((), math.nan, dtype=param.dtype, device=param.device).expand(param.shape)
         param.grad = self._tensor
 
-    def give_way(self) -> Callable[[], None]:
-        """Put the gradient back. The result, called after the update, does what was done to the stand-in."""
-        left = self.param.grad
+    def restore(self) -> Callable[[], None]:
+        """Put the gradient back. Call the result after the update: it repeats the script's change to the gradient."""
+        replacement = self.param.grad
         self.param.grad = self._gradient
-        if left is not self._tensor:
+        if replacement is not self._tensor:
 
             def replay() -> None:
-                self.param.grad = left
+                self.param.grad = replacement
         else:
-            # It is one element, seen everywhere, so that all that can be done to it is to fill it. Its version would
-            # not say so: ``grad.data.zero_()`` does not change it.
+            # All elements share one value, so the script can only have filled it. The tensor's version would not show
+            # that: ``grad.data.zero_()`` does not change it.
             value = self._tensor
 
             def replay() -> None:
                 grad = self.param.grad
                 if grad is None:
                     return
-                if not value.is_cpu:  # without waiting for the device
+                if not value.is_cpu:  # does not wait for the device
                     grad.copy_(torch.where(value.isnan(), grad, value))
                 elif not math.isnan(filled := value.view(-1)[0].item() if value.numel() else math.nan):
                     grad.fill_(filled)
@@ -62,78 +62,79 @@ class _StandIn:
         return replay
 
 
-class _Awaited:
-    """A bucket on its way, and how its parameters are to be updated."""
+class _PendingBucket:
+    """A bucket in flight, and the hyperparameters for the update of its parameters."""
 
     def __init__(self, bucket: Bucket, hyperparameters: Hyperparameters) -> None:
         self.bucket = bucket
         self.hyperparameters = hyperparameters
-        self.params = [p for p, takes_part in zip(bucket.params, bucket.takes_part, strict=True) if takes_part]
-        self.stand_ins = [_StandIn(param) for param in self.params]
+        self.params = [p for p, participates in zip(bucket.params, bucket.participates, strict=True) if participates]
+        self.placeholders = [_GradientPlaceholder(param) for param in self.params]
 
 
 class PendingUpdates:
-    """``update(hyperparameters, params)`` lets the wrapped optimizer update just these."""
+    """``update(hyperparameters, params)`` lets the wrapped optimizer update only ``params``."""
 
     def __init__(self, reducer: GradientReducer, update: Update) -> None:
         self._reducer = reducer
         self._update = update
-        self._awaited: dict[torch.nn.Parameter, _Awaited] = {}
+        self._pending: dict[torch.nn.Parameter, _PendingBucket] = {}
         self._lock = threading.RLock()
 
     def __contains__(self, param: torch.nn.Parameter) -> bool:
-        return param in self._awaited
+        return param in self._pending
 
     def add(self, bucket: Bucket, hyperparameters: Hyperparameters) -> None:
-        awaited = _Awaited(bucket, hyperparameters)
-        self._awaited.update((param, awaited) for param in awaited.params)
+        """Add the parameters of ``bucket``, which is in flight. Their gradients become placeholders."""
+        pending = _PendingBucket(bucket, hyperparameters)
+        self._pending.update((param, pending) for param in pending.params)
 
     def wait_for(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Return when ``params``, and what travels with them, are up to date.
+        """Return when ``params`` are up to date, and the parameters whose gradients travel with theirs.
 
-        Raises the first error of their exchange; then nothing is pending, and what was has not been updated.
+        Raises the first error of their exchange. Then nothing is pending, and the pending updates are discarded.
         """
-        if not self._awaited:
+        if not self._pending:
             return
         with self._lock:
             for param in params:
-                awaited = self._awaited.get(param)
-                if awaited is not None:
-                    self._apply(awaited)
+                pending = self._pending.get(param)
+                if pending is not None:
+                    self._apply(pending)
 
     def finish(self) -> None:
-        """``wait_for`` everything."""
+        """Return when all parameters are up to date. Raises as ``wait_for`` does."""
         with self._lock:
-            while self._awaited:
-                self._apply(next(iter(self._awaited.values())))
+            while self._pending:
+                self._apply(next(iter(self._pending.values())))
 
-    def _apply(self, awaited: _Awaited) -> None:
-        replays = self._forget(awaited)
+    def _apply(self, pending: _PendingBucket) -> None:
+        replays = self._remove(pending)
         try:
-            is_usable = self._reducer.arrive(awaited.bucket)
-            # The caller may be in a forward pass under autocast or inference_mode; step() was not.
-            kinds = {param.device.type for param in awaited.params if torch.is_autocast_enabled(param.device.type)}
+            is_usable = self._reducer.finish_bucket(pending.bucket)
+            # The caller may be in a forward pass under autocast or inference_mode, in which step() was not.
+            kinds = {param.device.type for param in pending.params if torch.is_autocast_enabled(param.device.type)}
             with torch.inference_mode(False), _no_autocast(kinds), torch.no_grad():
                 if is_usable:
-                    self._update(awaited.hyperparameters, awaited.params)
+                    self._update(pending.hyperparameters, pending.params)
                 for replay in replays:
                     replay()
         except BaseException:
-            self._drop()
+            self._discard_rest()
             raise
 
-    def _forget(self, awaited: _Awaited) -> list[Callable[[], None]]:
-        for param in awaited.params:
-            del self._awaited[param]
-        return [stand_in.give_way() for stand_in in awaited.stand_ins]
+    def _remove(self, pending: _PendingBucket) -> list[Callable[[], None]]:
+        for param in pending.params:
+            del self._pending[param]
+        return [placeholder.restore() for placeholder in pending.placeholders]
 
-    def _drop(self) -> None:
-        """Take the rest in without using it: after an error no exchange may stay pending."""
-        while self._awaited:
-            awaited = next(iter(self._awaited.values()))
-            self._forget(awaited)
-            with contextlib.suppress(Exception):  # the first error is on its way to the caller
-                self._reducer.arrive(awaited.bucket)
+    def _discard_rest(self) -> None:
+        """Receive the other buckets without using them: after an error no exchange may stay pending."""
+        while self._pending:
+            pending = next(iter(self._pending.values()))
+            self._remove(pending)
+            with contextlib.suppress(Exception):  # the caller gets the first error
+                self._reducer.finish_bucket(pending.bucket)
 
 
 def _no_autocast(kinds: Iterable[str]) -> contextlib.ExitStack:

@@ -1,11 +1,11 @@
-"""Whether ranks have planned alike in the first step, and whether they go through a step alike.
+"""Compares ranks' plans: whether all ranks combine the same gradients, and call closures equally often.
 
-Buckets meet by name: ranks that put other gradients together would wait for each other until the stall limit. So plans
-are compared first, by two numbers, and entry by entry where those differ. Owns nothing of what is compared. The lock of
-the GradientReducer is held; ``begin`` never waits for others.
+Buckets are matched by name, so ranks that group gradients differently would wait for each other until the stall limit.
+Therefore the first step compares plans by two numbers, and entry by entry if those differ. Does not own what it
+compares. The caller holds the lock of the GradientReducer; ``begin`` does not wait for other ranks.
 
-    first gradient is complete ─ begin ─┐      gradients leave meanwhile
-    step → finish ──────────────────────┴► settle: alike, or MismatchError on every rank
+    first bucket is complete ─ begin ─┐      gradients are sent meanwhile
+    step → finish ────────────────────┴► finish: plans are equal, or MismatchError on every rank
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 
-#: Of all buckets: (name of its tensor, what a rank gives) for each gradient, in the order in which they were named.
+#: For each gradient, in the order of named_parameters: (name of its bucket's tensor, description of the gradient).
 Plan = Sequence[tuple[str, str]]
 
-_TEXT_BYTES = 512  # of an entry that differs
-_ENDED = 1 << 40  # more than anybody evaluates a closure
+_TEXT_BYTES = 512  # the longest text of an entry that is exchanged
+_ENDED = 1 << 40  # more than any number of evaluations
 
 
 class PlanComparison:
-    """Of the ranks of ``group`` (empty: all)."""
+    """Comparisons among the ranks of ``group`` (empty: all)."""
 
     def __init__(self, context: Context, name: str, group: tuple[int, ...]) -> None:
         self._context, self._name, self._group = context, name, group
@@ -36,23 +36,22 @@ class PlanComparison:
 
     @property
     def is_under_way(self) -> bool:
-        """Between ``begin`` and ``settle``."""
+        """True between ``begin`` and ``finish``."""
         return self._under_way is not None
 
     @property
     def request(self) -> TensorRequest:
-        """What ``begin`` needs to be declared."""
+        """The declaration that ``begin`` needs."""
         return self._request("plan", DType.INT64, (2,))
 
     def begin(self, plan: Plan) -> None:
-        """Tell the others what this rank's plan is, in short; once until ``settle``."""
+        """Send a digest of this rank's plan. Has no effect if called again before ``finish``."""
         if self._under_way is None:
             number = _number("\n".join(map(_entry, plan)))
             self._under_way = self._start("plan", torch.tensor([number, -number]))
 
-    def settle(self, plan: Plan) -> None:
-        """Return when all who have begun are known to have the same plan. Raises MismatchError with the first entry
-        that differs."""
+    def finish(self, plan: Plan) -> None:
+        """Wait for the other ranks' digests. Raises MismatchError, with the first difference, if plans differ."""
         slot_view, self._under_way = self._under_way, None
         if slot_view is None:
             return
@@ -62,15 +61,15 @@ class PlanComparison:
             raise MismatchError(self._difference(plan))
 
     def forget(self) -> None:
-        """What has begun was in another job."""
+        """Discard a comparison that began in another job."""
         self._under_way = None
 
-    def meet(self, evaluations: int | None) -> None:
-        """All ranks are in a step with a closure, about to combine the gradients of this evaluation; None: at its end.
+    def check_closure_calls(self, evaluations: int | None) -> None:
+        """Check that all ranks have called their closure ``evaluations`` times in this step; None: have ended the step.
 
-        Raises MismatchError if some are elsewhere.
+        Raises MismatchError if some have not.
         """
-        found = self._all("closure", _ENDED if evaluations is None else evaluations)
+        found = self._values_by_rank("closure", _ENDED if evaluations is None else evaluations)
         if len(set(found.values())) > 1:
             where = "; ".join(
                 f"rank {rank} {'has ended its step' if at == _ENDED else f'evaluates it for time {at}'}"
@@ -98,12 +97,12 @@ class PlanComparison:
         texts[self._ranks.index(self._context.session.rank), : len(mine)] = torch.frombuffer(
             bytearray(mine), dtype=torch.uint8
         )
-        said: dict[str, list[int]] = {}
+        ranks_by_text: dict[str, list[int]] = {}
         for rank, row in zip(self._ranks, self._max("entry", texts), strict=True):
             text = row.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
             if text:
-                said.setdefault(text, []).append(rank)
-        each = "; ".join(f"{_named(ranks)} gave {text}" for text, ranks in said.items())
+                ranks_by_text.setdefault(text, []).append(rank)
+        each = "; ".join(f"{_named(ranks)} gave {text}" for text, ranks in ranks_by_text.items())
         here = f" ({plan[at][0]!r} here)" if at < len(plan) and plan[at][0] else ""
         return (
             f"ranks disagree about the gradients to combine, first at number {at}{here}: {each}. Give "
@@ -111,8 +110,8 @@ class PlanComparison:
             "the same options, groups, num_groups and BYTEPS_FUSION_BYTES"
         )
 
-    def _all(self, what: str, mine: int) -> dict[int, int]:
-        """What each rank says, which is above 0; of ranks that have joined nothing."""
+    def _values_by_rank(self, what: str, mine: int) -> dict[int, int]:
+        """Each rank's value, which is above 0. Ranks that have called join() are missing."""
         values = torch.zeros(len(self._ranks), dtype=torch.int64)
         values[self._ranks.index(self._context.session.rank)] = mine
         found = self._max(what, values).tolist()

@@ -1,16 +1,16 @@
-"""The functions of ``horovod.torch`` and ``byteps.torch``.
+"""The functions of ``horovod.torch`` and ``byteps.torch``, one file for each operation.
 
-    api, allreduce, scatter ─ reductions ─ plans
-    broadcasts, functions ─ ops
-    gathers ─ allgather, alltoall ─ two_rounds
+    api, allreduce, reducescatter ─ reductions ─ reduction_plans
+    broadcast;  functions, objects ─ broadcast_stream
+    allgather, alltoall ─ two_rounds, size_headers
 
-A gather's or an alltoall's sizes may differ between ranks. It takes two rounds (two_rounds.py): a small round of fixed
-size tells every rank the sizes (size_headers.py), then the data go.
+Tensors of an allgather or an alltoall may differ in size between ranks, so the operation takes two rounds
+(two_rounds.py): a small round of fixed size tells every rank the sizes (size_headers.py), then the data travel.
 
-Bytes, with n machines of l ranks each. The first round moves 1024 bytes of each rank to each other machine for a
-gather, 128 of each rank to each rank of other machines for an exchange: out of each machine, and in, l(n-1)·1024, and
-l²(n-1)·128. Most of a gather's are room for data: if that is small on all ranks (896 bytes for one tensor, 128 less for
-each more), it is over with the first round. The second round moves what it must: a gather every rank's bytes to every
-other machine once, an exchange each piece to its rank. (A group of more than 7 tensors has a round in between, of 128
-bytes for each.)
+Bytes, with n machines of l ranks each. First round: an allgather moves 1024 bytes from each rank to each other machine,
+an alltoall 128 bytes from each rank to each rank on another machine. So l(n-1)·1024 or l²(n-1)·128 bytes leave each
+machine, and as many arrive. Most of the 1024 bytes is room for data: an allgather ends with the first round if every
+rank's data fit (896 bytes for one tensor, 128 less for each further tensor). Second round: an allgather moves each
+rank's data once to each other machine, an alltoall moves each piece to its rank. (A group of more than 7 tensors has a
+round in between, of 128 bytes for each tensor.)
 """

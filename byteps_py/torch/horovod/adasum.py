@@ -1,19 +1,20 @@
-"""Adasum: combining vectors of several ranks so that what they agree on is averaged and what they do not is added.
+"""Adasum combines vectors of several ranks: it averages parallel vectors and adds orthogonal ones.
 
     adasum(a, b) = (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b
 
-applied to neighbours, then to neighbours of the results, and so on; where their number is odd, the last goes up as it
-is. Every result is a linear combination of the ranks' vectors, and its factors follow from the products a·b of all
-pairs. So it takes one exchange, one small sum and one gather, whatever the number of ranks:
+Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation" (arXiv 2006.02924). The rule combines
+neighbours, then neighbours of the results, and so on; with an odd number, the last vector enters the next level
+unchanged. Every result is a linear combination of the ranks' vectors, and its factors follow from the products a·b of
+all pairs. So the operation takes one exchange, one small sum and one gather, for any number of ranks:
 
-    EXCHANGE  each rank gets its 1/n of everybody's vectors        M (n-1)/n bytes out and in
-    SUM       of the products of all pairs, taken on each 1/n      n (n+1)/2 float64 per tensor
-    combine   each rank its 1/n: the factors are the same for all
-    GATHER    of the combined pieces                               M (n-1)/n bytes out and in
+    EXCHANGE  each rank gets its 1/n of every rank's vectors       M (n-1)/n bytes out and in
+    SUM       products of all pairs, computed on each 1/n          n (n+1)/2 float64 per tensor
+    combine   each rank its 1/n; the factors are equal on all
+    GATHER    the combined pieces                                  M (n-1)/n bytes out and in
 
-Products, factors and the combination are float64, rounded once at the end, in an order that the number of ranks alone
-decides: all ranks get the same bits. ``start`` may be called by any thread; a thread of its own carries an operation
-on, so that ranks may wait for their operations in different orders.
+Products, factors and the combination are float64, rounded once at the end. The number of ranks alone decides the order
+of additions, so all ranks get the same bits. Any thread may call ``start``. Each operation has a thread of its own, so
+that ranks may wait for their operations in different orders.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from byteps_py.torch.engine.dtypes import check_dense, wire_dtype
 
 Floats = npt.NDArray[np.float64]
 
-#: Elements of a vector that are converted to float64 at once. Part of the order of sums: never depends on anything.
+#: Elements of a vector that are converted to float64 at once. A constant, because it is part of the order of additions.
 _CHUNK = 1 << 15
-#: A square that is smaller than this part of what it was added up from is rounding, and stands for zero.
+#: A square smaller than this fraction of the sum of its terms' magnitudes is rounding error and counts as zero.
 _ROUNDING = 1e-13
 
 _running: weakref.WeakKeyDictionary[Session, dict[str, AdasumOperation]] = weakref.WeakKeyDictionary()
@@ -52,10 +53,10 @@ def adasum(
 
 
 def start(context: Context, tensors: Sequence[torch.Tensor], name: str, group: tuple[int, ...] = ()) -> AdasumOperation:
-    """Begin to combine each of ``tensors`` by itself with those of the other ranks.
+    """Begin to combine each of ``tensors`` with the other ranks' tensors at the same position.
 
-    All are of one floating dtype, of any shape, on cpu or cuda, and may be changed at once. Raises UsageError for
-    another dtype, for different ones, or if an operation of this name is not finished.
+    The tensors have one floating dtype and any shape, are on cpu or cuda, and may be changed after the call. Raises
+    UsageError for another dtype, for different dtypes, or if an operation of this name is not finished.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) != 1:
@@ -74,7 +75,7 @@ def start(context: Context, tensors: Sequence[torch.Tensor], name: str, group: t
 
 
 class AdasumOperation:
-    """A running Adasum. Any thread may ask for its end."""
+    """A running Adasum. Any thread may wait for it."""
 
     def __init__(self, session: Session, tensors: Sequence[torch.Tensor], name: str, group: tuple[int, ...]) -> None:
         self._session = session
@@ -105,19 +106,19 @@ class AdasumOperation:
         return self._finished.is_set()
 
     def wait(self) -> list[torch.Tensor]:
-        """The results, new tensors in order of the inputs. Raises what Session.wait raises."""
-        self._finished.wait()  # its thread ends with the session at the latest, whose waits have their limits
+        """The results, new tensors in the order of the inputs. Raises as Session.wait does."""
+        self._finished.wait()  # bounded: the thread's own waits have the session's time limits
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
             raise self._error
-        # Here rather than on the thread above, whose streams nobody waits for.
+        # Here and not on the operation's thread: the caller does not wait for that thread's CUDA streams.
         return [result.to(device) for result, (_, device) in zip(self._results, self._like, strict=True)]
 
     # ---- the steps -------------------------------------------------------------------------------------
 
     def _exchange(self, tensors: Sequence[torch.Tensor]) -> Slot:
-        """Give every rank its piece of ours."""
+        """Send every rank its piece of this rank's vectors."""
         pieces = self._pieces()
         mine = pieces[self._position][1]
         total = sum(length for _, length in pieces)
@@ -144,11 +145,11 @@ class AdasumOperation:
             self._finished.set()
 
     def _products(self, rows: torch.Tensor) -> Floats:
-        """[tensor, i, j]: the product of ranks i's and j's pieces of each tensor."""
+        """[tensor, i, j]: the product of rank i's and rank j's piece of each tensor."""
         products = np.zeros((len(self._ends), self._members, self._members))
         for number, start, end in self._chunks():
             chunk = rows[:, start:end].double().numpy()
-            products[number] += np.einsum("ik,jk->ij", chunk, chunk)  # by one thread, without BLAS: always the same
+            products[number] += np.einsum("ik,jk->ij", chunk, chunk)  # one thread, no BLAS: the same bits every time
         return products
 
     def _sum(self, products: Floats) -> Floats:
@@ -184,7 +185,7 @@ class AdasumOperation:
             start = end
         return results
 
-    # ---- who has what ----------------------------------------------------------------------------------
+    # ---- pieces ----------------------------------------------------------------------------------------
 
     def _pieces(self) -> list[tuple[int, int]]:
         """(offset, bytes) of each rank's piece."""
@@ -192,7 +193,7 @@ class AdasumOperation:
         return [(a * size, (b - a) * size) for a, b in zip(self._bounds, self._bounds[1:], strict=False)]
 
     def _chunks(self) -> Iterator[tuple[int, int, int]]:
-        """(tensor, start, end) of what this rank's piece consists of, counted from its start."""
+        """(tensor, start, end) of each chunk of this rank's piece, counted from the start of the piece."""
         first, last = self._bounds[self._position : self._position + 2]
         begin = 0
         for number, end in enumerate(self._ends):
@@ -210,16 +211,16 @@ class AdasumOperation:
     def _view(self, memory: memoryview, nbytes: int) -> torch.Tensor:
         if not nbytes:
             return torch.empty(0, dtype=self._dtype)
-        # Through numpy, which keeps the memory mapped for as long as a view lives.
+        # Through numpy, which keeps the memory mapped while a view exists.
         return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes)).view(self._dtype)
 
 
 def _factors(products: Floats) -> Floats:
-    """[tensor, rank]: what each rank's vector is multiplied with, from [tensor, i, j], the products of all pairs.
+    """[tensor, rank]: the factor of each rank's vector, from [tensor, i, j], the products of all pairs.
 
-    >>> _factors(np.array([[[1.0, 0.0], [0.0, 4.0]]])).tolist()  # nothing in common: the sum
+    >>> _factors(np.array([[[1.0, 0.0], [0.0, 4.0]]])).tolist()  # orthogonal vectors: the sum
     [[1.0, 1.0]]
-    >>> _factors(np.array([[[1.0, 1.0], [1.0, 1.0]]])).tolist()  # equal: the average
+    >>> _factors(np.array([[[1.0, 1.0], [1.0, 1.0]]])).tolist()  # equal vectors: the average
     [[0.5, 0.5]]
     """
     tensors, members, _ = products.shape
@@ -240,11 +241,11 @@ def _merge(a: Floats, b: Floats, products: Floats) -> Floats:
         return result
 
     def factor(square: Floats) -> Floats:
-        # A vector that is zero has nothing in common with the other, which goes on as it is.
+        # A zero vector is orthogonal to the other vector, which stays unchanged.
         shared = np.divide(both, 2 * square, out=np.zeros_like(square), where=~(square <= 0))
         return (1 - shared)[:, np.newaxis]
 
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaNs go their way, into the result
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN reach the result
         both = product(a, b)
         result: Floats = factor(product(a, a)) * a + factor(product(b, b)) * b
         return result

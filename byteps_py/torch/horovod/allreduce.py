@@ -1,14 +1,15 @@
 """Reductions with Horovod's names and arguments: allreduce, grouped_allreduce and sparse_allreduce_async.
 
-Moves, per GPU machine and M bytes: see placement in the design; with k CPU machines beside n GPU machines
-2n(n-1) / (n² + kn - 2k) · M in and as much out, whatever the number of ranks on the machine. A group travels as one
-tensor per dtype and device.
+Bytes per GPU machine, for tensors of M bytes, n GPU machines and k CPU machines: 2n(n-1) / (n² + kn - 2k) · M in and
+as many out, for any number of ranks on the machine (docs/placement.md; BytePS, OSDI 2020, section 4.1). A group travels
+as one tensor per dtype and device.
 
-All take part in every call: the same name (without one, calls are matched in order), shape, dtype, operation and
-scale factors on all ranks of the process set. Any thread may call. All raise NotInitializedError outside init() …
-shutdown(), UsageError (a ValueError) for misuse, and when waited for MismatchError, StallError or PeerLostError
-(HorovodInternalError all of them). Tensors: dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8,
-int16, int32, int64, uint8; bool with Min, Max and Product.
+All ranks of the process set make every call, with the same name (calls without a name are matched in order), shape,
+dtype, operation and scale factors. Any thread may call. Tensors are dense, on cpu or cuda, of dtype float16, bfloat16,
+float32, float64, int8, int16, int32, int64 or uint8; also bool with Min, Max and Product.
+
+All functions raise NotInitializedError outside init() … shutdown() and UsageError (a ValueError) for misuse. Waiting
+for the result raises MismatchError, StallError or PeerLostError (each a HorovodInternalError).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from byteps_py.errors import UsageError
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.integer_averages import is_summed_wider, mean, summands
+from byteps_py.torch.horovod.allgather import allgather_async
 from byteps_py.torch.horovod.api import result_of, synchronize
-from byteps_py.torch.horovod.gathers import allgather_async
-from byteps_py.torch.horovod.ops import Adasum, Average, ReduceOp, Sum, listed
-from byteps_py.torch.horovod.plans import ReductionOptions
+from byteps_py.torch.horovod.ops import Adasum, Average, ReduceOp, Sum, tensor_list
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, members_of
+from byteps_py.torch.horovod.reduction_plans import ReductionOptions
 from byteps_py.torch.horovod.reductions import start_adasum, start_reduction
 
 
@@ -40,12 +41,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce ``tensor``; ``synchronize(handle)`` gives the result, a new tensor.
-
-    op: Average (default), Sum, Min, Max, Product, Adasum. ``average`` is its old form (deprecated; giving both is an
-    error). The factors multiply each rank's tensor before, and the result after. Averages of integers are exact,
-    cut off towards zero; sums may wrap around.
-    """
+    """Begin to reduce ``tensor``. ``synchronize(handle)`` returns the result, a new tensor. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     return _start([tensor], None, name, options)
 
@@ -59,7 +55,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Like allreduce_async, but the result goes into ``tensor`` when it is synchronized."""
+    """Like allreduce_async, but ``synchronize`` writes the result into ``tensor``. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     return _start([tensor], [tensor], name, options)
 
@@ -73,7 +69,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce ``tensor`` in place, and return it."""
+    """Reduce ``tensor`` in place, and return it. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     result: torch.Tensor = result_of(_start([tensor], [tensor], name, options, is_awaited=True))
     return result
@@ -89,7 +85,17 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The reduction of ``tensor``; see allreduce_async. Differentiable for Sum and Average.
+    """The reduction of ``tensor`` over all ranks, a new tensor. Differentiable for Sum, Average and Adasum.
+
+    tensor: dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64 or uint8;
+    also bool with Min, Max and Product. The same shape and dtype on all ranks.
+    name: the same on all ranks; calls without a name are matched in order.
+    compression: Compression.none, fp16 or bf16.
+    op: Average (default), Sum, Min, Max, Product or Adasum. ``average`` is its old form: deprecated, and an error
+    together with ``op``. Averages of integers are exact and rounded towards zero; sums of integers may wrap around.
+    prescale_factor, postscale_factor: multiply each rank's tensor before the reduction, and the result after it.
+    Any thread may call it. Raises NotInitializedError, UsageError (a ValueError), and MismatchError, StallError or
+    PeerLostError (each a HorovodInternalError).
 
     >>> import torch, byteps_py as hvd
     >>> hvd.init()
@@ -113,9 +119,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce each of ``tensors``, all or none; ``synchronize`` gives a tuple of new tensors."""
+    """Begin to reduce each of ``tensors`` as one operation. ``synchronize(handle)`` returns a tuple of new tensors."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    return _start(listed(tensors), None, name, options, is_group=True)
+    return _start(tensor_list(tensors), None, name, options, is_group=True)
 
 
 def grouped_allreduce_async_(
@@ -127,9 +133,9 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Like grouped_allreduce_async, but the results go into ``tensors`` when they are synchronized."""
+    """Like grouped_allreduce_async, but ``synchronize`` writes the results into ``tensors``."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    return _start(listed(tensors), listed(tensors), name, options, is_group=True)
+    return _start(tensor_list(tensors), tensor_list(tensors), name, options, is_group=True)
 
 
 def grouped_allreduce_(
@@ -141,7 +147,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
-    """Reduce each of ``tensors`` in place, and return them in a tuple."""
+    """Reduce each of ``tensors`` in place as one operation, and return them in a tuple. See allreduce."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     result: tuple[torch.Tensor, ...] = result_of(handle)
     return result
@@ -157,9 +163,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """The reductions of ``tensors``, in a list. Differentiable for Sum and Average."""
+    """The reductions of ``tensors``, as one operation, in a list of new tensors. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    pairs = [compression.compress(tensor) for tensor in listed(tensors)]
+    pairs = [compression.compress(tensor) for tensor in tensor_list(tensors)]
     results = _Allreduce.apply(name, options, True, *[compressed for compressed, _ in pairs])  # type: ignore[no-untyped-call]
     return [compression.decompress(result, undo) for result, (_, undo) in zip(results, pairs, strict=True)]
 
@@ -167,16 +173,17 @@ def grouped_allreduce(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Begin to add up sparse COO tensors (Sum or Average): indices and values of all ranks are gathered.
+    """Begin to add sparse COO tensors of all ranks. Each rank gathers the indices and values of all.
 
-    Returns a function that waits and gives the result, a sparse tensor that is not coalesced (but averages of
-    integers, which are divided after they are added up).
+    op: Sum or Average. Returns a function that waits and returns the result, a new sparse tensor. It is not coalesced,
+    except averages of integers, which are added before they are divided. Any thread may call. Raises UsageError for
+    another op or layout; the returned function raises as allreduce does.
     """
     if op not in (Sum, Average):
         raise UsageError(f"a sparse tensor can be reduced with op=Sum or op=Average, not {op!r}")
     if tensor.layout is not torch.sparse_coo:
         raise UsageError(f"tensor {name!r} is not sparse COO but {tensor.layout}; use allreduce_async for it")
-    # As they are: coalescing would not lose anything, but cost a sort that the sum needs again.
+    # Not coalesced first: that costs a sort, and the sum needs another one.
     indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
     members = len(members_of(process_set))
@@ -221,8 +228,8 @@ class _Allreduce(torch.autograd.Function):
                 f"allreduce with op={options.op.name.title()} is not differentiable, only Sum and Average are"
             )
         with contexts.use(context):  # autograd may run this on a thread of its own
-            own = None if name is None else f"{name}.grad"
-            reduced = result_of(_start(grads, None, own, options, is_group, is_awaited=True))
+            grad_name = None if name is None else f"{name}.grad"
+            reduced = result_of(_start(grads, None, grad_name, options, is_group, is_awaited=True))
         return None, None, None, *(reduced if is_group else (reduced,))
 
 
@@ -243,11 +250,11 @@ def _options_of(
     op: ReduceOp | None, average: bool | None, before: float, after: float, process_set: ProcessSet
 ) -> ReductionOptions:
     return ReductionOptions(
-        chosen(op, average), "allreduce", group_of(process_set), before=float(before), after=float(after)
+        which_allreduce_op(op, average), "allreduce", group_of(process_set), before=float(before), after=float(after)
     )
 
 
-def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+def which_allreduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     """The operation of an allreduce. Raises UsageError if both are given."""
     if op is not None:
         if average is not None:

@@ -1,7 +1,14 @@
-"""alltoall: each rank cuts its tensor along the first dimension, and gets the pieces that the others have for it.
+"""alltoall: each rank splits its tensor along the first dimension and sends one piece to each rank.
 
-Bytes per machine: headers as in the package's docstring; then each piece goes once, from the machine of the rank that
-has it to that of the rank it is for.
+Names and arguments as in Horovod. Any thread. Tensors are dense, on cpu or cuda, of any dtype but quantized ones, of 1
+to 13 dimensions. Ranks may differ in the first dimension. A tensor must not change before the operation is
+synchronized.
+
+Bytes per machine: the headers (see the package's docstring). Then each piece travels once, from its rank's machine to
+the machine of the rank that it is for.
+
+All functions raise NotInitializedError outside init() … shutdown() and UsageError (a ValueError) for misuse. Waiting
+for the result raises MismatchError, StallError or PeerLostError (each a HorovodInternalError).
 """
 
 from __future__ import annotations
@@ -9,21 +16,93 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Layout, Op
+from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import check_dense
 from byteps_py.torch.engine.named_work import Attempt, NamedWork
 from byteps_py.torch.engine.slot_view import SlotView
 from byteps_py.torch.horovod import size_headers
-from byteps_py.torch.horovod.ops import begin_when_free, kind_in, operation_of
-from byteps_py.torch.horovod.two_rounds import TwoRounds
+from byteps_py.torch.horovod.api import result_of
+from byteps_py.torch.horovod.operation_names import kind_in_group, named_work, start_when_name_is_free
+from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of
+from byteps_py.torch.horovod.two_rounds import TwoRoundOperation
 
 Splits = torch.Tensor | Sequence[int] | None
+
+
+# ---- public functions --------------------------------------------------------------------------------------
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to send each rank its rows of ``tensor``. ``synchronize(handle)`` returns (received rows, received_splits).
+
+    splits: the number of rows for each rank, in rank order: a list or an int32 tensor; by default all ranks get equally
+    many. Rows beyond the sum of the splits are not sent. received_splits: int32, the number of rows from each rank.
+    """
+    return start_alltoall(contexts.current(), tensor, splits, name, group_of(process_set))
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The rows that all ranks send to this one, in rank order. With ``splits``: (rows, received_splits).
+
+    tensor: dense, on cpu or cuda, of any dtype but quantized ones, of 1 to 13 dimensions. Ranks may differ in the first
+    dimension; the other dimensions and the dtype are the same on all ranks. splits: see alltoall_async.
+    Differentiable: a gradient goes back to the rank that sent the row.
+    Any thread may call it. Raises NotInitializedError, UsageError (a ValueError), and MismatchError, StallError or
+    PeerLostError (each a HorovodInternalError).
+
+    >>> import torch, byteps_py as hvd
+    >>> hvd.init()
+    >>> hvd.alltoall(torch.tensor([1, 2, 3]), splits=[2])  # a job of one rank
+    (tensor([1, 2]), tensor([2], dtype=torch.int32))
+    >>> hvd.shutdown()
+    """
+    return _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet) -> Any:
+        context = contexts.current()
+        handle = start_alltoall(context, tensor, splits, name, group_of(process_set), background=False)
+        output, received = result_of(handle)
+        ctx.arguments = context, received.tolist(), name, process_set, tensor.shape[:1]
+        if splits is None:
+            return output
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        context, received, name, process_set, (rows,) = ctx.arguments
+        grad_name = None if name is None else f"{name}.grad"
+        with contexts.use(context):  # autograd may run this on a thread of its own
+            handle = start_alltoall(context, grads[0], received, grad_name, group_of(process_set), background=False)
+            gradient, _ = result_of(handle)
+        if gradient.shape[0] < rows:  # rows that were sent to no rank
+            zeros = gradient.new_zeros((rows - gradient.shape[0], *gradient.shape[1:]))
+            gradient = torch.cat([gradient, zeros])
+        return gradient, None, None, None
+
+
+# ---- the operation ------------------------------------------------------------------------------------------
 
 
 def start_alltoall(
@@ -34,9 +113,9 @@ def start_alltoall(
     group: tuple[int, ...],
     background: bool = True,
 ) -> int:
-    """Begin the exchange. Returns a handle; its result is (tensor, received splits). Raises UsageError.
+    """Begin the exchange. Returns a handle, whose result is (tensor, received splits). Raises UsageError.
 
-    ``background``: False if the caller waits for it at once.
+    background: whether a thread of the pool sends the data; False if the caller waits at once and sends them itself.
     """
     check_dense(tensor, name)
     found = tensor.detach()
@@ -44,20 +123,20 @@ def start_alltoall(
     size_headers.header("alltoall", found, name)  # raises UsageError
     rows = rows_to_send(found.shape[0], splits, members)
     device = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
-    kind = kind_in(group, "alltoall")
-    full = context.names.in_turn(kind) if name is None else f"{kind}.{name}"
+    kind = kind_in_group(group, "alltoall")
+    full_name = context.names.in_turn(kind) if name is None else f"{kind}.{name}"
 
     def begin() -> NamedWork:
-        exchange = Alltoall(context, full, found, rows, group, device)
+        exchange = AlltoallOperation(context, full_name, found, rows, group, device)
         if background:
-            exchange.go_on_alone()
-        return operation_of(context, full, name is None, Attempt(lambda: exchange.done, exchange.complete))
+            exchange.run_in_background()
+        return named_work(context, full_name, name is None, Attempt(lambda: exchange.done, exchange.complete))
 
-    return begin_when_free(context, full, name, begin)
+    return start_when_name_is_free(context, full_name, name, begin)
 
 
 def rows_to_send(rows: int, splits: Splits, members: int) -> list[int]:
-    """How many rows go to each member. Raises UsageError for splits that don't fit.
+    """The number of rows for each member. Raises UsageError for splits that do not fit.
 
     >>> rows_to_send(6, None, 3), rows_to_send(6, [1, 0, 3], 3)
     ([2, 2, 2], [1, 0, 3])
@@ -88,8 +167,8 @@ def rows_to_send(rows: int, splits: Splits, members: int) -> list[int]:
     return found
 
 
-class Alltoall(TwoRounds):
-    """See TwoRounds. ``rows``: how many go to each member; ``device``: where the received splits go."""
+class AlltoallOperation(TwoRoundOperation):
+    """See TwoRoundOperation. rows: the number for each member. device: of the tensor of received splits."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""The functions of the package: who am I, push_pull in its forms, poll, synchronize, barrier, join.
+"""The functions that BytePS and Horovod share: init, rank, size, push_pull in its forms, poll, synchronize, join.
 
-Names and argument names are BytePS's (byteps.torch) and Horovod's; what is Horovod's alone is in allreduce.py,
-broadcasts.py, gathers.py and scatter.py. Any thread may call, and may wait for a handle of another thread. Tensors:
-dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64, uint8.
+Names and arguments are those of byteps.torch and horovod.torch. Functions that only Horovod has are in files of their
+own (see the package). Any thread may call, and may wait for another thread's handle. Tensors are dense, on cpu or cuda,
+of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64 or uint8.
 
-All raise NotInitializedError outside init() … shutdown(), UsageError (a ValueError) for misuse, and when an
-operation is waited for MismatchError, StallError or PeerLostError.
+All functions raise NotInitializedError outside init() … shutdown() and UsageError (a ValueError) for misuse. Waiting
+for an operation raises MismatchError, StallError or PeerLostError.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ from byteps_py.torch import timeline
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum, which_op
-from byteps_py.torch.horovod.plans import ReductionOptions
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, is_communicator, meet, set_up
+from byteps_py.torch.horovod.process_sets import (
+    ProcessSet,
+    add_initial_sets,
+    barrier_in_group,
+    global_process_set,
+    group_of,
+    is_communicator,
+)
+from byteps_py.torch.horovod.reduction_plans import ReductionOptions
 from byteps_py.torch.horovod.reductions import start_reduction
 
-# ---- life --------------------------------------------------------------------------------------------------
+# ---- the job -----------------------------------------------------------------------------------------------
 
 
 def init(
@@ -36,16 +43,23 @@ def init(
     *,
     settings: Settings | None = None,
 ) -> None:
-    """Join the job that the environment (or ``settings``) describes; blocks until all ranks are there.
+    """Join the job that the environment (or ``settings``) describes. Blocks until all ranks have joined.
 
-    A no-op if joined already. comm: the ranks, of one machine, that form a job of their own, numbered anew; or an
-    mpi4py communicator of such ranks; default: all. process_sets: sets to add at once, the same on all ranks;
-    "dynamic" is Horovod's and changes nothing, sets can always be added later. ``lazy`` is BytePS's (there the first
-    argument) and changes nothing either. Raises ConfigurationError, RendezvousError; UsageError for a duplicate set.
+    Has no effect if this process has joined already.
+    comm: ranks of one machine that form a job of their own, renumbered from 0, or an mpi4py communicator of such ranks;
+    by default all ranks. process_sets: sets to add at once, the same on all ranks. Horovod's value "dynamic" has no
+    effect: sets can always be added later. ``lazy`` is BytePS's argument and has no effect either.
+    Any thread may call it. Raises ConfigurationError, RendezvousError, and UsageError for a duplicate set.
+
+    >>> import byteps_py as bps
+    >>> bps.init()  # without a launcher: a job of one rank
+    >>> bps.rank(), bps.size()
+    (0, 1)
+    >>> bps.shutdown()
     """
     context = contexts.current()
     if context.is_open:
-        context.open()  # whoever else has joined may leave: torch.distributed's groups, say
+        context.open()  # stay in the job when another holder, such as torch.distributed, leaves
         return
     settings = settings or Settings.from_env()
     if is_communicator(comm):
@@ -56,27 +70,27 @@ def init(
     try:
         timeline.set_up(context)
         if process_sets and not isinstance(process_sets, str):
-            set_up(context, list(process_sets))
+            add_initial_sets(context, list(process_sets))
     except BaseException:
         context.close()
         raise
 
 
 def shutdown() -> None:
-    """Leave the job. Runs by itself at exit. Gradients already delivered stay readable."""
+    """Leave the job. Called automatically at exit. Delivered results stay readable. No effect outside a job."""
     contexts.current().close()
 
 
 def suspend() -> None:
-    """Leave the job in order to ``resume`` it later with other machines. Until then rank(), size() and their kin answer
-    as before; whatever needs the other ranks raises NotInitializedError."""
+    """Leave the job in order to ``resume`` it later with other machines. Until then rank(), size() and the like return
+    the old values; operations raise NotInitializedError."""
     contexts.current().suspend()
 
 
 def resume(num_workers: int, num_servers: int, global_rank: int = -1) -> None:
     """Join again after ``suspend``, in a job of ``num_workers`` GPU machines and ``num_servers`` CPU machines.
 
-    ``global_rank``: this process's new rank; default: its machine keeps its index.
+    global_rank: this process's new rank; by default its machine keeps its index. Raises as ``init`` does.
     """
     context = contexts.current()
     context.reopen(num_workers, num_servers, global_rank)
@@ -94,57 +108,57 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Number of training processes."""
+    """The number of training processes."""
     return contexts.current().place.size
 
 
 def local_rank() -> int:
-    """This process's number on its machine."""
+    """This process's number on its machine, from 0 to local_size() - 1."""
     return contexts.current().place.local_rank
 
 
 def local_size() -> int:
-    """Number of training processes on this machine."""
+    """The number of training processes on this machine."""
     return contexts.current().place.local_size
 
 
 def cross_rank() -> int:
-    """The number of this machine."""
+    """This machine's number, from 0 to cross_size() - 1."""
     return contexts.current().place.machine_index
 
 
 def cross_size() -> int:
-    """Number of machines with training processes."""
+    """The number of machines with training processes."""
     return contexts.current().place.num_machines
 
 
 def is_homogeneous() -> bool:
-    """True if every machine has as many training processes as this one."""
+    """True if every machine has the same number of training processes."""
     return contexts.current().place.is_homogeneous
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return once every rank (of the set) has called it."""
+    """Return when every rank of the set has called it. Raises StallError or PeerLostError."""
     context = contexts.current()
     group = group_of(process_set)
     if group:
-        meet(context, group)
+        barrier_in_group(context, group)
     else:
         context.session.barrier()
 
 
 def join(device: int = -1) -> int:
-    """Tell the others that this rank has no more data, and wait until every rank has done so.
+    """Announce that this rank has no more data, and wait until every rank has called join. Returns the last rank.
 
-    Until then the others' reductions go on without it; averages still divide by the number of all ranks. What needs
-    every rank (broadcast, allgather, alltoall, reducescatter) raises JoinedError at the others where it is waited for.
-    Returns the rank that joined last. ``device`` is Horovod's and changes nothing.
+    Until then the other ranks' reductions go on without this rank; averages still divide by the number of all ranks.
+    Operations that need every rank (broadcast, allgather, alltoall, reducescatter) raise JoinedError on the other ranks
+    when they wait. ``device`` is Horovod's argument and has no effect. Raises StallError or PeerLostError.
     """
     return contexts.current().join()
 
 
 def declare(name: str) -> None:
-    """Kept for BytePS's scripts. Tensors need no declaration: a name alone, not its order, makes the key."""
+    """For BytePS's scripts. Without effect: a tensor's key follows from its name, not from an order of declarations."""
     contexts.current().session  # noqa: B018  raises NotInitializedError
     if not name:
         raise UsageError("a tensor's name must not be empty")
@@ -163,13 +177,16 @@ def push_pull_async(
     op: ReduceOp | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> int:
-    """Begin to reduce ``tensor`` over all ranks; ``synchronize(handle)`` gives the result, a new tensor.
+    """Begin to reduce ``tensor`` over all ranks. ``synchronize(handle)`` returns the result, a new tensor.
 
-    average: divide the sum by size() (integers: floor division). op: Sum, Average, Min, Max, Product instead.
-    name: the same on all ranks; without one, unnamed tensors of equal shape and dtype are matched in order.
-    priority: higher goes first when tensors compete; below zero, the first quarter of a tensor goes in the order of the
-    calls, which machines share. version: BytePS's, without effect.
-    A CUDA tensor must not be changed before ``synchronize``; a CPU tensor may be.
+    tensor: dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64 or uint8; the
+    same shape and dtype on all ranks. A CUDA tensor must not change before ``synchronize``; a CPU tensor may change.
+    average: divide the sum by size() (floor division for integers). op: Sum, Average, Min, Max or Product instead.
+    name: the same on all ranks; tensors of equal shape and dtype without a name are matched in order.
+    priority: tensors of higher priority are sent first. Below zero, the first quarter of a tensor is sent in the order
+    of the calls, which is the same on all machines. version: BytePS's argument, without effect.
+    compression: Compression.none, fp16 or bf16.
+    Any thread may call it. Raises NotInitializedError and UsageError (a ValueError).
     """
     options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
     return start_reduction(contexts.current(), [tensor], None, name, options)
@@ -185,7 +202,7 @@ def push_pull_async_inplace(
     op: ReduceOp | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> int:
-    """Like push_pull_async, but the result goes into ``tensor`` when it is synchronized."""
+    """Like push_pull_async, but ``synchronize`` writes the result into ``tensor``."""
     options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
     return start_reduction(contexts.current(), [tensor], [tensor], name, options)
 
@@ -203,7 +220,7 @@ def push_pull_inplace(
     op: ReduceOp | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> torch.Tensor:
-    """Reduce ``tensor`` over all ranks in place, and return it."""
+    """Reduce ``tensor`` over all ranks in place, and return it. See push_pull_async for the arguments."""
     options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
     handle = start_reduction(contexts.current(), [tensor], [tensor], name, options, is_awaited=True)
     result: torch.Tensor = result_of(handle)
@@ -220,7 +237,10 @@ def push_pull(
     *,
     op: ReduceOp | None = None,
 ) -> torch.Tensor:
-    """The reduction of ``tensor`` over all ranks; see push_pull_async. Differentiable for Sum and Average.
+    """The reduction of ``tensor`` over all ranks, a new tensor. Differentiable for Sum and Average.
+
+    See push_pull_async for the arguments. Any thread may call it. Raises NotInitializedError, UsageError (a
+    ValueError), and MismatchError, StallError or PeerLostError.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -264,18 +284,27 @@ class _PushPull(torch.autograd.Function):
 
 
 def poll(handle: int) -> bool:
-    """True if synchronize(handle) would not block. Raises UsageError for a handle that does not exist."""
+    """True if synchronize(handle) would not block. Raises UsageError for an unknown handle. Any thread."""
     context = contexts.current()
     context.session  # noqa: B018  raises NotInitializedError
     operation = context.handles.get(handle)
     if operation.is_done:
-        operation.settle()  # so that a tensor reduced in place holds its result from now on
+        operation.settle()  # so that a tensor reduced in place holds its result
     return operation.is_over
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an operation and return its result: a tensor, of a group a tuple of tensors, of alltoall_async the
-    tensor and the received splits. None for a handle that does not exist (any more).
+    """Wait for an operation and return its result: a tensor, a tuple of tensors for a group, or the tensor and the
+    received splits for alltoall_async. None for an unknown handle, or one that was synchronized before.
+
+    Any thread may call it. Raises MismatchError, StallError or PeerLostError.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> handle = bps.push_pull_async(torch.tensor([1.0]), name="x")
+    >>> bps.synchronize(handle)
+    tensor([1.])
+    >>> bps.shutdown()
     """
     context = contexts.current()
     context.session  # noqa: B018  raises NotInitializedError
@@ -284,7 +313,7 @@ def synchronize(handle: int) -> Any:
 
 
 def result_of(handle: int) -> Any:
-    """For synchronous forms: ``synchronize`` of a handle of their own."""
+    """For synchronous functions: ``synchronize`` their own handle. Raises UsageError if a shutdown cleared it."""
     output = synchronize(handle)
     if output is None:
         raise UsageError(f"handle {handle} was cleared by a shutdown in another thread")

@@ -1,7 +1,7 @@
-"""Broadcast of any amount of bytes through a few fixed slots, for what is sent once: objects, optimizer states.
+"""Broadcast of any number of bytes through a few fixed slots, for data sent once: objects and optimizer states.
 
-Giving each such tensor a name would leave each a slot of shared memory for the rest of the job. All ranks
-must know the sizes; they call it in the same order. One thread at a time.
+If each such tensor had a name, each would keep a slot of shared memory for the rest of the job. All ranks must know the
+sizes, and call in the same order. One thread at a time.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 
-#: A chunk has the smallest of these sizes that holds what is left.
+#: A chunk has the smallest of these sizes that holds the remaining bytes, or the largest.
 CHUNK_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
-#: So many chunks are on their way at once.
+#: The most chunks in flight at once.
 WINDOW = 4
 
 Piece = tuple[int, int, int]  # (buffer, start, length)
 
 
 def cut(lengths: Sequence[int]) -> Iterator[tuple[int, list[Piece]]]:
-    """Cut buffers of ``lengths`` bytes, laid end to end, into chunks: (chunk size, its pieces).
+    """Split buffers of ``lengths`` bytes, laid end to end, into chunks: (chunk size, its pieces).
 
     >>> list(cut([5000, 100]))
     [(65536, [(0, 0, 5000), (1, 0, 100)])]
@@ -52,15 +52,15 @@ def cut(lengths: Sequence[int]) -> Iterator[tuple[int, list[Piece]]]:
 def broadcast_stream(
     context: Context, buffers: Sequence[torch.Tensor], root: int, label: str, group: tuple[int, ...] = ()
 ) -> None:
-    """Fill flat uint8 ``buffers`` (host memory) with the root's, among the ranks of ``group`` (empty: all).
+    """Copy the root's flat uint8 ``buffers`` (host memory) to the ranks of ``group`` (empty: all), in place.
 
-    ``label`` keeps streams of different kinds, and of different groups, apart.
+    label: differs between kinds of streams and between groups. Raises as Session.wait does.
     """
     is_root = context.session.rank == root
-    under_way: deque[tuple[PieceView, list[Piece]]] = deque()
+    in_flight: deque[tuple[PieceView, list[Piece]]] = deque()
 
     def receive() -> None:
-        slot_view, pieces = under_way.popleft()
+        slot_view, pieces = in_flight.popleft()
         slot_view.wait()
         if not is_root:
             offset = 0
@@ -69,7 +69,7 @@ def broadcast_stream(
                 offset += length
 
     for number, (size, pieces) in enumerate(cut([b.numel() for b in buffers])):
-        if len(under_way) == WINDOW:
+        if len(in_flight) == WINDOW:
             receive()
         name = f"{label}.{root}.{size}.{number % WINDOW}"
         spec = TensorSpec(name, DType.UINT8, (size,), Op.BROADCAST, root=root, group=group)
@@ -79,7 +79,7 @@ def broadcast_stream(
             for buffer, start, length in pieces:
                 slot_view.inputs[0][offset : offset + length].copy_(buffers[buffer][start : start + length])
                 offset += length
-        slot_view.contribute_input()  # what there is to send is in place
-        under_way.append((slot_view, pieces))
-    while under_way:
+        slot_view.contribute_input()  # the data are in the slot already
+        in_flight.append((slot_view, pieces))
+    while in_flight:
         receive()

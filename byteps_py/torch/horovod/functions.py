@@ -1,4 +1,4 @@
-"""Making all ranks alike before training: broadcast of parameters, optimizer states and objects.
+"""Making all ranks equal before training: broadcast of parameters and of an optimizer's state.
 
 Names and arguments as in byteps.torch and horovod.torch. One thread at a time, the same order on all ranks.
 """
@@ -11,21 +11,23 @@ from typing import Any
 
 import torch
 
-from byteps_py.errors import CommunicationError, ProtocolError, UsageError
+from byteps_py.errors import UsageError
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import as_bytes, check_result
+from byteps_py.torch.horovod.broadcast import broadcast_request, start_broadcast
 from byteps_py.torch.horovod.broadcast_stream import broadcast_stream
-from byteps_py.torch.horovod.ops import broadcast_request, check_root, kind_in, start_broadcast
-from byteps_py.torch.horovod.pickling import NotPickledError, packed, unpacked
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of
+from byteps_py.torch.horovod.objects import allgather_object, broadcast_object
+
+#: What Horovod's module of this name has.
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 
 class StateListener:
-    """An optimizer that keeps more than its ``state_dict``, and hears when that was replaced."""
+    """An optimizer with state beside its ``state_dict``. It must know when the ``state_dict`` was replaced."""
 
     def _state_replaced(self) -> None:
-        """Ranks are about to be equal. Also called on the rank whose state the others get."""
+        """All ranks are about to have equal state. Also called on the rank that sends its state."""
         raise NotImplementedError
 
 
@@ -33,11 +35,18 @@ NamedTensors = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
 def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Parameter.") -> None:
-    """Copy the root's tensors into every rank's, in place. Any dtype, bit by bit.
+    """Copy the root's tensors into every rank's tensors, in place.
 
     params: a ``state_dict()``, a list of (name, tensor) such as ``list(model.named_parameters())``, or a list of
-    tensors, which are matched by their places in it.
-    Raises UsageError for anything else, a generator included, and MismatchError where ranks' shapes differ.
+    tensors, which are matched by position. Tensors are dense, on cpu or cuda, of any dtype; all bits are copied.
+    root_rank: a global rank. prefix: of the tensors' names in the job.
+    One thread at a time calls it, in the same order on all ranks.
+    Raises UsageError for anything else, a generator included, and MismatchError if ranks' shapes or dtypes differ.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> bps.broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), root_rank=0)
+    >>> bps.shutdown()
     """
     context = contexts.current()
     if isinstance(params, Mapping):
@@ -54,7 +63,7 @@ def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Pa
     for name, tensor in pairs:
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor; use broadcast_object for it")
-    for name, tensor in pairs:  # before the first of them travels
+    for name, tensor in pairs:  # before the first tensor is sent
         check_result(tensor, name)
     requests = [broadcast_request(context, tensor, root_rank, f"{prefix}{name}") for name, tensor in pairs]
     context.slot_views(requests)  # one declaration for all
@@ -75,43 +84,9 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2
 
 
-def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """The root's ``obj`` on every rank: pickled by the root, unpickled by the others.
-
-    root_rank: a global rank, also with a process set. Raises CommunicationError on the other ranks, with the reason,
-    if the root can't pickle it.
-    """
-    context = contexts.current()
-    group = group_of(process_set)
-    check_root(context, root_rank, group)
-    label = f"{kind_in(group, 'broadcast_object')}.{name or 'noname'}"
-    is_root = context.session.rank == root_rank
-    payload, failure = packed(obj) if is_root else (b"", None)
-    length = torch.tensor([len(payload)])
-    broadcast_stream(context, [as_bytes(length)], root_rank, label, group)
-    if int(length) < 1:
-        raise ProtocolError(f"rank {root_rank} broadcasts an object of {int(length)} bytes")
-    data = (
-        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        if is_root
-        else torch.empty(int(length), dtype=torch.uint8)
-    )
-    broadcast_stream(context, [data], root_rank, label, group)
-    if failure is not None:
-        raise failure
-    if is_root:
-        return obj
-    try:
-        return unpacked(data.numpy().tobytes())
-    except NotPickledError as reason:
-        raise CommunicationError(f"rank {root_rank} could not pickle the object to broadcast: {reason}") from None
-
-
 @dataclass(frozen=True)
-class _TensorStandIn:
-    """Stands for a tensor in a state that is sent as an object."""
+class _TensorPlaceholder:
+    """Stands for a tensor in an optimizer state that is sent as an object."""
 
     index: int
     dtype: torch.dtype
@@ -125,12 +100,20 @@ def broadcast_optimizer_state(
     prefix: str | torch.nn.Module | None = "Parameter.",
     model: torch.nn.Module | None = None,
 ) -> None:
-    """Give every rank's optimizer the root's state and hyperparameters.
+    """Copy the state and hyperparameters of the root's optimizer into every rank's optimizer.
 
-    The others' state may be empty, or differ; types of hyperparameters (int, bool, None, tensor …) are kept.
+    The other ranks' state may be empty or different. Types of hyperparameters (int, bool, None, tensor …) are kept.
     As in Horovod, if the root's optimizer has no state yet, parameters without a gradient get one of zeros.
-    ``prefix`` is BytePS's and only a label. ``model``, Horovod's, may be given in its place: embeddings in it whose
-    gradients are sparse get sparse ones. Raises ValueError for LBFGS, whose state is not per parameter.
+    root_rank: a global rank. prefix: BytePS's argument, only a label. model: Horovod's argument, may be given in its
+    place; embeddings in it with ``sparse=True`` get sparse gradients of zeros.
+    One thread at a time calls it, in the same order on all ranks.
+    Raises UsageError (a ValueError) for LBFGS, whose state is not per parameter.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    >>> bps.broadcast_optimizer_state(optimizer, root_rank=0)
+    >>> bps.shutdown()
     """
     if not isinstance(prefix, str):
         model = prefix if model is None else model
@@ -142,8 +125,8 @@ def broadcast_optimizer_state(
     if context.session.rank == root_rank:
         tensors: list[torch.Tensor] = []
         own = optimizer.state_dict()
-        broadcast_object(_map(own, torch.Tensor, lambda t: _take(t, tensors)), root_rank, label)
-        _send_tensors(context, tensors, root_rank, label)
+        broadcast_object(_map(own, torch.Tensor, lambda t: _replace_tensor(t, tensors)), root_rank, label)
+        _broadcast_tensors(context, tensors, root_rank, label)
         if not own["state"]:
             _begin_gradients(optimizer, model)
         if isinstance(optimizer, StateListener):
@@ -151,15 +134,15 @@ def broadcast_optimizer_state(
         return
     skeleton = broadcast_object(None, root_rank, label)
     received: list[torch.Tensor] = []
-    state = _map(skeleton, _TensorStandIn, lambda t: _make(t, received))
-    _send_tensors(context, received, root_rank, label)
-    optimizer.load_state_dict(_map(state, _Placed, lambda p: p.tensor.to(p.device_type)))
+    state = _map(skeleton, _TensorPlaceholder, lambda t: _allocate_tensor(t, received))
+    _broadcast_tensors(context, received, root_rank, label)
+    optimizer.load_state_dict(_map(state, _ReceivedTensor, lambda p: p.tensor.to(p.device_type)))
     if not skeleton["state"]:
         _begin_gradients(optimizer, model)
 
 
 def _begin_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    """Zeros for parameters that have no gradient: scripts made for Horovod may read them before the first backward."""
+    """Set missing gradients to zeros: scripts written for Horovod may read gradients before the first backward pass."""
     sparse = {
         module.weight
         for module in (model.modules() if model is not None else ())
@@ -174,24 +157,24 @@ def _begin_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | 
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _ReceivedTensor:
     """A received tensor in host memory, and the type of device it goes to."""
 
     tensor: torch.Tensor
     device_type: str
 
 
-def _take(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> _TensorStandIn:
+def _replace_tensor(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> _TensorPlaceholder:
     tensors.append(tensor)
-    return _TensorStandIn(len(tensors) - 1, tensor.dtype, tuple(tensor.shape), tensor.device.type)
+    return _TensorPlaceholder(len(tensors) - 1, tensor.dtype, tuple(tensor.shape), tensor.device.type)
 
 
-def _make(stand_in: _TensorStandIn, tensors: list[torch.Tensor]) -> _Placed:
-    tensors.append(torch.empty(stand_in.shape, dtype=stand_in.dtype))
-    return _Placed(tensors[-1], stand_in.device_type)
+def _allocate_tensor(placeholder: _TensorPlaceholder, tensors: list[torch.Tensor]) -> _ReceivedTensor:
+    tensors.append(torch.empty(placeholder.shape, dtype=placeholder.dtype))
+    return _ReceivedTensor(tensors[-1], placeholder.device_type)
 
 
-def _send_tensors(context: Context, tensors: list[torch.Tensor], root: int, label: str) -> None:
+def _broadcast_tensors(context: Context, tensors: list[torch.Tensor], root: int, label: str) -> None:
     broadcast_stream(context, [as_bytes(tensor.cpu()) for tensor in tensors], root, label)
 
 

@@ -1,7 +1,8 @@
-"""Horovod's module of this name: for scripts that import from it. Everything is at home elsewhere, see the package."""
+"""Horovod's module of this name, for scripts that import from it. Re-exports only; see the package for definitions."""
 
 from byteps_py.errors import HorovodInternalError
 from byteps_py.torch.compression import Compression
+from byteps_py.torch.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from byteps_py.torch.horovod.allreduce import (
     allreduce,
     allreduce_,
@@ -13,6 +14,7 @@ from byteps_py.torch.horovod.allreduce import (
     grouped_allreduce_async_,
     sparse_allreduce_async,
 )
+from byteps_py.torch.horovod.alltoall import alltoall, alltoall_async
 from byteps_py.torch.horovod.api import (
     barrier,
     cross_rank,
@@ -29,8 +31,8 @@ from byteps_py.torch.horovod.api import (
     size,
     synchronize,
 )
-from byteps_py.torch.horovod.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
-from byteps_py.torch.horovod.builds import (
+from byteps_py.torch.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from byteps_py.torch.horovod.build_info import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -42,17 +44,9 @@ from byteps_py.torch.horovod.builds import (
     nccl_built,
     rocm_built,
 )
-from byteps_py.torch.horovod.gathers import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    grouped_allgather,
-    grouped_allgather_async,
-)
 from byteps_py.torch.horovod.ops import Adasum, Average, Max, Min, Product, Sum
 from byteps_py.torch.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from byteps_py.torch.horovod.scatter import (
+from byteps_py.torch.horovod.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,

@@ -1,7 +1,7 @@
-"""Process sets: some of the ranks, for operations among them alone. Names and rules as in Horovod.
+"""Process sets: subsets of the ranks, for operations among them alone. Names and rules as in Horovod.
 
-Owns which sets a context knows. Must not know what is done in them: others ask ``group_of``. Adding and removing is
-collective, so that all ranks number and know the same sets; one thread at a time, the same order on all ranks.
+Owns the sets that a context knows. Must not know the operations, which ask ``group_of``. All ranks add and remove sets
+together, so that they know the same sets under the same numbers: one thread at a time, in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ _ADD, _REMOVE, _INIT = 1, 2, 3
 
 
 class ProcessSet:
-    """Ranks that run operations together: ``ProcessSet([0, 2])``, or of an mpi4py communicator.
+    """Ranks that run operations together: ``ProcessSet([0, 2])``, or the ranks of an mpi4py communicator.
 
-    Give it to ``init(process_sets=[…])`` or to ``add_process_set`` before use. Raises UsageError (a ValueError) for
-    anything that is not ranks.
+    Pass it to ``init(process_sets=[…])`` or to ``add_process_set`` before use. Raises UsageError (a ValueError) for
+    anything else.
+
+    >>> import torch, byteps_py as hvd
+    >>> hvd.init()
+    >>> hvd.ProcessSet([0]).included()  # a job of one rank
+    True
+    >>> hvd.shutdown()
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
@@ -56,11 +62,11 @@ class ProcessSet:
         return self._ranks
 
     def size(self) -> int | None:
-        """Number of ranks; None before the set is added, and after it is removed."""
+        """The number of ranks; None before the set is added, and after it is removed."""
         return None if self.process_set_id is None else len(_registered(contexts.current(), self))
 
     def rank(self) -> int | None:
-        """This process's number within the set; None if the set is not added. Raises UsageError if it has none."""
+        """This process's number within the set; None if the set is not added. Raises UsageError on other ranks."""
         if self.process_set_id is None:
             return None
         context = contexts.current()
@@ -72,7 +78,7 @@ class ProcessSet:
         return members.index(context.session.rank)
 
     def included(self) -> bool | None:
-        """Whether this process is in the set; None if its ranks are not known yet."""
+        """True if this process is in the set; None if the ranks are not known yet."""
         ranks = self.ranks
         return None if ranks is None else contexts.current().session.rank in ranks
 
@@ -81,7 +87,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks, whatever job the process is in."""
+    """All ranks of the process's current job."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -93,19 +99,19 @@ class _GlobalProcessSet(ProcessSet):
         return list(range(context.session.size)) if context.is_open else []
 
 
-#: All ranks: what every operation's ``process_set`` is by default.
+#: All ranks: the default ``process_set`` of every operation.
 global_process_set: ProcessSet = _GlobalProcessSet()
 
 
 def is_communicator(value: object) -> bool:
-    """True for what looks like an mpi4py communicator; mpi4py is not imported to find out (that starts MPI)."""
+    """True for an object with the methods of an mpi4py communicator. Does not import mpi4py, which would start MPI."""
     return all(hasattr(value, name) for name in ("Get_rank", "Get_size", "allgather"))
 
 
 def group_of(process_set: ProcessSet) -> tuple[int, ...]:
     """The ``TensorSpec.group`` of a set: its ranks, or () for all.
 
-    Raises UsageError if the set is not added (any more), or if this rank is not in it.
+    Raises UsageError if the set is not added, or was removed, or if this rank is not in it.
     """
     context = contexts.current()
     session = context.session
@@ -128,10 +134,11 @@ def members_of(process_set: ProcessSet) -> Sequence[int]:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a set usable; every rank of the job calls it, in the set or not. Returns the set.
+    """Add a set, so that operations may use it. Every rank of the job calls it, in the set or not. Returns the set.
 
-    Raises UsageError (a ValueError) for a duplicate or ranks that don't exist, NotImplementedError for a set made of
-    an MPI communicator, and MismatchError on every rank if ranks differ in what they add.
+    One thread at a time calls it, in the same order on all ranks. Raises UsageError (a ValueError) for a duplicate or
+    for ranks that do not exist, NotImplementedError for a set made of an MPI communicator, and MismatchError on every
+    rank if ranks add different sets.
     """
     context = contexts.current()
     context.session  # noqa: B018  raises NotInitializedError
@@ -151,9 +158,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a set; every rank of the job calls it. True if there was one to remove; never the global one.
+    """Remove a set. Every rank of the job calls it. True if the set was added; False also for the global set.
 
-    Raises MismatchError on every rank if ranks differ in what they remove.
+    One thread at a time calls it, in the same order on all ranks. Raises MismatchError on every rank if ranks remove
+    different sets.
     """
     context = contexts.current()
     context.session  # noqa: B018  raises NotInitializedError
@@ -169,11 +177,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def set_up(context: Context, process_sets: Sequence[ProcessSet]) -> None:
-    """For ``init``: add these sets, and no others. Every rank gives the same, in the same order; of sets made of a
-    communicator each rank gives its own.
+def add_initial_sets(context: Context, process_sets: Sequence[ProcessSet]) -> None:
+    """For ``init``: add ``process_sets``. Every rank passes the same sets in the same order, except that it passes its
+    own one of several sets made of communicators.
 
-    Raises UsageError for a duplicate, MismatchError on every rank if ranks differ.
+    Raises UsageError for a duplicate, and MismatchError on every rank if ranks pass different sets.
     """
     if not process_sets:
         return
@@ -195,8 +203,8 @@ def set_up(context: Context, process_sets: Sequence[ProcessSet]) -> None:
                 process_set.process_set_id = identifier
 
 
-def meet(context: Context, group: tuple[int, ...]) -> None:
-    """Return once every rank of ``group`` has called it: a gather of one byte. Raises what Session.wait raises."""
+def barrier_in_group(context: Context, group: tuple[int, ...]) -> None:
+    """Return when every rank of ``group`` has called it: a gather of one byte. Raises as Session.wait does."""
     count = len(group)
     name = f"barrier[{hashlib.blake2b(repr(group).encode(), digest_size=8).hexdigest()}]"
     (slot,) = context.session.declare([TensorSpec(name, DType.UINT8, (1, count), Op.GATHER, group=group)])
@@ -204,7 +212,7 @@ def meet(context: Context, group: tuple[int, ...]) -> None:
     context.session.wait(slot)
 
 
-# ---- what a context knows ----------------------------------------------------------------------------------
+# ---- the sets of a context ---------------------------------------------------------------------------------
 
 
 def _registered(context: Context, process_set: ProcessSet) -> tuple[int, ...]:
@@ -246,9 +254,10 @@ def _checked(context: Context, ranks: Sequence[int]) -> tuple[int, ...]:
 def _agree(
     context: Context, kind: int, sets: Sequence[tuple[int, ...]], may_differ: Sequence[bool] = ()
 ) -> list[list[tuple[int, ...]]]:
-    """Tell all ranks the ``sets`` of this one, and hear theirs. Raises MismatchError where they must not differ.
+    """Exchange ``sets`` with all ranks. Returns the sets by rank. Raises MismatchError if they differ.
 
-    A sum, in which each rank fills a row of its own: for calls as rare as these no more is needed.
+    may_differ: for each set, whether ranks may differ in it. The exchange is a sum in which each rank fills its own
+    row; these calls are rare.
     """
     session = context.session
     words = -(-session.size // _BITS)
@@ -263,9 +272,9 @@ def _agree(
     slot_view.contribute([table])
     slot_view.wait()
     slot_view.fetch([table])
-    heard = table.tolist()
-    by_rank = [[_ranks_in(row) for row in rows[1:]] for rows in heard]
-    kinds = [rows[0][0] for rows in heard]
+    rows_by_rank = table.tolist()
+    by_rank = [[_ranks_in(row) for row in rows[1:]] for rows in rows_by_rank]
+    kinds = [rows[0][0] for rows in rows_by_rank]
     differing = [
         rank
         for rank, theirs in enumerate(by_rank)
@@ -275,11 +284,11 @@ def _agree(
         )
     ]
     if differing:
-        said = "; ".join(
+        differences = "; ".join(
             f"rank {rank} {_VERBS.get(kinds[rank], '?')} {', '.join(str(list(s)) for s in by_rank[rank])}"
             for rank in (0, *differing[:5])
         )
-        raise MismatchError(f"process sets differ between ranks: {said}; make the same calls on every rank")
+        raise MismatchError(f"process sets differ between ranks: {differences}; make the same calls on every rank")
     return by_rank
 
 
@@ -291,12 +300,12 @@ def _ranks_in(words: Sequence[int]) -> tuple[int, ...]:
 
 
 def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
-    """The ranks of a set that this rank may be in or not, () for all. Raises UsageError for one that is not added."""
+    """The ranks of a set, () for all; this rank need not be in it. Raises UsageError for a set that is not added."""
     if isinstance(process_set, ProcessSet) and process_set.ranks and process_set.size() and not process_set.included():
         return tuple(process_set.ranks)
     return group_of(process_set)
 
 
 def prefix_of(process_set: ProcessSet, kind: str) -> str:
-    """How names of ``kind`` begin: ranks outside a set do not count what is made for it."""
+    """The beginning of names of ``kind`` in a set. Numbered per set, because ranks outside it do not count along."""
     return kind if process_set is global_process_set else f"set{process_set.process_set_id}.{kind}"

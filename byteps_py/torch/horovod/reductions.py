@@ -1,7 +1,7 @@
-"""Starting reductions: copies in, hand over; wait, copies out. Any thread.
+"""Starts reductions: copy in and hand over, later wait and copy out. Any thread.
 
-The public functions are in api.py, allreduce.py and scatter.py; what they differ in (synchronous or not, in place or
-not) is there. What has to be declared is in plans.py.
+The public functions are in api.py, allreduce.py and reducescatter.py, which know what is synchronous or in place. The
+declarations are in reduction_plans.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from byteps_py.torch.engine.integer_averages import mean, summands
 from byteps_py.torch.engine.named_sums import NamedSums
 from byteps_py.torch.engine.named_work import Attempt, NamedWork
 from byteps_py.torch.engine.slot_view import PieceView
-from byteps_py.torch.horovod.ops import begin_when_free, kind_in, operation_of
-from byteps_py.torch.horovod.plans import Plans, ReductionOptions
+from byteps_py.torch.horovod.operation_names import kind_in_group, named_work, start_when_name_is_free
+from byteps_py.torch.horovod.reduction_plans import ReductionOptions, ReductionPlans
 from byteps_py.torch.horovod.scaling import fetch_scaled, scaled, send_scaled
 
-#: Once one part of a group has failed, how long the others are waited for: ranks may disagree about how many there are.
+#: How long to wait for the other parts of a group after one has failed. Ranks may disagree about the number of parts.
 _OTHER_PARTS_S = 10.0
 
 Tensors = Sequence[torch.Tensor]
@@ -38,34 +38,37 @@ def start_reduction(
     is_group: bool = False,
     is_awaited: bool = False,
 ) -> int:
-    """Begin to reduce each of ``tensors`` into that of ``into`` (may be the same; None: new ones). Returns a handle.
+    """Begin to reduce each of ``tensors`` into the tensor of ``into`` at its position. Returns a handle.
 
-    Its result is the output, of a group the tuple of them. ``is_awaited``: the caller is about to wait for it. Raises
-    UsageError.
+    into: may be ``tensors``; None for new tensors. is_awaited: the caller is about to wait for the result.
+    The handle's result is the output, or a tuple of outputs for a group. Raises UsageError.
     """
     context.session  # noqa: B018  raises NotInitializedError
     for output in into or ():
         check_result(output, name)
     with context.lock:
-        plans = cast(Plans, context.belongings.get(Plans) or context.belongings.setdefault(Plans, Plans()))
+        plans = cast(
+            ReductionPlans,
+            context.belongings.get(ReductionPlans) or context.belongings.setdefault(ReductionPlans, ReductionPlans()),
+        )
         plan = plans.find(context, tensors, options, is_group, name)
     if name is None:
-        full = context.names.next(plan.kind, plan.signature, plan.nbytes)
+        full_name = context.names.next(plan.kind, plan.signature, plan.nbytes)
     elif options.kind:
-        full = f"{plan.kind}.{name}"
+        full_name = f"{plan.kind}.{name}"
     elif context.is_claimed(name):
         raise UsageError(f"tensor name {name!r} belongs to a gradient of a DistributedOptimizer; choose another")
     else:
-        full = name
+        full_name = name
     outputs = (
         [tensor.new_empty(shape) for tensor, shape in zip(tensors, plan.shapes, strict=True)]
         if into is None
         else list(into)
     )
 
-    def through_the_service() -> Attempt:
-        slot_views = context.slot_views(plan.requests(full))
-        view = bits_of if plan.has_truth_values else torch.Tensor.detach
+    def start_on_service() -> Attempt:
+        slot_views = context.slot_views(plan.requests(full_name))
+        view = bits_of if plan.has_bool_as_bytes else torch.Tensor.detach
         for slot_view, part in zip(slot_views, plan.parts, strict=True):
             if plan.are_summed_wider[part[0]]:
                 slot_view.contribute([summands(scaled(tensors[i].detach(), options.before)) for i in part])
@@ -86,19 +89,19 @@ def start_reduction(
 
     def begin() -> NamedWork:
         if plan.router.are_local:
-            offer = plan.offer(full) if is_awaited else None
+            offer = plan.offer(full_name) if is_awaited else None
             sums = NamedSums.of(context)
-            attempt = sums.begin(full, options.group, offer, tensors, outputs, through_the_service)
+            attempt = sums.begin(full_name, options.group, offer, tensors, outputs, start_on_service)
         else:
-            attempt = through_the_service()
+            attempt = start_on_service()
 
         def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
             attempt.complete()
             return tuple(outputs) if is_group else outputs[0]
 
-        return operation_of(context, full, name is None, Attempt(attempt.is_done, complete))
+        return named_work(context, full_name, name is None, Attempt(attempt.is_done, complete))
 
-    return begin_when_free(context, full, name, begin)
+    return start_when_name_is_free(context, full_name, name, begin)
 
 
 def start_adasum(
@@ -109,24 +112,26 @@ def start_adasum(
     options: ReductionOptions,
     is_group: bool = False,
 ) -> int:
-    """Begin to combine each of ``tensors`` by Adasum; else as ``start_reduction``. Raises UsageError."""
+    """Like start_reduction, but combine by Adasum."""
     from byteps_py.torch.horovod import adasum
 
     for tensor in tensors:
         check_dense(tensor, name)
     for output in into or ():
         check_result(output, name)
-    kind = kind_in(options.group, "grouped_adasum" if is_group else "adasum")
+    kind = kind_in_group(options.group, "grouped_adasum" if is_group else "adasum")
     if name is None:
-        what = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        full = context.names.next(kind, (what, options.before, options.after), sum(tensor.nbytes for tensor in tensors))
+        signature = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        full_name = context.names.next(
+            kind, (signature, options.before, options.after), sum(tensor.nbytes for tensor in tensors)
+        )
     else:
-        full = f"{kind}.{name}"
+        full_name = f"{kind}.{name}"
     outputs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors] if into is None else list(into)
 
     def begin() -> NamedWork:
         running = adasum.start(
-            context, [scaled(tensor.detach(), options.before) for tensor in tensors], full, options.group
+            context, [scaled(tensor.detach(), options.before) for tensor in tensors], full_name, options.group
         )
 
         def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -134,9 +139,9 @@ def start_adasum(
                 output.detach().copy_(scaled(result, options.after))
             return tuple(outputs) if is_group else outputs[0]
 
-        return operation_of(context, full, name is None, Attempt(lambda: running.done, complete))
+        return named_work(context, full_name, name is None, Attempt(lambda: running.done, complete))
 
-    return begin_when_free(context, full, name, begin)
+    return start_when_name_is_free(context, full_name, name, begin)
 
 
 def _wait_all(slot_views: Sequence[PieceView]) -> None:
@@ -145,6 +150,6 @@ def _wait_all(slot_views: Sequence[PieceView]) -> None:
             slot_view.wait()
         except CommunicationError:
             for other in slot_views[i + 1 :]:
-                with contextlib.suppress(CommunicationError):  # the first one is on its way to the caller
+                with contextlib.suppress(CommunicationError):  # the first error is raised below
                     other.wait(_OTHER_PARTS_S)
             raise

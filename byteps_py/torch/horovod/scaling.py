@@ -1,7 +1,7 @@
-"""Scale factors of a reduction, applied in the copies that bring tensors to the service and back. Any thread.
+"""Scale factors of a reduction, applied while tensors are copied to the service and back. Any thread.
 
-In the arithmetic of the tensor's dtype: float16 and bfloat16 in float32, rounded once; integers in float64, cut off
-towards zero. So the result is as deterministic as without.
+float16 and bfloat16 are multiplied in float32 and rounded once, integers in float64 and rounded towards zero. So the
+result stays deterministic.
 """
 
 from __future__ import annotations

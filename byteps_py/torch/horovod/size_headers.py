@@ -1,4 +1,4 @@
-"""What a rank says about its tensors before it sends them: 128 bytes each. Pure; any thread."""
+"""Headers: the 128 bytes that describe a tensor to the other ranks before its data travel. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIXED = 4
 _KIND_BITS = 8
 MAX_DIMENSIONS = WORDS - _FIXED + 1
 
-#: Codes of dtypes and kinds are their places here; only ever append.
+#: The code of a dtype or kind is its index here: only append.
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16,
@@ -27,25 +27,26 @@ _DTYPES = (
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 KINDS = ("allgather", "alltoall")
-#: Of one rank, even if they are empty: those of all are counted in 64 bits, received splits are of 32.
-_MOST_ROWS = {"allgather": 1 << 46, "alltoall": (1 << 31) - 1}
+#: The most rows of one rank, even if they are empty: the rows of all ranks must fit 64 bits, received splits 32.
+_MAX_ROWS = {"allgather": 1 << 46, "alltoall": (1 << 31) - 1}
 
 
 def header(
     kind: str, tensor: torch.Tensor, name: str | None, rows: int | None = None, number_of_tensors: int = 1
 ) -> list[int]:
-    """The words that describe ``tensor`` (``rows`` of it, default all), one of so many.
+    """The header of ``tensor``, or of ``rows`` rows of it.
 
-    Raises UsageError for a tensor without dimensions or with too many, and for an unknown dtype.
+    number_of_tensors: in its group. Raises UsageError for a tensor without dimensions, with too many dimensions, or of
+    an unknown dtype.
     """
-    who = f"tensor {name!r}" if name else "the tensor"
+    which = f"tensor {name!r}" if name else "the tensor"
     if tensor.dim() == 0:
-        raise UsageError(f"{kind}: {who} has no first dimension, along which to put ranks; give tensor.reshape(1)")
+        raise UsageError(f"{kind}: {which} has no first dimension, along which to concatenate; give tensor.reshape(1)")
     if tensor.dim() > MAX_DIMENSIONS:
-        raise UsageError(f"{kind}: {who} has {tensor.dim()} dimensions, more than {MAX_DIMENSIONS}; reshape it")
+        raise UsageError(f"{kind}: {which} has {tensor.dim()} dimensions, more than {MAX_DIMENSIONS}; reshape it")
     if tensor.dtype not in _CODES:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise UsageError(f"{kind}: {who} has dtype {tensor.dtype}; supported are {supported}")
+        raise UsageError(f"{kind}: {which} has dtype {tensor.dtype}; supported are {supported}")
     shape = tensor.shape
     words = [
         KINDS.index(kind) + (number_of_tensors << _KIND_BITS),
@@ -58,23 +59,28 @@ def header(
 
 
 def check_numbers(name: str, members: Sequence[int], headers: Words) -> None:
-    """``headers``: [position in members, word], of each rank's first tensor. Raises MismatchError, the same on every
-    rank, if they are of different numbers of tensors."""
+    """Raises MismatchError, the same on every rank, if ranks pass different numbers of tensors.
+
+    headers: [position in members, word], of each rank's first tensor.
+    """
     numbers = (headers[:, 0] >> _KIND_BITS).tolist()
     if len(set(numbers)) > 1:
-        camps: dict[str, list[int]] = {}
+        ranks_by_text: dict[str, list[int]] = {}
         for rank, number in zip(members, numbers, strict=True):
-            camps.setdefault(f"a group of {number}", []).append(rank)
+            ranks_by_text.setdefault(f"a group of {number}", []).append(rank)
         raise MismatchError(
-            f"tensor {name!r}: Mismatched number of tensors: {_gave(camps)}; give equally many on every rank"
+            f"tensor {name!r}: Mismatched number of tensors: {_gave(ranks_by_text)}; give equally many on every rank"
         )
 
 
 def check(kind: str, name: str, members: Sequence[int], headers: Words) -> None:
-    """``headers``: [position in members, tensor, word]. Raises MismatchError, the same on every rank, if ranks gave
-    different dtypes or dimensions (but for the first), and ProtocolError for a number of rows that there can't be."""
+    """Raises MismatchError, the same on every rank, if ranks pass different dtypes or dimensions, except the first
+    dimension. Raises ProtocolError for an impossible number of rows.
+
+    headers: [position in members, tensor, word].
+    """
     rows = headers[:, :, 3]
-    for position, tensor in np.argwhere((rows < 0) | (rows > _MOST_ROWS[kind]))[:1]:
+    for position, tensor in np.argwhere((rows < 0) | (rows > _MAX_ROWS[kind]))[:1]:
         raise ProtocolError(f"tensor {name!r}: rank {members[position]} announces {rows[position, tensor]} rows")
     differs = headers != headers[:1]
     differs[:, :, 3] = False  # rows
@@ -84,18 +90,18 @@ def check(kind: str, name: str, members: Sequence[int], headers: Words) -> None:
     number = min(int(tensor) for _, tensor in differing)
     there = [int(position) for position, tensor in differing if tensor == number]
     first, other = headers[0, number], headers[there[0], number]
-    camps: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for position, rank in enumerate(members):
-        camps.setdefault(_describe(headers[position, number]), []).append(rank)
+        ranks_by_text.setdefault(_describe(headers[position, number]), []).append(rank)
     which = f", number {number} of its group" if headers.shape[1] > 1 else ""
     raise MismatchError(
-        f"tensor {name!r}{which}: {_difference(kind, first, other)}: {_gave(camps)}; give the same dtype and the same "
-        "dimensions, except the first, on every rank"
+        f"tensor {name!r}{which}: {_difference(kind, first, other)}: {_gave(ranks_by_text)}; give the same dtype and "
+        "the same dimensions, except the first, on every rank"
     )
 
 
 def rows_of(headers: Words) -> list[list[int]]:
-    """[position in members][tensor]: the first dimension."""
+    """The first dimension of each tensor: [position in members][tensor]."""
     rows: list[list[int]] = headers[:, :, 3].tolist()
     return rows
 
@@ -114,8 +120,8 @@ def _describe(words: Words) -> str:
     return f"{kind_name} of {dtype_name}[{shape}]"
 
 
-def _gave(camps: dict[str, list[int]]) -> str:
-    return "; ".join(f"{_ranks(ranks)} gave {what}" for what, ranks in list(camps.items())[:6])
+def _gave(ranks_by_text: dict[str, list[int]]) -> str:
+    return "; ".join(f"{_ranks(ranks)} gave {what}" for what, ranks in list(ranks_by_text.items())[:6])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""SyncBatchNorm: batch normalisation whose statistics are those of all ranks' batches together.
+"""SyncBatchNorm: batch normalisation with the statistics of all ranks' batches together.
 
-Owns the arithmetic of both passes. Each pass makes one small sum over the ranks, in float64: of (count, Σx, Σx²) on
-the way forward, of (Σdy, Σdy·(x - mean)) on the way back. On cpu and cuda. The training thread runs the forward pass,
-autograd's the backward pass.
+Owns the arithmetic of both passes (Ioffe and Szegedy, arXiv 1502.03167, section 3). Each pass takes one small sum over
+the ranks, in float64: of (count, Σx, Σx²) in the forward pass, of (Σdy, Σdy·(x - mean)) in the backward pass. On cpu
+and cuda. The training thread runs the forward pass, autograd's threads the backward pass.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from byteps_py.torch.engine.dtypes import wire_dtype
 from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, prefix_of
 
-_PRIORITY = 1  # goes before gradients: a layer waits for it
+_PRIORITY = 1  # before gradients: a layer waits for the sum
 
 
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm over inputs of shape (N, C, ...), with the mean and variance of the batches of all ranks.
 
-    Arguments and state are torch.nn.BatchNorm1d's. Ranks' batches may differ in size, also be empty; all ranks must run
-    the layer equally often. process_set: only the ranks of this set, which alone may train the layer. Gradients of
-    weight and bias stay the rank's own: DistributedOptimizer averages them.
-    float16 and bfloat16 inputs are computed in float32. In eval() nothing is exchanged, unless
-    track_running_stats=False. The forward pass raises UsageError (a ValueError) for an input of less than two
-    dimensions, or if all ranks together have a single value per channel.
+    Arguments and state are those of torch.nn.BatchNorm1d. Ranks' batches may differ in size, or be empty; all ranks
+    must run the layer equally often. process_set: the ranks that share statistics; only these may train the layer.
+    Inputs are on cpu or cuda, of any floating dtype; float16 and bfloat16 are computed in float32. Gradients of weight
+    and bias are the rank's own: DistributedOptimizer averages them. In eval() mode ranks exchange nothing, unless
+    track_running_stats=False.
+    The forward pass raises UsageError (a ValueError) for an input of less than two dimensions, for a wrong number of
+    channels, or if all ranks together have a single value per channel.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -56,9 +57,9 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        # The global one is known by its identity, which a deep copy of the layer would not keep.
+        # The global set is recognized by identity, which a deep copy of the layer would lose.
         self._process_set = None if process_set is global_process_set else process_set
-        # Layers are made in the same order on all ranks, as optimizers are.
+        # All ranks construct layers in the same order, as they do optimizers.
         self._name = contexts.current().claim(prefix_of(process_set, "SyncBatchNorm"))
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -71,6 +72,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` of shape (N, C, ...), normalized; the same shape and dtype. Waits for the other ranks."""
         self._check_input_dim(input)
         running_mean, running_var = self.running_mean, self.running_var
         if not self.training and running_mean is not None:
@@ -107,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
-        """``module`` with a SyncBatchNorm in place of each BatchNorm in it, sharing its parameters and buffers."""
+        """``module`` with a SyncBatchNorm in place of each BatchNorm in it. They share parameters and buffers."""
         converted = module
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
             converted = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
@@ -128,7 +130,7 @@ class _Total:
         self._group = group
 
     def of(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """The sum of all ranks' ``values``, which are flat."""
+        """The sum of all ranks' flat ``values``. ``what``: part of the name."""
         shape = tuple(values.shape)
         wire = wire_dtype(values.dtype, self._name)
         spec = TensorSpec(f"{self._name}.{what}", wire, shape, priority=_PRIORITY, group=self._group)
@@ -155,8 +157,8 @@ class _Normalize(torch.autograd.Function):
         count = x.numel() // channels if channels else 0
         dims = [0, *range(2, x.dim())]
         own_sum = x.sum(dims, dtype=torch.float64)
-        # The squares about this rank's mean, exact to x's precision, moved to zero and back in float64: adding up
-        # squares themselves would lose a variance that is small beside the mean.
+        # Squares about this rank's mean, then moved to zero in float64: a sum of x² in x's own precision would lose a
+        # variance that is small beside the mean.
         own_mean = own_sum / max(count, 1)
         squares = x.var(dims, correction=0).double() * count if count else torch.zeros_like(own_sum)
         squares = squares + own_mean.square() * count
@@ -201,5 +203,5 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In what ``tensor`` is computed."""
+    """``tensor`` in the dtype of the computation."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

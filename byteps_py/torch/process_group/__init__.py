@@ -1,5 +1,8 @@
 """The backend "byteps" of torch.distributed: ``dist.init_process_group("byteps")``.
 
-Everything written for torch.distributed then goes through the communication service: DistributedDataParallel, FSDP2,
-tensor, sequence and pipeline parallelism, DeviceMesh, distributed checkpoints. Start with group.py.
+Programs for torch.distributed then use the communication service: DistributedDataParallel, FSDP2, tensor, sequence and
+pipeline parallelism, DeviceMesh, distributed checkpoints.
+
+    group_creation ─ byteps_process_group ┬ reduction_collectives ┬ group_base ─ group_metadata
+                                          └ transfer_collectives ─┘
 """

@@ -1,9 +1,9 @@
-"""BYTEPS_NONFINITE=raise for the collectives that add: what a rank gives is looked at before it leaves.
+"""BYTEPS_NONFINITE=raise for collectives that add: checks a rank's input before it is sent.
 
-As NCCL's TORCH_NCCL_NAN_CHECK does. Not in the sum, where it would cost nothing: what members of one machine sum by
-themselves, and the pieces of a scattered sum, are seen by one member only, and all have to know who it was. The rank
-that has the values raises and, if nobody catches that, ends; the others raise its words. Minima, maxima and products
-may be infinite on purpose.
+Like NCCL's TORCH_NCCL_NAN_CHECK. A check inside the sum would cost nothing, but sums that members of one machine add
+themselves, and the pieces of a scattered sum, are seen by one member only, and all members must learn the guilty rank.
+The rank with the values raises and, if the script does not catch the error, ends; then the other ranks raise an error
+with its message. Minima, maxima and products are not checked: they may be infinite on purpose.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from byteps_py.torch.engine.members import Members
 
 
 def check_mode(mode: NonFinite) -> None:
-    """Raises UnsupportedError."""
+    """Raises UnsupportedError for BYTEPS_NONFINITE=skip."""
     if mode is NonFinite.SKIP:
         raise UnsupportedError(
             "a collective of torch.distributed can't leave out a step, which is your optimizer's: use "
@@ -30,14 +30,14 @@ def check_mode(mode: NonFinite) -> None:
 
 
 class InputCheck:
-    """Of one group. Threads call in the order of its operations."""
+    """The check of one group. Threads call it in the order of the group's operations."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
         self._wanted = nonfinite.wanted(members.context) is NonFinite.RAISE
         self._sums = itertools.count(1)
 
-    def look(self, what: str, tensors: Sequence[torch.Tensor], how: Reduction) -> None:
+    def check(self, what: str, tensors: Sequence[torch.Tensor], how: Reduction) -> None:
         """Raises NonFiniteInputError if any of ``tensors`` is not finite and they are to be added."""
         if not self._wanted or how.op is not Op.SUM or how.fold is not None or not _is_floating(tensors[0]):
             return

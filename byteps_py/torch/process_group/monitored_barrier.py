@@ -1,4 +1,4 @@
-"""A barrier through the store, which finds out who is missing even where the job's services can't be reached."""
+"""A barrier through the store: it finds missing members even if the job's services can't be reached. Any thread."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ _lock = threading.Lock()
 
 
 def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool) -> None:
-    """Return when every member has called it. Raises StallError, on the first member with the names of the missing:
-    the first one, or all if ``is_thorough``. The errors begin as those of gloo's, which scripts look for."""
+    """Return when every member has called it. Raises StallError after ``timeout_s``.
+
+    The first member's error names the first missing member, or all of them if ``is_thorough``. The errors begin like
+    gloo's, which scripts look for.
+    """
     with _lock:
         call = _counts[members.prefix] = _counts.get(members.prefix, 0) + 1
     deadline = time.monotonic() + timeout_s
     key = f"{members.prefix}/monitored/{call}"
     if members.position:
         store.set(f"{key}/{members.position}", "here")
-        if not _comes(store, f"{key}/go", deadline):
+        if not _appears(store, f"{key}/go", deadline):
             raise StallError(
                 f"Rank {members.ranks[members.position]} successfully reached monitoredBarrier, but received errors "
                 f"while waiting for send/recv from rank {members.ranks[0]}: no word from it within {timeout_s:g} s. It "
@@ -35,7 +38,7 @@ def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool)
         return
     missing = []
     for position in range(1, members.count):
-        if not _comes(store, f"{key}/{position}", deadline):
+        if not _appears(store, f"{key}/{position}", deadline):
             missing.append(members.ranks[position])
             if not is_thorough:
                 break
@@ -47,12 +50,12 @@ def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool)
     store.set(f"{key}/go", "go")
 
 
-def _comes(store: Store, key: str, deadline: float, clock: Callable[[], float] = time.monotonic) -> bool:
-    # Stores count whole milliseconds: rounded down, a wait would end before the deadline, and look like a failed store.
+def _appears(store: Store, key: str, deadline: float, clock: Callable[[], float] = time.monotonic) -> bool:
+    # Stores round waits down to milliseconds. A wait that ends before the deadline would look like a failed store.
     left_ms = max(0, math.ceil(1000 * (deadline - clock())))
     try:
         store.wait([key], timedelta(milliseconds=left_ms + 1))
-    except RuntimeError:  # of different types, one for each kind of store
+    except RuntimeError:  # each kind of store raises a type of its own
         if clock() < deadline:
             raise
         return False

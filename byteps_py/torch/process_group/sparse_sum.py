@@ -1,7 +1,7 @@
-"""The sum of sparse tensors (COO): everybody gets everybody's elements, and each member adds them up by itself.
+"""The sum of sparse tensors (COO): every member gathers the elements of all members and adds them itself.
 
-How many elements there are is known only once all have said so, and must be known before the elements can go: the call
-waits for that, the elements themselves travel as any gather. Must not know services. Any thread.
+The numbers of elements must be known before the elements can be sent, so the call first waits for a gather of numbers.
+The gather of the elements is asynchronous. Must not know services. Any thread.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _DTYPES = tuple(WIRE)
 DTYPES = frozenset(_DTYPES)
 
 
-def sum_up(
+def start_sparse_sum(
     engine: GroupEngine, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
 ) -> Work:
-    """Replace ``tensor``, sparse, by the sum (or the average) of all members': coalesced, the same bits on each.
+    """Begin to replace the sparse ``tensor`` by the sum or average over all members: coalesced, equal bits on all.
 
-    Returns when all have called it. Raises MismatchError if members give different shapes, numbers of sparse
-    dimensions or dtypes, and StallError.
+    Returns when all members have called it. Raises StallError, and MismatchError if members pass different shapes,
+    numbers of sparse dimensions or dtypes.
     """
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()

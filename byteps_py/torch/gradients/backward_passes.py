@@ -1,7 +1,7 @@
-"""Backward passes: which gradients they have computed, and when one is final.
+"""Tracks backward passes: which gradients they have computed, and when a gradient is final.
 
-Owns the hooks on parameters. Autograd's threads call these, the training thread everything else. The hooks hold their
-owner weakly: parameters outlive an optimizer, and the next one has hooks of its own.
+Owns the hooks on parameters. Autograd's threads call the hooks, the training thread everything else. Hooks hold their
+owner by a weak reference, because parameters outlive an optimizer, and the next optimizer registers hooks of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from byteps_py.errors import GradientOrderError
-from byteps_py.torch.gradients.buckets import GradientReducer
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -25,17 +25,17 @@ _TOO_OFTEN = (
 )
 
 
-class Passes(abc.ABC):
-    """Of the parameters of one optimizer."""
+class BackwardPasses(abc.ABC):
+    """The backward passes over one optimizer's parameters."""
 
-    #: How many there may be in a step. It may be changed between steps.
+    #: The number of backward passes in a step. May be changed between steps.
     per_step: int
 
     def __init__(self) -> None:
         self._hooked: set[torch.nn.Parameter] = set()
 
     def hook(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Watch those that require gradients and are not watched yet."""
+        """Register hooks on ``params`` that require gradients and have none yet."""
         for param in params:
             if param.requires_grad and param not in self._hooked:
                 self._hooked.add(param)
@@ -43,24 +43,24 @@ class Passes(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def begun(self) -> bool:
-        """True if a gradient was computed in this step."""
+    def has_begun(self) -> bool:
+        """True if a gradient was computed since the last step."""
 
     @abc.abstractmethod
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        """There are more parameters."""
+        """Add parameters."""
 
     @abc.abstractmethod
     def drop(self) -> None:
-        """Forget what was computed in this step: the next pass is the first one."""
+        """Forget gradients that were computed since the last step: the next pass is the first one."""
 
     @abc.abstractmethod
     def _hook_of(self, param: torch.nn.Parameter) -> Hook:
-        """One that does not hold ``param``, which holds it."""
+        """The hook of ``param``. It must not hold ``param``, which holds the hook."""
 
 
-class CountedPasses(Passes):
-    """Counts those of each parameter; its gradient stays where it is."""
+class CountedPasses(BackwardPasses):
+    """Counts the passes of each parameter. Gradients are not exchanged."""
 
     def __init__(self, per_step: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class CountedPasses(Passes):
         self._counts: Counter[torch.Tensor] = Counter()
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         return bool(self._counts)
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
@@ -93,30 +93,30 @@ class CountedPasses(Passes):
         self._counts[param] += 1
 
 
-class ReducedPasses(Passes):
-    """Hands each gradient to a reducer, which counts those of a bucket together."""
+class ReducedPasses(BackwardPasses):
+    """Hands each gradient to a reducer, which counts passes by bucket."""
 
     def __init__(self, reducer: GradientReducer, per_step: int) -> None:
         super().__init__()
         self._reducer = reducer
-        reducer.too_often = _TOO_OFTEN
-        reducer.passes = per_step
+        reducer.too_often_remedy = _TOO_OFTEN
+        reducer.passes_per_step = per_step
 
     @property
     def per_step(self) -> int:
-        return self._reducer.passes
+        return self._reducer.passes_per_step
 
     @per_step.setter
     def per_step(self, per_step: int) -> None:
-        self._reducer.passes = per_step
+        self._reducer.passes_per_step = per_step
 
     def hook(self, params: Iterable[torch.nn.Parameter]) -> None:
-        if not self._reducer.outside:
+        if not self._reducer.is_excluded:
             super().hook(params)
 
     @property
-    def begun(self) -> bool:
-        return self._reducer.begun
+    def has_begun(self) -> bool:
+        return self._reducer.has_begun
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self._reducer.add(named)

@@ -1,4 +1,4 @@
-"""What may be asked of a DistributedOptimizer: checks of its arguments, worded as Horovod's users know them. Pure."""
+"""Checks of DistributedOptimizer's arguments. The errors have Horovod's words. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_passes(passes: int) -> None:
 
 
 def check_predivide(factor: float, op: ReduceOp) -> None:
-    """Raises UsageError for a gradient_predivide_factor that ``op`` has no use for."""
+    """Raises UsageError for a gradient_predivide_factor that is not positive or does not apply to ``op``."""
     if not isinstance(op, ReduceOp):
         raise UsageError(f"op must be one of {', '.join(op.name.title() for op in ReduceOp)}, got {op!r}")
     if factor != 1.0 and op is not Average:
@@ -36,9 +36,9 @@ def check_predivide(factor: float, op: ReduceOp) -> None:
 def which_groups(
     num_groups: int, groups: Groups, params: Sequence[torch.nn.Parameter]
 ) -> list[list[torch.nn.Parameter]]:
-    """The groups that the two arguments mean, of the optimizer's ``params``. Raises UsageError.
+    """The groups of the optimizer's ``params`` that the two arguments describe. Raises UsageError.
 
-    A number n cuts the parameters that require gradients into n groups of neighbours, as even as can be.
+    A number n splits the parameters that require gradients into n groups of neighbours, as evenly as possible.
     """
     if num_groups and groups is not None:
         raise UsageError(
@@ -46,7 +46,7 @@ def which_groups(
         )
     chosen: Groups = num_groups if groups is None else groups
     if isinstance(chosen, int) and not isinstance(chosen, bool) and chosen >= 0:
-        return _cut([param for param in params if param.requires_grad], chosen) if chosen else []
+        return _split([param for param in params if param.requires_grad], chosen) if chosen else []
     if not isinstance(chosen, list) or not all(isinstance(group, list | tuple) for group in chosen):
         raise UsageError(
             "groups should be a non-negative integer or a list of list of torch.nn.Parameter, got "
@@ -69,7 +69,7 @@ def which_groups(
     return [list(group) for group in chosen if group]
 
 
-def _cut(params: list[torch.nn.Parameter], parts: int) -> list[list[torch.nn.Parameter]]:
+def _split(params: list[torch.nn.Parameter], parts: int) -> list[list[torch.nn.Parameter]]:
     size, longer = divmod(len(params), parts)
     ends = [(part + 1) * size + min(part + 1, longer) for part in range(parts)]
     return [params[start:end] for start, end in zip([0, *ends], ends, strict=False) if end > start]
@@ -78,7 +78,7 @@ def _cut(params: list[torch.nn.Parameter], parts: int) -> list[list[torch.nn.Par
 def check_names(
     optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
 ) -> dict[torch.nn.Parameter, str]:
-    """Parameter → name, in the given order. Raises UsageError."""
+    """The name of each parameter, in the given order; numbers if ``named_parameters`` is empty. Raises UsageError."""
     named = list(named_parameters) if named_parameters is not None else []
     if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) for pair in named):
         raise UsageError(

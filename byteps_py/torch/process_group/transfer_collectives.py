@@ -1,4 +1,4 @@
-"""The collectives that move bytes from member to member: gathers, scatter, all-to-all, send and receive. Any dtype."""
+"""Collectives that move data from member to member: gathers, scatter, all-to-all, send, recv. Any dtype, any thread."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from byteps_py.tensors import Op
 from byteps_py.torch.engine.dtypes import is_plain
 from byteps_py.torch.engine.group_engine import GroupTransfer
 from byteps_py.torch.engine.work import Work
-from byteps_py.torch.process_group.arguments import Tensors, alone, listed
-from byteps_py.torch.process_group.base import GroupBase, assign
+from byteps_py.torch.process_group.collective_arguments import Tensors, dense_tensors, only
+from byteps_py.torch.process_group.group_base import GroupBase, assign
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    """Its bytes can be moved as they lie."""
+    """True if the tensor's bytes can be moved as they are in memory."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-class Moving(GroupBase):
-    """See torch.distributed.ProcessGroup for the methods."""
+class TransferCollectives(GroupBase):
+    """The collectives that move data. See torch.distributed.ProcessGroup for the methods."""
 
     # ---- gathers ---------------------------------------------------------------------------------------
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        """Everybody's tensor to everybody. Sizes may differ, if all members know them."""
-        outputs = listed(alone(output_tensors, "all_gather"))
-        tensor = alone(listed(input_tensors), "all_gather")
+        """Send each member's tensor to all members. Sizes may differ if all members know them."""
+        outputs = dense_tensors(only(output_tensors, "all_gather"))
+        tensor = only(dense_tensors(input_tensors), "all_gather")
         self._check_count("all_gather", outputs)
         pieces = [[output] for output in outputs]
         return self._record(self._engine.move("all_gather", GroupTransfer.gather([tensor], pieces), self._limit(opts)))
 
     def allgather_coalesced(self, output_lists: Any, input_list: Tensors, opts: Any = None) -> Work:
-        """Several tensors of everybody, at once: for each member a list of as many outputs."""
-        inputs = listed(input_list)
-        by_member = [listed(outputs) for outputs in output_lists]
+        """Send several tensors of each member to all members. output_lists: a list of outputs for each member."""
+        inputs = dense_tensors(input_list)
+        by_member = [dense_tensors(outputs) for outputs in output_lists]
         self._check_count("all_gather_coalesced", by_member)
         return self._record(
             self._engine.move("all_gather_coalesced", GroupTransfer.gather(inputs, by_member), self._limit(opts))
         )
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        """Everybody's tensor, end to end."""
+        """Concatenate the tensors of all members on all members."""
         fits = output.dtype is input.dtype and output.nbytes == input.nbytes * self._members.count
         if fits and is_plain(output) and is_plain(input):
             what = "all_gather_into_tensor"
@@ -52,8 +52,8 @@ class Moving(GroupBase):
         return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        """Several tensors of everybody, each end to end."""
-        targets, sources = listed(outputs), listed(inputs)
+        """Concatenate several tensors of all members on all members."""
+        targets, sources = dense_tensors(outputs), dense_tensors(inputs)
         for output, input in zip(targets, sources, strict=True):
             if output.numel() != input.numel() * self.size() or output.dtype is not input.dtype:
                 raise UsageError(
@@ -68,29 +68,29 @@ class Moving(GroupBase):
         shares = [output.detach().view(-1).chunk(self.size()) for output in plain if output.numel()]
         pieces = [[share[member] for share in shares] for member in range(self.size())]
 
-        def land() -> None:
-            for output, beside in zip(targets, plain, strict=True):
-                if beside is not output:
-                    assign(output, beside)
+        def copy_to_outputs() -> None:
+            for output, contiguous in zip(targets, plain, strict=True):
+                if contiguous is not output:
+                    assign(output, contiguous)
 
-        some = [tensor for tensor in sources if tensor.numel()]
-        transfer = GroupTransfer.gather(some, pieces, targets, land)
+        nonempty = [tensor for tensor in sources if tensor.numel()]
+        transfer = GroupTransfer.gather(nonempty, pieces, targets, copy_to_outputs)
         return self._record(self._engine.move("all_gather_into_tensor", transfer, self._limit(opts)))
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        """Everybody's tensor to the root, which alone gives outputs."""
-        tensor = alone(listed(input_tensors), "gather")
+        """Send each member's tensor to the root. Only the root passes outputs."""
+        tensor = only(dense_tensors(input_tensors), "gather")
         root = self._root(opts)
-        outputs = listed(alone(output_tensors, "gather")) if self._members.position == root else []
+        outputs = dense_tensors(only(output_tensors, "gather")) if self._members.position == root else []
         if self._members.position == root:
             self._check_count("gather", outputs)
         return self._record(self._engine.gather_to(root, tensor, outputs, self._limit(opts)))
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        """From the root, which alone gives inputs, a tensor to each member."""
-        output = alone(listed(output_tensors), "scatter")
+        """Send a tensor from the root to each member. Only the root passes inputs."""
+        output = only(dense_tensors(output_tensors), "scatter")
         root = self._root(opts)
-        inputs = listed(alone(input_tensors, "scatter")) if self._members.position == root else []
+        inputs = dense_tensors(only(input_tensors, "scatter")) if self._members.position == root else []
         if self._members.position == root:
             self._check_count("scatter", inputs)
         return self._record(self._engine.scatter_from(root, inputs, output, self._limit(opts)))
@@ -98,8 +98,8 @@ class Moving(GroupBase):
     # ---- all to all ------------------------------------------------------------------------------------
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
-        """A tensor to each member, and from each one."""
-        outputs, inputs = listed(output_tensors), listed(input_tensors)
+        """Send a tensor to each member, and receive one from each."""
+        outputs, inputs = dense_tensors(output_tensors), dense_tensors(input_tensors)
         self._check_count("all_to_all", outputs)
         self._check_count("all_to_all", inputs)
         sends, receives = [[tensor] for tensor in inputs], [[tensor] for tensor in outputs]
@@ -113,9 +113,9 @@ class Moving(GroupBase):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> Work:
-        """Rows to each member, and from each one: as many as the split sizes say, by default equally many."""
+        """Send rows to each member, and receive rows from each. By default the rows are divided evenly."""
         if not (is_plain(output) and is_plain(input)):
-            listed([output, input])
+            dense_tensors([output, input])
         is_even = not input_split_sizes and not output_split_sizes and output.shape == input.shape and output.dim()
         if is_even and not output.shape[0] % self.size() and _is_flat(output) and _is_flat(input):
             return self._record(
@@ -148,13 +148,13 @@ class Moving(GroupBase):
     # ---- two members -----------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
-        """To the member at ``dst``. Over as soon as the tensor is copied."""
-        return self._record(self._engine.messages.send(alone(listed(tensors), "send"), dst, tag))
+        """Send to the member at ``dst``. Done as soon as the tensor is copied."""
+        return self._record(self._engine.messages.send(only(dense_tensors(tensors), "send"), dst, tag))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Work:
-        """From the member at ``src``: its next message with this tag."""
-        return self._record(self._engine.messages.receive(alone(listed(tensors), "recv"), src, tag))
+        """Receive the next message with this tag from the member at ``src``."""
+        return self._record(self._engine.messages.receive(only(dense_tensors(tensors), "recv"), src, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """From whichever member's message with this tag comes first."""
-        return self._record(self._engine.messages.receive_from_anybody(alone(listed(tensors), "recv"), tag))
+        """Receive the first message with this tag from any member."""
+        return self._record(self._engine.messages.receive_from_anybody(only(dense_tensors(tensors), "recv"), tag))

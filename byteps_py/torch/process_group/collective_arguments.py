@@ -1,4 +1,4 @@
-"""What torch.distributed's callers pass: reduce operations, options, lists of tensors. Pure; any thread."""
+"""Arguments of torch.distributed's collectives: reduce operations, options, lists of tensors. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
-    """Raises UsageError for an operation that means nothing on ``dtype``."""
+    """The Reduction for torch's ``op``. Raises UsageError for an operation that is not defined for ``dtype``."""
     kind, factor = kind_of(op)
     if factor is None:
         return _reduction(kind, dtype)
@@ -32,7 +32,7 @@ def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
     return Reduction(Op.SUM, factor=factor)
 
 
-@functools.cache  # to compare kinds takes as long as all else
+@functools.cache  # comparing kinds takes half of the time
 def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     if kind in _BITWISE:
         if dtype.is_floating_point or dtype.is_complex:
@@ -44,7 +44,7 @@ def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
         raise _impossible(kind, dtype)
     if dtype in WIRE:
         return Reduction(wire, average)
-    if dtype is torch.bool and not average:  # or and and
+    if dtype is torch.bool and not average:  # logical or, logical and
         return Reduction(Op.MAX if wire in (Op.SUM, Op.MAX) else Op.MIN, view=torch.uint8)
     if dtype in (torch.complex64, torch.complex128):
         if wire is Op.SUM:
@@ -57,7 +57,7 @@ def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
 
 
 def kind_of(op: Any) -> tuple[Any, float | torch.Tensor | None]:
-    """(kind, factor of a PREMUL_SUM). Reduce operations compare and hash badly: only their kinds do well."""
+    """(kind, factor of a PREMUL_SUM). Kinds can be compared and hashed, unlike torch's ReduceOp objects."""
     if isinstance(op, Kinds):
         return op, None
     kind, factor = op.__getstate__()
@@ -68,23 +68,23 @@ def _impossible(kind: Any, dtype: torch.dtype) -> UsageError:
     return UsageError(f"tensors of dtype {dtype} can't be reduced with {kind.name}; convert them first")
 
 
-def seconds(options: Any, default_s: float) -> float:
-    """The timeout of an option object, if it has one of its own."""
+def timeout_of(options: Any, default_s: float) -> float:
+    """The timeout of an option object, in seconds; ``default_s`` if it has none."""
     timeout: timedelta | None = getattr(options, "timeout", None)
     limit_s = timeout.total_seconds() if timeout is not None else 0.0
     return limit_s if limit_s > 0 else default_s
 
 
-def listed(tensors: Tensors) -> list[torch.Tensor]:
-    """Dense tensors as a list. Raises UsageError for a sparse one, or one on a device without memory."""
+def dense_tensors(tensors: Tensors) -> list[torch.Tensor]:
+    """``tensors`` as a list. Raises UsageError for a sparse tensor, or one on the meta device."""
     found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     for tensor in found:
         check_dense(tensor, None)
     return found
 
 
-def alone(tensors: Any, what: str) -> Any:
-    """The only element. Raises UsageError: a process has one device in a group."""
+def only(tensors: Any, what: str) -> Any:
+    """The only element of ``tensors``. Raises UsageError for several: a process has one device in a group."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:

@@ -1,8 +1,10 @@
-"""What has to be declared to reduce tensors that look so and so: found once, used in every call that looks alike.
+"""Plans of reductions: the declarations that tensors of given shapes, dtypes and devices need.
 
-    tensors ─ parts (of one dtype, on one device, side by side) ─ a Request each
+A plan is computed once and used by every later call with equal arguments.
 
-Must not know values, names or handles. Any thread, with the context's lock held.
+    tensors ─ parts (one dtype, one device, side by side) ─ a TensorRequest for each part
+
+Must not know values or handles. Any thread, with the context's lock held.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ from byteps_py.torch.engine.named_sums import SumOffer
 from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.router import Route, Router, SumFacts
 from byteps_py.torch.engine.slot_view import TensorRequest
-from byteps_py.torch.horovod.ops import Average, Max, Min, Product, ReduceOp, Sum, kind_in
+from byteps_py.torch.horovod.operation_names import kind_in_group
+from byteps_py.torch.horovod.ops import Average, Max, Min, Product, ReduceOp, Sum
 
-#: So many plans, and names in a plan, are kept; with more, all are forgotten and found anew.
-_MOST = 4096
+#: The most plans, and names in a plan, that are kept. Beyond it all are dropped and computed again.
+_MAX_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionOptions:
-    """How tensors are reduced. ``kind`` keeps operations of one name apart; ``before``, ``after``: scale factors."""
+    """How to reduce tensors. kind: prefix of names, "" for push_pull. before, after: scale factors. scatters: each rank
+    gets its rows of the result only."""
 
     op: ReduceOp
     kind: str = ""
@@ -44,9 +48,12 @@ class ReductionOptions:
     scatters: bool = False
 
 
-class DeclarationPlan:
-    """``parts``: the tensors of each request, by index. ``shapes``: of the outputs. ``signature``: what unnamed tensors
-    must have in common. Raises UsageError for tensors that can't be reduced so."""
+class ReductionPlan:
+    """The plan for tensors of some shapes, dtypes and devices. Raises UsageError for tensors that can't be reduced so.
+
+    parts: the indices of the tensors of each request. shapes: of the outputs. signature: equal for tensors without a
+    name that are matched with each other. name: for messages.
+    """
 
     def __init__(
         self,
@@ -60,10 +67,10 @@ class DeclarationPlan:
         self._is_group = is_group
         for tensor in tensors:
             check_dense(tensor, name)
-        self.kind = kind_in(options.group, f"grouped_{options.kind}" if is_group else options.kind or "push_pull")
-        self.has_truth_values = any(is_truth(tensor, options.op) for tensor in tensors)
-        seen = [torch.uint8 if is_truth(tensor, options.op) else tensor.dtype for tensor in tensors]
-        #: Those whose sum is taken in another dtype, and divided here.
+        self.kind = kind_in_group(options.group, f"grouped_{options.kind}" if is_group else options.kind or "push_pull")
+        self.has_bool_as_bytes = any(is_reduced_as_bytes(tensor, options.op) for tensor in tensors)
+        seen = [torch.uint8 if is_reduced_as_bytes(tensor, options.op) else tensor.dtype for tensor in tensors]
+        #: By tensor: whether it is summed in a wider dtype and divided by this rank.
         self.are_summed_wider = [options.op is Average and is_summed_wider(dtype) for dtype in seen]
         self._dtypes = [
             sum_dtype(dtype) if is_wider else options.compression.wire_dtype(dtype)
@@ -88,39 +95,42 @@ class DeclarationPlan:
             self.shapes = [
                 (shape[0] // len(members) + (position < shape[0] % len(members)), *shape[1:]) for shape in self._inputs
             ]
-        #: So many contributions there are.
+        #: The number of ranks that contribute.
         self.count = len(options.group) or context.session.size
-        #: How averages of integers are rounded: Horovod's operations cut them off, push_pull goes to the floor.
+        #: How averages of integers are rounded: towards zero in Horovod's operations, down in push_pull.
         self.rounding = "trunc" if options.kind else "floor"
         self._requests: dict[str, list[TensorRequest]] = {}
-        #: Whether ranks tell each other that they wait for it, and may then add it up (engine/named_sums.py).
+        #: Decides whether ranks of one machine that wait for the sum may add it themselves (engine/named_sums.py).
         self.router = Router.for_names(context.session, options.group or range(self.count), ring_sum.is_able)
         self._route = self._find_route() if self._is_plain_sum(tensors) else Route.SERVICE
 
-    def offer(self, full: str) -> SumOffer | None:
-        """What ranks that wait for it may add up among themselves; None: it goes through the service in any case."""
-        return None if self._route is Route.SERVICE else SumOffer(self.requests(full)[0].spec, self._route)
+    def offer(self, full_name: str) -> SumOffer | None:
+        """The sum that waiting ranks may add among themselves; None if it always goes through the service."""
+        return None if self._route is Route.SERVICE else SumOffer(self.requests(full_name)[0].spec, self._route)
 
     def _find_route(self) -> Route:
         spec = self._request("one", [0]).spec
         is_exact = spec.dtype.is_floating or not spec.average
-        # All ranks answer alike, wherever their tensors lie: a rank whose tensor is on a device does not offer.
+        # Must be equal on all ranks, so it ignores the device: a rank with a tensor on a device makes no offer.
         facts = SumFacts(spec.op, spec.nbytes, spec.nbytes * (self.count - 1), is_exact, is_on_host=True)
         choice = self.router.sum(facts)
         logger.debug("%s of %s%s: %s", self.kind, spec.dtype.name.lower(), list(spec.shape), choice)
         return choice.route
 
-    def requests(self, full: str) -> list[TensorRequest]:
-        """What is declared under the name ``full``: each part."""
-        found = self._requests.get(full)
+    def requests(self, full_name: str) -> list[TensorRequest]:
+        """The declaration of each part under the name ``full_name``."""
+        found = self._requests.get(full_name)
         if found is None:
-            if len(self._requests) >= _MOST:
+            if len(self._requests) >= _MAX_KEPT:
                 self._requests.clear()
-            found = self._requests[full] = self._make_requests(full)
+            found = self._requests[full_name] = self._make_requests(full_name)
         return found
 
-    def _make_requests(self, full: str) -> list[TensorRequest]:
-        return [self._request(f"{full}.{i}" if self._is_group else full, part) for i, part in enumerate(self.parts)]
+    def _make_requests(self, full_name: str) -> list[TensorRequest]:
+        return [
+            self._request(f"{full_name}.{i}" if self._is_group else full_name, part)
+            for i, part in enumerate(self.parts)
+        ]
 
     def _is_plain_sum(self, tensors: Sequence[torch.Tensor]) -> bool:
         options = self._options
@@ -134,7 +144,7 @@ class DeclarationPlan:
         )
 
     def _make_parts(self) -> list[list[int]]:
-        """Which tensors travel together: those of one dtype on one device, unless each is scattered by its own rows."""
+        """Which tensors travel together: those of one dtype on one device. Scattered tensors travel alone."""
         if self._options.scatters:
             return [[i] for i in range(len(self._inputs))]
         parts: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -157,16 +167,16 @@ class DeclarationPlan:
             terms=self._terms,
         )
         results = None
-        if options.scatters:  # the same rows of what is sent
+        if options.scatters:  # this rank's rows of what is sent
             results = tuple((*self.shapes[i][:1], *self._sent[i][1:]) for i in part)
         return TensorRequest(spec, self._dtypes[part[0]], shapes, self._devices[part[0]], results)
 
 
-class Plans:
+class ReductionPlans:
     """The plans of one context."""
 
     def __init__(self) -> None:
-        self._plans: dict[object, DeclarationPlan] = {}
+        self._plans: dict[object, ReductionPlan] = {}
 
     def find(
         self,
@@ -175,31 +185,31 @@ class Plans:
         options: ReductionOptions,
         is_group: bool,
         name: str | None,
-    ) -> DeclarationPlan:
-        """``name``: for messages. Raises UsageError as DeclarationPlan does."""
+    ) -> ReductionPlan:
+        """The plan for ``tensors``. name: for messages. Raises UsageError as ReductionPlan does."""
         key = options, is_group, *[(t.dtype, t.shape, t.device, t.layout) for t in tensors]
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= _MOST:
+            if len(self._plans) >= _MAX_KEPT:
                 self._plans.clear()
-            plan = self._plans[key] = DeclarationPlan(context, tensors, options, is_group, name)
+            plan = self._plans[key] = ReductionPlan(context, tensors, options, is_group, name)
         return plan
 
     def close(self) -> None:
-        """They are of one session."""
+        """Drop all plans: they belong to one session."""
         self._plans.clear()
 
 
-def is_truth(tensor: torch.Tensor, op: ReduceOp) -> bool:
-    """Whether a tensor is reduced as bytes of 0 and 1."""
+def is_reduced_as_bytes(tensor: torch.Tensor, op: ReduceOp) -> bool:
+    """True for a bool tensor that is reduced as bytes of 0 and 1."""
     return tensor.dtype is torch.bool and op in (Min, Max, Product)
 
 
 def _terms(tensors: Sequence[torch.Tensor], options: ReductionOptions, is_group: bool) -> str:
-    """What the spec does not say and ranks must agree on all the same."""
+    """What ranks must agree on beside the other fields of the TensorSpec."""
     found = []
     averages = [tensor.dtype for tensor in tensors if options.op is Average and is_summed_wider(tensor.dtype)]
-    if averages:  # a group says more
+    if averages:  # the terms of a group list its dtypes below
         found.append("average" if is_group else f"average of {str(averages[0]).removeprefix('torch.')}")
     if options.before != 1.0 or options.after != 1.0:
         found.append(f"prescale factor {options.before!r} and postscale factor {options.after!r}")

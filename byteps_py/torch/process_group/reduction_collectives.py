@@ -1,4 +1,4 @@
-"""The collectives that reduce, and those that go the same way: through the summation servers, if there are any."""
+"""Collectives that go through the summation servers, if there are any: reductions, broadcast, barrier. Any thread."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from byteps_py.torch.engine.integer_averages import is_summed_wider, mean, summa
 from byteps_py.torch.engine.tensor_bytes import check_writable
 from byteps_py.torch.engine.work import Call, Work, limit_of
 from byteps_py.torch.process_group import sparse_sum
-from byteps_py.torch.process_group.arguments import (
+from byteps_py.torch.process_group.collective_arguments import (
     Tensors,
-    alone,
-    listed,
+    dense_tensors,
+    only,
     reduction_of,
 )
-from byteps_py.torch.process_group.base import GroupBase, assign
+from byteps_py.torch.process_group.group_base import GroupBase, assign
 
 SUM = dist.ReduceOp.SUM
 
 
-class Reducing(GroupBase):
-    """See torch.distributed.ProcessGroup for the methods."""
+class ReductionCollectives(GroupBase):
+    """The collectives that reduce. See torch.distributed.ProcessGroup for the methods."""
 
     def allreduce(self, tensors: Tensors, opts: Any = None, op: Any = None) -> Work:
-        """Reduce a tensor over all members, in place. Of a sparse one (COO), SUM and AVG; the call then waits until
-        all members have made it."""
-        given = tensors if isinstance(tensors, torch.Tensor) else alone(tensors, "allreduce")
+        """Reduce a tensor over all members, in place. A sparse tensor (COO) takes SUM and AVG, and its call waits until
+        all members have called."""
+        given = tensors if isinstance(tensors, torch.Tensor) else only(tensors, "allreduce")
         if given.layout is torch.sparse_coo:
             return self._add_sparse(given, opts, op)
-        tensor = alone(listed(tensors), "allreduce")
+        tensor = only(dense_tensors(tensors), "allreduce")
         work = self._reduce("all_reduce", [tensor], [tensor], opts, op)
         if tensor.numel() == 1:
-            self._tokens.append(work)
+            self._kept_works.append(work)
         return work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce several tensors, in place: those of one dtype as one."""
+        """Reduce several tensors in place. Those of one dtype travel together."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-        for tensor in listed(tensors):
+        for tensor in dense_tensors(tensors):
             by_dtype[tensor.dtype].append(tensor)
-        works = [self._reduce("all_reduce_coalesced", some, some, opts) for some in by_dtype.values()]
-        return self._together("all_reduce_coalesced", works, listed(tensors), opts)
+        works = [self._reduce("all_reduce_coalesced", group, group, opts) for group in by_dtype.values()]
+        return self._combine("all_reduce_coalesced", works, dense_tensors(tensors), opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce a tensor to the root. It costs an all-reduce, of which only the root takes the result."""
-        tensor = alone(listed(tensors), "reduce")
+        """Reduce a tensor to the root. Costs as much as an all-reduce, of which only the root copies the result."""
+        tensor = only(dense_tensors(tensors), "reduce")
         root = opts.rootRank if opts is not None else 0
         self._members.check_root(root)
         outputs = [tensor] if root == self.rank() else []
         return self._reduce("reduce", [tensor], outputs, opts)
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        """Reduce a list of tensors, one for each member."""
-        output = alone(listed(output_tensors), "reduce_scatter")
-        inputs = listed(alone(input_tensors, "reduce_scatter"))
+        """Reduce a list of tensors; each member gets the result at its position."""
+        output = only(dense_tensors(output_tensors), "reduce_scatter")
+        inputs = dense_tensors(only(input_tensors, "reduce_scatter"))
         if len(inputs) != self.size() or inputs[self.rank()].numel() != output.numel():
             raise UsageError(
                 f"reduce_scatter: expected {self.size()} tensors, that of rank {self.rank()} with {output.numel()} "
@@ -73,8 +73,8 @@ class Reducing(GroupBase):
         return self._reduce_scatter("reduce_scatter", inputs, output, opts)
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        """Reduce a tensor of which each member gets an even share of rows."""
-        listed([output, input])
+        """Reduce a tensor; each member gets an equal share of its elements."""
+        dense_tensors([output, input])
         if input.numel() != output.numel() * self.size():
             raise UsageError(
                 f"reduce_scatter_tensor: an input of {input.numel()} elements for {self.size()} ranks and an output of "
@@ -83,13 +83,14 @@ class Reducing(GroupBase):
         return self._reduce_scatter("reduce_scatter_tensor", [input], output, opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        pairs = zip(listed(outputs), listed(inputs), strict=True)
+        """Reduce several tensors; each member gets an equal share of the elements of each."""
+        pairs = zip(dense_tensors(outputs), dense_tensors(inputs), strict=True)
         works = [self._reduce_scatter_base(output, input, opts) for output, input in pairs]
-        return self._together("reduce_scatter_tensor_coalesced", works, listed(outputs), opts)
+        return self._combine("reduce_scatter_tensor_coalesced", works, dense_tensors(outputs), opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None, root: int | None = None) -> Work:
-        """Copy the root's tensor to all."""
-        tensor = alone(listed(tensors), "broadcast")
+        """Copy the root's tensor to all members."""
+        tensor = only(dense_tensors(tensors), "broadcast")
         source = root if root is not None else opts if isinstance(opts, int) else opts.rootRank if opts else 0
         return self._record(self._engine.broadcast(Call("broadcast", [tensor], self._limit(opts)), source))
 
@@ -99,14 +100,14 @@ class Reducing(GroupBase):
         return self._record(self._engine.barrier(limit_s))
 
     def _add_sparse(self, tensor: torch.Tensor, opts: Any, op: Any) -> Work:
-        how = self._how(opts, op, tensor.dtype)
+        how = self._reduction_of(opts, op, tensor.dtype)
         if how.op is not Op.SUM or how.fold or how.factor is not None or tensor.dtype not in sparse_sum.DTYPES:
             raise UsageError(
                 f"all_reduce of a sparse tensor of dtype {tensor.dtype}: only SUM and AVG of numbers; use to_dense()"
             )
-        self._input_check.look("all_reduce of a sparse tensor", [tensor], how)
+        self._input_check.check("all_reduce of a sparse tensor", [tensor], how)
         limit_s = self._limit(opts)
-        work = sparse_sum.sum_up(
+        work = sparse_sum.start_sparse_sum(
             self._engine, self._members, "all_reduce of a sparse tensor", tensor, how.average, limit_s
         )
         return self._record(work)
@@ -114,10 +115,10 @@ class Reducing(GroupBase):
     def _reduce(
         self, what: str, tensors: list[torch.Tensor], outputs: list[torch.Tensor], opts: Any, op: Any = None
     ) -> Work:
-        how = self._how(opts, op, tensors[0].dtype)
+        how = self._reduction_of(opts, op, tensors[0].dtype)
         if how.fold is not None:
             return self._fold(what, tensors, outputs, how, self._limit(opts))
-        self._input_check.look(what, tensors, how)
+        self._input_check.check(what, tensors, how)
         is_awaited = not getattr(opts, "asyncOp", True)
         if how.average and is_summed_wider(tensors[0].dtype):
             return self._average_integers(what, tensors, outputs, opts, is_awaited)
@@ -131,7 +132,7 @@ class Reducing(GroupBase):
         opts: Any,
         is_awaited: bool,
     ) -> Work:
-        """Their sum might not be one of their dtype's numbers."""
+        """Average integers by a sum in a wider dtype, which their own dtype may not hold."""
         dtype, limit_s = tensors[0].dtype, self._limit(opts)
         for output in outputs:
             check_writable(output)
@@ -139,18 +140,18 @@ class Reducing(GroupBase):
         work = self._engine.reduce(Call(what, sums if outputs else [], limit_s), sums, _sum_of(dtype), is_awaited)
 
         def divide() -> None:
-            for output, total in zip(outputs, sums, strict=False):  # none but on the root
+            for output, total in zip(outputs, sums, strict=False):  # reduce: outputs only on the root
                 assign(output, mean(total, self.size(), dtype, "floor"))
 
-        return self._record(CombinedWork(self._around, Call(what, outputs, limit_s, divide), [work]))
+        return self._record(CombinedWork(self._group_context, Call(what, outputs, limit_s, divide), [work]))
 
     def _reduce_scatter(self, what: str, inputs: list[torch.Tensor], output: torch.Tensor, opts: Any) -> Work:
-        how = self._how(opts, None, output.dtype)
+        how = self._reduction_of(opts, None, output.dtype)
         if how.fold is not None:
             return self._reduce_uneven(
                 output, list(torch.cat([t.reshape(-1) for t in inputs]).chunk(self.size())), opts
             )
-        self._input_check.look(what, inputs, how)
+        self._input_check.check(what, inputs, how)
         is_awaited = not getattr(opts, "asyncOp", True)
         if how.average and is_summed_wider(output.dtype):
             return self._average_scattered_integers(what, inputs, output, opts, is_awaited)
@@ -170,23 +171,27 @@ class Reducing(GroupBase):
         def divide() -> None:
             assign(output, mean(total, self.size(), dtype, "floor"))
 
-        return self._record(CombinedWork(self._around, Call(what, [output], limit_s, divide), [work]))
+        return self._record(CombinedWork(self._group_context, Call(what, [output], limit_s, divide), [work]))
 
     def _reduce_uneven(self, output: torch.Tensor, inputs: list[torch.Tensor], opts: Any) -> Work:
-        """With pieces of different sizes: everybody gets the whole result and keeps its own piece."""
+        """Reduce and scatter pieces of different sizes: every member gets the whole result and keeps its own piece."""
         whole = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
         first = sum(tensor.numel() for tensor in inputs[: self.rank()])
         work = self._reduce("reduce_scatter", [whole], [whole], opts)
         piece = whole[first : first + output.numel()].view(output.shape)
         limit_s = self._limit(opts)
+
+        def copy_piece() -> None:
+            assign(output, piece)
+
         return self._record(
-            CombinedWork(self._around, Call("reduce_scatter", [output], limit_s, lambda: assign(output, piece)), [work])
+            CombinedWork(self._group_context, Call("reduce_scatter", [output], limit_s, copy_piece), [work])
         )
 
     def _fold(
         self, what: str, tensors: list[torch.Tensor], outputs: list[torch.Tensor], how: Reduction, timeout_s: float
     ) -> Work:
-        """What no server can do: everybody gets everybody's tensors and combines them, in the order of the ranks."""
+        """An operation that servers don't have: every member gathers all tensors and combines them in rank order."""
         fold = how.fold
         copies = [[torch.empty_like(tensor, requires_grad=False) for tensor in tensors] for _ in range(self.size())]
 
@@ -199,9 +204,9 @@ class Reducing(GroupBase):
 
         return self._record(self._engine.move(what, GroupTransfer.gather(tensors, copies, outputs, combine), timeout_s))
 
-    def _how(self, opts: Any, op: Any, dtype: torch.dtype) -> Reduction:
-        asked = op if op is not None else opts if isinstance(opts, dist.ReduceOp) else getattr(opts, "reduceOp", SUM)
-        return reduction_of(asked, dtype)
+    def _reduction_of(self, opts: Any, op: Any, dtype: torch.dtype) -> Reduction:
+        torch_op = op if op is not None else opts if isinstance(opts, dist.ReduceOp) else getattr(opts, "reduceOp", SUM)
+        return reduction_of(torch_op, dtype)
 
 
 def _sum_of(dtype: torch.dtype) -> Reduction:

@@ -1,4 +1,4 @@
-"""What all collectives of a group stand on: the engine that carries operations out, coalescing, common checks."""
+"""The common part of a group's collectives: the engine that carries operations out, coalescing, checks. Any thread."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from byteps_py.torch.engine.group_work import CombinedWork, GroupContext
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.peer_streams import PeerStreams
 from byteps_py.torch.engine.work import Call, Work
-from byteps_py.torch.process_group.arguments import seconds
-from byteps_py.torch.process_group.identity import Identity
+from byteps_py.torch.process_group.collective_arguments import timeout_of
+from byteps_py.torch.process_group.group_metadata import GroupMetadata
 from byteps_py.torch.process_group.input_check import InputCheck
 
-#: In units of the time after which a silent service counts as lost.
-_LOOKS = 1.2
-#: Reductions of one number that stay alive when their caller lets go of them. DistributedDataParallel in join() hands
-#: such a one to C++, which asks it for its future in the next backward; of a work whose Python half has gone by then,
-#: C++ finds no methods.
-_TOKENS = 64
+#: The interval of checks during a wait, in units of the time after which a silent service counts as lost.
+_CHECK_INTERVAL = 1.2
+#: The number of latest reductions of one element that are kept alive. DistributedDataParallel in join() passes such a
+#: work to C++ and drops it. C++ asks it for its future in the next backward pass, which fails if Python has freed it.
+_KEPT_WORKS = 64
 
 
-class GroupBase(Identity):
+class GroupBase(GroupMetadata):
     """A group without its collectives."""
 
     def __init__(
@@ -47,17 +46,17 @@ class GroupBase(Identity):
         self._members = members
         self._store = store
         self._leave = leave
-        look_s = _LOOKS * members.context.settings.patience_s
-        self._around = GroupContext(members.session, timeout_s, CallLog(members, store), look_s)
+        check_interval_s = _CHECK_INTERVAL * members.context.settings.patience_s
+        self._group_context = GroupContext(members.session, timeout_s, CallLog(members, store), check_interval_s)
         self._completer = Completer()
         self._input_check = InputCheck(members)
         peers = members.peers
-        self._streams = None  # stay: members that have joined may come back to this group at any time, or never
+        self._streams = None  # kept after join(): members may use this group again at any time
         if peers is not None:
-            self._streams = PeerStreams(members, peers, self._around, self._completer)
+            self._streams = PeerStreams(members, peers, self._group_context, self._completer)
             members.context.until_join.add(self._streams)
         self._coalesced: list[Work] | None = None
-        self._tokens: deque[Work] = deque(maxlen=_TOKENS)
+        self._kept_works: deque[Work] = deque(maxlen=_KEPT_WORKS)
         self._splits = itertools.count()
         self._building = threading.Lock()
         self._joins = -1
@@ -66,8 +65,8 @@ class GroupBase(Identity):
 
     @property
     def _engine(self) -> GroupEngine:
-        """What carries operations out; a new one after each ``byteps_py.join()``: what the old one has declared is
-        void, and members have not called equally often."""
+        """The engine that carries operations out. A new one after each ``byteps_py.join()``, which voids declarations,
+        and after which members have not called equally often."""
         members = self._members
         joins = members.context.joins
         engine = self._latest_engine
@@ -77,8 +76,8 @@ class GroupBase(Identity):
                 if engine is None or joins != self._joins:
                     if joins:
                         members = dataclasses.replace(members, prefix=f"{members.prefix}.{joins}")
-                    self._around.journal = CallLog(members, self._store)
-                    engine = GroupEngine(members, self._around, self._completer, self._streams)
+                    self._group_context.journal = CallLog(members, self._store)
+                    engine = GroupEngine(members, self._group_context, self._completer, self._streams)
                     members.context.until_join.add(engine)
                     self._latest_engine, self._joins = engine, joins
         return engine
@@ -90,20 +89,20 @@ class GroupBase(Identity):
 
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        return CombinedWork(self._around, Call("coalesced operations", [], self._around.timeout_s), works)
+        return CombinedWork(self._group_context, Call("coalesced operations", [], self._group_context.timeout_s), works)
 
     def _record(self, work: Work) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _together(self, what: str, works: Sequence[Work], outputs: list[torch.Tensor], opts: Any) -> Work:
-        return (
-            works[0] if len(works) == 1 else CombinedWork(self._around, Call(what, outputs, self._limit(opts)), works)
-        )
+    def _combine(self, what: str, works: Sequence[Work], outputs: list[torch.Tensor], opts: Any) -> Work:
+        if len(works) == 1:
+            return works[0]
+        return CombinedWork(self._group_context, Call(what, outputs, self._limit(opts)), works)
 
     def _limit(self, opts: Any) -> float:
-        return seconds(opts, self._around.timeout_s)
+        return timeout_of(opts, self._group_context.timeout_s)
 
     def _check_count(self, what: str, tensors: Sequence[Any]) -> None:
         if len(tensors) != self.size():
@@ -111,4 +110,5 @@ class GroupBase(Identity):
 
 
 def assign(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into ``target``, which has as many elements."""
     target.detach().copy_(source.view(target.shape))

@@ -1,11 +1,11 @@
-"""Gradients on their way: from "this one is final" to "all of them are combined", bucket by bucket.
+"""Combines gradients over ranks, bucket by bucket, while the backward pass still runs.
 
-Owns which gradients of a round were handed over. Must not know optimizers or hooks: those are in passes.py and
-parallel.py, which share this. Autograd's threads call ``ready`` (one at a time per device, hence the lock), the
-training thread calls ``finish``.
+Owns which gradients of a round were handed over. Must not know optimizers or hooks: backward_passes.py and
+distributed_data_parallel.py use this. Autograd's threads call ``ready`` (one at a time for each device, hence the
+lock), the training thread calls ``finish``.
 
     hook → ready(place) ─ last of its bucket → copy into the slot, hand over ─┐
-    step → finish()  ─ the rest of the buckets, zeros for unused ─────────┴→ wait → p.grad = view of the result
+    step → finish() ─ the other buckets, zeros for missing gradients ─────────┴→ wait → p.grad = view of the result
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPl
 from byteps_py.torch.gradients.bucket_layout import plan_buckets
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.plan_comparison import PlanComparison
-from byteps_py.torch.gradients.sparse_gradient import SparseBucket
+from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
 
 class GradientReducer:
     """Combines the gradients of named parameters over the ranks as ``options`` say, each round once.
 
-    named: in order of the forward pass. groups: names that travel together, whatever their sizes; the others do as
-    their sizes suggest. The result replaces ``param.grad``: it is a view of the service's
-    memory, valid until the gradient is handed over again, or (CUDA, compression) the gradient's own memory.
+    named: in the order of the forward pass. groups: names that travel together, of any size; the other gradients travel
+    together as their sizes suggest. The result replaces ``param.grad``. It is a view of the service's memory, valid
+    until the gradient is handed over again, or, with CUDA or compression, the gradient's own memory.
     """
 
     def __init__(
@@ -54,35 +54,35 @@ class GradientReducer:
         self._buckets: list[Bucket] = []
         self._places: dict[torch.nn.Parameter, GradientPlace] = {}
         self._is_prioritized = False
-        self._session: Session | None = None  # the one whose slots the buckets use
+        self._session: Session | None = None  # the session whose slots the buckets use
         self._lock = threading.Lock()
         self._scratch = Scratch()
-        # By name: a rank may well have an optimizer that others have not.
+        # Named after a parameter, because a rank may have optimizers that other ranks do not have.
         first = min((name for name, _ in named), default="")
         self._agreement = PlanComparison(
             context, context.claim(f"{self._options.prefix}(all) {first}"), self._options.group
         )
-        self._names: list[str] = []  # in the order in which they came
-        self._is_agreed = False  # that all ranks have planned alike
+        self._names: list[str] = []  # in the order of ``add``
+        self._is_agreed = False  # all ranks have equal plans
         self._disagreement: MismatchError | None = None
-        self._left_out = 0  # averages that nobody stepped with
-        #: Whether a gradient may be sparse; if not, UsageError is raised where one is.
-        self.takes_sparse = not self._options.sparse_as_dense
-        #: This rank takes no part: its gradients stay its own.
-        self.outside = bool(self._options.group) and context.session.rank not in self._options.group
-        #: How many backward passes add up to a final gradient. Constant within a round.
-        self.passes = 1
-        #: What to say of a gradient that was computed more often than that.
-        self.too_often = "a backward pass may compute it once. Use checkpoint(…, use_reentrant=False)"
-        #: Of the last round: its gradients are not finite, and the step is to be left out.
-        self.poison: NonFiniteError | None = None
+        self._unused_rounds = 0  # rounds whose averages no step used
+        #: Whether gradients may be sparse. If False, a sparse gradient raises UsageError.
+        self.accepts_sparse = not self._options.sparse_as_dense
+        #: This rank is not in the group: its gradients stay its own.
+        self.is_excluded = bool(self._options.group) and context.session.rank not in self._options.group
+        #: The number of backward passes after which a gradient is final. Constant within a round.
+        self.passes_per_step = 1
+        #: The remedy in the error for a gradient that was computed more often.
+        self.too_often_remedy = "a backward pass may compute it once. Use checkpoint(…, use_reentrant=False)"
+        #: Set if the gradients of the last round are not finite, so that the step must be skipped.
+        self.nonfinite_error: NonFiniteError | None = None
         self.add(named, groups)
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[Sequence[str]] = ()) -> None:
-        """Take more parameters in. They come behind the earlier ones."""
-        if self.outside:
+        """Add parameters behind the earlier ones."""
+        if self.is_excluded:
             return
-        behind = len(self._places)
+        offset = len(self._places)
         self._is_agreed, self._disagreement = False, None
         self._names += [name for name, _ in named]
         options = self._options
@@ -95,22 +95,22 @@ class GradientReducer:
             indices = sorted(bucket_indices)
             names = [named[i][0] for i in indices]
             params = [named[i][1] for i in indices]
-            first = behind + min(indices)
+            first = offset + min(indices)
             bucket = Bucket(self._request(names, params, first), names, params, options, first, self._scratch)
             self._buckets.append(bucket)
             self._places.update((param, GradientPlace(bucket, position)) for position, param in enumerate(params))
 
     def prioritize(self) -> None:
-        """What the next forward pass needs first goes first: for who waits for one gradient after the other. Without
-        effect on gradients that have travelled already."""
+        """For CrossBarrier: send the gradients that the next forward pass needs first before the others. Has no effect
+        on gradients that have travelled before."""
         self._is_prioritized = True
         for bucket in self._buckets:
             spec = replace(bucket.request.spec, priority=self._priority(bucket.first))
             bucket.request = replace(bucket.request, spec=spec)
         if any(bucket.slot_view is not None for bucket in self._buckets):
             warnings.warn(
-                "CrossBarrier wraps an optimizer that has made steps already: its gradients go in the order in which "
-                "they become ready, not the most urgent first. Wrap it before the first step",
+                "CrossBarrier wraps an optimizer that has made steps already: its gradients travel in the order in "
+                "which they become ready, not the most urgent first. Wrap it before the first step",
                 stacklevel=3,
             )
 
@@ -122,7 +122,7 @@ class GradientReducer:
         dtype = options.compression.wire_dtype(params[0].dtype)
         shapes = tuple(tuple(param.shape) for param in params)
         spec = TensorSpec(
-            self._context.claim(options.prefix + _title(names)),
+            self._context.claim(options.prefix + _bucket_name(names)),
             wire_dtype(dtype, names[0]),
             shapes[0] if len(shapes) == 1 else (sum(param.numel() for param in params),),
             options.op.wire_op,
@@ -134,165 +134,166 @@ class GradientReducer:
         return TensorRequest(spec, dtype, shapes, params[0].device)
 
     @property
-    def begun(self) -> bool:
-        """True from the first ``ready`` of a round to its ``finish`` or ``depart``."""
-        return any(bucket.due for bucket in self._buckets)
+    def has_begun(self) -> bool:
+        """True from the first ``ready`` of a round to its ``finish`` or ``hand_over_all``."""
+        return any(bucket.expected for bucket in self._buckets)
 
     def place(self, param: torch.nn.Parameter) -> GradientPlace:
-        """What to call ``ready`` with."""
+        """The argument of ``ready`` for ``param``."""
         return self._places[param]
 
     def ready(self, place: GradientPlace, param: torch.Tensor) -> None:
-        """The gradient of ``param``, which travels there, was computed. After ``passes`` times it is final, and must
-        not change before ``finish``. Never blocks for others. Raises GradientOrderError if it was computed more
-        often: now, or where its bucket is not complete, in ``finish``."""
-        # A thousand small gradients are a thousand calls: what can wait for the last one of the bucket does.
+        """Note that the gradient of ``param`` was computed. After ``passes_per_step`` times it is final, and must not
+        change before ``finish``. Does not wait for other ranks. Raises GradientOrderError if it was computed more
+        often; if its bucket is not complete, ``finish`` raises the error."""
+        # Called for each gradient, of which there may be thousands, so most work is left to the last one of a bucket.
         bucket = place.bucket
         if bucket.mark(place.position, param.grad):
-            self._look_at(bucket)
+            self._send_if_complete(bucket)
 
-    def _look_at(self, bucket: Bucket) -> None:
+    def _send_if_complete(self, bucket: Bucket) -> None:
         with self._lock:
-            if bucket.sent and len(bucket.arrived) > bucket.due:
-                raise self._too_often(bucket.names[bucket.arrived[-1]])
-            if not bucket.sent and bucket.is_complete(self.passes):
+            if bucket.sent and len(bucket.arrived) > bucket.expected:
+                raise self._too_often_error(bucket.names[bucket.arrived[-1]])
+            if not bucket.sent and bucket.is_complete(self.passes_per_step):
                 self._check_passes(bucket)
-                if self._disagreement is None:  # ``finish`` says so
+                if self._disagreement is None:  # otherwise ``finish`` raises it
                     self._send(bucket, is_early=True)
 
     def _check_passes(self, bucket: Bucket) -> None:
-        name = bucket.recount(self.passes)
+        name = bucket.recount(self.passes_per_step)
         if name is not None:
-            raise self._too_often(name)
+            raise self._too_often_error(name)
 
-    def _too_often(self, name: str) -> GradientOrderError:
-        return GradientOrderError(f"the gradient of {name!r} came too often: {self.too_often}")
+    def _too_often_error(self, name: str) -> GradientOrderError:
+        return GradientOrderError(f"the gradient of {name!r} came too often: {self.too_often_remedy}")
 
     def finish(self) -> None:
-        """Hand over what is left, wait for everything, and put the results into ``param.grad``.
+        """Hand over the remaining buckets, wait for all results, and put them into ``param.grad``.
 
-        Raises GradientOrderError if a gradient was touched after it was handed over, else the first error of
-        the session, else NonFiniteError if the scheme says so; the round is over in any case.
+        Raises the first of: GradientOrderError if a gradient was changed after it was handed over, an error of the
+        session, NonFiniteError if BYTEPS_NONFINITE is raise. The round is over in any case.
         """
         errors: list[Exception] = []
-        self.poison = None
+        self.nonfinite_error = None
         with self._lock:
             self._send_rest(errors)
             _attempt(errors, self._agree)
             if self._disagreement is not None:
                 self._abandon()
-            on_their_way = [bucket for bucket in self._buckets if bucket.sent]
-            disputed: list[tuple[Bucket, Exception | None]] = []
-            for bucket in on_their_way:
-                _attempt(errors, bucket.travel)
-            for bucket in on_their_way:  # all of them, failures or not: none may stay pending
-                _attempt(errors, self._receive, bucket, disputed)
-            settled: list[Bucket] = []
-            for bucket, error in disputed:
-                _attempt(errors, self._settle, bucket, error, settled)
-            for part in settled:
+            in_flight = [bucket for bucket in self._buckets if bucket.sent]
+            maybe_sparse: list[tuple[Bucket, Exception | None]] = []
+            for bucket in in_flight:
+                _attempt(errors, bucket.send_values)
+            for bucket in in_flight:  # all of them, even after a failure: none may stay pending
+                _attempt(errors, self._receive, bucket, maybe_sparse)
+            new_buckets: list[Bucket] = []
+            for bucket, error in maybe_sparse:
+                _attempt(errors, self._split_sparse, bucket, error, new_buckets)
+            for part in new_buckets:
                 _attempt(errors, self._send, part)
-            for part in settled:
-                _attempt(errors, part.travel)
-            for part in settled:
+            for part in new_buckets:
+                _attempt(errors, part.send_values)
+            for part in new_buckets:
                 _attempt(errors, part.receive)
             if not errors:
                 sent = [bucket for bucket in self._buckets if bucket.sent]
-                self.poison = nonfinite_gradients.found_in(self._context.session, sent, self._options)
+                self.nonfinite_error = nonfinite_gradients.find_error(self._context.session, sent, self._options)
             for bucket in self._buckets:
                 bucket.reset()
         if errors:
             raise errors[0]
-        self._judge()
+        self._raise_if_nonfinite()
 
-    def leave_out(self) -> None:
-        """Nobody is to use the gradients of the last round: take them away, and log why."""
-        if self.poison is not None:
-            nonfinite.tell(self.poison, self._context.session)
+    def skip_step(self) -> None:
+        """If the last round's gradients are not finite, set them to None and log why."""
+        if self.nonfinite_error is not None:
+            nonfinite.tell(self.nonfinite_error, self._context.session)
             for param in self._places:
                 param.grad = None
 
-    def _judge(self) -> None:
-        if self.poison is not None and self._options.nonfinite is NonFinite.RAISE:
-            raise self.poison
+    def _raise_if_nonfinite(self) -> None:
+        if self.nonfinite_error is not None and self._options.nonfinite is NonFinite.RAISE:
+            raise self.nonfinite_error
 
     def drop(self) -> None:
-        """Forget the round, if one has begun: its gradients are of no use any more.
+        """Discard the current round, if one has begun.
 
-        In a job that goes on the other ranks wait for them, so that they are sent all the same.
+        While the job continues, other ranks wait for the gradients, so they are sent nevertheless.
         """
-        if self.begun:
+        if self.has_begun:
             for bucket in self._buckets:
-                bucket.recount(self.passes)
+                bucket.recount(self.passes_per_step)
             has_final = any(grad is not None for bucket in self._buckets for grad in bucket.final)
             if has_final and self._context.is_open and self._context.session is self._session:
-                with contextlib.suppress(CommunicationError, GradientOrderError, NonFiniteError):  # nobody wants it
+                with contextlib.suppress(CommunicationError, GradientOrderError, NonFiniteError):  # discarded anyway
                     self.finish()
             with self._lock:
                 for bucket in self._buckets:
                     bucket.reset()
 
-    def depart(self) -> list[Bucket]:
-        """The first half of ``finish``: hand over what is left. Returns the buckets on their way, in forward order.
+    def hand_over_all(self) -> list[Bucket]:
+        """The first half of ``finish``: hand over the remaining buckets. Returns all buckets in flight.
 
-        Each must go through ``arrive`` before its next round. Raises as ``finish`` does; then none is on its way.
+        They are in the order of the forward pass. Call ``finish_bucket`` for each of them before its next
+        round. Raises as ``finish`` does; then no bucket is in flight.
         """
         errors: list[Exception] = []
         with self._lock:
             self._send_rest(errors)
-            departed = [bucket for bucket in self._buckets if bucket.sent]
-            for bucket in departed:
-                bucket.due = 0
+            handed_over = [bucket for bucket in self._buckets if bucket.sent]
+            for bucket in handed_over:
+                bucket.expected = 0
                 _attempt(errors, bucket.check_untouched)
         if errors:
-            with contextlib.suppress(Exception):  # the first one is raised below
+            with contextlib.suppress(Exception):  # the first error is raised below
                 self.finish()
             raise errors[0]
-        return sorted(departed, key=lambda bucket: bucket.first)
+        return sorted(handed_over, key=lambda bucket: bucket.first)
 
-    def arrive(self, bucket: Bucket) -> bool:
-        """The second half of ``finish``, for one bucket: its results into ``param.grad``. False if they are not to be
-        used. Raises its error."""
+    def finish_bucket(self, bucket: Bucket) -> bool:
+        """The second half of ``finish``, for one bucket: put its results into ``param.grad``. False if the results must
+        not be used. Raises as ``finish`` does."""
         try:
             with self._lock:
                 self._agree()
             if bucket.slot_view is not None:
                 bucket.slot_view.wait()
                 bucket.deliver()
-            self.poison = nonfinite_gradients.found_in(self._context.session, [bucket], self._options)
+            self.nonfinite_error = nonfinite_gradients.find_error(self._context.session, [bucket], self._options)
         finally:
             with self._lock:
                 if self._disagreement is not None:
                     bucket.slot_view = None  # see ``_abandon``
                 bucket.reset()
-        self._judge()
-        if self.poison is not None:
-            nonfinite.tell(self.poison, self._context.session)
-        return self.poison is None
+        self._raise_if_nonfinite()
+        if self.nonfinite_error is not None:
+            nonfinite.tell(self.nonfinite_error, self._context.session)
+        return self.nonfinite_error is None
 
-    # ---- sparse gradients: which they are turns out while the others may be on their way already -------------
+    # ---- sparse gradients: found only when they are computed, while others may be in flight ------------------
 
     @property
     def has_sparse(self) -> bool:
-        """A gradient was sparse, and may be so again."""
+        """True if a gradient was sparse in an earlier round."""
         return any(isinstance(bucket, SparseBucket) for bucket in self._buckets)
 
-    def _receive(self, bucket: Bucket, disputed: list[tuple[Bucket, Exception | None]]) -> None:
-        """As the bucket does; if its ranks were not all right to take it for dense, put it to ``disputed``."""
+    def _receive(self, bucket: Bucket, maybe_sparse: list[tuple[Bucket, Exception | None]]) -> None:
+        """Receive ``bucket``, or add it to ``maybe_sparse`` if some rank may have a sparse gradient in it."""
         try:
-            if bucket.kinds is not None:
-                bucket.kinds.wait()
-                disputed.append((bucket, None))
+            if bucket.sparse_flags is not None:
+                bucket.sparse_flags.wait()
+                maybe_sparse.append((bucket, None))
             else:
                 bucket.receive()
         except MismatchError as error:
-            # Perhaps another rank's gradients are sparse: all its ranks have this error, and find out together.
-            if not self.takes_sparse or isinstance(bucket, SparseBucket):
+            # Another rank's gradients may be sparse. All ranks get this error, and find out together.
+            if not self.accepts_sparse or isinstance(bucket, SparseBucket):
                 raise
-            disputed.append((bucket, error))
+            maybe_sparse.append((bucket, error))
 
-    def _ask(self, name: str, gradients: Sequence[torch.Tensor | None]) -> PieceView:
-        """Begin to find out which gradients of a bucket are sparse on any rank."""
+    def _start_sparse_flags(self, name: str, gradients: Sequence[torch.Tensor | None]) -> PieceView:
+        """Begin to exchange which gradients of a bucket are sparse on any rank."""
         spec = TensorSpec(name, DType.UINT8, (len(gradients),), Op.MAX, group=self._options.group)
         request = TensorRequest(spec, torch.uint8, ((len(gradients),),), torch.device("cpu"))
         (slot_view,) = self._context.slot_views([request])
@@ -300,16 +301,16 @@ class GradientReducer:
         slot_view.contribute([torch.tensor(sparse, dtype=torch.uint8)])
         return slot_view
 
-    def _settle(self, bucket: Bucket, error: Exception | None, settled: list[Bucket]) -> None:
-        """Find out which gradients of a bucket are sparse on any rank; those travel by themselves from now on.
+    def _split_sparse(self, bucket: Bucket, error: Exception | None, new_buckets: list[Bucket]) -> None:
+        """Split a bucket: gradients that are sparse on any rank travel alone from now on.
 
-        Adds what comes in the bucket's place and takes part in the round to ``settled``. Raises ``error`` if none is.
+        Adds the new buckets that are part of the round to ``new_buckets``. Raises ``error`` if no gradient is sparse.
         """
-        kinds = bucket.kinds
-        if kinds is None or error is not None:
-            kinds = self._ask(f"{bucket.request.spec.name}.kinds", bucket.collect(sparse=True))
-            kinds.wait()
-        sparse = kinds.results[0].tolist()
+        flags = bucket.sparse_flags
+        if flags is None or error is not None:
+            flags = self._start_sparse_flags(f"{bucket.request.spec.name}.kinds", bucket.collect(sparse=True))
+            flags.wait()
+        sparse = flags.results[0].tolist()
         if error is not None and not any(sparse):
             raise error
         params, names = bucket.params, bucket.names
@@ -331,7 +332,7 @@ class GradientReducer:
                 self._places[param].bucket, self._places[param].position = part, position
         index = self._buckets.index(bucket)
         self._buckets[index : index + 1] = split
-        settled += [part for part in split if part.wanted]
+        new_buckets += [part for part in split if part.is_active]
 
     # ---- sending -------------------------------------------------------------------------------------------
 
@@ -340,19 +341,19 @@ class GradientReducer:
             self._agreement.begin(self._plan())
 
     def _agree(self) -> None:
-        """Raises MismatchError, on all ranks and from now on, unless all have planned alike."""
+        """Compare plans. Raises MismatchError, on all ranks and in every later round, unless all plans are equal."""
         if self._disagreement is not None:
             raise self._disagreement
         if self._agreement.is_under_way:
             try:
-                self._agreement.settle(self._plan())
+                self._agreement.finish(self._plan())
             except MismatchError as error:
                 self._disagreement = error
                 raise
             self._is_agreed = True
 
     def _abandon(self) -> None:
-        """What is on its way under names that not all ranks know will never come back."""
+        """Forget buckets in flight: their names are not known to all ranks, so they get no answer."""
         for bucket in self._buckets:
             if bucket.sent:
                 bucket.slot_view = None
@@ -360,55 +361,55 @@ class GradientReducer:
 
     def _plan(self) -> list[tuple[str, str]]:
         options = self._options
-        asked = (
+        options_text = (
             f"op={options.op.name.title()}, compression={options.compression.__name__}, "
             f"gradient_predivide_factor={options.predivide:g}, sparse_as_dense={options.sparse_as_dense}"
         )
         entries = {
-            name: (bucket.request.spec.name, bucket.described(position))
+            name: (bucket.request.spec.name, bucket.describe(position))
             for bucket in self._buckets
             for position, name in enumerate(bucket.names)
         }
-        return [("", asked), *[entries[name] for name in self._names]]
+        return [("", options_text), *[entries[name] for name in self._names]]
 
-    def note_unused(self) -> None:
-        """This rank makes no step with the last round's averages. All must do so, or none: it becomes a part of what
-        ranks agree on before the next round of one bucket, so that this is an error if they did not."""
+    def note_unused_averages(self) -> None:
+        """Note that this rank makes no step with the last round's averages. All ranks must do so, or none. The count of
+        such rounds becomes part of what ranks agree on before one bucket's next round, so a difference is an error."""
         with self._lock:
             dense = [b for b in self._buckets if b.slot_view is not None and not isinstance(b, SparseBucket)]
             if dense:
-                self._left_out += 1
-                noun = "step" if self._left_out == 1 else "steps"
+                self._unused_rounds += 1
+                noun = "step" if self._unused_rounds == 1 else "steps"
                 smallest = min(dense, key=lambda bucket: bucket.request.spec.nbytes)
-                smallest.leave_results()
-                smallest.set_terms(f"{self._left_out} {noun} left out after synchronize()")
+                smallest.release_results()
+                smallest.set_terms(f"{self._unused_rounds} {noun} left out after synchronize()")
 
-    def begin_anew(self) -> None:
-        """All ranks are made equal, whatever they did before."""
+    def forget_unused_averages(self) -> None:
+        """Forget unused averages, because all ranks get equal state."""
         with self._lock:
-            self._forget_left_out()
+            self._forget_unused_averages()
 
-    def _forget_left_out(self) -> None:
-        self._left_out = 0
+    def _forget_unused_averages(self) -> None:
+        self._unused_rounds = 0
         for bucket in self._buckets:
             if bucket.request.spec.terms and not bucket.sent:
-                bucket.leave_results()
+                bucket.release_results()
                 bucket.set_terms("")
 
-    def meet(self, evaluations: int | None) -> None:
-        """See Agreement: in a step with a closure, before each evaluation's gradients are combined and at the end."""
+    def check_closure_calls(self, evaluations: int | None) -> None:
+        """See PlanComparison. Called in a step with a closure: before each exchange of gradients and last."""
         if self._buckets and self._exchanges_needed():
-            self._agreement.meet(evaluations)
+            self._agreement.check_closure_calls(evaluations)
 
     def _send_rest(self, errors: list[Exception]) -> None:
         for bucket in self._buckets:
-            if not bucket.sent and bucket.wanted:
+            if not bucket.sent and bucket.is_active:
                 _attempt(errors, self._check_passes, bucket)
                 _attempt(errors, self._send, bucket)
         _attempt(errors, self._begin_agreement)
 
     def _send(self, bucket: Bucket, is_early: bool = False) -> None:
-        gradients = bucket.collect(self.takes_sparse)
+        gradients = bucket.collect(self.accepts_sparse)
         if self._exchanges_needed():
             if self._disagreement is not None:
                 raise self._disagreement
@@ -416,7 +417,7 @@ class GradientReducer:
                 bucket.start()
             elif any(grad is not None and grad.layout is not torch.strided for grad in gradients):
                 bucket.slot_view = None
-                bucket.kinds = self._ask(bucket.request.spec.name, gradients)
+                bucket.sparse_flags = self._start_sparse_flags(bucket.request.spec.name, gradients)
             else:
                 if bucket.slot_view is None or not self._context.holds(bucket.slot_view):
                     self._declare()
@@ -426,24 +427,24 @@ class GradientReducer:
 
     def _exchanges_needed(self) -> bool:
         session = self._context.session
-        session.check_open()  # with nobody to exchange with it would not be asked
+        session.check_open()  # a rank that is alone does not use the session, which would raise
         if session is not self._session:  # the first round, or the first one of another job
             self._session = session
             self._is_agreed, self._disagreement = False, None
             self._agreement.forget()
-            self._forget_left_out()
+            self._forget_unused_averages()
             for bucket in self._buckets:
                 bucket.slot_view = None
         return self._options.members(session.size) > 1 or self._context.settings.force_distributed
 
     def _declare(self) -> None:
-        """Declare all buckets that take part and are not declared, in one call."""
+        """Declare all buckets of the round that are not declared, in one call."""
         new = [
             bucket
             for bucket in self._buckets
-            if bucket.wanted
+            if bucket.is_active
             and not isinstance(bucket, SparseBucket)
-            and bucket.kinds is None
+            and bucket.sparse_flags is None
             and (bucket.slot_view is None or not self._context.holds(bucket.slot_view))
         ]
         requests = [bucket.request for bucket in new]
@@ -453,8 +454,8 @@ class GradientReducer:
             bucket.slot_view = slot_view
 
 
-def _title(names: Sequence[str]) -> str:
-    """A bucket's name. It stands for all members: ranks whose buckets differ must not be summed."""
+def _bucket_name(names: Sequence[str]) -> str:
+    """A bucket's name. It depends on all members, so that different buckets are never summed."""
     if len(names) == 1:
         return names[0]
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()

@@ -1,8 +1,8 @@
-"""What Horovod's scripts ask about the build: which libraries carry the data. Any thread.
+"""Answers for Horovod's scripts about the build: which libraries carry the data. Any thread.
 
-Here the service itself does, over shared memory and TCP: what Horovod has Gloo for. So Gloo counts as built, and as
-enabled from ``init()`` on; MPI, NCCL, DDL and oneCCL are neither used nor needed. CUDA and ROCm tensors can be given
-if torch can make them.
+The communication service carries the data over shared memory and TCP, which Horovod uses Gloo for. So Gloo counts as
+built, and as enabled from ``init()`` on. MPI, NCCL, DDL and oneCCL are not used. CUDA and ROCm tensors are accepted if
+torch supports them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """True: mpi4py may be used beside this package, from any thread, since the package itself makes no MPI calls.
+    """True: mpi4py may be used from any thread, because this package makes no MPI calls.
 
     Raises NotInitializedError (a ValueError) before init().
     """
@@ -32,7 +32,7 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """True: there is always a way over TCP."""
+    """True: TCP is always supported."""
     return True
 
 
@@ -42,17 +42,17 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """0, as no version of NCCL: CUDA tensors go through the host's memory."""
+    """0, which is no version of NCCL: CUDA tensors go through host memory."""
     return 0
 
 
 def ddl_built() -> bool:
-    """False."""
+    """False: DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """False."""
+    """False: oneCCL is not used."""
     return False
 
 

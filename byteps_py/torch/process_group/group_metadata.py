@@ -1,6 +1,6 @@
-"""What torch.distributed asks of a group besides collectives: names, device types, the backend behind it, options.
+"""What torch.distributed asks of a group beside collectives: names, device types, the backend, options. Any thread.
 
-A group is its own backend: torch looks for one per device type and asks it what it can do.
+A group is its own backend: torch looks for a backend for each device type and asks what it supports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Backend
 NAME = "byteps"
 
 if TYPE_CHECKING:
-    # Its own annotations are not those of what torch itself calls, and differ between its versions.
+    # torch's own annotations differ from what torch calls, and between its versions.
     class _Group:
         def __init__(self, rank: int, size: int) -> None: ...
         def rank(self) -> int: ...
@@ -26,7 +26,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Options(Backend.Options):
-    """Options of a group: only the timeout of its operations, 30 minutes by default."""
+    """Options of a group. timeout: of its operations, 30 minutes by default."""
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         super().__init__(NAME, timeout)
@@ -36,15 +36,15 @@ class Options(Backend.Options):
 
 
 class _DeviceTypes(list[torch.device]):
-    """Of a group that torch does not know yet. It goes through them to find a backend, and if there are any it asks C++
-    for the backend, which has none: the group itself is it."""
+    """Device types of a group that torch does not know yet. If the list is true, torch asks C++ for the backend, which
+    has none because the group itself is the backend. So the list is false, but torch can iterate over it."""
 
     def __bool__(self) -> bool:
         return False
 
 
-class Identity(_Group):
-    """The part of a group that says who it is."""
+class GroupMetadata(_Group):
+    """The part of a group that answers torch's questions about it."""
 
     def __init__(self, rank: int, size: int, options: Backend.Options) -> None:
         super().__init__(rank, size)
@@ -94,7 +94,7 @@ class Identity(_Group):
     def getGroupDesc(self) -> str:
         return self._description
 
-    # ---- the backend behind it -------------------------------------------------------------------------
+    # ---- the backend -----------------------------------------------------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -102,17 +102,17 @@ class Identity(_Group):
         known: Any = dist.distributed_c10d._world.pg_map
         if self in known:
             return found
-        # Before torch knows the group, it would look for the backend of each: this one has none but itself.
+        # Before torch knows the group, it would look for a backend for each type. The only backend is the group itself.
         return _DeviceTypes(found if self._is_split else ())
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
     def _set_default_backend(self, backend_type: Any) -> None:
-        """There is no other."""
+        """Without effect: the group is its only backend."""
 
     def _register_backend(self, *args: Any, **kwargs: Any) -> None:
-        """There is no other."""
+        """Without effect: the group is its only backend."""
 
     @property
     def options(self) -> Backend.Options:
@@ -138,19 +138,19 @@ class Identity(_Group):
         return False
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Nothing to connect: it is connected from the beginning."""
+        """Without effect: a group is connected from the beginning."""
 
     def perform_nocolor_split(self, device: torch.device | None) -> None:
-        """Other members make a group: this one has no part in that."""
+        """Without effect: members that are not in a split take no part in it."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Names, not numbers, match operations."""
+        """Without effect: operations are matched by name."""
 
     def _has_hooks(self) -> bool:
         return False
 
     def _wait_for_pending_works(self) -> None:
-        """There are no hooks to wait for."""
+        """Without effect: there are no hooks to wait for."""
 
     def __repr__(self) -> str:
         return f"<byteps process group {self._name!r}: rank {self.rank()} of {self.size()}>"

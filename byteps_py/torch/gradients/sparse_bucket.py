@@ -1,9 +1,9 @@
-"""A sparse gradient on its way: the rows that each rank has are gathered, and rows that several have are added up.
+"""A sparse gradient: every rank gathers the rows of all ranks and adds rows with equal indices.
 
-Owns one parameter's gradient in a round. Must not know how it was found to be sparse: buckets.py does. Whoever calls
-holds the lock of the GradientReducer.
+Owns one parameter's gradient in a round. gradient_reducer.py decides which gradients are sparse. The caller holds the
+lock of the GradientReducer.
 
-    hand_over ─ GATHER (rows, dimensions) ─► travel ─ GATHER indices and values ─► receive ─► p.grad
+    start ─ GATHER (rows, dimensions) ─► send_values ─ GATHER indices and values ─► receive ─► p.grad
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.nonfinite import is_finite
 from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.engine.sparse_checks import check_count, check_dimensions, check_indices
-from byteps_py.torch.gradients import checksums
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
-from byteps_py.torch.gradients.checksums import Pieces
-from byteps_py.torch.gradients.gradient_checksums import Scratch
+from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, Scratch, checksum_kernel
 from byteps_py.torch.horovod.ops import Average, Sum
 
 _HEADER_BYTES = 16  # rows and sparse dimensions, int64 each
 _INDEX_BYTES = 8
-_ROOM_BYTES = 4096  # memory for at least so much, and always a power of two: it grows seldom
+_ROOM_BYTES = 4096  # the least size of a slot. Sizes are powers of two, so that slots seldom grow
 
 
 class SparseBucket(Bucket):
     """The gradient of one parameter, of which each rank has some rows.
 
-    A rank without a gradient gives none, one with a dense gradient all that are not zero. The result is coalesced,
-    of the parameter's dtype: the sum in order of the ranks, or the average.
+    A rank without a gradient sends no rows; a rank with a dense gradient sends all rows that are not zero. The result
+    is coalesced and of the parameter's dtype: the sum in rank order, or the average.
     """
 
     def __init__(
@@ -61,10 +59,12 @@ class SparseBucket(Bucket):
         self._dimensions = 1
 
     def reset(self) -> None:
-        """Before the first gradient of a round."""
+        """Begin a round."""
         super().reset()
         self._rows: torch.Tensor | None = None
-        self._stored: tuple[torch.Tensor, Pieces] | None = None  # what the gradient stores, and its checksum
+        self._stored: tuple[torch.Tensor, PieceChecksums] | None = (
+            None  # the gradient's stored values, and their checksum
+        )
         self._headers: Slot | None = None
         self._payload: Slot | None = None
         self._blame = 0
@@ -78,14 +78,14 @@ class SparseBucket(Bucket):
         return self._blame
 
     def start(self) -> None:
-        """Tell the others how many rows there are."""
+        """Send the number of rows."""
         (gradient,) = self.collect(sparse=True)
         header = np.zeros(2, np.int64)
         if gradient is not None:
             stored = _stored(gradient)
             if stored.is_cpu and stored.is_contiguous():
-                checksums.kernel().prepare()
-                self._stored = stored, Pieces([stored.nbytes])
+                checksum_kernel().prepare()
+                self._stored = stored, PieceChecksums([stored.nbytes])
                 self._stored[1].note(stored.data_ptr())
             dimensions = gradient.sparse_dim() if gradient.layout is torch.sparse_coo else 1
             rows = gradient.detach()
@@ -109,8 +109,8 @@ class SparseBucket(Bucket):
                 return self.names[0]
         return touched
 
-    def travel(self) -> None:
-        """Wait for what the others have, and give them what we have."""
+    def send_values(self) -> None:
+        """Wait for the other ranks' numbers of rows, and send this rank's rows."""
         if self._headers is None:
             return
         session = self._context.session
@@ -125,8 +125,8 @@ class SparseBucket(Bucket):
             )
         self._dimensions = dimensions.pop() if dimensions else 1
         shape = self.params[0].shape
-        for rank, (rows, said) in zip(self._ranks, found, strict=True):
-            check_dimensions(self._what, rank, said, shape)
+        for rank, (rows, sparse_dims) in zip(self._ranks, found, strict=True):
+            check_dimensions(self._what, rank, sparse_dims, shape)
             check_count(self._what, rank, rows, self._dimensions, shape)
         lengths = [self._nbytes(rows) for rows, _ in found]
         offsets = np.cumsum([0, *lengths]).tolist()
@@ -141,7 +141,7 @@ class SparseBucket(Bucket):
     def receive(self) -> None:
         """Wait for all rows and put them into ``param.grad``."""
         if self._payload is None:
-            return  # there was an error before
+            return  # after an earlier error
         touched = self.changed
         self._context.session.wait(self._payload)
         self._check_untouched(touched)
@@ -169,10 +169,10 @@ class SparseBucket(Bucket):
         ).to(param.device)
 
     def _blame_of(self, given: list[torch.Tensor]) -> int:
-        """Who it was, of the ranks that have given these values."""
+        """The ranks whose values, in rank order, are not finite. OVERFLOW if only the sum is not finite."""
         size = self._context.session.size
-        guilty = [rank for rank, values in zip(self._ranks, given, strict=True) if not is_finite(values)]
-        return sum(blames.of_rank(rank, size) for rank in guilty) or blames.OVERFLOW
+        culprits = [rank for rank, values in zip(self._ranks, given, strict=True) if not is_finite(values)]
+        return sum(blames.of_rank(rank, size) for rank in culprits) or blames.OVERFLOW
 
     # ---- memory ----------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class SparseBucket(Bucket):
         return tuple(self.params[0].shape[self._dimensions :])
 
     def _nbytes(self, rows: int) -> int:
-        """Of so many rows: indices, then values, up to a whole number of indices."""
+        """The size of ``rows`` rows: indices, then values, padded to a multiple of an index."""
         values = rows * math.prod(self._row_shape) * self.request.dtype.itemsize
         return rows * self._dimensions * _INDEX_BYTES + -(-values // _INDEX_BYTES) * _INDEX_BYTES
 
@@ -207,7 +207,7 @@ class SparseBucket(Bucket):
         return indices.clone(), values.clone()
 
     def _views(self, memory: memoryview, offset: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What lies at ``offset``: indices int64[dimensions, rows], values [rows, ...]."""
+        """The data at ``offset``: indices int64[dimensions, rows], values [rows, ...]."""
         count = rows * self._dimensions
         if not rows:
             shape = (0, *self._row_shape)
@@ -240,7 +240,7 @@ def _room(nbytes: int) -> int:
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The values that a gradient stores, as they lie there."""
+    """The values that a gradient stores, in their memory."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     return tensor.detach() if tensor.layout is torch.strided else tensor.values()

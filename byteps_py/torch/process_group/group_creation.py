@@ -1,8 +1,8 @@
-"""From ``init_process_group("byteps")`` to a session, and from each ``new_group`` to a group of it.
+"""Creates process groups for ``init_process_group("byteps")`` and ``new_group``.
 
-The process's one session is that of ``byteps_py.init()``, whoever of the two comes first. Which machine a rank is on is
-known from the environment, as always; where no launcher has said it (``torch.multiprocessing.spawn``), the ranks tell
-each other through torch's store.
+``init_process_group`` and ``byteps_py.init()`` share the process's one session; the first call opens it. A rank learns
+its machine from the environment. Without a launcher (``torch.multiprocessing.spawn``) the ranks exchange their machines
+through torch's store. The thread that calls torch.distributed calls this.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.engine.completion import POOL
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.members import Members, prefix_of
-from byteps_py.torch.process_group.group import BytePSProcessGroup
-from byteps_py.torch.process_group.identity import Options
+from byteps_py.torch.process_group.byteps_process_group import BytePSProcessGroup
+from byteps_py.torch.process_group.group_metadata import Options
 from byteps_py.torch.process_group.input_check import check_mode
 
 _HOLDER = "torch.distributed"
-_worlds = 0  # of this process so far
+_worlds = 0  # default groups that this process has created
 
 
 def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
-    """What torch calls, on the members, for each group that they make. ``pg_options``: an Options.
+    """Create a group. torch calls it on the group's members. pg_options: an Options.
 
-    Raises ConfigurationError, RendezvousError, UnsupportedError (BYTEPS_NONFINITE=skip), and UsageError if the job is
-    not of the world's size.
+    Raises ConfigurationError, RendezvousError, UnsupportedError for BYTEPS_NONFINITE=skip, and UsageError if the job
+    differs from the world in size or ranks.
     """
     global _worlds
     context = contexts.current()
@@ -48,7 +48,7 @@ def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
     ranks = tuple(opts.global_ranks_in_group) or tuple(range(opts.group_size))
     timeout: timedelta = getattr(pg_options, "_timeout", None) or opts.timeout
     if is_world:
-        _join(context, opts.store, opts.group_rank, opts.group_size)
+        _join_job(context, opts.store, opts.group_rank, opts.group_size)
     session = context.session if len(ranks) > 1 else SoloSession()
     members = Members(context, session, ranks, opts.group_rank, prefix_of(_worlds, opts.group_id, ranks))
     leave = (lambda: _leave(context)) if is_world else None
@@ -61,11 +61,11 @@ def _leave(context: Context) -> None:
     POOL.close()
 
 
-def _join(context: Context, store: Store, rank: int, size: int) -> None:
+def _join_job(context: Context, store: Store, rank: int, size: int) -> None:
     if not context.is_open:
         settings = Settings.from_env()
         if settings.is_alone and size > 1:
-            settings = _settle(settings, store, rank, size)
+            settings = _discover_machines(settings, store, rank, size)
         context.open(settings, holder=_HOLDER)
     else:
         context.open(holder=_HOLDER)
@@ -84,8 +84,8 @@ def _join(context: Context, store: Store, rank: int, size: int) -> None:
         )
 
 
-def _settle(settings: Settings, store: Store, rank: int, size: int) -> Settings:
-    """Machines and local ranks, found out among the ranks themselves. Raises ConfigurationError."""
+def _discover_machines(settings: Settings, store: Store, rank: int, size: int) -> Settings:
+    """Settings with machines and local ranks that the ranks exchange through the store. Raises ConfigurationError."""
     store.set(f"machine/{rank}", machine_id(settings))
     if rank == 0:
         store.set("job", uuid.uuid4().hex)
@@ -111,5 +111,5 @@ def _settle(settings: Settings, store: Store, rank: int, size: int) -> Settings:
 def _with_scheduler(settings: Settings) -> Settings:
     address = launchers.scheduler(os.environ)
     if settings.scheduler_host or address is None:
-        return settings  # opening the session says what is missing
+        return settings  # opening the session raises an error that says what is missing
     return dataclasses.replace(settings, scheduler_host=address[0], scheduler_port=address[1])

@@ -1,0 +1,60 @@
+"""Names of operations: how an operation gets a name that all its ranks agree on, and waits until the name is free.
+
+Must not know what the operations do. Any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from byteps_py.errors import UsageError
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.named_work import Attempt, NamedWork
+
+
+def kind_in_group(group: tuple[int, ...], kind: str) -> str:
+    """The beginning of the names of ``kind`` in ``group``. Two groups never share a name.
+
+    >>> kind_in_group((), "allgather"), kind_in_group((0, 2), "allgather")
+    ('allgather', 'allgather[0-2]')
+    """
+    if not group:
+        return kind
+    text = "-".join(map(str, group))
+    if len(text) > 48:
+        text = f"{len(group)} ranks {hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    return f"{kind}[{text}]"
+
+
+def named_work(context: Context, full_name: str, is_unnamed: bool, attempt: Attempt) -> NamedWork:
+    """The operation ``attempt`` under ``full_name``.
+
+    If ranks disagree about an operation that the user did not name, every rank restarts its count of unnamed ones.
+    """
+    epoch = context.names.epoch
+
+    def recount() -> None:
+        if is_unnamed:
+            context.names.restart(epoch)
+
+    return NamedWork(full_name, attempt, recount)
+
+
+def start_when_name_is_free(context: Context, full_name: str, name: str | None, begin: Callable[[], NamedWork]) -> int:
+    """Run ``begin`` as soon as no other operation uses ``full_name``. Returns the operation's handle.
+
+    Raises UsageError if the user gave the ``name`` and an earlier operation still has it. Generated names repeat after
+    a while: then this call completes the earlier operation first, and its result stays ready for its owner.
+    """
+    while True:
+        with context.lock:
+            earlier = context.handles.occupant(full_name)
+            if earlier is None:
+                return context.handles.add(begin())
+        if name is not None:
+            raise UsageError(
+                f"Duplicate tensor name {name!r}: a tensor with the same name is currently being processed; use a "
+                "different tensor name, or call synchronize() on its handle first"
+            )
+        earlier.settle()
