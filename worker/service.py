@@ -148,7 +148,7 @@ class CommunicationService:
             self._loop.stop()
             return
         self._shutdown_drain.go()
-        if self._is_headless:  # nobody says so; a machine whose connection is not back by then asks for nothing
+        if self._is_headless:  # no scheduler says so; a machine whose connection is not back by then asks for nothing
             unheard_s = _UNHEARD_TIMEOUTS * self._settings.heartbeat_timeout_s
             self._loop.call_later(unheard_s, lambda: self._shutdown_drain.dismissed() if self._is_headless else None)
 

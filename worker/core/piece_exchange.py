@@ -291,7 +291,7 @@ class PieceExchange:
         for other in channel.members.values():
             if (offer := other.offers.get(round_)) is not None:
                 self._copy(channel, other, offer, member, pairs, actions, compared)
-            elif other.slot.round >= round_ and other.position in member.due:  # it has nothing for anybody
+            elif other.slot.round >= round_ and other.position in member.due:  # it has nothing for any rank
                 compare(channel, other, 0, member, member.due[other.position], round_)
                 compared.append(other)
             if other is member:
