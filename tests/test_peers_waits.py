@@ -153,7 +153,7 @@ def test_who_is_refused_a_payload_hears_why(ranks: list[RemoteSession]) -> None:
     peers(ranks[0]).refuse(streams[0], (1,), 0)
     error = failure(lambda: peers(ranks[1]).collect(refused, WAIT_S))
     assert isinstance(error, CommunicationError)
-    assert str(error) == str(peers(ranks[0]).joined(streams[0], [0]))
+    assert str(error) == str(peers(ranks[0]).joined_error(streams[0], [0]))
     assert name in str(error)
     empty(ranks[0], streams[0])
     peers(ranks[1]).collect(receipt(ranks[1], streams[1]), WAIT_S)

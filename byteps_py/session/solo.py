@@ -1,4 +1,5 @@
-"""The session of a job of one rank. It starts no service and sends nothing; it behaves as other sessions do."""
+"""The session of a job of one rank. It starts no service and sends nothing; it behaves as other sessions do. Any thread
+may call."""
 
 from __future__ import annotations
 

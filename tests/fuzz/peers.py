@@ -66,7 +66,7 @@ def _all_said() -> list[bytes]:
 
 
 class _Host:
-    """A session that hears its neighbours, and nobody else."""
+    """A session that receives messages of its peers only."""
 
     is_being_read = False
 
@@ -139,7 +139,7 @@ class PeersHear(Target):
         self._rounds.begin(_OFFER, is_waiting=True, is_able=True, votes={})
 
     def _send_some(self) -> None:
-        """Parcels that have to be acknowledged."""
+        """Payloads that have to be acknowledged."""
         span = (ctypes.addressof(self._result), 64)
         for stream in self._streams:
             self._local_peers.send(stream, _OTHERS, [span], True)
@@ -219,7 +219,7 @@ class PeersHear(Target):
             self._heard += 1
         said = votes.received(number)
         votes.forget(number)
-        if rounds.begin(_OFFER, is_waiting=True, is_able=True, said=said) != _OFFER:
+        if rounds.begin(_OFFER, is_waiting=True, is_able=True, votes=said) != _OFFER:
             self._offer_anew()
 
     def _expect(self, stream: Stream, source: int) -> StreamReceipt:

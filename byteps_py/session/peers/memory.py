@@ -63,6 +63,7 @@ class OutgoingMemory:
             self._arena.segments[coldest.segment].forget(coldest.offset, coldest.nbytes)
 
     def close(self) -> None:
+        """Unmap all segments. Peers that have mapped them keep them."""
         for segment in self._arena.segments:
             segment.let_go()
         self._arena.segments.clear()
@@ -100,6 +101,7 @@ class IncomingMemory:
         return segment
 
     def close(self) -> None:
+        """Unmap all segments."""
         self._segments.clear()
 
 

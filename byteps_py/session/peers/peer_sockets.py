@@ -38,9 +38,11 @@ class Inbox:
 
     @property
     def write_fd(self) -> int:
+        """The descriptor of the end to which others write. It stays the inbox's."""
         return self._write_end.fileno()
 
     def fileno(self) -> int:
+        """A descriptor that is readable when a message has arrived."""
         return self._sock.fileno()
 
     def receive(self) -> tuple[int, int]:
@@ -61,6 +63,7 @@ class Inbox:
         return nbytes, fds[0] if fds else -1
 
     def close(self) -> None:
+        """Close both ends. Writers of other processes get an error from then on."""
         self._sock.close()
         self._write_end.close()
 

@@ -84,6 +84,7 @@ class Ring:
 
     @property
     def others(self) -> list[int]:
+        """The local ranks of the other members."""
         return list(self._stream.flows)
 
     @property

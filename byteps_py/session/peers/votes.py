@@ -1,7 +1,7 @@
 """Votes among ranks of one machine about the rounds of an operation: at most one number of each rank for each round.
 
 A vote carries the number of its round, so a round without votes needs no message, and it carries the bytes that belong
-to it in the same message.
+to it in the same message. One thread at a time for each operation.
 """
 
 from __future__ import annotations

@@ -77,6 +77,7 @@ class ChannelSession(Session):
             self.check_open()
 
     def check_open(self) -> None:
+        """See Session.check_open. Does not block."""
         if self._fatal is not None:
             raise type(self._fatal)(*self._fatal.args)
         if self._closed:

@@ -1,4 +1,5 @@
-"""The session of a rank beside a communication service: a channel for control messages, shared memory for tensors."""
+"""The session of a rank beside a communication service: a channel for control messages, shared memory for tensors. Any
+thread may call; see Session."""
 
 from __future__ import annotations
 

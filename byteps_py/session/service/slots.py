@@ -24,6 +24,7 @@ class Slots:
         self._by_id: dict[int, Slot] = {}
 
     def named(self, name: str) -> Slot | None:
+        """The slot of the name's latest declaration, or None."""
         return self._by_name.get(name)
 
     def is_current(self, slot: Slot) -> bool:
@@ -31,6 +32,7 @@ class Slots:
         return self._by_id.get(slot.id) is slot
 
     def add_segment(self, number: int, fd: int, nbytes: int) -> None:
+        """Map the service's segment ``number``. Owns ``fd`` unless it raises ProtocolError or OSError."""
         if number in self._segments:
             raise ProtocolError(f"segment {number} comes twice")
         self._segments[number] = self._map_segment(fd, nbytes)
@@ -81,6 +83,7 @@ class Slots:
         return next((slot for slot in self._by_id.values() if slot.begun_bytes), None)
 
     def close(self) -> None:
+        """Forget all slots and unmap the segments, where no views are left."""
         self._by_name.clear()  # slots hold views of the segments
         self._by_id.clear()
         for segment in self._segments.values():

@@ -1,7 +1,8 @@
 """Opens a session: selects its kind, and starts the services that no launcher has started.
 
 Under bpslaunch the services already run. Under torchrun, mpirun or srun the first local rank of each machine starts the
-machine's services, and on machine 0 the scheduler. They end when their ranks have left.
+machine's services, and on machine 0 the scheduler. They end when their ranks have left. One
+thread at a time.
 """
 
 from __future__ import annotations

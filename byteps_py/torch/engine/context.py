@@ -46,6 +46,7 @@ class RankPlace:
 
     @classmethod
     def of(cls, session: Session) -> RankPlace:
+        """The place of this process in ``session``."""
         return cls(**{each.name: getattr(session, each.name) for each in dataclasses.fields(cls)})
 
 
@@ -184,6 +185,7 @@ class Context:
 
     @property
     def is_open(self) -> bool:
+        """True between ``open`` and ``close``."""
         return self._session is not None
 
     @property

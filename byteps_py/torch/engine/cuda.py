@@ -79,6 +79,7 @@ class CudaCopier:
         return departure
 
     def fetch(self, views: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """See Mover. Copies on the side stream; the caller's current stream waits for them."""
         # The outputs may still be in use by work queued on the caller's stream.
         caller = torch.cuda.current_stream(self._device)
         self._side.wait_stream(caller)

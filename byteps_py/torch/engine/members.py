@@ -36,6 +36,7 @@ class Members:
 
     @property
     def count(self) -> int:
+        """The number of members."""
         return len(self.ranks)
 
     @property
@@ -82,6 +83,7 @@ class Members:
         return Members(self.context, session, ranks, positions.index(self.position), name)
 
     def mover(self, device: torch.device) -> Mover:
+        """The mover for tensors of ``device``, see Context.mover."""
         return self.context.mover(device)
 
 

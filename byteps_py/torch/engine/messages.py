@@ -221,6 +221,7 @@ class ReceiveFromAnybody(GroupWork):
         return True
 
     def source_rank(self) -> int:
+        """The position of the sender. Raises UsageError before ``wait``."""
         if self._found is None:
             raise UsageError("wait for a receive from any rank before asking whose message it was")
         return self._found.source_rank()

@@ -1,5 +1,5 @@
-"""Movers copy the tensors of one device to and from slots. The host's mover is here, that of CUDA devices in
-cuda.py."""
+"""Movers copy the tensors of one device to and from slots: the host's mover here, that of CUDA devices in cuda.py. Any
+thread may call, one at a time for each slot."""
 
 from __future__ import annotations
 

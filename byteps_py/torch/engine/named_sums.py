@@ -131,6 +131,7 @@ class NamedSumGroup:
         return is_free
 
     def release_ring(self) -> None:
+        """The sum is over, or was not begun. Any thread."""
         self._is_taken = False
 
     def start_ring_sum(self, source: torch.Tensor, target: torch.Tensor, average: bool, name: str) -> RingSum:

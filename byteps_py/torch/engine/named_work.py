@@ -96,5 +96,6 @@ class Handles:
             operation.settle()
 
     def clear(self) -> None:
+        """Forget all operations and names."""
         self._operations.clear()
         self._occupants.clear()

@@ -101,12 +101,14 @@ class SlotView:
 
     @property
     def slot(self) -> Slot:
+        """The slot of the latest declaration. Raises UsageError before the first one."""
         if self._slot is None:
             raise UsageError("a slot is used before it is declared")
         return self._slot
 
     @property
     def name(self) -> str:
+        """The name of the slot's tensor. Raises UsageError before the first declaration."""
         return self.slot.spec.name
 
     @property
@@ -123,6 +125,7 @@ class SlotView:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the slot's elements."""
         return TORCH[self.slot.spec.dtype]
 
     def input(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 The tracer examines every Python frame that begins while a compiled function runs, including frames that C++ calls (from
 a reducer, for example). torch's own backends are not Python, so it never sees them. ``torch.compiler.disable`` would do
-the same as this module, but it loads the compiler, which takes longer than all the rest of torch.
+the same as this module, but it loads the compiler, which takes longer than all the rest of torch. Used at import.
 """
 
 from __future__ import annotations

@@ -174,9 +174,11 @@ class Work(dist.Work):
         return True
 
     def synchronize(self) -> None:
+        """``wait`` with the default timeout."""
         self.wait()
 
     def block_current_stream(self) -> None:
+        """``wait``: results reach a CUDA stream through the host."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -190,15 +192,19 @@ class Work(dist.Work):
         return self._over
 
     def is_success(self) -> bool:
+        """True once the outputs hold the result. Never blocks."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
+        """The operation's error, if it has failed; otherwise None. Never blocks."""
         return self._error if self.is_completed() else None
 
     def result(self) -> list[torch.Tensor]:
+        """The outputs, valid after ``wait``."""
         return self._outputs
 
     def source_rank(self) -> int:
+        """The position in the group of a receive's sender. Raises RuntimeError for other operations."""
         raise RuntimeError(f"{self.what} has no source rank: only a receive has one")
 
     def _source_rank(self) -> int:
@@ -220,6 +226,7 @@ class Work(dist.Work):
             return self._future
 
     def get_future_result(self) -> Future:
+        """``get_future``."""
         return self.get_future()
 
 

@@ -1,4 +1,4 @@
-"""How members on one machine share a large sum: each adds one share of the tensor, chunk by chunk. Pure.
+"""How members on one machine share a large sum: each adds one share of the tensor, chunk by chunk. Pure; any thread.
 
 Chunk ``c`` of every share is *given* in step ``c`` (each member writes, for each other member, the part which that
 member adds), *added* in step ``c + 1``, and all members *take* the sums in step ``c + 2``:

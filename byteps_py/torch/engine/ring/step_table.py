@@ -1,4 +1,4 @@
-"""The input of the compiled steps of a sum (steps.py): a table of unsigned 64-bit numbers. Pure.
+"""The input of the compiled steps of a sum (steps.py): a table of unsigned 64-bit numbers. Pure; any thread.
 
 Sizes and offsets within the tensor are in bytes; addresses are those of this process.
 """

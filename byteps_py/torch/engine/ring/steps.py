@@ -51,6 +51,7 @@ class Steps:
         self._end = function.append_basic_block()
 
     def build(self) -> None:
+        """Build the whole function: the loop over steps, and its exits."""
         b, chunks = self._b, self._get(TableEntry.CHUNKS)
         begin, added = self._function.append_basic_block(), self._function.append_basic_block()
         self._store(self._at(self._control, ASLEEP), _I64(0))
