@@ -62,7 +62,7 @@ def which_groups(
                 )
             what = f"a parameter of shape {list(param.shape)}, in group {number} of groups,"
             if param in seen:
-                raise UsageError(f"A parameter can only appear once in groups: {what} was named before")
+                raise UsageError(f"A parameter can only appear once in groups: {what} appears twice")
             if param not in mine:
                 raise UsageError(f"{what} is not one of the optimizer's")
             seen.add(param)

@@ -54,7 +54,7 @@ class DistributedOptimizerMixin(StateListener):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's."""
+        """The wrapped optimizer's groups."""
         if _is_scaler(sys._getframe(1)):
             self._prepare_unscaling()
         return self._wrapped.param_groups
@@ -67,7 +67,7 @@ class DistributedOptimizerMixin(StateListener):
         self._wrapped.state = state
 
     # Optimizers read it for each parameter, so the getter is written in C.
-    state = property(operator.attrgetter("_wrapped.state"), _set_state, doc="The wrapped optimizer's.")
+    state = property(operator.attrgetter("_wrapped.state"), _set_state, doc="The wrapped optimizer's state.")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by torch's load_state_dict."""

@@ -77,8 +77,8 @@ class PlanComparison:
             )
             raise MismatchError(
                 f"ranks evaluate the closure of optimizer.step() a different number of times: {where}. An optimizer "
-                "that goes by the loss must get the same one on all ranks: return push_pull(loss.detach()) from the "
-                "closure"
+                "that depends on the loss must get the same loss on all ranks: return push_pull(loss.detach()) from "
+                "the closure"
             )
 
     # ---- exchanges -------------------------------------------------------------------------------------

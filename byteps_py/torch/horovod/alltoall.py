@@ -159,7 +159,7 @@ def rows_to_send(rows: int, splits: Splits, members: int) -> list[int]:
             f"alltoall: Number of entries in splits, {len(found)}, does not equal the number of ranks, {members}"
         )
     if any(split < 0 for split in found):
-        raise UsageError(f"alltoall: splits {found} contain a negative one")
+        raise UsageError(f"alltoall: splits {found} contain a negative number")
     if sum(found) > rows:
         raise UsageError(
             f"alltoall: Sum of splits entries, {sum(found)}, is greater than the first dimension of the tensor, {rows}"

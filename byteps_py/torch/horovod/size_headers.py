@@ -69,7 +69,7 @@ def check_numbers(name: str, members: Sequence[int], headers: Words) -> None:
         for rank, number in zip(members, numbers, strict=True):
             ranks_by_text.setdefault(f"a group of {number}", []).append(rank)
         raise MismatchError(
-            f"tensor {name!r}: Mismatched number of tensors: {_gave(ranks_by_text)}; give equally many on every rank"
+            f"tensor {name!r}: Mismatched number of tensors: {_gave(ranks_by_text)}; give the same number on every rank"
         )
 
 

@@ -79,8 +79,8 @@ def _join_job(context: Context, store: Store, rank: int, size: int) -> None:
         context.release(_HOLDER)
         raise UsageError(
             f"torch.distributed says rank {rank} of {size}, byteps_py rank {session.rank} of {session.size}: ranks "
-            "must be numbered machine by machine, and all of the job's must be in the world. Start them with torchrun "
-            "or bpslaunch, or pass rank=byteps_py.rank() and world_size=byteps_py.size() to init_process_group"
+            "must be numbered machine by machine, and the world must have all ranks of the job. Start them with "
+            "torchrun or bpslaunch, or pass rank=byteps_py.rank() and world_size=byteps_py.size() to init_process_group"
         )
 
 
@@ -95,7 +95,8 @@ def _discover_machines(settings: Settings, store: Store, rank: int, size: int) -
     if machines != [machine for machine in order for _ in range(local_size)]:
         counts = ", ".join(str(machines.count(machine)) for machine in order)
         raise ConfigurationError(
-            f"{len(order)} machines have {counts} ranks: each must have equally many, numbered machine by machine"
+            f"{len(order)} machines have {counts} ranks: each must have the same number of ranks, and ranks must be "
+            "numbered machine by machine"
         )
     found = dataclasses.replace(
         settings,

@@ -32,8 +32,8 @@ def barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool)
         if not _appears(store, f"{key}/go", deadline):
             raise StallError(
                 f"Rank {members.ranks[members.position]} successfully reached monitoredBarrier, but received errors "
-                f"while waiting for send/recv from rank {members.ranks[0]}: no word from it within {timeout_s:g} s. It "
-                "may be missing itself, or others are: see its error"
+                f"while waiting for send/recv from rank {members.ranks[0]}: no answer within {timeout_s:g} s. That "
+                "rank may be missing, or it waits for others: see its error"
             )
         return
     missing = []

@@ -65,8 +65,8 @@ class ReductionCollectives(GroupBase):
         inputs = dense_tensors(only(input_tensors, "reduce_scatter"))
         if len(inputs) != self.size() or inputs[self.rank()].numel() != output.numel():
             raise UsageError(
-                f"reduce_scatter: expected {self.size()} tensors, that of rank {self.rank()} with {output.numel()} "
-                f"elements, got {[list(tensor.shape) for tensor in inputs]}"
+                f"reduce_scatter: expected {self.size()} tensors, with {output.numel()} elements at position "
+                f"{self.rank()}, got {[list(tensor.shape) for tensor in inputs]}"
             )
         if len({tensor.numel() for tensor in inputs}) > 1:
             return self._reduce_uneven(output, inputs, opts)
