@@ -23,11 +23,10 @@ from byteps_py.session import Session, failure_reports, open_session
 from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.torch.engine import router
-from byteps_py.torch.engine.movers import HostMover, Mover
 from byteps_py.torch.engine.named_work import Handles
 from byteps_py.torch.engine.names import NameSource
 from byteps_py.torch.engine.ring import ring_sum
-from byteps_py.torch.engine.slot_view import PieceView, SlotView, TensorRequest
+from byteps_py.torch.engine.slot_view import HostMover, Mover, PieceView, SlotView, TensorRequest
 
 Opener = Callable[[Settings], Session]
 

@@ -19,7 +19,7 @@ from byteps_py.errors import NotInitializedError
 from byteps_py.session import Session, Slot
 from byteps_py.shm import PAGE
 from byteps_py.tensors import Layout
-from byteps_py.torch.engine.movers import Tensors
+from byteps_py.torch.engine.slot_view import Tensors
 
 _JOIN_LIMIT_S = 10.0
 _log = logging.getLogger("byteps_py")

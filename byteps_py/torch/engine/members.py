@@ -14,7 +14,7 @@ from byteps_py.session import Session
 from byteps_py.session.peers import LocalPeers
 from byteps_py.session.solo import SoloSession
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.movers import Mover
+from byteps_py.torch.engine.slot_view import Mover
 
 
 @dataclass(frozen=True)
