@@ -31,7 +31,7 @@ def disagree() -> None:
 
 
 def train(fail_at: dict[int, int], commit_every: int = 2, cross: bool = False):
-    """A training in which steps fail so many times each, between backward() and step()."""
+    """A training in which given steps fail given numbers of times, between backward() and step()."""
 
     def main(rank: int):
         torch.manual_seed(rank)
@@ -233,7 +233,7 @@ class _Fails(OptimizerStateHandler):
 
 @pytest.fixture
 def failing_handlers() -> Iterator[None]:
-    """The model has come, the optimizer has not."""
+    """A failure after the model was broadcast and before the optimizer was."""
     before = [*get_handler_registry()]
     set_handler_registry([(torch.nn.Module, _Overwrites), (torch.optim.Optimizer, _Fails)])
     yield

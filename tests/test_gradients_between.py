@@ -257,7 +257,7 @@ def test_a_gradient_on_its_way_that_is_filled_behind_autograds_back(value: float
 @pytest.mark.parametrize("dress", [wrap, wrap_and_cross], ids=["plain", "CrossBarrier"])
 @pytest.mark.parametrize("loads", ["broadcast", "wrapped", "plain", "restore"])
 def test_a_schedule_made_before_wrapping_goes_on(dress, loads) -> None:
-    """Whoever loads a state, all ranks follow the schedule, and the state is the same through both."""
+    """All ranks follow the schedule after one rank loads a state, and both optimizers show the same state."""
 
     def main(rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         model = Net()

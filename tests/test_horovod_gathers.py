@@ -215,7 +215,7 @@ def test_alltoall_of_every_dtype(machines) -> None:
         found = []
         for turn, dtype in enumerate(DTYPES):
             splits = split(rank, turn)
-            x = bits(rank, dtype, sum(splits) + turn % 2, 7)  # a row that nobody gets
+            x = bits(rank, dtype, sum(splits) + turn % 2, 7)  # a row that is sent to no rank
             given = torch.tensor(splits, dtype=torch.int32) if turn % 3 else splits
             found.append(hvd.alltoall(x, given, name=None if turn % 2 else "x"))
         return found

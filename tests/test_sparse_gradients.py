@@ -248,7 +248,7 @@ def test_a_mismatch_of_dense_gradients_is_still_told() -> None:
 
 
 def test_indices_outside_of_the_table_are_an_error_and_nothing_is_written() -> None:
-    """Torch would not look. Who has the larger table does not know."""
+    """torch does not check them, and the rank with the larger table does not see an error of its own."""
 
     def main(rank: int):
         model = nn.Embedding(8 - 4 * rank, WIDTH, sparse=True)

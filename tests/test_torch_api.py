@@ -129,7 +129,7 @@ def test_names_of_unnamed_tensors() -> None:
         assert list(dict.fromkeys(names)) == [f"sum.noname.{given + i}" for i in range(count)]
         given += count
     source.restart(0)
-    source.restart(0)  # whoever finds out second changes nothing
+    source.restart(0)  # a second restart in the same epoch has no effect
     assert [source.next("sum", 8, 8), source.in_turn("gather")] == ["sum.noname.1.0", "gather.noname.1.0"]
 
 

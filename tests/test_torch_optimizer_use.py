@@ -218,7 +218,7 @@ def test_state_loaded_between_two_passes_exchanges_nothing() -> None:
         model = Mostly()
         optimizer = wrap(model, backward_passes_per_step=2)
         model(torch.ones(1, 2)).sum().backward()
-        if rank == 0:  # alone: nobody would answer
+        if rank == 0:  # only this rank: other ranks would not answer
             optimizer.load_state_dict(optimizer.state_dict())
             optimizer.zero_grad()
 

@@ -85,7 +85,7 @@ def check_sparse_beside_dense() -> None:
     optimizer = bps.DistributedOptimizer(torch.optim.SGD([table], lr=1.0), [("mixed", table)])
     for _ in range(2):
         if bps.rank() % 2:
-            bps.barrier()  # it finds the others' on their way
+            bps.barrier()  # while the other ranks' gradients are in flight
             (table * torch.tensor([[1.0], [0], [0], [2], [0]])).sum().backward()
         else:
             nn.functional.embedding(torch.tensor([0, 3, 3]), table, sparse=True).sum().backward()

@@ -177,7 +177,7 @@ def sizes_that_differ() -> None:
             continue
         zero, one = ranks[0], ranks[1]
         for sent, due in ((3, 2), (0, 2), (3, 0)):
-            # Rank ``zero`` sends so many rows to rank ``one``, which expects another number of them.
+            # Rank ``zero`` sends a number of rows to rank ``one``, which expects another number.
             rows = [sent if (me, b) == (0, 1) else 1 for b in range(n)]
             expected = [due if (a, me) == (0, 1) else 1 for a in range(n)]
             output = torch.empty(sum(expected), 2)
@@ -202,7 +202,7 @@ def sizes_that_differ() -> None:
                     call()
                 except bps.MismatchError as error:
                     assert f"rank {one}" in str(error)  # noqa: PT017
-            # Where only one side waits, that one is told.
+            # If only one side waits, that side raises the error.
             gathered = [torch.empty(due if a == 1 else 1) for a in range(n)] if me == 0 else None
             call = functools.partial(dist.gather, torch.ones(sent if me == 1 else 1), gathered, zero, group=group)
             text = f"rank {one} sends {4 * sent} bytes to rank {zero}, which expects {4 * due}"

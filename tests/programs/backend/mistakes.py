@@ -1,5 +1,5 @@
-"""Calls on which ranks disagree, or that mean nothing: what each is told, and that the group goes on, or says that it
-can't."""
+"""Calls on which ranks disagree, and undefined calls: each rank raises the right error, and the group can be used
+afterwards or raises an error that says that it can't."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def large_sums_in_flight() -> None:
             same(work.get_future().wait()[0], total)
             work = dist.all_reduce(tensors[0].copy_(parts[me]), group=group, async_op=True)
             assert work is not None
-            dist.barrier(group)  # whoever is slow to wait keeps nobody from going on
+            dist.barrier(group)  # a rank that waits late does not delay the others
             while not work.is_completed():
                 os.sched_yield()
             same(tensors[0], total)
