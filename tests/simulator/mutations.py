@@ -362,7 +362,7 @@ class AnswerWhereItWasWantedFirst(Mutation):
 
     class rounds(Rounds[Any]):
         @staticmethod
-        def _is_asked_anew(known: Any, new: Any) -> bool:
+        def _wants_another_answer(known: Any, new: Any) -> bool:
             return not new.header.is_supply and (known.origin is not new.origin or known.header.is_supply)
 
 
