@@ -15,7 +15,7 @@ from byteps_py.failure_detector import GAIN, HALF_LIFE_S, FailureDetector
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.settings import Settings
-from byteps_py.worker.io.links import silence_s
+from byteps_py.worker.io.network import silence_s
 
 INTERVAL_S = 0.2
 

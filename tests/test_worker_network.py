@@ -12,9 +12,8 @@ from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.wire import Header, Kind
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.io.links import OnAnswer
 from byteps_py.worker.io.memory import Memory
-from byteps_py.worker.io.network import Network
+from byteps_py.worker.io.network import Network, OnAnswer
 
 GROUP = 5  # the epoch with which it began
 

@@ -19,7 +19,7 @@ from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
 from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind, pack_names
 from byteps_py.worker.group import Group, GroupRuntime
 from byteps_py.worker.io import network
-from byteps_py.worker.io.links import LinkTarget
+from byteps_py.worker.io.network import LinkTarget
 from byteps_py.worker.io.peers import PeerMachines
 
 from .base import Target

@@ -23,7 +23,7 @@ from byteps_py.settings import SLOW_FACTOR, Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire import Header, Kind
-from byteps_py.worker.io.links import LinkEvents, LinkTarget, ServerLink
+from byteps_py.worker.io.network import LinkEvents, LinkTarget, ServerLink
 
 from .local import Loop
 from .memory import Frame, Memory

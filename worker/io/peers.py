@@ -22,7 +22,7 @@ from byteps_py.wire import Fetch, Header, Kind
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Receipts, Transfer, Way
 from byteps_py.worker.core.tensor import AskSum, SumRequest
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.io.links import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.network import LinkEvents, LinkTarget, TcpLink
 
 #: What came whole is said so late by itself: most ranks ask for the next round's piece before.
 _SAY_S = 0.005
