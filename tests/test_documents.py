@@ -11,7 +11,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 FILE = re.compile(r"`([\w./-]*/[\w-]+\.(?:py|proto)|[\w-]+\.py)`")
-OF_USERS = {"train.py", "benchmark_byteps.py", "elastic_benchmark_byteps.py"}  # files that pages tell users about, and that are not here
+OF_USERS = {
+    "train.py",
+    "benchmark_byteps.py",
+    "elastic_benchmark_byteps.py",
+}  # files that pages tell users about, and that are not here
 FOLDERS = ("byteps_py", "server", "worker", "proto", "tests", "benchmarks", "examples", "deploy")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import threading
 
 import torch
@@ -88,3 +90,24 @@ def test_results_may_die_in_any_thread_and_in_the_garbage_collector() -> None:
     assert not failures
     assert not any(thread.is_alive() for thread in threads)
     assert pool.free_bytes <= 150 * LEAST_BYTES
+
+
+def test_a_forked_child_has_results_of_its_own() -> None:
+    result = ResultPool().empty((COUNT,), torch.float32).fill_(1.0)
+    child = os.fork()
+    if not child:
+        ctypes.memset(result.data_ptr(), 0, result.nbytes)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((result == 1.0).all())
+
+
+def test_clear_gives_memory_back() -> None:
+    pool = ResultPool()
+    kept = pool.empty((COUNT,), torch.float32)
+    pool.empty((COUNT,), torch.float32)
+    assert pool.free_bytes
+    pool.clear()
+    assert not pool.free_bytes
+    del kept
+    assert pool.free_bytes

@@ -25,6 +25,7 @@ from byteps_py.tensors import Op
 from byteps_py.torch.engine import router
 from byteps_py.torch.engine.named_work import Handles
 from byteps_py.torch.engine.names import NameSource
+from byteps_py.torch.engine.result_pool import RESULTS
 from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.slot_view import HostMover, Mover, PieceView, SlotView, TensorRequest
 
@@ -145,6 +146,7 @@ class Context:
             self.names = NameSource()
             self.process_sets.clear()
             self.process_sets_added = 0
+        RESULTS.clear()
         for mover in movers.values():
             mover.close()
         if session is not None:

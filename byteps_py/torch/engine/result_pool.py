@@ -73,7 +73,7 @@ class ResultPool:
     def _lease(self, size: int) -> mmap.mmap:
         self._take_back()
         free = self._free.get(size)
-        memory = free.pop() if free else mmap.mmap(-1, size)
+        memory = free.pop() if free else _new(size)
         if free is not None:
             self._free.move_to_end(size)
         self._leased_bytes += size
@@ -96,5 +96,23 @@ class ResultPool:
     def _free_bytes(self) -> int:
         return sum(size * len(free) for size, free in self._free.items())
 
+    def clear(self) -> None:
+        """Give the memory that no result uses back to the system."""
+        with self._lock:
+            self._take_back()
+            self._free.clear()
+            self._most_leased_bytes = self._leased_bytes
 
+
+def _new(size: int) -> mmap.mmap:
+    # Private: in a forked child (a DataLoader's worker, say) a result keeps its value, as any tensor does.
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+#: That of this process.
 RESULTS = ResultPool()
+
+
+def empty_result(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous tensor for a result, of the dtype and on the device of ``like``; its values are undefined."""
+    return RESULTS.empty(shape, like.dtype) if like.is_cpu else like.new_empty(tuple(shape), requires_grad=False)

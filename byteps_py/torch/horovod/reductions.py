@@ -18,6 +18,7 @@ from byteps_py.torch.engine.dtypes import bits_of, check_dense, check_result
 from byteps_py.torch.engine.integer_averages import mean, summands
 from byteps_py.torch.engine.named_sums import NamedSums
 from byteps_py.torch.engine.named_work import Attempt, NamedWork
+from byteps_py.torch.engine.result_pool import empty_result
 from byteps_py.torch.engine.slot_view import PieceView
 from byteps_py.torch.horovod.operation_names import kind_in_group, named_work, start_when_name_is_free
 from byteps_py.torch.horovod.reduction_plans import ReductionOptions, ReductionPlans
@@ -61,7 +62,7 @@ def start_reduction(
     else:
         full_name = name
     outputs = (
-        [tensor.new_empty(shape) for tensor, shape in zip(tensors, plan.shapes, strict=True)]
+        [empty_result(tensor, shape) for tensor, shape in zip(tensors, plan.shapes, strict=True)]
         if into is None
         else list(into)
     )
