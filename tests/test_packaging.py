@@ -21,7 +21,10 @@ MAPPED = ("server", "worker", "proto")
 def test_every_package_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     inside = [path.parent.relative_to(ROOT) for path in (ROOT / "byteps_py").rglob("__init__.py")]
-    packages = {".".join(path.parts) for path in inside} | {f"byteps_py.{name}" for name in MAPPED}
+    packages = {".".join(path.parts) for path in inside}
+    for name in MAPPED:
+        inside = [path.parent.relative_to(ROOT) for path in (ROOT / name).rglob("__init__.py")]
+        packages |= {f"byteps_py.{name}"} | {".".join(["byteps_py", *path.parts]) for path in inside}
     assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(packages)
 
 
