@@ -13,7 +13,7 @@ PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONT
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 FILE = re.compile(r"`([\w./-]*/[\w-]+\.(?:py|proto)|[\w-]+\.py)`")
 #: Files that pages tell users about, and that are theirs.
-OF_USERS = re.compile(r"train\.py|\w*byteps\.py")
+OF_USERS = re.compile(r"train\.py|\w*byteps(_ddp)?\.py")
 FOLDERS = ("byteps_py", "server", "worker", "proto", "tests", "benchmarks", "examples", "deploy")
 
 
