@@ -3,10 +3,10 @@
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
 a message; the rest is JSON.
 
-    rank → service: HELLO, DECLARE, LAYOUT, READY, CHUNKS, BARRIER, JOIN, NOTE, SETTLE, LEAVE, PING, STACK, MEET,
+    rank → service: HELLO, DECLARE, LAYOUT, READY, CHUNKS, BARRIER, JOIN, NOTE, SETTLE, LEAVE, PING, STACK, INTRODUCE,
                     WAITS, WAITED
     service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, CHUNK, DONE, FAILED, RELEASED, JOINED, HOSTS,
-                    SETTLED, FATAL, PONG, NEIGHBOUR, MET
+                    SETTLED, FATAL, PONG, PEER, INTRODUCED
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class RankMessageKind(enum.IntEnum):
     JOINED = 19  # {last}: all ranks have joined, that one as the last
     HOSTS = 20  # {added, removed}: ranks wait to join, or are about to leave
     # What ranks of one machine need of the service to deal with each other (byteps_py/session/peers):
-    MEET = 21  # {key, members}: local ranks that are to know each other; the first one with the way to the sender
-    NEIGHBOUR = 22  # {local_rank} and the way to it
-    MET = 23  # {key}: all members have asked, and each knows the way to the others by now
+    INTRODUCE = 21  # {key, members}: local ranks that are to know each other; the first one with the way to the sender
+    PEER = 22  # {local_rank} and the way to it
+    INTRODUCED = 23  # {key}: all members have asked, and each knows the way to the others by now
     WAITS = 24  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
     WAITED = 25  # {id}: it has come
     CHUNKS = 26  # {slot}: the rank wants to hear of each chunk of the slot's results, from the next round on

@@ -26,7 +26,7 @@ _SPECS = (
 _SLOTS = [spec for rank in range(RANKS) for spec in _SPECS if rank in spec.members(RANKS)]  # from number 1
 _GATHER = Layout(((0, 64),), ((0, 64), (64, 64)))
 _EXCHANGE = Layout(((0, 8), (8, 8)), ((0, 8), (16, 8)))
-_GIVEN = (RankMessageKind.MEET, RankMessageKind.STACK)  # with descriptors
+_GIVEN = (RankMessageKind.INTRODUCE, RankMessageKind.STACK)  # with descriptors
 _VAST = TensorSpec("vast", DType.FLOAT32, (1 << 46,))  # more than can be mapped
 _KNOCK = 2  # instead of a rank: a stranger
 _HELLO = protocol.hello(0, RANKS, 42, 0)
@@ -51,7 +51,7 @@ def _all_said() -> list[bytes]:
         protocol.pack_records(RankMessageKind.READY, [(1, 1, 48), (7, 1, 48)]),
         *[protocol.pack(RankMessageKind.CHUNKS, slot=slot) for slot in (2, 8)],
         *[protocol.pack(RankMessageKind.BARRIER, sequence=sequence) for sequence in (1, 2, 3)],
-        *[protocol.pack(RankMessageKind.MEET, key=key_of("meeting"), members=[0, 1])] * 2,
+        *[protocol.pack(RankMessageKind.INTRODUCE, key=key_of("meeting"), members=[0, 1])] * 2,
         protocol.pack(RankMessageKind.WAITS, id=1, name="near", round=3, age_s=2.5, group=[0, 1]),
         protocol.pack(RankMessageKind.WAITS, id=2, name="near", round=3, age_s=2.5, group=[0, 1]),
         protocol.pack(RankMessageKind.WAITED, id=1),

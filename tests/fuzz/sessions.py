@@ -54,7 +54,7 @@ _SAID = (
     protocol.pack(RankMessageKind.FATAL, error="PeerLostError", message="a rank died"),
     protocol.pack(RankMessageKind.PONG),
     protocol.pack(RankMessageKind.SETTLED),
-    protocol.pack(RankMessageKind.MET, key=77),
+    protocol.pack(RankMessageKind.INTRODUCED, key=77),
     protocol.pack(RankMessageKind.PING),
 )
 _SEGMENTS = [
@@ -70,7 +70,7 @@ class Sessions(Target):
     seeds = (
         *[bytes((_NOTHING,)) + said for said in _SAID * 2],
         *[bytes((gift,)) + said for gift in range(5) for said in _SEGMENTS],
-        *[bytes((gift,)) + protocol.pack(RankMessageKind.NEIGHBOUR, local_rank=0) for gift in range(5)],
+        *[bytes((gift,)) + protocol.pack(RankMessageKind.PEER, local_rank=0) for gift in range(5)],
         bytes((_MEMORY,)) + _SAID[0],
     )
 

@@ -19,7 +19,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.shm import Arena, Block
 
 _STACK = bytes([RankMessageKind.STACK])
-_MEET = bytes([RankMessageKind.MEET])
+_INTRODUCE = bytes([RankMessageKind.INTRODUCE])
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class RankConnection:
         self.last_done_s = 0.0
         self.note = ""  # what it said for the case that it keeps others waiting
         self.stack_fd = -1  # see stack_dump.py; -1: it has given none
-        self.door = -1  # the way to it for its neighbours, see session/peers; -1: it has given none
+        self.door = -1  # the way to it for its peers, see session/peers; -1: it has given none
         self.direct_waits: dict[int, DirectWait] = {}  # by id
         self._announced = 0  # segments the rank has been given
         self._runtime = runtime
@@ -90,7 +90,7 @@ class RankConnection:
         for fd in fds:
             if data[:1] == _STACK and self.stack_fd < 0:
                 self.stack_fd = fd
-            elif data[:1] == _MEET and self.door < 0:
+            elif data[:1] == _INTRODUCE and self.door < 0:
                 self.door = fd
             else:  # ranks have no others to give
                 self._runtime.close_fd(fd)

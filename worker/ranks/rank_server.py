@@ -326,7 +326,7 @@ class RankServer:
                 elif kind is RankMessageKind.JOIN:
                     here.joining.join(connection)
                     here.poll_barrier()
-                elif kind is RankMessageKind.MEET:
+                elif kind is RankMessageKind.INTRODUCE:
                     here.meet(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.WAITS:
                     here.waits(connection, protocol.fields_of(message))

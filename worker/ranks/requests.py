@@ -127,10 +127,10 @@ class Requests:
             told = ranks[action.rank]
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
                 if isinstance(action, Introduce):
-                    message = protocol.pack(RankMessageKind.NEIGHBOUR, local_rank=action.other)
+                    message = protocol.pack(RankMessageKind.PEER, local_rank=action.other)
                     told.send(message, (ranks[action.other].door,))
                 else:
-                    told.send(protocol.pack(RankMessageKind.MET, key=action.key))
+                    told.send(protocol.pack(RankMessageKind.INTRODUCED, key=action.key))
 
     def waits(self, rank: RankConnection, fields: dict[str, Any]) -> None:
         """A rank has waited for others of this machine for a while. Raises ValueError or TypeError for what the

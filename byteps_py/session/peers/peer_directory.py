@@ -36,7 +36,7 @@ class PeerDirectory:
         fds = () if self._has_told else (self._write_end,)
         self._has_told = True
         members = sorted([self._me, *others])
-        self._host.tell(protocol.pack(protocol.RankMessageKind.MEET, key=key_of(name), members=members), fds)
+        self._host.tell(protocol.pack(protocol.RankMessageKind.INTRODUCE, key=key_of(name), members=members), fds)
 
     def ask_all(self) -> None:
         """Ask to be introduced to all ranks of the machine, which ask the same. Returns at once."""

@@ -434,10 +434,10 @@ class RemoteSession(ChannelSession):
             self._last_joined = int(fields["last"])
             if self._local_peers is not None:
                 self._local_peers.begin_era()
-        elif kind is RankMessageKind.NEIGHBOUR and self._local_peers is not None:
+        elif kind is RankMessageKind.PEER and self._local_peers is not None:
             self._local_peers.introduce(int(fields["local_rank"]), fds[0])
             del fds[0]
-        elif kind is RankMessageKind.MET and self._local_peers is not None:
+        elif kind is RankMessageKind.INTRODUCED and self._local_peers is not None:
             self._local_peers.directory.introduced(int(fields["key"]))
         elif kind is RankMessageKind.SETTLED:
             self._is_settled = True
