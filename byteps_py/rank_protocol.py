@@ -47,7 +47,7 @@ class RankMessageKind(enum.IntEnum):
     PONG = 18  # {}
     JOINED = 19  # {last}: all ranks have joined, that one as the last
     HOSTS = 20  # {added, removed}: ranks wait to join, or are about to leave
-    # What ranks of one machine need of the service to deal with each other (byteps_py/session/peers):
+    # The service introduces the ranks of one machine to each other with these (byteps_py/session/peers):
     INTRODUCE = 21  # {key, members}: local ranks that are to know each other; the first one with the way to the sender
     PEER = 22  # {local_rank} and the way to it
     INTRODUCED = 23  # {key}: all members have asked, and each knows the way to the others by now

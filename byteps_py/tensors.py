@@ -88,7 +88,7 @@ class Op(enum.IntEnum):
 
 
 class Checks(enum.IntFlag):
-    """What a reduction checks about its result in the same pass.
+    """The checks that a reduction makes of its result in the same pass.
 
     FINITE: whether the result is NaN or infinite anywhere, and which contributions are. CHECKSUM: a checksum of 64 bits
     over the result's bytes.
@@ -100,7 +100,7 @@ class Checks(enum.IntFlag):
 
 
 class NonFinite(enum.IntEnum):
-    """What ranks do about a result that is NaN or infinite. The values are wire codes and never change."""
+    """The reaction of the ranks to a result that is NaN or infinite. The values are wire codes and never change."""
 
     ALLOW = 0  # nothing; results are not checked
     RAISE = 1  # raise NonFiniteError
@@ -120,7 +120,7 @@ def _utf8_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What all ranks must agree on before the first round of a name.
+    """The facts that all ranks must agree on before the first round of a name.
 
     Attributes:
         name: 1 to 1024 bytes in UTF-8.

@@ -15,8 +15,8 @@ from byteps_py.wire import Header, Kind
 
 
 class Facts(NamedTuple):
-    """What the contributions to one round of a partition must agree on. ``offset``, ``length``: in bytes; ``machines``:
-    how many contribute, 0 for all."""
+    """The facts that all contributions to one round of a partition must agree on. ``offset``, ``length``: in bytes;
+    ``machines``: how many contribute, 0 for all."""
 
     round: int
     op: Op

@@ -43,7 +43,7 @@ from byteps_py.worker.ranks.waits import Waits
 
 @dataclass(frozen=True, slots=True)
 class GroupRuntime:
-    """What a group finds in its communication service, and what it calls there.
+    """The parts of the communication service that a group uses.
 
     ``stay``: the service waits for ranks that come back. ``prefault``: does its argument on another thread.
     ``server_lost(sentence, member id, whether its process has ended)``, ``machine_lost(sentence, index)``: it can't be

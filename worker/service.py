@@ -104,7 +104,7 @@ class CommunicationService:
         self._link.send(message)
 
     def begin(self) -> None:
-        """What starts beside the loop. (``run`` calls it.)"""
+        """Start the work beside the loop. (``run`` calls it.)"""
         self._ready.expect(_LIKELY)
         self._ready.when_done(self._starting.loaded)
         self._loop.call_later(_TICK_S, self._tick)

@@ -27,7 +27,7 @@ _build_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a reduction with checks found. A field that was not asked for is empty, False or 0.
+    """The findings of a reduction with checks. A field that was not asked for is empty, False or 0.
 
     Attributes:
         poisoned: indices of the inputs that hold NaN or infinity where the result does. For sums and products these

@@ -1,4 +1,4 @@
-"""What this machine and this installation of byteps_py can do: visible GPUs, and ``bpslaunch --check-build``.
+"""The capabilities of this machine and installation of byteps_py: visible GPUs, and ``bpslaunch --check-build``.
 
 Imports neither torch nor anything else that it asks about. Any thread.
 """

@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a machine says of its ranks that wait. ``has_newcomers``: not all of them were in the previous group.
+    """A machine's report of its ranks that wait. ``has_newcomers``: not all of them were in the previous group.
     ``synced_in``: the epoch that opened the latest group whose state one of them has, 0 if none has any.
     ``shut_down``: how many other ranks have shut down while their processes live."""
 
@@ -148,7 +148,7 @@ class Reforming:
         return not self.max_ranks or at_work + newcomers <= self.max_ranks
 
     def decide(self, candidates: Sequence[Candidate], now_s: float) -> Decision:
-        """What to do now. Call it after every event, and when time has passed; only while the group is not AT_WORK."""
+        """The next step. Call it after every event, and when time has passed; only while the group is not AT_WORK."""
         waited_s = now_s - self._since_s
         is_late = waited_s >= self.timeout_s
         away = [each for each in candidates if each.place >= 0 and each.id not in self._ready]

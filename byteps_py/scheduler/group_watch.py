@@ -1,4 +1,4 @@
-"""What heartbeats show of a group: which tensors some ranks wait for, which ranks are missing, who is slow. Pure.
+"""A group as its heartbeats show it: which tensors some ranks wait for, which ranks are missing, who is slow. Pure.
 
 Every CS reports with its heartbeat the tensors that its ranks have waited for. Together the reports show whose
 contribution is missing. A tensor is warned about once its oldest wait has reached ``warn_s``, and then again every
@@ -182,7 +182,7 @@ class GroupWatch:
         return out
 
     def sight(self, member: MemberRecord, sight: pb.Sight) -> Outgoing:
-        """What a rank is doing for which others wait."""
+        """The activity of a rank for which others wait."""
         if sight.rank not in ranks_of(member):
             raise ProtocolError(f"it sent Sight of rank {sight.rank}, which is not one of its ranks")
         return to_each(self._job.roster.workers(), pb.SchedulerMessage(sight=sight))

@@ -30,7 +30,7 @@ FAILED_LINGER_S = 30.0  # … and one that has failed: trainers notice it at the
 
 
 class Job:
-    """What the parts of the scheduler share. ``over_s``: when it ended or failed; None while it goes on."""
+    """The state that the parts of the scheduler share. ``over_s``: when it ended or failed; None while it goes on."""
 
     roster_class: type[Roster] = Roster
 

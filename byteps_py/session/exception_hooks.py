@@ -25,7 +25,7 @@ from byteps_py.session import failure_reports
 
 
 class FailureReporter(Protocol):
-    """What this module needs of a session. ``tell_failure`` and ``tell_note`` are quick and raise nothing."""
+    """The part of a session that this module calls. ``tell_failure`` and ``tell_note`` are quick and raise nothing."""
 
     def tell_failure(self, error: BaseException) -> None:
         """The uncaught exception ``error`` ends this process."""

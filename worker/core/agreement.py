@@ -163,7 +163,7 @@ class Agreement:
         return name.void(failed, error), old
 
     def decided(self, name_: str) -> list[Action]:
-        """What was decided is carried out: go on with what local ranks declared meanwhile."""
+        """The decision is carried out: continue with the declarations that local ranks made meanwhile."""
         return self._poll(self._names[name_])
 
     def end_after(self, tensor: Tensor, round_: int, error: BytePSError) -> bool:

@@ -27,7 +27,7 @@ PATIENCE_S = 1.0
 
 
 class Queued(Protocol):
-    """What is sent, or asked for. ``server``: whose turn it takes; ``length``: in bytes."""
+    """A message to send, or a request. ``server``: whose turn it takes; ``length``: in bytes."""
 
     server: int
     length: int

@@ -42,7 +42,7 @@ _LEAST_WAIT_S = 0.005
 
 
 class Typical:
-    """What values are lately: they come in tuples, each place is looked at by itself."""
+    """The latest values. They come in tuples; each position is judged by itself."""
 
     def __init__(self) -> None:
         self._spans: deque[tuple[float, float, tuple[float, ...]]] = deque(maxlen=_MOST)  # how long, weight, means

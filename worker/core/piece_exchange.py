@@ -224,7 +224,7 @@ class PieceExchange:
         return taken(member, receipt.round, taker) if member is not None else []
 
     def gone(self, machine: int) -> None:
-        """What a machine has asked for can't be sent to it any more."""
+        """The pieces that a machine has requested can't be sent to it any more."""
         for requests in [*self._early.values(), *(channel.requests for channel in self._channels.values())]:
             requests[:] = [request for request in requests if request.machine != machine]
 

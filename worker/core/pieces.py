@@ -26,9 +26,9 @@ ALL = 0xFFFFFFFF
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """What a member has handed over in one round. ``left``: bytes that takers still need, by position in the group;
-    a machine, which takes a GATHER for all its ranks, counts as -1 - its index. ``unseen``: takers that have yet to say
-    what they expect, if the round is not over before."""
+    """The pieces that a member has handed over in one round. ``left``: bytes that takers still need, by position in
+    the group; a machine, which takes a GATHER for all its ranks, counts as -1 - its index. ``unseen``: takers that
+    have yet to say what they expect, if the round is not over before."""
 
     block: Block
     layout: Layout
@@ -80,7 +80,7 @@ class Member:
         return self.is_at(round_) and source in self.due
 
     def lacks(self, source: int, error: BytePSError) -> None:
-        """What ``source`` has will not come; the round ends with that."""
+        """The pieces of ``source`` will not arrive; the round ends with that error."""
         self.due.pop(source, None)
         self.error = self.error or error
 
@@ -238,7 +238,7 @@ class Outgrown:
 
 
 def due(queue: PushQueue[Transfer | AskSum], now: float) -> list[FetchPiece]:
-    """What the credit allows to ask for. Also to be called from time to time, see PushQueue."""
+    """The requests that the credit allows. Also to be called from time to time, see PushQueue."""
     fetches = []
     while (item := queue.take(now)) is not None:
         fetches.append(FetchPiece(item))
@@ -256,7 +256,7 @@ class Way(NamedTuple):
 
 
 class Receipts:
-    """What machines are told: pairs of a Way and a round."""
+    """The messages to machines: pairs of a Way and a round."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[Way, int], int] = {}  # bytes that have come, of pieces that have not come whole
@@ -290,13 +290,13 @@ class Receipts:
         return bool(self._unsaid)
 
     def take_due(self) -> list[tuple[Way, int]]:
-        """What is not said yet, and now will be."""
+        """Take the messages that have not been sent yet."""
         due = [(way, round_) for way, rounds in self._unsaid.items() for round_ in rounds]
         self._unsaid.clear()
         return due
 
     def said(self, machine: int) -> Iterable[tuple[Way, int]]:
-        """What a machine was told, or will be, and may not have heard."""
+        """The messages to a machine that it may not have received, sent or not."""
         return [(way, round_) for way, rounds in self._whole.items() if way.machine == machine for round_ in rounds]
 
     def clear(self) -> None:

@@ -137,7 +137,7 @@ class Pipeline:
         return actions
 
     def _local_sum(self, part: Part) -> Compute | None:
-        """What this machine computes before anything is sent; None if there is nothing to compute."""
+        """The sum that this machine computes before it sends anything; None if there is none."""
         tensor, offset = part.tensor, part.offset
         spec = tensor.spec
         if part.local_sum is not None:

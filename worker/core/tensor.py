@@ -409,7 +409,7 @@ class Compute:
 
 @dataclass(slots=True, eq=False)
 class AskSum:
-    """What is fetched of a part: the sum of machine ``server``."""
+    """Fetch machine ``server``'s sum of a part."""
 
     part: ScatterPart
     round: int

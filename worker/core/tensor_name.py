@@ -120,7 +120,7 @@ class TensorName:
         return SendBallot(self.name, proposal.generation, proposal.rounds, votes)
 
     def current_proposal(self, generation: int) -> Proposal | None:
-        """What a verdict on this generation is about; None if that is decided already."""
+        """The proposal that a verdict on this generation decides; None if it is decided already."""
         proposal = self.proposal or Proposal(self.generation + 1)
         return proposal if proposal.generation == generation else None
 

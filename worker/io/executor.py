@@ -329,7 +329,7 @@ class Executor:
         return len(moves)
 
     def again(self, server: int) -> None:
-        """What was sent to a server and not answered is lost, or may be."""
+        """Messages to a server that it has not answered are lost, or may be."""
         self.run(self._pipeline.again([part for part in self._sent if part.server == server], self._loop.time()))
 
     @property

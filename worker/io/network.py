@@ -60,7 +60,7 @@ class ServerLink(ABC):
     @property
     @abstractmethod
     def is_open(self) -> bool:
-        """What is sent now gets there, as far as is known."""
+        """True if the server is reachable, as far as this machine knows."""
 
     @abstractmethod
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
@@ -465,7 +465,7 @@ class Network:
             link.push(header, block, part.offset, None)
 
     def withdraw(self, part: Part, round_: int, server: int) -> None:
-        """What was given to a round goes elsewhere. To a server that is gone nothing needs to be said."""
+        """The contribution to a round goes to another server. To a server that is gone nothing needs to be said."""
         if server in self._gone:
             self._memory.take_answer_block(part)
             return

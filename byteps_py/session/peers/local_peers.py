@@ -400,7 +400,7 @@ class LocalPeers:
                 self._free(self._retired.pop()[0])
 
     def close(self, is_forked: bool = False) -> None:
-        """Close the sockets and unmap the memory. What was sent still arrives. ``is_forked``: called in a forked
+        """Close the sockets and unmap the memory. Sent messages still arrive. ``is_forked``: called in a forked
         child."""
         for outbox in self._outboxes.values():
             outbox.close(is_forked)

@@ -44,8 +44,8 @@ _SHARED, _WAKE = int(PeerMessageKind.SHARED), int(PeerMessageKind.WAKE)
 
 
 class RingHost(NamedTuple):
-    """What the rings of local rank ``me`` share. ``first_rank``: the global rank of local rank 0. ``lock`` guards
-    ``matcher`` and ``outgoing``. ``announce`` tells a peer about memory segments."""
+    """The objects that the rings of local rank ``me`` share. ``first_rank``: the global rank of local rank 0. ``lock``
+    guards ``matcher`` and ``outgoing``. ``announce`` tells a peer about memory segments."""
 
     me: int
     first_rank: int

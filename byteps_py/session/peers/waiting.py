@@ -23,7 +23,7 @@ _TELL_AFTER_S = 0.3
 
 
 class Host(Protocol):
-    """What LocalPeers needs of its session."""
+    """The part of a session that LocalPeers calls."""
 
     state: threading.Condition
 

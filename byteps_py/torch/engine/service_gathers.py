@@ -29,8 +29,8 @@ Octets = list[list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What a round moves. ``outgoing``, ``incoming``: tensors of bytes and their offsets in the slot's input and
-    result. ``layout``: how the pieces lie there. ``kept``: copies (to, from) of what a member sends to itself.
+    """The bytes that a round moves. ``outgoing``, ``incoming``: tensors of bytes and their offsets in the slot's input
+    and result. ``layout``: how the pieces lie there. ``kept``: copies (to, from) of what a member sends to itself.
     ``capacity``: bytes that the slot needs, in and out."""
 
     outgoing: list[Place]

@@ -54,9 +54,9 @@ class OperationKind:
 
 
 class Call(NamedTuple):
-    """What an operation does, on every route. ``what``: its description in messages. ``outputs``: the tensors that it
-    fills. ``finish`` is called once their bytes have arrived. ``kind``: the facts on which members must agree, for the
-    log of calls."""
+    """A description of an operation, the same on every route. ``what``: its description in messages. ``outputs``: the
+    tensors that it fills. ``finish`` is called once their bytes have arrived. ``kind``: the facts on which members
+    must agree, for the log of calls."""
 
     what: str
     outputs: list[torch.Tensor]
