@@ -69,12 +69,14 @@ class ChannelSession(Session):
         self.check_open()
         try:
             self._channel.send(message, fds)
+            return
         except PeerLostError as lost:
-            with self.state:
-                while not self._reading and self._read(0):
-                    pass  # its last messages may say why
-                self._fail(lost)
-            self.check_open()
+            error = lost
+        with self.state:
+            while not self._reading and self._read(0):
+                pass  # its last messages may say why
+            self._fail(error)
+        self.check_open()  # here, so that no broken pipe precedes the reason in the traceback
 
     def check_open(self) -> None:
         """See Session.check_open. Does not block."""
