@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from turns import Job, orders
+from turns import Job, launch, orders
 
 from byteps_py.kernels.reduction import reduce, reduce_checked
 from byteps_py.tensors import Checks, DType, Op
@@ -65,7 +65,7 @@ Figure = Callable[[np.ndarray, np.ndarray], float]  # of a contender's steps, an
 # ---- one rank --------------------------------------------------------------------------------------------------------
 
 
-def rank(model_name: str, door: str) -> None:
+def rank(model_name: str) -> None:
     """Steps when told, and says from when to when."""
     import torch
 
@@ -76,7 +76,7 @@ def rank(model_name: str, door: str) -> None:
     model, inputs = build(model_name)
     bps.init()
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters())
-    with orders(door) as words:
+    with orders() as words:
         for _, answer in words:
             began = time.perf_counter()
             optimizer.zero_grad()
@@ -140,7 +140,7 @@ def measure(case: Case, contenders: list[str], turns: int) -> Start:
         for contender in contenders:
             program = [__file__, "--rank", case.model]
             mode = CONTENDERS[contender]
-            jobs[contender] = Job(contender, RANKS // case.machines, case.machines, program, BYTEPS_NONFINITE=mode)
+            jobs[contender] = launch(contender, RANKS // case.machines, case.machines, program, BYTEPS_NONFINITE=mode)
         for job in jobs.values():
             job.meet()
         for _ in range(WARM_UP):
@@ -220,10 +220,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=CASES, default=["mlp", "cnn", "mlp-machines", "resnet50"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
-    parser.add_argument("--door", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank(options.rank, options.door)
+        rank(options.rank)
         return
     contenders = [each for each in CONTENDERS if each != "skip" or options.skip]
     rng = np.random.default_rng(0)

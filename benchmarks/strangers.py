@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.strangers import HALF_OPEN, HTTP2, ZMTP, Visit, begin_visit, resident_bytes, see_off
-from turns import Job, orders
+from turns import launch, orders
 
 import server as benchmark
 from byteps_py.proto import control_pb2 as pb
@@ -131,7 +131,7 @@ class Machines:
     """A job of two machines of a rank each."""
 
     def __init__(self) -> None:
-        self._job = Job("strangers", 1, 2, [__file__, "--rank"])
+        self._job = launch("strangers", 1, 2, [__file__, "--rank"])
         try:
             (job_id, port), _ = self._job.meet()
             told = Settings(scheduler_host="127.0.0.1", scheduler_port=port, job_id=job_id)
@@ -158,7 +158,7 @@ def command_of(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
-def rank(door: str) -> None:
+def rank() -> None:
     """Does what it is told for so many seconds; answers how much per second."""
     import torch
 
@@ -185,7 +185,7 @@ def rank(door: str) -> None:
 
     works = {"new": new, "agreed": agreed, "peer": peer}
     over = torch.zeros(1)
-    with orders(door, [own.job_id, own.scheduler_port]) as words:
+    with orders([own.job_id, own.scheduler_port]) as words:
         for word, answer in words:
             kind, seconds = word.split()
             done = 0.0
@@ -256,10 +256,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SPOKEN, default=list(SPOKEN))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--door", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank(options.door)
+        rank()
         return
     found = {}
     for kind in options.only:

@@ -1,6 +1,8 @@
-"""Hosts with shaped links: network namespaces on one bridge, each link limited in both directions.
+"""Hosts with shaped links: network namespaces on one bridge, each link limited in both directions, and delayed.
 
-Needs root, iproute2 and the tbf queue (netem is missing on many kernels). Loopback inside a host is not shaped.
+Needs root, iproute2 and the tbf queue. The delay is netem's, and where the kernel has none, that of a process (see
+delay_line.py). Loopback inside a host is not shaped. ``network`` also has hosts without any of that: this machine,
+over loopback.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,14 +25,17 @@ _OWNED = re.compile(r"\bbps(\d+)[bhnl]\d*")
 _NOBODY = "02:00:00:00:00:01"
 #: Small enough that a burst does not flatter a short transfer, large enough for the rate to be reached.
 _BURST = "128kb"
+_HELD_PACKETS = 100_000  # more than are ever on their way: none is lost for want of room
+_END_S = 10.0
 
 
 @dataclass(frozen=True)
 class Host:
-    """``rate_mbit``: of its link, each way."""
+    """``rate_mbit``: of its link, each way; 0: as fast as it goes. ``delay_ms``: of what it sends."""
 
     index: int
-    rate_mbit: float
+    rate_mbit: float = 0.0
+    delay_ms: float = 0.0
     _owner: int = field(default_factory=os.getpid)
 
     @property
@@ -49,9 +55,32 @@ class Host:
         """The other end of its link, on the bridge."""
         return f"bps{self._owner}l{self.index}"
 
+    @property
+    def is_loopback(self) -> bool:
+        return False
+
     def command(self, arguments: Sequence[str]) -> list[str]:
         """``arguments``, to be run on this host."""
         return ["ip", "netns", "exec", self.name, *arguments]
+
+
+class LoopbackHost(Host):
+    """One of several machines that are all emulated on this one, without a namespace."""
+
+    @property
+    def address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def interface(self) -> str:
+        return "lo"
+
+    @property
+    def is_loopback(self) -> bool:
+        return True
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        return [*arguments]
 
 
 def _run(*arguments: str) -> None:
@@ -62,10 +91,49 @@ def _try(*arguments: str) -> None:
     subprocess.run(arguments, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _shape(interface: str, rate_mbit: float, host: Host | None = None) -> None:
-    tc = ["tc", "qdisc", "add", "dev", interface, "root", "tbf", "rate", f"{rate_mbit:g}mbit"]
-    tc += ["burst", _BURST, "latency", "400ms"]
-    _run(*(host.command(tc) if host else tc))
+def _shape(interface: str, rate_mbit: float, delay_ms: float = 0.0, host: Host | None = None) -> None:
+    """``delay_ms``: by netem."""
+    add = ["tc", "qdisc", "add", "dev", interface]
+    place = ["root", "handle", "1:"]
+    queues = []
+    if delay_ms:
+        queues.append([*add, *place, "netem", "delay", f"{delay_ms:g}ms", "limit", str(_HELD_PACKETS)])
+        place = ["parent", "1:1", "handle", "2:"]
+    if rate_mbit:
+        queues.append([*add, *place, "tbf", "rate", f"{rate_mbit:g}mbit", "burst", _BURST, "latency", "400ms"])
+    for queue in queues:
+        _run(*(host.command(queue) if host else queue))
+
+
+def _has_netem(interface: str) -> bool:
+    """``interface`` is any that has no queue yet."""
+    tried = ["tc", "qdisc", "add", "dev", interface, "root", "netem", "delay", "1ms"]
+    if subprocess.run(tried, capture_output=True, check=False).returncode:
+        return False
+    _run("tc", "qdisc", "del", "dev", interface, "root")
+    return True
+
+
+@contextlib.contextmanager
+def _links(hosts: Sequence[Host], delay_ms: float) -> Iterator[None]:
+    """Both ends of every host's link, in this namespace: pairs of veth, or of a process that delays."""
+    if not delay_ms:
+        for host in hosts:
+            _run("ip", "link", "add", host.interface, "type", "veth", "peer", "name", host.outside)
+        yield
+        return
+    names = [name for host in hosts for name in (host.interface, host.outside)]
+    command = [sys.executable, str(Path(__file__).with_name("delay_line.py")), f"{delay_ms:g}", *names]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as line:
+        assert line.stdin is not None
+        assert line.stdout is not None
+        try:
+            if not line.stdout.readline():
+                raise SystemExit("no process delays what hosts send: see above")
+            yield
+        finally:
+            line.stdin.close()
+            line.wait(_END_S)
 
 
 @contextlib.contextmanager
@@ -88,13 +156,17 @@ def lost(*ways: tuple[Host, Host]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cluster(rates_mbit: Sequence[float]) -> Iterator[list[Host]]:
-    """One host per rate, gone at the end of the block. Raises CalledProcessError without root or iproute2."""
-    hosts = [Host(index, rate) for index, rate in enumerate(rates_mbit)]
+def cluster(rates_mbit: Sequence[float], delay_ms: float = 0.0) -> Iterator[list[Host]]:
+    """One host per rate, gone at the end of the block. ``delay_ms``: from any host to any other one, so that a round
+    trip takes twice as long. Raises CalledProcessError without root or iproute2."""
+    hosts = [Host(index, rate, delay_ms) for index, rate in enumerate(rates_mbit)]
     bridge = f"bps{os.getpid()}b"
     _remove_orphans()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove, hosts, bridge)
         _run("ip", "link", "add", bridge, "type", "bridge")
+        by_netem = delay_ms if delay_ms and _has_netem(bridge) else 0.0
+        stack.enter_context(_links(hosts, delay_ms - by_netem))
         _run("ip", "link", "set", bridge, "up")
         # A Docker engine makes the kernel filter bridged traffic and drop what it does not know.
         bridged = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
@@ -103,7 +175,6 @@ def cluster(rates_mbit: Sequence[float]) -> Iterator[list[Host]]:
         for host in hosts:
             inside, outside = host.interface, host.outside
             _run("ip", "netns", "add", host.name)
-            _run("ip", "link", "add", inside, "type", "veth", "peer", "name", outside)
             _run("ip", "link", "set", inside, "netns", host.name)
             _run("ip", "link", "set", outside, "master", bridge)
             _run("ip", "link", "set", outside, "up")
@@ -112,15 +183,27 @@ def cluster(rates_mbit: Sequence[float]) -> Iterator[list[Host]]:
             _run("ip", "-n", host.name, "link", "set", "lo", "up")
             route = (f"{_PREFIX}.0/24", "dev", inside, "src", host.address, "congctl", _CONGESTION_CONTROL)
             _run("ip", "-n", host.name, "route", "replace", *route)
-            _shape(inside, host.rate_mbit, host)
+            _shape(inside, host.rate_mbit, by_netem, host)
             _shape(outside, host.rate_mbit)
         yield hosts
-    finally:
-        for host in hosts:
-            # The kernel takes the links of a namespace down some time after it is gone: by then they are.
-            _try("ip", "link", "del", host.outside)
-            _try("ip", "netns", "del", host.name)
-        _try("ip", "link", "del", bridge)
+
+
+def _remove(hosts: Sequence[Host], bridge: str) -> None:
+    for host in hosts:
+        # The kernel takes the links of a namespace down some time after it is gone: by then they are.
+        _try("ip", "link", "del", host.outside)
+        _try("ip", "netns", "del", host.name)
+    _try("ip", "link", "del", bridge)
+
+
+@contextlib.contextmanager
+def network(count: int, mbit: float = 0.0, delay_ms: float | None = None) -> Iterator[list[Host]]:
+    """``count`` hosts: over loopback, unless a rate is asked for or a delay, which may be 0."""
+    if mbit or delay_ms is not None:
+        with cluster([mbit] * count, delay_ms or 0.0) as hosts:
+            yield hosts
+    else:
+        yield [LoopbackHost(index) for index in range(count)]
 
 
 def _remove_orphans() -> None:
