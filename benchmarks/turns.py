@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from byteps_py.launch.process_guard import TOKEN_VARIABLE, carriers
 
 LIMIT_S = 120.0
-#: Where a rank finds the benchmark: a path, because ranks in other network namespaces see no abstract names of this one.
+#: Where a rank finds the benchmark: a path, because an abstract name is only for its own network namespace.
 DOOR_VARIABLE = "BENCHMARK_DOOR"
 _MOST_BYTES = 1 << 16
 #: What a process's command line has in it, and what the process is; any other is a rank.
@@ -107,7 +107,16 @@ class Job:
 
 def launch(name: str, ranks: int, machines: int, program: Sequence[str], **environ: str) -> Job:
     """Under bpslaunch, ``ranks`` on each of ``machines``, which are emulated on this one."""
-    words = [sys.executable, "-m", "byteps_py.launch", "--no-tag-output", "-np", str(ranks), "--machines", str(machines)]
+    words = [
+        sys.executable,
+        "-m",
+        "byteps_py.launch",
+        "--no-tag-output",
+        "-np",
+        str(ranks),
+        "--machines",
+        str(machines),
+    ]
     return Job(name, ranks * machines, [Command([*words, sys.executable, *program], environ)])
 
 

@@ -1,93 +1,134 @@
-"""Starts a contender on shaped hosts, every process as on a real machine, and returns the times that it measured."""
+"""What a job on hosts consists of: the processes of each contender, started as on a real machine.
+
+A job of ours is a scheduler, a summation service on each CPU machine, and on each GPU machine bpslaunch with its
+services and ranks. gloo's ranks are processes of their own.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.cluster.hosts import Host
+from benchmarks.turns import Command, Job
+from byteps_py.launch.cluster_plan import free_port
 from byteps_py.placement.models import load_model
 
-RANK = Path(__file__).with_name("rank.py")
-PORT = 9700
+SECRET = "secret of the benchmark"
+_LAUNCH = (sys.executable, "-m", "byteps_py.launch", "--no-tag-output")
+_LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``ranks`` of each worker. ``told_mbit``: link rates that hosts are told; others find out by themselves."""
+
+    workers: Sequence[Host]
+    servers: Sequence[Host] = ()
+    ranks: int = 1
+    told_mbit: Mapping[Host, float] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.workers) * self.ranks
 
 
 def counts_of(model: str, nbytes: int) -> list[int]:
     """Elements of each float32 tensor: one large tensor, or a model's list."""
     if model == "one":
-        return [nbytes // 4]
+        return [max(1, nbytes // 4)]
     return [math.prod(shape) for _, shape in load_model(model)]
 
 
-def start(host: Host, arguments: Sequence[str], variables: dict[str, str], **how: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(host.command(arguments), env=environment, text=True, **how)
-
-
-def run_ours(
-    workers: Sequence[Host],
-    servers: Sequence[Host],
-    counts: Sequence[int],
-    variables: dict[str, str],
-    told_mbit: dict[Host, float] | None = None,
-) -> list[float]:
-    """``told_mbit``: link rates that hosts are told; others find out by themselves."""
+def our_commands(
+    layout: Layout, program: Sequence[str], variables: Mapping[str, str] | None = None
+) -> tuple[list[Command], list[Command]]:
+    """Of the services; of the machines' launchers, whose ranks run ``program``. Links between hosts have a secret,
+    without which no process listens there. Loopback has none, unless ``variables`` do."""
+    workers, servers = layout.workers, layout.servers
+    port = free_port()
     common = {
         "DMLC_PS_ROOT_URI": workers[0].address,
-        "DMLC_PS_ROOT_PORT": str(PORT),
+        "DMLC_PS_ROOT_PORT": str(port),
         "DMLC_NUM_WORKER": str(len(workers)),
         "DMLC_NUM_SERVER": str(len(servers)),
-        "BYTEPS_LOCAL_SIZE": "1",
-        "BYTEPS_SECRET": "secret of the benchmark",
-        **variables,
+        "BYTEPS_JOB_ID": f"benchmark-{port}",
+        "BYTEPS_LOCAL_SIZE": str(layout.ranks),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **({} if workers[0].is_loopback else {"BYTEPS_SECRET": SECRET}),
+        **(variables or {}),
     }
-    launch = [sys.executable, "-m", "byteps_py.launch", "--no-tag-output"]
-    program = [sys.executable, str(RANK), "ours", "--counts", ",".join(map(str, counts))]
 
     def own(host: Host, role: str) -> dict[str, str]:
-        told = {"BYTEPS_LINK_MBIT": str(told_mbit[host])} if told_mbit else {}
-        return {**common, **told, "DMLC_ROLE": role, "DMLC_NODE_HOST": host.address}
+        found = {**common, "DMLC_ROLE": role, "DMLC_NODE_HOST": host.address}
+        if host in layout.told_mbit:
+            found["BYTEPS_LINK_MBIT"] = str(layout.told_mbit[host])
+        if host.is_loopback:
+            found["BYTEPS_MACHINE_ID"] = f"m{host.index}"
+        return found
 
-    services = [start(workers[0], launch, {**common, "DMLC_ROLE": "scheduler"})]
-    services += [start(host, launch, own(host, "server")) for host in servers]
-    ranks = []
-    for index, host in enumerate(workers):
-        variables = {**own(host, "worker"), "DMLC_WORKER_ID": str(index)}
-        ranks.append(start(host, [*launch, *program], variables, stdout=subprocess.PIPE))
-    return finish(ranks, services)
-
-
-def run_gloo(workers: Sequence[Host], counts: Sequence[int]) -> list[float]:
-    program = [sys.executable, str(RANK), "gloo", "--counts", ",".join(map(str, counts))]
-    ranks = []
-    for index, host in enumerate(workers):
-        own = {
-            "RANK": str(index),
-            "WORLD_SIZE": str(len(workers)),
-            "MASTER_ADDR": workers[0].address,
-            "MASTER_PORT": str(PORT + 1),
-            "GLOO_SOCKET_IFNAME": host.interface,
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of hosts that have no names
-        }
-        ranks.append(start(host, program, own, stdout=subprocess.PIPE))
-    return finish(ranks, [])
+    services = [Command(workers[0].command(_LAUNCH), own(workers[0], "scheduler"))]
+    services += [Command(host.command(_LAUNCH), own(host, "server")) for host in servers]
+    machines = [
+        Command(
+            host.command([*_LAUNCH, sys.executable, *program]), {**own(host, "worker"), "DMLC_WORKER_ID": str(index)}
+        )
+        for index, host in enumerate(workers)
+    ]
+    return services, machines
 
 
-def finish(ranks: Sequence[subprocess.Popen[str]], services: Sequence[subprocess.Popen[str]]) -> list[float]:
-    """The times that rank 0 printed. Raises SystemExit if anything failed."""
+def torch_commands(layout: Layout, program: Sequence[str], variables: Mapping[str, str] | None = None) -> list[Command]:
+    """Of ranks without services, such as gloo's."""
+    port = free_port()
+    places = [(host, local) for host in layout.workers for local in range(layout.ranks)]
+    return [
+        Command(
+            host.command([sys.executable, *program]),
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(layout.size),
+                "MASTER_ADDR": layout.workers[0].address,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": host.interface,
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of hosts that have no names
+                **(variables or {}),
+            },
+        )
+        for rank, (host, local) in enumerate(places)
+    ]
+
+
+def our_job(name: str, layout: Layout, program: Sequence[str], variables: Mapping[str, str] | None = None) -> Job:
+    services, machines = our_commands(layout, program, variables)
+    return Job(name, layout.size, [*services, *machines])
+
+
+def torch_job(name: str, layout: Layout, program: Sequence[str], variables: Mapping[str, str] | None = None) -> Job:
+    return Job(name, layout.size, torch_commands(layout, program, variables))
+
+
+def start(command: Command, **how: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **command.variables}
+    return subprocess.Popen(command.words, env=environment, text=True, **how)
+
+
+def run(ranks: Sequence[Command], services: Sequence[Command] = ()) -> str:
+    """Run a job to its end; what rank 0 printed. Raises SystemExit if anything failed."""
+    served = [start(command) for command in services]
+    processes = [start(command, stdout=subprocess.PIPE) for command in ranks]
     try:
-        output = ranks[0].communicate(timeout=300)[0]
-        codes = [process.wait(60) for process in [*ranks, *services]]
+        output: str = processes[0].communicate(timeout=_LIMIT_S)[0]
+        codes = [process.wait(60) for process in [*processes, *served]]
     finally:
-        for process in [*ranks, *services]:
+        for process in [*processes, *served]:
             process.kill()
     if any(codes):
         raise SystemExit(f"a process failed: exit codes {codes}")
-    times: list[float] = json.loads(output)["times_s"]
-    return times
+    return output

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.contenders import PORT, finish, start
-from benchmarks.cluster.hosts import Host, cluster
+from benchmarks.cluster.contenders import Layout, our_commands, run, torch_commands
+from benchmarks.cluster.hosts import cluster
 from byteps_py.placement.models import load_model
 from byteps_py.placement.shares import Optimum
 
@@ -64,42 +64,16 @@ def layers_of(model: str) -> list[int]:
     return counts
 
 
-def run(
-    contender: str, workers: Sequence[Host], servers: Sequence[Host], program: Sequence[str], tuning: dict[str, str]
-) -> list[float]:
+def steps_s(contender: str, layout: Layout, program: Sequence[str], tuning: dict[str, str]) -> list[float]:
     """The times of its steps. Every process runs on its host, as on a real machine."""
-    command = [sys.executable, str(RANK), contender, *program]
+    words, variables = [str(RANK), contender, *program], {**_KEEPS_MEMORY, **tuning}
     if contender == "ddp":
-        common = {
-            **_KEEPS_MEMORY,
-            "WORLD_SIZE": str(len(workers)),
-            "MASTER_ADDR": workers[0].address,
-            "MASTER_PORT": str(PORT + 1),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of hosts that have no names
-        }
-        ranks = [
-            start(h, command, {**common, "RANK": str(i), "GLOO_SOCKET_IFNAME": h.interface}, stdout=-1)
-            for i, h in enumerate(workers)
-        ]
-        return finish(ranks, [])
-    common = {
-        **_KEEPS_MEMORY,
-        "DMLC_PS_ROOT_URI": workers[0].address,
-        "DMLC_PS_ROOT_PORT": str(PORT),
-        "DMLC_NUM_WORKER": str(len(workers)),
-        "DMLC_NUM_SERVER": str(len(servers)),
-        "BYTEPS_LOCAL_SIZE": "1",
-        "BYTEPS_SECRET": "secret of the benchmark",
-        **tuning,
-    }
-    launch = [sys.executable, "-m", "byteps_py.launch", "--no-tag-output"]
-    services = [start(workers[0], launch, {**common, "DMLC_ROLE": "scheduler"})]
-    services += [start(h, launch, {**common, "DMLC_ROLE": "server", "DMLC_NODE_HOST": h.address}) for h in servers]
-    ranks = []
-    for index, host in enumerate(workers):
-        own = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(index), "DMLC_NODE_HOST": host.address}
-        ranks.append(start(host, [*launch, *command], {**common, **own}, stdout=-1))
-    return finish(ranks, services)
+        output = run(torch_commands(layout, words, variables))
+    else:
+        services, machines = our_commands(layout, words, variables)
+        output = run(machines, services)
+    times: list[float] = json.loads(output)["times_s"]
+    return times
 
 
 def tunings(partition_kb: Sequence[int], credit_kb: Sequence[int]) -> list[dict[str, str]]:
@@ -142,7 +116,7 @@ def main() -> None:
         for _, (index, (compute, contender, tuning)) in itertools.product(range(arguments.rounds), enumerate(cases)):
             program = ["--counts", ",".join(map(str, counts)), "--compute-s", str(compute * optimum_s)]
             program += ["--steps", str(arguments.steps)]
-            seen[index] += run(contender, hosts[:n], hosts[n:], program, tuning)
+            seen[index] += steps_s(contender, Layout(hosts[:n], hosts[n:]), program, tuning)
             print(contender, compute, tuning, [round(s, 2) for s in seen[index]], file=sys.stderr, flush=True)
     print(
         f"n = {n}, k = {k}, {arguments.mbit:g} Mbit/s each way, {sum(counts) * 4 / 1e6:.0f} MB of gradients in "

@@ -1,4 +1,5 @@
 """Draws what ``python -m benchmarks.cluster --json`` wrote: communication time against the number of CPU machines.
+It is that of the first contender, for the largest size.
 
 python -m benchmarks.cluster.plot RESULT.json PICTURE.svg     (needs matplotlib: pip install byteps-py[benchmarks])
 """
@@ -21,7 +22,11 @@ from byteps_py.placement.shares import Optimum
 def main() -> None:
     source, target = map(Path, sys.argv[1:3])
     rows = json.loads(source.read_text())
+    largest = max(row["bytes"] for row in rows)
+    rows = [row for row in rows if row["bytes"] == largest]
     n, unit_s = rows[0]["n"], rows[0]["unit_s"]
+    if not unit_s:
+        raise SystemExit(f"{source} is of loopback, which has no rate to compare with: run it with --mbit")
     ks = [row["k"] for row in rows]
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     gloo = statistics.median(rows[0]["gloo_s"]) / unit_s

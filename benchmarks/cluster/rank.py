@@ -1,97 +1,358 @@
-"""One rank of benchmarks/cluster: times reductions of a list of float32 tensors. Rank 0 prints one JSON line."""
+"""One rank of benchmarks/cluster: times reductions of a list of float32 tensors, as it is told to.
+
+A word is "prepare CALL COUNTS" or "time CALL COUNTS REPEATS APART", COUNTS being the elements of each tensor, in order
+of the forward pass, and APART 1 if all ranks wait for each other before each call. Rank 0 answers with the times. A
+tensor holds rank + 1 everywhere when its call is prepared, the sum of that is checked, and then it holds zeros, which
+any number of sums leaves as they are.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
+import queue
+import socket
+import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-import numpy as np
+from benchmarks.turns import orders
 
 WARM_UP = 1
+WARM_UP_SMALL = 10
+SMALL_BYTES = 8 << 20
 GLOO_BUCKET_BYTES = 25 << 20  # DDP's
+PARAMETERS = 8  # equal ones, of a model of one tensor's size
+LEARNING_RATE = 0.125
+CONNECT_S = 30.0
+_CHUNK_BYTES = 256 << 10
+
+#: What users call, of ours; "session" is the layer below: memory that is shared with the services already.
+OURS = ("session", "push_pull_inplace", "push_pull", "allreduce_", "optimizer", "all_reduce")
+#: What they are compared with: gloo's all_reduce, and DistributedDataParallel over gloo.
+GLOO = ("gloo", "ddp")
+ECHO = ("tcp_echo",)
+
+Call = Callable[[], object]
 
 
-def ours(counts: list[int]) -> tuple[int, object, object, object]:
-    from byteps_py.session import open_session
-    from byteps_py.settings import Settings
-    from byteps_py.tensors import TOGETHER, DType, TensorSpec
-    from byteps_py.torch.gradients.bucket_layout import plan_buckets
+class Contender(Protocol):
+    rank: int
 
-    session = open_session()
-    # As DistributedOptimizer does: small gradients travel together, back layers come first, as a backward pass produces
-    # them, and none has priority.
-    sizes = [count * 4 for count in counts]
-    buckets = plan_buckets(sizes, [0] * len(counts), Settings.from_env().fusion_bytes)
-    specs = [TensorSpec(f"t{min(b)}", DType.FLOAT32, (sum(counts[i] for i in b),), priority=TOGETHER) for b in buckets]
-    slots = session.declare(specs)
-    for slot in slots:
-        for memory in slot.inputs:
-            np.frombuffer(memory, np.float32)[:] = 1 + session.rank
+    def prepare(self, name: str, counts: list[int]) -> Call: ...
 
-    def call() -> None:
+    def barrier(self) -> object: ...
+
+    def close(self) -> None: ...
+
+
+def wrong(name: str) -> SystemExit:
+    return SystemExit(f"{name}: wrong sum")
+
+
+class Ours:
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        import byteps_py as bps
+
+        bps.init()
+        dist.init_process_group("byteps")
+        self.rank, self.size = bps.rank(), bps.size()
+        self.barrier = bps.barrier
+
+    def prepare(self, name: str, counts: list[int]) -> Call:
+        if name == "session":
+            return self._slots(counts)
+        if name == "optimizer":
+            return self._step(counts)
+        return checked(name, counts, self.rank, self.size, getattr(self, f"_{name}"))
+
+    def _push_pull_inplace(self, tensors: list[Any]) -> Callable[[], list[Any]]:
+        import byteps_py as bps
+
+        names = [f"inplace {tensor.numel()} {i}" for i, tensor in enumerate(tensors)]
+        if len(tensors) == 1:
+            return lambda: [bps.push_pull_inplace(tensors[0], average=False, name=names[0])]
+
+        def call() -> list[Any]:
+            pairs = zip(tensors, names, strict=True)
+            handles = [bps.push_pull_async_inplace(tensor, average=False, name=name) for tensor, name in pairs]
+            return [bps.synchronize(handle) for handle in handles]
+
+        return call
+
+    def _push_pull(self, tensors: list[Any]) -> Callable[[], list[Any]]:
+        import byteps_py as bps
+
+        names = [f"new {tensor.numel()} {i}" for i, tensor in enumerate(tensors)]
+        if len(tensors) == 1:
+            return lambda: [bps.push_pull(tensors[0], average=False, name=names[0])]
+
+        def call() -> list[Any]:
+            pairs = zip(tensors, names, strict=True)
+            handles = [bps.push_pull_async(tensor, average=False, name=name) for tensor, name in pairs]
+            return [bps.synchronize(handle) for handle in handles]
+
+        return call
+
+    def _allreduce_(self, tensors: list[Any]) -> Callable[[], list[Any]]:
+        import byteps_py as bps
+
+        names = [f"allreduce {tensor.numel()} {i}" for i, tensor in enumerate(tensors)]
+        if len(tensors) == 1:
+            return lambda: [bps.allreduce_(tensors[0], op=bps.Sum, name=names[0])]
+
+        def call() -> list[Any]:
+            pairs = zip(tensors, names, strict=True)
+            handles = [bps.allreduce_async_(tensor, op=bps.Sum, name=name) for tensor, name in pairs]
+            return [bps.synchronize(handle) for handle in handles]
+
+        return call
+
+    def _all_reduce(self, tensors: list[Any]) -> Callable[[], list[Any]]:
+        return all_reduce(tensors)
+
+    def _step(self, counts: list[int]) -> Call:
+        import torch
+
+        import byteps_py as bps
+
+        model, prefix = parameters(counts), f"{sum(counts)} in {len(counts)}"
+        named = [(f"{prefix}: {name}", parameter) for name, parameter in model.named_parameters()]
+        sgd = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+        return step(model, bps.DistributedOptimizer(sgd, named), self.rank, self.size)
+
+    def _slots(self, counts: list[int]) -> Call:
+        import numpy as np
+
+        from byteps_py.settings import Settings
+        from byteps_py.tensors import TOGETHER, DType, TensorSpec
+        from byteps_py.torch.engine.context import current
+        from byteps_py.torch.gradients.bucket_layout import plan_buckets
+
+        session = current().session
+        # As DistributedOptimizer does: small gradients travel together, back layers come first, as a backward pass
+        # produces them, and none has priority.
+        fusion_bytes = Settings.from_env().fusion_bytes
+        buckets = plan_buckets([count * 4 for count in counts], [0] * len(counts), fusion_bytes)
+        totals = {min(bucket): sum(counts[i] for i in bucket) for bucket in buckets}
+        slots = session.declare(
+            [
+                TensorSpec(f"slot {total} {first}", DType.FLOAT32, (total,), priority=TOGETHER)
+                for first, total in totals.items()
+            ]
+        )
         for slot in slots:
-            session.hand_over(slot)
-        for slot in slots:
-            session.wait(slot)
+            for memory in slot.inputs:
+                np.frombuffer(memory, np.float32)[:] = 1 + self.rank
 
-    def check() -> None:
-        expected = sum(range(1, session.size + 1))
-        if any(
-            (np.frombuffer(slot.result, np.float32) != expected).any() for slot in slots if session.num_machines > 1
-        ):
-            raise SystemExit("wrong sum")
+        def call() -> None:
+            for slot in slots:
+                session.hand_over(slot)
+            for slot in slots:
+                session.wait(slot)
 
-    def close() -> None:
-        check()
-        session.barrier()
-        session.close()
+        call()
+        expected = self.size * (self.size + 1) // 2
+        if any((np.frombuffer(slot.result, np.float32) != expected).any() for slot in slots):
+            raise wrong("session")
+        return call
 
-    return session.rank, session.barrier, call, close
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        import byteps_py as bps
+
+        dist.destroy_process_group()
+        bps.shutdown()
 
 
-def gloo(counts: list[int]) -> tuple[int, object, object, object]:
-    import torch
+class Gloo:
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.barrier = dist.barrier
+
+    def prepare(self, name: str, counts: list[int]) -> Call:
+        import torch
+
+        if name == "gloo":
+            buckets: list[int] = []
+            for count in counts:
+                if buckets and (buckets[-1] + count) * 4 <= GLOO_BUCKET_BYTES:
+                    buckets[-1] += count
+                else:
+                    buckets.append(count)
+            return checked(name, buckets, self.rank, self.size, all_reduce)
+        model = parameters(counts)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return step(wrapped, torch.optim.SGD(model.parameters(), LEARNING_RATE), self.rank, self.size)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def all_reduce(tensors: list[Any]) -> Callable[[], list[Any]]:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    buckets: list[int] = []
-    for count in counts:
-        if buckets and (buckets[-1] + count) * 4 <= GLOO_BUCKET_BYTES:
-            buckets[-1] += count
+    def call() -> list[Any]:
+        if len(tensors) == 1:
+            dist.all_reduce(tensors[0])
         else:
-            buckets.append(count)
-    tensors = [torch.ones(count) for count in buckets]
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                work.wait()
+        return tensors
+
+    return call
+
+
+def checked(
+    name: str, counts: list[int], rank: int, size: int, make: Callable[[list[Any]], Callable[[], list[Any]]]
+) -> Call:
+    import torch
+
+    tensors = [torch.full((count,), rank + 1.0) for count in counts]
+    call = make(tensors)
+    expected = float(size * (size + 1) // 2)
+    if any(not torch.equal(result, torch.full_like(result, expected)) for result in call()):
+        raise wrong(name)
+    for tensor in tensors:
+        tensor.zero_()
+    return call
+
+
+def parameters(counts: list[int]) -> Any:
+    """A model whose loss is the sum of all its parameters, so that a gradient costs one write."""
+    import torch
+
+    class Parameters(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            parts = counts
+            if len(counts) == 1:
+                parts = [len(range(i, counts[0], PARAMETERS)) for i in range(min(PARAMETERS, counts[0]))]
+            self.all = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(count)) for count in parts)
+
+        def forward(self) -> torch.Tensor:
+            return torch.stack([parameter.sum() for parameter in self.all]).sum()
+
+    return Parameters()
+
+
+def step(model: Any, optimizer: Any, rank: int, size: int) -> Call:
+    """A training step: its gradients are rank + 1, of which the mean is taken."""
+    import torch
 
     def call() -> None:
-        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-            work.wait()
+        optimizer.zero_grad()
+        (model() * (rank + 1)).backward()
+        optimizer.step()
 
-    return dist.get_rank(), dist.barrier, call, dist.destroy_process_group
+    call()
+    for parameter in model.parameters():
+        # Not torch.equal: whether a mean is divided or multiplied is each contender's own affair.
+        if not torch.allclose(parameter, torch.full_like(parameter, -LEARNING_RATE * (size + 1) / 2)):
+            raise wrong("a step")
+    return call
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("contender", choices=["ours", "gloo"])
-    parser.add_argument("--counts", required=True, help="elements of each tensor, in order of the forward pass")
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    counts = [int(count) for count in arguments.counts.split(",")]
-    rank, barrier, call, close = {"ours": ours, "gloo": gloo}[arguments.contender](counts)
-    for _ in range(WARM_UP):
-        call()  # type: ignore[operator]
+class Echo:
+    """Blocking sockets, and nothing else: rank 1 sends a tensor's bytes to rank 0, which sends them back as they come.
+    So both send and receive as much as each machine of a pair does that sums a tensor."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._buffer = memoryview(bytearray(_CHUNK_BYTES))
+        if self.rank == 0:
+            with socket.create_server(address) as listener:
+                listener.settimeout(CONNECT_S)
+                self._socket = listener.accept()[0]
+        else:
+            self._socket = connected(address)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._outgoing: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send)
+        self._sender.start()
+
+    def _send(self) -> None:
+        while (data := self._outgoing.get()) is not None:
+            self._socket.sendall(data)
+
+    def prepare(self, name: str, counts: list[int]) -> Call:
+        data = memoryview(bytearray(b"x" * (sum(counts) * 4)))
+
+        def call() -> None:
+            if self.rank:
+                self._outgoing.put(data)
+            received = 0
+            while received < len(data):
+                count = self._socket.recv_into(self._buffer[: min(_CHUNK_BYTES, len(data) - received)])
+                if not count:
+                    raise SystemExit("the echo's other side has ended")
+                if not self.rank:
+                    self._socket.sendall(self._buffer[:count])
+                received += count
+
+        return call
+
+    def barrier(self) -> None:
+        """A call begins with rank 1, and rank 0 waits for it anyway."""
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._sender.join()
+        self._socket.close()
+
+
+def connected(address: tuple[str, int]) -> socket.socket:
+    deadline_s = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            return socket.create_connection(address, CONNECT_S)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)
+
+
+def timed(contender: Contender, call: Call, repeats: int, is_apart: bool) -> list[float]:
     times = []
-    for _ in range(arguments.repeats):
-        barrier()  # type: ignore[operator]
+    contender.barrier()
+    for number in range(repeats):
+        if is_apart and number:
+            contender.barrier()
         began = time.perf_counter()
-        call()  # type: ignore[operator]
+        call()
         times.append(time.perf_counter() - began)
-    if rank == 0:
-        print(json.dumps({"times_s": times}), flush=True)
-    close()  # type: ignore[operator]
+    return times
+
+
+def main(arguments: Sequence[str]) -> None:
+    contender: Contender = {"ours": Ours, "gloo": Gloo, "echo": Echo}[arguments[0]]()
+    answers = 1 if arguments[0] == "echo" else 0
+    calls: dict[tuple[str, str], Call] = {}
+    with orders() as words:
+        for word, answer in words:
+            what, name, listed, *rest = word.split()
+            if what == "prepare":
+                counts = [int(count) for count in listed.split(",")]
+                call = calls[name, listed] = contender.prepare(name, counts)
+                for _ in range(WARM_UP_SMALL if sum(counts) * 4 <= SMALL_BYTES else WARM_UP):
+                    call()
+                answer(None)
+                continue
+            times = timed(contender, calls[name, listed], int(rest[0]), rest[1] == "1")
+            answer(times if contender.rank == answers else None)
+    contender.close()
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    main(sys.argv[1:])

@@ -15,10 +15,13 @@ from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
 
-from benchmarks.cluster.contenders import counts_of, run_gloo, run_ours
+from benchmarks.cluster.contenders import Layout, counts_of
 from benchmarks.cluster.hosts import cluster
+from benchmarks.cluster.measure import Found, turns
 from byteps_py.placement.link_optimum import LinkOptimum
 from byteps_py.placement.shares import Optimum
+
+REPEATS = 3
 
 
 def main() -> None:
@@ -39,25 +42,30 @@ def main() -> None:
         # Every machine sends and receives 2(n−1)/n of the model: the slowest decides.
         "gloo (ring)": float(Fraction(2 * (n - 1), n) / Fraction(min(arguments.workers))) * megabits,
     }
-    seen: dict[str, list[float]] = defaultdict(list)
+    seen: dict[str, Found] = defaultdict(Found)
     with cluster([*arguments.workers, *arguments.servers]) as hosts:
         workers, servers = hosts[:n], hosts[n:]
         equal = dict.fromkeys(hosts, arguments.workers[0])
+        cases = {
+            "ours, measured": ("ours", "session", Layout(workers, servers)),
+            "ours, told equal": ("ours", "session", Layout(workers, servers, told_mbit=equal)),
+            "gloo (ring)": ("gloo", "gloo", Layout(workers)),
+        }
         for _ in range(arguments.rounds):
-            seen["ours, measured"] += run_ours(workers, servers, counts, {})
-            seen["ours, told equal"] += run_ours(workers, servers, counts, {}, equal)
-            seen["gloo (ring)"] += run_gloo(workers, counts)
+            for name, (kind, call, layout) in cases.items():
+                with turns(kind, layout, REPEATS) as contender:
+                    contender.take(call, counts, seen[name])
     print(f"{arguments.mb} MB; workers {arguments.workers}, CPU machines {arguments.servers} Mbit/s each way")
     print("shares, CPU machines first: " + ", ".join(f"{float(share):.3f}" for share in best.shares))
     print(f"{'':18} {'s (min to max)':>26}  {'theory s':>8}  {'over theory':>11}  {'over optimum':>12}")
     optimum = theory["ours, measured"]
     for name, limit in theory.items():
-        times = seen[name]
+        times = seen[name].times_s
         median = statistics.median(times)
         spread = f"{median:.3f} ({min(times):.3f} to {max(times):.3f})"
         print(f"{name:18} {spread:>26}  {limit:8.3f}  {median / limit:11.3f}  {median / optimum:12.3f}")
     if arguments.json:
-        rows = {name: {"times_s": seen[name], "theory_s": limit} for name, limit in theory.items()}
+        rows = {name: {"times_s": seen[name].times_s, "theory_s": limit} for name, limit in theory.items()}
         arguments.json.write_text(json.dumps(rows, indent=1))
 
 
