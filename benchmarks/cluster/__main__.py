@@ -61,9 +61,9 @@ def measure(arguments: argparse.Namespace, sizes: dict[int, list[int]], tuning: 
         for _ in range(arguments.rounds):
             with contextlib.ExitStack() as stack:
                 echo = stack.enter_context(turns("echo", Layout(workers), arguments.repeats))
-                gloo = stack.enter_context(turns("gloo", Layout(workers), arguments.repeats))
+                gloo = stack.enter_context(turns("gloo", Layout(workers, ranks=arguments.ranks), arguments.repeats))
                 for k in arguments.servers:
-                    layout = Layout(workers, spare[:k])
+                    layout = Layout(workers, spare[:k], arguments.ranks)
                     with turns("ours", layout, arguments.repeats, tuning) as ours:
                         for nbytes, counts in sizes.items():
                             echo.take(*ECHO, counts, seen[ECHO[0], 0, nbytes])
@@ -132,7 +132,8 @@ def rows_of(arguments: argparse.Namespace, seen: Seen, nbytes: int, unit_s: floa
     first = arguments.contenders[0]
     return [
         {
-            "n": arguments.workers, "k": k, "bytes": nbytes, "mbit": arguments.mbit, "unit_s": unit_s,
+            "n": arguments.workers, "ranks": arguments.ranks, "k": k, "bytes": nbytes, "mbit": arguments.mbit,
+            "unit_s": unit_s,
             "ours_s": seen[first, k, nbytes].times_s, "gloo_s": seen["gloo", 0, nbytes].times_s,
             "servers_only_s": seen[SERVERS_ONLY, k, nbytes].times_s if (SERVERS_ONLY, k, nbytes) in seen else [],
             "calls": {
@@ -147,6 +148,7 @@ def rows_of(arguments: argparse.Namespace, seen: Seen, nbytes: int, unit_s: floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=1, help="of each worker machine; theory is that of machines")
     parser.add_argument("--servers", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--mbit", type=float, default=400, help="of each link, each way; 0: loopback, no namespaces")
     parser.add_argument("--mb", type=float, nargs="+", default=[64], help="sizes of the one large tensor")
@@ -169,11 +171,12 @@ def main() -> None:
     secret = {"BYTEPS_SECRET": SECRET} if arguments.secret else {}
     seen = measure(arguments, sizes, {**tuning, **secret})
     rows = []
+    ranks = f" of {arguments.ranks} ranks" if arguments.ranks > 1 else ""
     for nbytes, counts in sizes.items():
         links = f"{arguments.mbit:g} Mbit/s each way" if arguments.mbit else "loopback"
         sealed = "sealed" if arguments.secret or arguments.mbit else "no secret"
         print(
-            f"\nn = {arguments.workers}, {nbytes / 1e6:.3g} MB in {len(counts)} tensors, {links}, {sealed}; "
+            f"\nn = {arguments.workers}{ranks}, {nbytes / 1e6:.3g} MB in {len(counts)} tensors, {links}, {sealed}; "
             + (", ".join(f"{name}={value}" for name, value in tuning.items()) or "default settings")
         )
         unit_s = nbytes * 8 / (arguments.mbit * 1e6) if arguments.mbit else None  # M/B
