@@ -155,7 +155,9 @@ def main() -> None:
     parser.add_argument("--model", default="one", help="one (large tensor), or a model known to bps placement")
     parser.add_argument("--contenders", nargs="+", choices=OURS, default=list(OURS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3, help="calls of a turn; of small ones, as many as make 64 MB")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="calls of a turn; of small ones as many as make 64 MB, up to 100"
+    )
     parser.add_argument("--partition-bytes", type=int, help="default: as the product chooses")
     parser.add_argument("--credit", type=int, help="bytes in flight per worker machine; default: likewise")
     parser.add_argument("--skip-servers-only", action="store_true")

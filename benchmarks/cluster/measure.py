@@ -16,7 +16,7 @@ from benchmarks.turns import Cost, Job, charged, new_cost
 ROOT = Path(__file__).parent.parent.parent
 _PROGRAM = ("-m", "benchmarks.cluster.rank")
 _SMALL_CALLS_BYTES = 64 << 20  # so many bytes of small calls make up a turn
-_MOST_CALLS = 200
+_MOST_CALLS = 100
 _GB = 1e9
 
 
