@@ -53,6 +53,15 @@ def offered_host(settings: Settings) -> str:
     return host
 
 
+def bindable_host(settings: Settings) -> str:
+    """``offered_host`` as a host name or address, where that is the name of a network interface. Raises
+    ConfigurationError."""
+    host = offered_host(settings)
+    if host in (name for _, name in socket.if_nameindex()):
+        return _interface_address(host)
+    return host.strip("[]")
+
+
 def check_offered_host(settings: Settings) -> None:
     """Check the address before a GPU machine's services start, so that the launcher can report the error.
 

@@ -61,6 +61,7 @@ class Settings:
     partition_bytes: int | None = None
     credit_bytes: int | None = None
     fusion_bytes: int = 1 << 20
+    direct_connections: bool = True
     nonfinite: str = "allow"
     server_threads: int = 0
     worker_threads: int = 0

@@ -16,10 +16,10 @@ import pytest
 
 from byteps_py.errors import ProtocolError
 from byteps_py.session.peers import peer_protocol
-from byteps_py.session.peers.local_peers import LocalPeers
 from byteps_py.session.peers.memory import IncomingMemory, OutgoingMemory, size_class
 from byteps_py.session.peers.message_matcher import MessageMatcher, Stream
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
+from byteps_py.session.peers.peer_transport import PeerTransport
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import SpinPolicy
 from byteps_py.tensors import key_of
@@ -302,7 +302,7 @@ def test_memory_of_a_neighbour_that_can_not_be_had(number: int, nbytes: int) -> 
 )
 def test_a_descriptor_that_nobody_wants_is_closed(data: bytes, what: str) -> None:
     host = SimpleNamespace(state=threading.Condition())
-    peers, segment = LocalPeers(cast(Any, host), 1, 2, 0), Segment.create(4096)
+    peers, segment = PeerTransport(cast(Any, host), 1, range(2)), Segment.create(4096)
     before = len(os.listdir("/proc/self/fd"))
     with socket.socket(fileno=os.dup(peers._inbox.write_fd)) as door:
         socket.send_fds(door, [data], [segment.fd])

@@ -14,7 +14,7 @@ from support.sessions import WAIT_S, Service, end, failure, start, sum_once_more
 
 from byteps_py.errors import JoinedError, MismatchError, NotInitializedError, PeerLostError, StallError
 from byteps_py.session.peers import WINDOW, Stream, StreamReceipt
-from byteps_py.session.peers.local_peers import INLINE_BYTES
+from byteps_py.session.peers.peer_transport import INLINE_BYTES
 from byteps_py.session.service.remote import RemoteSession
 
 #: A rank in a process of its own, that sends one large payload, and then waits for what never comes.

@@ -9,14 +9,23 @@ import pytest
 
 from byteps_py.tensors import Op
 from byteps_py.torch.engine import router as routes
-from byteps_py.torch.engine.router import GROUP_MESSAGE_BYTES, NAMED_MESSAGE_BYTES, Route, Router, SumFacts, may_share
+from byteps_py.torch.engine.router import (
+    CONNECTION_BYTES,
+    GROUP_MESSAGE_BYTES,
+    NAMED_MESSAGE_BYTES,
+    Reach,
+    Route,
+    Router,
+    SumFacts,
+    may_share,
+)
 
 KB, MB = 1 << 10, 1 << 20
 MANY = routes.CORES + 1  # ranks that have to share cores
 
 
-def router(members: int = 2, are_local: bool = True, has_ring: bool = True) -> Router:
-    return Router(members, are_local, members, GROUP_MESSAGE_BYTES, lambda: has_ring)
+def router(members: int = 2, reach: Reach = Reach.MEMORY, can_share: bool = True) -> Router:
+    return Router(members, reach, members, GROUP_MESSAGE_BYTES, lambda: can_share)
 
 
 def facts(nbytes: int, members: int = 2, **changes: Any) -> SumFacts:
@@ -62,23 +71,40 @@ def test_ranks_that_share_cores_add_only_what_is_large() -> None:
 
 
 def test_without_the_rings_instructions_large_sums_go_through_the_service() -> None:
-    assert router(has_ring=False).sum(facts(MB)).route is Route.SERVICE
+    assert router(can_share=False).sum(facts(MB)).route is Route.SERVICE
 
 
 def test_the_ring_is_asked_for_only_where_it_would_be_used() -> None:
     def fails() -> bool:
         raise AssertionError
 
-    asked = Router(2, True, 1, GROUP_MESSAGE_BYTES, fails)
+    asked = Router(2, Reach.MEMORY, 1, GROUP_MESSAGE_BYTES, fails)
     asked.sum(facts(4))
     asked.sum(facts(MB, is_on_host=False))
 
 
 def test_members_on_several_machines_use_the_service() -> None:
-    across = router(are_local=False)
+    across = router(reach=Reach.SERVICE)
     for choice in (across.sum(facts(4)), across.sum(facts(MB)), across.move(True)):
         assert choice.route is Route.SERVICE
         assert "several machines" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "changes", "route"),
+    [
+        (4, {}, Route.PEERS),
+        (CONNECTION_BYTES, {}, Route.PEERS),
+        (CONNECTION_BYTES + 4, {}, Route.SHARES),
+        (4, {"op": Op.MAX}, Route.SERVICE),
+        (4, {"is_on_host": False}, Route.SERVICE),
+    ],
+)
+def test_sums_of_connected_machines(nbytes: int, changes: dict[str, Any], route: Route) -> None:
+    across = router(reach=Reach.CONNECTIONS)
+    assert across.sum(facts(nbytes, **changes)).route is route
+    assert across.move(True).route is Route.PEERS
+    assert across.move(False).route is Route.SERVICE
 
 
 def test_bytes_move_between_ranks_of_one_machine_unless_they_are_on_a_device() -> None:
@@ -98,6 +124,6 @@ def test_bytes_move_between_ranks_of_one_machine_unless_they_are_on_a_device() -
 def test_named_operations(ranks: tuple[int, ...], has_peers: bool, are_local: bool) -> None:
     session = cast(Any, SimpleNamespace(rank=3, local_rank=1, local_size=2, peers=object() if has_peers else None))
     found = Router.for_names(session, ranks, lambda: True)
-    assert found.are_local is (are_local and may_share(2))
+    assert found.reach is (Reach.MEMORY if are_local and may_share(2) else Reach.SERVICE)
     assert found.message_bytes == NAMED_MESSAGE_BYTES
     assert found.ranks_on_cores == 2

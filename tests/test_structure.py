@@ -18,7 +18,7 @@ ALLOWED = {
     "dataplane": set(),
     "runtime": {"dataplane", "kernels"},
     "launch": set(),
-    "session": {"kernels"},
+    "session": {"dataplane", "kernels"},
     "scheduler": {"placement", "dataplane"},
     "cli": {"placement", "scheduler"},
     "server": {"dataplane", "kernels", "runtime", "scheduler.client"},

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from byteps_py import auth
 from byteps_py.dataplane.seal import KEY_BYTES, Digester, Protection, Seal, new_digester, new_seal
+from byteps_py.dataplane.stream_seal import StreamSeal, new_stream_seal
 from byteps_py.errors import ProtocolError
 from byteps_py.settings import Settings
 from byteps_py.wire import VERSION
@@ -123,6 +124,11 @@ class _Transcript:
     def key(self, shared: bytes, direction: bytes) -> bytes:
         return _derive(hashlib.sha256(self._bytes).digest(), shared + _proof_key(self.membership_key), direction)
 
+    def stream_seals(self, shared: bytes) -> tuple[StreamSeal | None, StreamSeal | None]:
+        """The seals of both directions of a byte stream: (caller to listener, listener to caller)."""
+        up, down = (new_stream_seal(self.protection, self.key(shared, b"stream " + way)) for way in (b"up", b"down"))
+        return up, down
+
     def seals(self, shared: bytes) -> tuple[Seal, Seal]:
         """The seals of both directions: (CS to listener, listener to CS)."""
         digest_key = _digest_key(self.membership_key, self.listener_public)
@@ -146,6 +152,15 @@ class CallerHandshake:
     def answer(self, challenge: bytes) -> tuple[bytes, Seal, Seal]:
         """The PROOF to send, and the seals: for sending, for receiving. Raises ProtocolError if the listener does not
         know the secret."""
+        said, shared = self._hear(challenge)
+        return said.proof(_CALLER), *said.seals(shared)
+
+    def answer_for_stream(self, challenge: bytes) -> tuple[bytes, StreamSeal | None, StreamSeal | None]:
+        """``answer`` for a connection that carries a byte stream."""
+        said, shared = self._hear(challenge)
+        return said.proof(_CALLER), *said.stream_seals(shared)
+
+    def _hear(self, challenge: bytes) -> tuple[_Transcript, bytes]:
         if len(challenge) != CHALLENGE_BYTES:
             raise ProtocolError(f"a CHALLENGE has {CHALLENGE_BYTES} bytes, got {len(challenge)}")
         nonce, public = challenge[:_NONCE_BYTES], challenge[_NONCE_BYTES:-_PROOF_BYTES]
@@ -156,8 +171,7 @@ class CallerHandshake:
         )  # fmt: skip
         if not hmac.compare_digest(challenge[-_PROOF_BYTES:], said.proof(_LISTENER)):
             raise ProtocolError(WRONG)
-        up, down = said.seals(self._keys.shared(public))
-        return said.proof(_CALLER), up, down
+        return said, self._keys.shared(public)
 
 
 class ListenerHandshake:
@@ -201,6 +215,13 @@ class Challenge:
 
     def accept(self, proof: bytes) -> tuple[Seal, Seal]:
         """The seals: for receiving, for sending. Raises ProtocolError if the proof is wrong."""
+        return self._said.seals(self._check(proof))
+
+    def accept_for_stream(self, proof: bytes) -> tuple[StreamSeal | None, StreamSeal | None]:
+        """``accept`` for a connection that carries a byte stream."""
+        return self._said.stream_seals(self._check(proof))
+
+    def _check(self, proof: bytes) -> bytes:
         if not hmac.compare_digest(proof, self._said.proof(_CALLER)):
             raise ProtocolError(WRONG)
-        return self._said.seals(self._keys.shared(self._said.public))
+        return self._keys.shared(self._said.public)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from byteps_py.session.peers import LocalPeers
+from byteps_py.session.peers import PeerTransport
 from byteps_py.tensors import Layout, TensorSpec
 
 
@@ -86,7 +86,7 @@ class Session(ABC):
         child of the rank, or the error that has ended the session."""
 
     @property
-    def peers(self) -> LocalPeers | None:
+    def peers(self) -> PeerTransport | None:
         """The messages and memory between this rank and the other ranks of its machine; None if there are no other
         ranks."""
         return None

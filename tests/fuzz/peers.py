@@ -12,9 +12,9 @@ from typing import Any
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError, StallError
 from byteps_py.session.peers import peer_protocol
-from byteps_py.session.peers.local_peers import LocalPeers
 from byteps_py.session.peers.message_matcher import Stream, StreamReceipt
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
+from byteps_py.session.peers.peer_transport import PeerTransport
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
 from byteps_py.torch.engine.sum_offers import SharedRounds
@@ -72,7 +72,7 @@ class _Host:
 
     def __init__(self) -> None:
         self.state = threading.Condition(threading.RLock())
-        self.peers: LocalPeers
+        self.peers: PeerTransport
 
     def check_open(self) -> None: ...
 
@@ -120,7 +120,7 @@ class PeersHear(Target):
         self._begun = self._turn
         self._anew = 0
         self._host = _Host()
-        peers = self._local_peers = self._host.peers = LocalPeers(self._host, _ME, _RANKS, 0)
+        peers = self._local_peers = self._host.peers = PeerTransport(self._host, _ME, range(_RANKS))
         self._door = socket.socket(fileno=os.dup(peers._inbox.write_fd))
         self._theirs = []
         for other in _OTHERS:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 
-from byteps_py.session.peers import LocalPeers, Stream
+from byteps_py.session.peers import PeerTransport, Stream
 from byteps_py.session.service.remote import RemoteSession
 from support.sessions import WAIT_S, Service, end, start
 
@@ -36,7 +36,7 @@ def doomed_pair() -> Iterator[list[RemoteSession]]:
     end(service)
 
 
-def peers(session: RemoteSession) -> LocalPeers:
+def peers(session: RemoteSession) -> PeerTransport:
     found = session.peers
     assert found is not None
     return found

@@ -83,7 +83,7 @@ class Rank:
         self.outboxes = {other: Outbox(self._to(other) if in_threads else None) for other in self.others}
         incoming = type("", (), {"find": self.find})()
         host = RingHost(
-            me, 0, threading.Lock(), self.matcher, self.outgoing, cast(Any, incoming), cast(Any, self.outboxes),
+            me, threading.Lock(), self.matcher, self.outgoing, cast(Any, incoming), cast(Any, self.outboxes),
             cast(Any, self.waiter), lambda outbox: None,
         )  # fmt: skip
         self.ring = Ring(host, self.matcher.stream("ring", self.others), SLOT_BYTES)

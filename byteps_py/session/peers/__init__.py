@@ -1,22 +1,25 @@
-"""The ranks of one machine among themselves: bytes from rank to rank without the communication service.
+"""A rank and the other ranks: bytes from rank to rank without the communication service.
 
-The service only introduces ranks to each other (worker/core/peer_introductions.py). A sender writes a payload to memory
-of its own that the receivers map, and sends a message over a socket. Each receiver copies the payload straight to where
-it belongs: two passes over memory and one wake-up. A small payload travels in the message itself.
+On one machine the service only introduces ranks to each other (worker/core/peer_introductions.py). A sender writes a
+payload to memory of its own that the receivers map, and sends a message over a socket. Each receiver copies the payload
+straight to where it belongs: two passes over memory and one wake-up. A small payload travels in the message itself.
 
-    LocalPeers (the shell) ─┬─ MessageMatcher, StreamReceipt (pure: what came, what is still needed, and where it goes)
-                            ├─ Ring (a large tensor, step by step)
-                            ├─ Votes (one number of each rank about each round of an operation)
-                            ├─ PeerDirectory (which ranks are introduced)
-                            ├─ PeerWaiter (how long to poll, when to sleep, when to report)
-                            ├─ peer_protocol (the messages)
-                            ├─ OutgoingMemory, IncomingMemory (memory)
-                            └─ Inbox, PeerOutbox (sockets)
+Ranks of different machines have one TCP connection for each pair. Every payload follows its message.
+
+    PeerTransport (I/O) ─┬─ MessageMatcher, StreamReceipt (pure: what came, what is still needed, and where it goes)
+                         ├─ Ring (a large tensor, step by step)
+                         ├─ Votes (one number of each rank about each round of an operation)
+                         ├─ PeerDirectory (which ranks are introduced)
+                         ├─ PeerWaiter (how long to poll, when to sleep, when to report)
+                         ├─ peer_protocol (the messages)
+                         ├─ OutgoingMemory, IncomingMemory, Inbox, PeerOutbox (ranks of this machine)
+                         └─ PeerConnector, PeerConnection (ranks of other machines)
 """
 
-from byteps_py.session.peers.local_peers import WINDOW, LocalPeers
 from byteps_py.session.peers.message_matcher import Span, Stream, StreamReceipt
+from byteps_py.session.peers.peer_connection import PendingSend
+from byteps_py.session.peers.peer_transport import WINDOW, PeerTransport
 from byteps_py.session.peers.ring import Ring
 from byteps_py.session.peers.votes import Votes
 
-__all__ = ["WINDOW", "LocalPeers", "Ring", "Span", "Stream", "StreamReceipt", "Votes"]
+__all__ = ["WINDOW", "PeerTransport", "PendingSend", "Ring", "Span", "Stream", "StreamReceipt", "Votes"]

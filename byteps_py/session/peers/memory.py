@@ -1,7 +1,7 @@
 """Shared memory between the ranks of one machine: what a rank writes for its peers, and what it maps of theirs.
 
 Segments are sealed memfds whose descriptors go from rank to rank. No other process can open them, and they are freed
-with the last process that maps them. Not locked: LocalPeers calls with its lock held.
+with the last process that maps them. Not locked: PeerTransport calls with its lock held.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class IncomingMemory:
         descriptor that is not sealed at ``nbytes`` bytes."""
         try:
             if number and (source, number - 1) not in self._segments:
-                raise ProtocolError(f"local rank {source} announced segment {number} before earlier ones")
+                raise ProtocolError(f"rank {source} announced segment {number} before earlier ones")
             segment = Segment(fd, nbytes)
         except (ProtocolError, OSError, ValueError, OverflowError) as error:
             os.close(fd)
             raise ProtocolError(
-                f"local rank {source} announced a segment of {nbytes} bytes that can't be mapped: {error}"
+                f"rank {source} announced a segment of {nbytes} bytes that can't be mapped: {error}"
             ) from error
         segment.let_go()  # the mapping stays
         self._segments[source, number] = segment
@@ -97,7 +97,7 @@ class IncomingMemory:
         up to ``end`` bytes."""
         segment = self._segments.get((source, number))
         if segment is None or end > segment.nbytes:
-            raise ProtocolError(f"local rank {source} sent a payload outside of its memory: segment {number}")
+            raise ProtocolError(f"rank {source} sent a payload outside of its memory: segment {number}")
         return segment
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 Pure.
 
 Each stream brings payloads from one rank to another in order: the nth that a sender sends is the nth that the receiver
-expects, whichever of the two calls first. Not locked: LocalPeers calls with its lock held, except for ``expect`` and
+expects, whichever of the two calls first. Not locked: PeerTransport calls with its lock held, except for ``expect`` and
 ``Stream.send``, whose callers take turns, stream by stream.
 
 When all ranks have joined, all of them begin a new era: streams start again, and payloads that were not taken are void.
@@ -10,8 +10,10 @@ When all ranks have joined, all of them begin a new era: streams start again, an
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from byteps_py.errors import CommunicationError, JoinedError, ProtocolError
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
@@ -20,22 +22,28 @@ from byteps_py.tensors import key_of
 
 #: (address, length in bytes) of a range of this process's memory.
 Span = tuple[int, int]
+#: What a payload is received into that has no receipt.
+Memory = ctypes.Array[ctypes.c_char]
+#: Larger payloads from another machine go where they belong as they come, if their receipt is there first.
+LANDING_BYTES = 64 << 10
 
 
 @dataclass(slots=True, eq=False)
 class Payload:
     """Bytes from a peer, perhaps not complete yet: ``data``, or the first ``ready`` of ``total`` bytes at ``offset`` of
     the sender's ``segment``. ``done``: bytes copied from there so far. ``due``: bytes that the sender expects in
-    return; -1: it does not say. ``id``: for the acknowledgement; 0: none is needed."""
+    return; -1: it does not say. ``id``: for the acknowledgement; 0: none is needed. ``has_landed``: the bytes are where
+    the receipt wants them."""
 
     total: int
-    data: bytes | None
+    data: bytes | Memory | None
     ready: int
     id: int = 0
     segment: int = 0
     offset: int = 0
     due: int = -1
     done: int = 0
+    has_landed: bool = False
 
     @property
     def has_news(self) -> bool:
@@ -50,11 +58,19 @@ class Flow:
     payloads: dict[int, Payload] = field(default_factory=dict)
 
 
+class Posted(NamedTuple):
+    """Where a payload of ``nbytes`` bytes goes. ``owner`` keeps the memory of ``spans``."""
+
+    spans: Sequence[Span]
+    nbytes: int
+    owner: object
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
-    """The payloads under one name between this rank and others. ``flows``: by local rank. ``sent``, ``expected``: how
-    many payloads, by local rank. ``unacknowledged``: payloads of this rank that at least one receiver was asked to
-    acknowledge and has not."""
+    """The payloads under one name between this rank and others. ``flows``: by rank. ``sent``, ``expected``: how
+    many payloads, by rank. ``unacknowledged``: payloads of this rank that at least one receiver was asked to
+    acknowledge and has not. ``posted``: the receipts of large payloads, by source and number."""
 
     name: str
     key: int
@@ -62,6 +78,7 @@ class Stream:
     sent: dict[int, int]
     expected: dict[int, int]
     unacknowledged: int = 0
+    posted: dict[tuple[int, int], Posted] = field(default_factory=dict)
 
     def send(self, target: int) -> int:
         """The number of the next payload to ``target``."""
@@ -84,7 +101,7 @@ class StreamReceipt:
 
     ``left``: (source, number, spans, bytes, bytes sent in return or -1), the next one last. ``error``: a difference
     between what came and what was expected. ``is_mutual``: every member expects a payload of every other, and no member
-    begins without one that has joined.
+    begins without one that has joined. ``owner`` keeps the memory of all spans.
     """
 
     stream: Stream
@@ -92,11 +109,19 @@ class StreamReceipt:
     wait: Wait | None = None
     error: CommunicationError | None = None
     is_mutual: bool = False
+    owner: object = None
 
     def expect(self, source: int, spans: Sequence[Span], nbytes: int, sent: int = -1) -> None:
         """The stream's next payload from ``source``, ``nbytes`` long, goes to ``spans``. ``sent``: bytes that this rank
         sends to ``source`` in return, and that ``source`` should expect; -1: nothing to compare."""
-        self.left.append((source, self.stream.expect(source), spans, nbytes, sent))
+        number = self.stream.expect(source)
+        self.left.append((source, number, spans, nbytes, sent))
+        if nbytes > LANDING_BYTES:
+            self.stream.posted[source, number] = Posted(spans, nbytes, self.owner)
+
+    def close(self) -> None:
+        """Nothing more is copied. Does not keep the memory any longer."""
+        self.owner = self.wait = None
 
     @property
     def is_there(self) -> bool:
@@ -106,7 +131,7 @@ class StreamReceipt:
         return all(payload is not None and payload.ready == payload.total for payload in payloads)
 
     def missing(self) -> list[int]:
-        """The local ranks of which nothing has come yet."""
+        """The ranks of which nothing has come yet."""
         flows = self.stream.flows
         return [source for source, number, _, _, _ in self.left if number not in flows[source].payloads]
 
@@ -121,7 +146,7 @@ class _Sent:
 
 
 class MessageMatcher:
-    """``me``: the local rank of this process."""
+    """``me``: the rank of this process."""
 
     #: The most messages of the next era before this rank has begun it, flows of streams that it does not know yet, and
     #: payloads of one flow that it has not taken. Correct ranks stay far below.
@@ -137,10 +162,10 @@ class MessageMatcher:
         self._coming: dict[tuple[int, int], Payload] = {}  # by source and id: incomplete ones
         self._sent: dict[int, _Sent] = {}
         self._last_id = 0
-        self._early: list[tuple[PeerMessage, bytes | None]] = []
+        self._early: list[tuple[PeerMessage, bytes | Memory | None]] = []
 
     def stream(self, name: str, others: Iterable[int]) -> Stream:
-        """The stream of this name between this rank and the local ranks ``others``."""
+        """The stream of this name between this rank and the ranks ``others``."""
         key = key_of(name)
         stream = self._streams.get(key)
         if stream is None:
@@ -162,28 +187,28 @@ class MessageMatcher:
         return self._last_id
 
     def takers(self, stream: Stream) -> set[int]:
-        """The local ranks that have not acknowledged all payloads of ``stream``."""
+        """The ranks that have not acknowledged all payloads of ``stream``."""
         return set().union(*(sent.takers for sent in list(self._sent.values()) if sent.stream is stream))
 
-    def came(self, message: PeerMessage, data: bytes | None) -> object:
-        """Process a message, and for INLINE its bytes. Returns the block that is free after it, or None. LocalPeers
+    def came(self, message: PeerMessage, data: bytes | Memory | None) -> object:
+        """Process a message, and for INLINE its bytes. Returns the block that is free after it, or None. PeerTransport
         handles SEGMENT and WAKE itself. Raises ProtocolError."""
         kind, source = message.kind, message.source
         if message.era != self.era:
             if message.era == self.era + 1 and len(self._early) < self.most_early:
                 self._early.append((message, data))
             elif message.era > self.era:
-                raise ProtocolError(f"local rank {source} is in era {message.era}, this one in {self.era}")
+                raise ProtocolError(f"rank {source} is in era {message.era}, this one in {self.era}")
             return None
         if kind == PeerMessageKind.TAKEN:
             return self._taken(message.id, source)
         if kind == PeerMessageKind.MORE:
             payload = self._coming.get((source, message.id))
             if payload is None:
-                raise ProtocolError(f"local rank {source} continues a payload that it never began")
+                raise ProtocolError(f"rank {source} continues a payload that it never began")
             if message.total != payload.total or message.ready < payload.ready:
                 raise ProtocolError(
-                    f"local rank {source} has written {message.ready} of {message.total} bytes of a payload, after "
+                    f"rank {source} has written {message.ready} of {message.total} bytes of a payload, after "
                     f"{payload.ready} of {payload.total}"
                 )
             payload.ready = message.ready
@@ -192,21 +217,36 @@ class MessageMatcher:
         elif kind == PeerMessageKind.JOINED:
             self.joined.add(source)
         else:
-            payload = Payload(
-                message.total, data, message.ready, message.id, message.segment, message.offset, message.due
-            )
-            flow = self._flow(message.stream, source)
-            if message.number in flow.payloads:
-                raise ProtocolError(f"local rank {source} sent payload {message.number} of a stream twice")
-            if len(flow.payloads) >= self.most_early:
-                raise ProtocolError(f"local rank {source} sends more than this rank takes")
-            is_coming = data is None and payload.ready < payload.total
-            if is_coming and (source, message.id) in self._coming:
-                raise ProtocolError(f"local rank {source} began payload {message.id} twice")
-            flow.payloads[message.number] = payload
-            if is_coming:
-                self._coming[source, message.id] = payload
+            self._add(message, data, message.ready)
         return None
+
+    def land(self, message: PeerMessage) -> tuple[Payload, Posted | None] | None:
+        """The payload of an INLINE message has begun to come. Returns it, and its receipt if that expects as many
+        bytes; whoever receives it sets ``ready``. None: it is of another era, and is for ``came`` once it has come.
+        Raises ProtocolError."""
+        if message.era != self.era:
+            return None
+        payload = self._add(message, None, 0, is_coming=False)
+        stream = self._streams.get(message.stream)
+        posted = None if stream is None else stream.posted.get((message.source, message.number))
+        return payload, posted if posted is not None and posted.nbytes == message.total else None
+
+    def _add(self, message: PeerMessage, data: bytes | Memory | None, ready: int, is_coming: bool = True) -> Payload:
+        """A payload has come, or its first ``ready`` bytes. ``is_coming``: MORE messages follow if it is incomplete."""
+        source = message.source
+        payload = Payload(message.total, data, ready, message.id, message.segment, message.offset, message.due)
+        flow = self._flow(message.stream, source)
+        if message.number in flow.payloads:
+            raise ProtocolError(f"rank {source} sent payload {message.number} of a stream twice")
+        if len(flow.payloads) >= self.most_early:
+            raise ProtocolError(f"rank {source} sends more than this rank takes")
+        is_coming = is_coming and data is None and ready < payload.total
+        if is_coming and (source, message.id) in self._coming:
+            raise ProtocolError(f"rank {source} began payload {message.id} twice")
+        flow.payloads[message.number] = payload
+        if is_coming:
+            self._coming[source, message.id] = payload
+        return payload
 
     def begin_era(self) -> list[object]:
         """All ranks have joined. Returns the blocks that are free now."""
@@ -222,6 +262,7 @@ class MessageMatcher:
             stream.sent.clear()
             stream.expected.clear()
             stream.unacknowledged = 0
+            stream.posted.clear()
         early, self._early = self._early, []
         for message, data in early:
             self.came(message, data)
@@ -231,14 +272,14 @@ class MessageMatcher:
         flow = self._flows.get((key, source)) or self._unclaimed.get((key, source))
         if flow is None:
             if len(self._unclaimed) >= self.most_early:
-                raise ProtocolError(f"local rank {source} sends too much on streams that are not open here")
+                raise ProtocolError(f"rank {source} sends too much on streams that are not open here")
             flow = self._unclaimed[key, source] = Flow()
         return flow
 
     def _taken(self, id_: int, source: int) -> object:
         sent = self._sent.get(id_)
         if sent is None or source not in sent.takers:
-            raise ProtocolError(f"local rank {source} acknowledged a payload that was not for it")
+            raise ProtocolError(f"rank {source} acknowledged a payload that was not for it")
         sent.takers.discard(source)
         if sent.takers:
             return None

@@ -1,5 +1,6 @@
 """Introduces the ranks of one machine to each other. Each asks the communication service, which gives every rank the
-descriptors of the others' inboxes once all of them have asked (worker/core/peer_introductions.py).
+descriptors of the others' inboxes once all of them have asked (worker/core/peer_introductions.py). Ranks of other
+machines need no introduction: peer_connector.py connects to them.
 
 Must not know what ranks send each other. Any thread.
 """
@@ -17,13 +18,15 @@ _ALL_WITHIN_S = 60.0
 
 
 class PeerDirectory:
-    """``me``: this rank, one of ``local_size``. ``write_fd``: the end of its inbox to which others write."""
+    """``me``: this rank, one of ``local_ranks``, the ranks of its machine. ``write_fd``: the end of its inbox to which
+    others write."""
 
-    def __init__(self, host: Host, waiter: PeerWaiter, me: int, local_size: int, write_fd: int) -> None:
+    def __init__(self, host: Host, waiter: PeerWaiter, me: int, local_ranks: range, write_fd: int) -> None:
         self._host = host
         self._waiter = waiter
         self._me = me
-        self._others = [rank for rank in range(local_size) if rank != me]
+        self._local_ranks = local_ranks
+        self._others = [rank for rank in local_ranks if rank != me]
         self._write_end = write_fd
         self._has_told = False  # the service has ``write_fd``
         self._introduced: set[int] = set()
@@ -31,11 +34,14 @@ class PeerDirectory:
         self.includes_all = False
 
     def ask(self, name: str, others: Sequence[int]) -> None:
-        """Ask to be introduced to the local ranks ``others``, which ask the same under the same name. Returns at
-        once."""
+        """Ask to be introduced to those of ``others`` that are on this machine, which ask the same under the same name.
+        Returns at once."""
+        members = sorted(rank - self._local_ranks[0] for rank in {self._me, *others} if rank in self._local_ranks)
+        if len(members) == 1:
+            self._introduced.add(key_of(name))
+            return
         fds = () if self._has_told else (self._write_end,)
         self._has_told = True
-        members = sorted([self._me, *others])
         self._host.tell(protocol.pack(protocol.RankMessageKind.INTRODUCE, key=key_of(name), members=members), fds)
 
     def ask_all(self) -> None:

@@ -1,4 +1,4 @@
-"""The messages between ranks of one machine. Pure; any thread.
+"""The messages between ranks. Pure; any thread.
 
 Every message is one packed record. The bytes of the payload follow the record of INLINE; a descriptor goes with that of
 SEGMENT.
@@ -28,11 +28,11 @@ class PeerMessageKind(enum.IntEnum):
 class PeerMessage(NamedTuple):
     """The fields of a record.
 
-    ``source``: the sender's local rank. ``era``: how often all ranks have joined. ``stream``: its key. ``number``: of
+    ``source``: the sender's rank. ``era``: how often all ranks have joined. ``stream``: its key. ``number``: of
     the payload in its stream, between this sender and this receiver. ``total``: bytes of the payload. ``ready``: bytes
     written so far. ``id``: the sender's number of the payload, for the acknowledgement; 0: none is needed. ``due``:
     bytes that the sender expects from the receiver in return; -1: it does not say; REFUSED: there is no payload because
-    the local rank ``offset`` has joined.
+    rank ``offset`` has joined.
     """
 
     kind: int
@@ -48,21 +48,27 @@ class PeerMessage(NamedTuple):
     due: int = -1
 
 
-_RECORD = struct.Struct("<HHIQQQQQQQq")
+_RECORD = struct.Struct("<HxxIIQQQQQQQq")
 RECORD_BYTES = _RECORD.size
 REFUSED = -2
 pack = _RECORD.pack  # takes the fields in order; a function would cost too much on the hot path
-_KINDS = frozenset(map(int, PeerMessageKind))
+_KINDS, _INLINE = frozenset(map(int, PeerMessageKind)), int(PeerMessageKind.INLINE)
 
 
 def unpack(data: memoryview, nbytes: int) -> PeerMessage:
     """The record at the beginning of ``data``, of a message of ``nbytes`` bytes. Raises ProtocolError."""
     if nbytes < RECORD_BYTES:
         raise ProtocolError(f"a message of {nbytes} bytes from a rank of this machine; records have {RECORD_BYTES}")
-    message = PeerMessage._make(_RECORD.unpack_from(data))
-    is_inline = message.kind == PeerMessageKind.INLINE
-    extra = message.total if is_inline else 0
-    is_wrong = message.ready > message.total or (is_inline and message.ready < message.total)
-    if message.kind not in _KINDS or nbytes != RECORD_BYTES + extra or is_wrong:
+    message = unpack_from(data, 0)
+    if nbytes != RECORD_BYTES + (message.total if message.kind == _INLINE else 0):
         raise ProtocolError(f"a malformed message of {nbytes} bytes from a rank of this machine: {message}")
+    return message
+
+
+def unpack_from(data: memoryview, at: int) -> PeerMessage:
+    """The record at ``at``. Raises ProtocolError."""
+    message = PeerMessage._make(_RECORD.unpack_from(data, at))
+    is_wrong = message.ready > message.total or (message.kind == _INLINE and message.ready < message.total)
+    if message.kind not in _KINDS or is_wrong:
+        raise ProtocolError(f"a malformed message from another rank: {message}")
     return message

@@ -69,7 +69,9 @@ class Inbox:
 
 
 class PeerOutbox:
-    """The way to one peer. Owns ``write_fd``, a descriptor for the peer's inbox. Any thread."""
+    """The way to one peer of this machine. Owns ``write_fd``, a descriptor for the peer's inbox. Any thread."""
+
+    failure: str | None = None  # the communication service finds out when a peer of its machine has ended
 
     def __init__(self, write_fd: int) -> None:
         self._sock = socket.socket(fileno=write_fd)

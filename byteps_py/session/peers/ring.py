@@ -19,12 +19,13 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.memory import IncomingMemory, OutgoingMemory
 from byteps_py.session.peers.message_matcher import MessageMatcher, Stream, joined_error
+from byteps_py.session.peers.peer_connection import PeerConnection
 from byteps_py.session.peers.peer_protocol import PeerMessageKind
 from byteps_py.session.peers.peer_sockets import PeerOutbox
 from byteps_py.session.peers.waiting import PeerWaiter, Wait
@@ -44,16 +45,15 @@ _SHARED, _WAKE = int(PeerMessageKind.SHARED), int(PeerMessageKind.WAKE)
 
 
 class RingHost(NamedTuple):
-    """The objects that the rings of local rank ``me`` share. ``first_rank``: the global rank of local rank 0. ``lock``
+    """The objects that the rings of rank ``me`` share. ``lock``
     guards ``matcher`` and ``outgoing``. ``announce`` tells a peer about memory segments."""
 
     me: int
-    first_rank: int
     lock: threading.Lock
     matcher: MessageMatcher
     outgoing: OutgoingMemory
     incoming: IncomingMemory
-    outboxes: Mapping[int, PeerOutbox]
+    outboxes: Mapping[int, PeerOutbox | PeerConnection]
     waiter: PeerWaiter
     announce: Callable[[PeerOutbox], None]
 
@@ -67,12 +67,12 @@ class Ring:
 
     def __init__(self, host: RingHost, stream: Stream, slot_bytes: int) -> None:
         self._stream, self.slot_bytes = stream, slot_bytes
-        self._me, self._first_rank, self._lock, self._matcher = host.me, host.first_rank, host.lock, host.matcher
+        self._me, self._lock, self._matcher = host.me, host.lock, host.matcher
         self._outgoing, self._incoming = host.outgoing, host.incoming
         self._outboxes, self._waiter, self._announce = host.outboxes, host.waiter, host.announce
         self.block: Block | None = None  # this rank's control lines and slots
-        self._segments: dict[int, Segment] = {}  # by local rank: those that hold the members' lines and slots
-        #: By local rank: the address of the control lines, once it is known.
+        self._segments: dict[int, Segment] = {}  # by rank: those that hold the members' lines and slots
+        #: By rank: the address of the control lines, once it is known.
         self.controls: dict[int, int] = {}
         self._era = -1
         self._first = 0  # steps of earlier operations of this era
@@ -84,7 +84,7 @@ class Ring:
 
     @property
     def others(self) -> list[int]:
-        """The local ranks of the other members."""
+        """The ranks of the other members."""
         return list(self._stream.flows)
 
     @property
@@ -108,10 +108,10 @@ class Ring:
         """True if this rank knows the addresses of all members' slots."""
         return self._era == self._matcher.era and len(self.controls) > len(self._stream.flows)
 
-    def slots(self, local_rank: int) -> int:
+    def slots(self, rank: int) -> int:
         """The address of a member's slots, which are contiguous. This rank's are known after ``prepare``, the others'
         if ``knows_addresses``."""
-        return self.controls[local_rank] + PAGE
+        return self.controls[rank] + PAGE
 
     def prepare(self) -> None:
         """Allocate this rank's slots and announce them, unless that was done in this era. After it, the first step of
@@ -126,7 +126,7 @@ class Ring:
         self._era, self._first, self._operations = self._matcher.era, 0, 0
         self.controls = {self._me: self.block.address}
         for target in self._stream.flows:
-            outbox = self._outboxes[target]
+            outbox = cast(PeerOutbox, self._outboxes[target])
             if outbox.announced <= self.block.segment:
                 self._announce(outbox)
             nbytes, number = self.block.nbytes, self._stream.send(target)
@@ -137,7 +137,7 @@ class Ring:
         """Begin the next operation: every member publishes ``steps`` steps of a tensor of ``nbytes`` bytes. ``name``:
         the same on all members. Raises JoinedError if a member has no more data."""
         if missing := [source for source in self.others if source in self._matcher.joined]:
-            raise joined_error(name, self._first_rank + missing[0])
+            raise joined_error(name, missing[0])
         self.prepare()
         self.key, self._name, self._nbytes, self._steps = key_of(name), name, nbytes, steps
         _RECORD.pack_into(self._lines(self._me), self.record, self.key, nbytes)
@@ -164,7 +164,7 @@ class Ring:
             for number, payload in list(flow.payloads.items()):
                 segment = self._incoming.find(source, payload.segment, payload.offset + payload.total)
                 if payload.due != self.slot_bytes or payload.total < PAGE + SLOTS * self.slot_bytes:
-                    raise ProtocolError(f"local rank {source} has slots of {payload.due} bytes, not {self.slot_bytes}")
+                    raise ProtocolError(f"rank {source} has slots of {payload.due} bytes, not {self.slot_bytes}")
                 self._segments[source] = segment
                 self.controls[source] = segment.address + payload.offset
                 del flow.payloads[number]
@@ -206,8 +206,8 @@ class Ring:
             key, nbytes = _RECORD.unpack_from(self._lines(source), self.record)
             if key == self.key and nbytes != self._nbytes:
                 raise MismatchError(
-                    f"tensor {self._name!r}: rank {self._first_rank + source} adds {nbytes} bytes, rank "
-                    f"{self._first_rank + self._me} {self._nbytes}; call the same operations in the same order on "
+                    f"tensor {self._name!r}: rank {source} adds {nbytes} bytes, rank "
+                    f"{self._me} {self._nbytes}; call the same operations in the same order on "
                     "every rank"
                 )
         if self._wait is None:
@@ -226,8 +226,8 @@ class Ring:
         self._operations += 1
         self._wait = None
 
-    def _lines(self, local_rank: int) -> ctypes.Array[ctypes.c_char]:
-        return (ctypes.c_char * PAGE).from_address(self.controls[local_rank])
+    def _lines(self, rank: int) -> ctypes.Array[ctypes.c_char]:
+        return (ctypes.c_char * PAGE).from_address(self.controls[rank])
 
     def _has_published(self, source: int, word: int) -> bool:
         return 0 <= self._published(source) - word < AHEAD
@@ -248,4 +248,4 @@ class Ring:
         return [source for source in self.others if source in joined and not self._has_published(source, first)]
 
     def _joined(self, source: int) -> JoinedError:
-        return joined_error(self._name, self._first_rank + source)
+        return joined_error(self._name, source)

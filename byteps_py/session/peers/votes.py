@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from byteps_py.errors import ProtocolError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.message_matcher import MessageMatcher, Stream
+from byteps_py.session.peers.peer_connection import PeerConnection
 from byteps_py.session.peers.peer_protocol import PeerMessageKind
 from byteps_py.session.peers.peer_sockets import PeerOutbox
 from byteps_py.session.peers.waiting import PeerWaiter, Wait
@@ -20,10 +21,15 @@ _INLINE = int(PeerMessageKind.INLINE)
 
 
 class Votes:
-    """The votes of the ranks of ``stream``, which has no other use. ``me``: this local rank. One thread at a time."""
+    """The votes of the ranks of ``stream``, which has no other use. ``me``: this rank. One thread at a time."""
 
     def __init__(
-        self, me: int, stream: Stream, matcher: MessageMatcher, outboxes: Mapping[int, PeerOutbox], waiter: PeerWaiter
+        self,
+        me: int,
+        stream: Stream,
+        matcher: MessageMatcher,
+        outboxes: Mapping[int, PeerOutbox | PeerConnection],
+        waiter: PeerWaiter,
     ) -> None:
         self._me = me
         self._stream = stream
@@ -46,7 +52,7 @@ class Votes:
             self._outboxes[target].send(record + data)
 
     def received(self, number: int) -> dict[int, int]:
-        """The votes on round ``number`` that have arrived, by local rank."""
+        """The votes on round ``number`` that have arrived, by rank."""
         flows = self._stream.flows
         return {s: payload.due for s, flow in flows.items() if (payload := flow.payloads.get(number)) is not None}
 
@@ -63,7 +69,7 @@ class Votes:
         received. Raises ProtocolError if it carries another number of bytes."""
         payload = self._stream.flows[source].payloads[number]
         if payload.data is None or payload.total != nbytes:
-            raise ProtocolError(f"local rank {source} sent {payload.total} bytes with its vote, not {nbytes}")
+            raise ProtocolError(f"rank {source} sent {payload.total} bytes with its vote, not {nbytes}")
         ctypes.memmove(address, payload.data, nbytes)
 
     def forget(self, number: int) -> None:

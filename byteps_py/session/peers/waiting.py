@@ -23,7 +23,7 @@ _TELL_AFTER_S = 0.3
 
 
 class Host(Protocol):
-    """The part of a session that LocalPeers calls."""
+    """The part of a session that PeerTransport calls."""
 
     state: threading.Condition
 
@@ -44,7 +44,7 @@ class Host(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """Something that this rank waits for. ``name``, ``number``: of the operation, for messages. ``missing``: the local
+    """Something that this rank waits for. ``name``, ``number``: of the operation, for messages. ``missing``: the
     ranks that it waits for. ``since``: time.monotonic() of its beginning. ``id``: under which the service knows it; 0:
     it does not."""
 
@@ -59,12 +59,9 @@ class PeerWaiter:
     """``take_message`` processes one message, if there is one; called with the host's ``state`` held while no other
     thread reads."""
 
-    def __init__(
-        self, host: Host, local_rank: int, local_size: int, first_rank: int, take_message: Callable[[], bool]
-    ) -> None:
+    def __init__(self, host: Host, rank: int, take_message: Callable[[], bool]) -> None:
         self._host = host
-        self._me = local_rank
-        self._first_rank = first_rank
+        self._me = rank
         self._take_message = take_message
         self._spin_policy = SpinPolicy()
         self._waits = 0
@@ -97,7 +94,7 @@ class PeerWaiter:
             wait.since = time.monotonic()
 
         def what() -> str:
-            missing = ", ".join(str(self._first_rank + rank) for rank in sorted(wait.missing()))
+            missing = ", ".join(str(rank) for rank in sorted(wait.missing()))
             return (
                 f"tensor {wait.name!r}, round {wait.number}: nothing came from rank{'s' * (',' in missing)} {missing}"
             )
@@ -137,7 +134,7 @@ class PeerWaiter:
     def _tell(self, wait: Wait) -> None:
         self._waits += 1
         wait.id = self._waits
-        group = sorted(self._first_rank + rank for rank in {self._me, *wait.missing()})
+        group = sorted({self._me, *wait.missing()})
         age_s = time.monotonic() - wait.since
         self._host.tell(
             protocol.pack(

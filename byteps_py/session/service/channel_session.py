@@ -19,12 +19,16 @@ from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, Pr
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import failure_reports, forks
 from byteps_py.session.base import Session
-from byteps_py.session.peers import LocalPeers
+from byteps_py.session.peers import PeerTransport
+from byteps_py.settings import Settings
 
 
 class ChannelSession(Session):
     """A session over ``channel``. ``state`` guards all that messages change. A service that is silent for ``silence_s``
     seconds while this rank needs it counts as lost."""
+
+    #: With this, this rank connects to ranks of other machines.
+    connects: Settings | None = None
 
     def __init__(self, channel: Channel, silence_s: float) -> None:
         self._channel = channel
@@ -36,7 +40,7 @@ class ChannelSession(Session):
         self._closed = False
         self._reading = False
         self.state = threading.Condition()
-        self._local_peers: LocalPeers | None = None
+        self._peers: PeerTransport | None = None
         self._readable: select.poll | None = None  # for the channel and the inbox of the peers, once there are peers
 
     @abstractmethod
@@ -49,15 +53,17 @@ class ChannelSession(Session):
         return self._forks != forks.count
 
     @property
-    def peers(self) -> LocalPeers | None:
+    def peers(self) -> PeerTransport | None:
         with self.state:
-            if self._local_peers is None and self.local_size > 1:
-                first_rank = self.rank - self.local_rank
-                self._local_peers = LocalPeers(self, self.local_rank, self.local_size, first_rank)
+            if self._peers is None and (self.local_size > 1 or (self.connects and self.num_machines > 1)):
+                first = self.rank - self.local_rank
+                local_ranks = range(first, first + self.local_size)
+                settings = self.connects if self.num_machines > 1 else None
+                self._peers = PeerTransport(self, self.rank, local_ranks, settings, self.since_epoch)
                 self._readable = select.poll()
-                for fd in (self._channel.fileno(), self._local_peers.fileno()):
+                for fd in (self._channel.fileno(), self._peers.fileno()):
                     self._readable.register(fd, select.POLLIN)
-            return self._local_peers
+            return self._peers
 
     @property
     def is_being_read(self) -> bool:
@@ -131,7 +137,7 @@ class ChannelSession(Session):
         self._reading = True
         try:
             message, came = None, False
-            peers, readable = self._local_peers, self._readable
+            peers, readable = self._peers, self._readable
             ready: Iterable[int] = ()
             if timeout_s:
                 self.state.release()

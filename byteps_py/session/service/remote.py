@@ -318,8 +318,8 @@ class RemoteSession(ChannelSession):
             if (begun := self._slots.begun()) is not None:
                 raise UsageError(f"tensor {begun.spec.name!r} is handed over in part; hand over the rest before join()")
             self._last_joined = None
-        if self._local_peers is not None:
-            self._local_peers.join(lambda: self.tell(protocol.pack(RankMessageKind.JOIN)))
+        if self._peers is not None:
+            self._peers.join(lambda: self.tell(protocol.pack(RankMessageKind.JOIN)))
         else:
             self.tell(protocol.pack(RankMessageKind.JOIN))
         # Other ranks may have data for hours, so the stall limit does not apply.
@@ -378,8 +378,8 @@ class RemoteSession(ChannelSession):
         self._closed = True
         self._channel.close()
         self._slots.close()
-        if self._local_peers is not None:
-            self._local_peers.close(os.getpid() != self._pid)
+        if self._peers is not None:
+            self._peers.close(os.getpid() != self._pid)
         if self._stack is not None:
             self._stack.close()
             self._stack = None
@@ -432,13 +432,13 @@ class RemoteSession(ChannelSession):
             self._released = int(fields["sequence"])
         elif kind is RankMessageKind.JOINED:
             self._last_joined = int(fields["last"])
-            if self._local_peers is not None:
-                self._local_peers.begin_era()
-        elif kind is RankMessageKind.PEER and self._local_peers is not None:
-            self._local_peers.introduce(int(fields["local_rank"]), fds[0])
+            if self._peers is not None:
+                self._peers.begin_era()
+        elif kind is RankMessageKind.PEER and self._peers is not None:
+            self._peers.introduce(int(fields["local_rank"]), fds[0])
             del fds[0]
-        elif kind is RankMessageKind.INTRODUCED and self._local_peers is not None:
-            self._local_peers.directory.introduced(int(fields["key"]))
+        elif kind is RankMessageKind.INTRODUCED and self._peers is not None:
+            self._peers.directory.introduced(int(fields["key"]))
         elif kind is RankMessageKind.SETTLED:
             self._is_settled = True
         elif kind is RankMessageKind.HOSTS:

@@ -92,6 +92,8 @@ class _Owner(RemoteSession):
             _synced_in.get(settings.job, 0),
         )
         self._job = settings.job
+        if settings.direct_connections:
+            self.connects = settings
         exception_hooks.register(self)
 
     def note_synced(self) -> None:

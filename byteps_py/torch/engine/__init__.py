@@ -2,7 +2,7 @@
 
     process_group ─ GroupEngine ─ Router ┬ RING     GroupRingSums ─────────────────┬─ ring/ ─ Ring
                                          ├ PEERS    PeerSums, PeerCollectives,     │
-                                         │          PeerSendQueue ─ PeerStreams ───┼─ LocalPeers
+                                         │          PeerSendQueue ─ PeerStreams ───┼─ PeerTransport
                                          └ SERVICE  ServiceReductions,             │
                                                     ServiceGathers,                │
                                                     ServiceMessageQueue ─ SlotView ┼─ Session

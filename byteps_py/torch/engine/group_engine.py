@@ -2,7 +2,7 @@
 
 For each operation the router (router.py) chooses a route, and the engine starts the operation there.
 
-    GroupEngine ─ Router ┬ RING     GroupRingSums
+    GroupEngine ─ Router ┬ RING     GroupLargeSums
                          ├ PEERS    PeerSums, PeerCollectives, PeerSendQueue ─ PeerStreams
                          └ SERVICE  ServiceReductions, ServiceGathers, ServiceMessageQueue ─ SlotView
 
@@ -21,7 +21,7 @@ from byteps_py.log import logger
 from byteps_py.tensors import DType, Op, Sizes
 from byteps_py.torch.engine.completion import Completer
 from byteps_py.torch.engine.dtypes import bits_of, is_plain, wire_dtype
-from byteps_py.torch.engine.group_ring_sums import GroupRingSums
+from byteps_py.torch.engine.group_large_sums import GroupLargeSums
 from byteps_py.torch.engine.group_work import GroupContext, GroupWork
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.messages import Messages
@@ -32,6 +32,7 @@ from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.router import (
     FIRST_OF_ITS_KIND,
     GROUP_MESSAGE_BYTES,
+    Reach,
     Route,
     RouteChoice,
     Router,
@@ -119,31 +120,39 @@ class GroupTransfer:
 
 
 class GroupEngine:
-    """The operations of one group. ``streams``: to the other members, if all are on this machine, otherwise None.
+    """The operations of one group. ``streams``: to the other members, if they reach each other directly, otherwise
+    None.
 
     Every method returns a Work at once; errors of the operation are raised where it is waited for. UsageError for wrong
     arguments, and the error that has ended the group, are raised by the call.
     """
 
     def __init__(
-        self, members: Members, group_context: GroupContext, completer: Completer, streams: PeerStreams | None
+        self,
+        members: Members,
+        group_context: GroupContext,
+        completer: Completer,
+        streams: PeerStreams | None,
     ) -> None:
         self._members = members
-        self.router = Router(members.count, streams is not None, members.count, GROUP_MESSAGE_BYTES, ring_sum.is_able)
+        reach, can_share = Reach.SERVICE, ring_sum.is_able
+        if streams is not None:
+            reach, can_share = streams.reach, streams.can_share
+        self.router = Router(members.count, reach, members.count, GROUP_MESSAGE_BYTES, can_share)
         self._reductions = ServiceReductions(members, group_context, completer)
         self._gathers = ServiceGathers(members, group_context, completer)
         self.messages = Messages(members, group_context, self.router, streams)
         self._peers = PeerCollectives(members, streams) if streams is not None else None
         self._peer_sums = PeerSums(members, streams) if streams is not None else None
-        self._ring_sums = GroupRingSums(members, streams) if streams is not None else None
+        self._large_sums = GroupLargeSums(members, streams, streams.large_sums) if streams is not None else None
         self._kinds: dict[object, tuple[OperationKind, RouteChoice]] = {}
         self._is_barrier_agreed = False
 
     def finish(self) -> None:
         """Complete all operations under way. Raises StallError."""
         self._reductions.finish()
-        if self._ring_sums is not None:
-            self._ring_sums.finish()
+        if self._large_sums is not None:
+            self._large_sums.finish()
         self._gathers.finish()
 
     # ---- sums ------------------------------------------------------------------------------------------
@@ -163,7 +172,7 @@ class GroupEngine:
             return through_the_service()
         if choice.route is Route.PEERS and self._peer_sums is not None:
             return self._peer_sums.reduce(found, contributions, targets)
-        return self._ring(found).reduce(found, contributions, targets)
+        return self._shares(found).reduce(found, contributions, targets)
 
     def reduce_scatter(
         self, call: Call, tensors: Sequence[torch.Tensor], how: Reduction, is_awaited: bool = False
@@ -183,7 +192,7 @@ class GroupEngine:
             return through_the_service()
         if choice.route is Route.PEERS and self._peer_sums is not None:
             return self._peer_sums.reduce_scatter(found, contributions, target)
-        return self._ring(found).reduce_scatter(found, contributions, target)
+        return self._shares(found).reduce_scatter(found, contributions, target)
 
     def _kind(
         self, how: Reduction, contributions: Sequence[torch.Tensor], scatters: bool = False
@@ -264,10 +273,10 @@ class GroupEngine:
         device."""
         return self._peers if self.router.move(is_on_host).route is Route.PEERS else None
 
-    def _ring(self, found: LocalSum) -> GroupRingSums:
-        if self._ring_sums is None:
-            raise RuntimeError(f"{found.call.what}: a group of several machines has no ring")
-        return self._ring_sums
+    def _shares(self, found: LocalSum) -> GroupLargeSums:
+        if self._large_sums is None:
+            raise RuntimeError(f"{found.call.what}: members that do not reach each other have no shares")
+        return self._large_sums
 
     # ---- gathers and exchanges -------------------------------------------------------------------------
 

@@ -11,10 +11,12 @@ import torch
 
 from byteps_py.errors import UnsupportedError, UsageError
 from byteps_py.session import Session
-from byteps_py.session.peers import LocalPeers
 from byteps_py.session.solo import SoloSession
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.slot_view import Mover
+
+#: A rank has a connection to each member of another machine, which costs a descriptor and memory of the system.
+_MOST_CONNECTED = 128
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,16 @@ class Members:
         """The ``group`` of a TensorSpec for the members at ``positions``."""
         return () if len(positions) == self.session.size else tuple(self.ranks[p] for p in positions)
 
-    def local_rank(self, position: int) -> int:
-        """The local rank of the member at ``position``, which is on this machine."""
-        return self.ranks[position] - (self.session.rank - self.session.local_rank)
+    @property
+    def are_local(self) -> bool:
+        """True if there are several members, all on this machine."""
+        first = self.session.rank - self.session.local_rank
+        return self.count > 1 and first <= self.ranks[0] and self.ranks[-1] < first + self.session.local_size
 
     @property
-    def peers(self) -> LocalPeers | None:
-        """The peers of this rank, if all members are on this machine; otherwise None."""
-        first = self.session.rank - self.session.local_rank
-        if self.count > 1 and first <= self.ranks[0] and self.ranks[-1] < first + self.session.local_size:
-            return self.session.peers
-        return None
+    def may_connect(self) -> bool:
+        """True if members are on several machines, and are few enough for a connection between each two."""
+        return 1 < self.count <= _MOST_CONNECTED and not self.are_local
 
     def root(self, position: int) -> int:
         """The global rank of the member at ``position``, as the session numbers ranks. Raises UsageError if there is no

@@ -23,7 +23,7 @@ _POLL_S = 0.002
 
 
 class Messages:
-    """``streams``: to the other members, if all are on this machine."""
+    """``streams``: to the other members, if they reach each other directly."""
 
     def __init__(
         self, members: Members, group_context: GroupContext, router: Router, streams: PeerStreams | None = None
@@ -133,7 +133,7 @@ class Messages:
                     _poll(message)
 
     def _first_of_peers(self, streams: PeerStreams, like: torch.Tensor, tag: int, deadline: float) -> PeerReceive:
-        """On one machine a message is visible before it is received, so no receive is posted in vain."""
+        """A message is visible before it is received, so no receive is posted in vain."""
         receivers = {peer: self._peer_receiver(streams, peer, tag) for peer in streams.others}
         while True:
             streams.peers.await_next([r.next for r in receivers.values()], max(0.0, deadline - time.monotonic()))

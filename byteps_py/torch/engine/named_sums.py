@@ -19,7 +19,7 @@ import torch
 
 from byteps_py.errors import JoinedError
 from byteps_py.session import Session, Slot
-from byteps_py.session.peers import LocalPeers
+from byteps_py.session.peers import PeerTransport
 from byteps_py.tensors import TensorSpec, key_of
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import is_plain
@@ -47,7 +47,7 @@ class NamedSums:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._session = context.session
-        self._peers = cast(LocalPeers, context.session.peers)
+        self._peers = cast(PeerTransport, context.session.peers)
         self._peers.directory.wait_for_all()
         limit_s = context.settings.stall_limit_s
         self._timeout_s = limit_s + _PATIENCE_S if limit_s else _FOREVER_S
@@ -108,17 +108,17 @@ class NamedSums:
 class NamedSumGroup:
     """The ranks of one group, and their ring: one large sum at a time."""
 
-    def __init__(self, session: Session, peers: LocalPeers, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, session: Session, peers: PeerTransport, ranks: Sequence[int], timeout_s: float) -> None:
         self.session, self.peers, self.timeout_s = session, peers, timeout_s
-        first, self.own = session.rank - session.local_rank, ranks.index(session.rank)
+        self.own = ranks.index(session.rank)
         self.count = len(ranks)
-        #: The local ranks of the other members, by position.
-        self.others = {p: rank - first for p, rank in enumerate(ranks) if p != self.own}
+        #: The ranks of the other members, by position.
+        self.others = {p: rank for p, rank in enumerate(ranks) if p != self.own}
         self.text = ", ".join(map(str, ranks))
         self._all = tuple(self.others.values())
         self._name = f"sums in shares among ranks {self.text}#{session.incarnation}"
         ring = peers.ring(peers.stream(self._name, self._all), SLOT_BYTES)
-        self._sums = RingSums(ring, self.own, {self.own: session.local_rank, **self.others})
+        self._sums = RingSums(ring, self.own, dict(enumerate(ranks)))
         self._is_taken = False
         self._is_broken = False  # a sum was begun and abandoned here, which others may have continued
 
@@ -254,11 +254,11 @@ class _NamedRounds:
     def _add_all(self, mine: torch.Tensor, total: torch.Tensor, average: bool) -> None:
         """Add the tensors of all ranks."""
         group, buffers = self._group, self._buffers
-        for position, local_rank in group.others.items():
+        for position, rank in group.others.items():
             buffer = buffers.get(position)
             if buffer is None or buffer.dtype is not mine.dtype or buffer.numel() != mine.numel():
                 buffer = buffers[position] = torch.empty_like(mine)
-            self._votes.fetch(self._rounds.number, local_rank, buffer.data_ptr(), buffer.nbytes)
+            self._votes.fetch(self._rounds.number, rank, buffer.data_ptr(), buffer.nbytes)
         # The result may overwrite the own tensor only if it is one of the first two rows, read before a write.
         own = mine if group.own < 2 else mine.clone()
         add_up([buffers.get(position, own) for position in range(group.count)], total, average)

@@ -1,4 +1,5 @@
-"""The collectives among members on one machine: which parts of which tensors go where. peer_streams.py sends them.
+"""The collectives among members that reach each other directly: which parts of which tensors go where.
+peer_streams.py sends them.
 
 Any thread; operations run in the order of the calls.
 """
@@ -44,6 +45,7 @@ class PeerCollectives:
         """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both."""
         streams, own = self._streams, self._own
         pieces = self._shares(target)
+        call = call._replace(inputs=source)
         receives = {position: (pieces[position],) for position in streams.others}
         if op is Op.GATHER:
             mine = (span(source),)
@@ -58,7 +60,7 @@ class PeerCollectives:
         """The tensor of every member to the member at ``root``, which alone has ``outputs``."""
         streams, mine, stream = self._streams, (span(tensor),), f"gather.{root}"
         if root != self._own:
-            return streams.begin(stream, Call("gather", [], timeout_s), {root: mine}, {}, is_led=True)
+            return streams.begin(stream, Call("gather", [], timeout_s, inputs=tensor), {root: mine}, {}, is_led=True)
         kept = (mine, (span(outputs[root]),))
         receives = {position: (span(outputs[position]),) for position in streams.others}
         return streams.begin(stream, Call("gather", outputs, timeout_s), {}, receives, kept)
@@ -70,14 +72,15 @@ class PeerCollectives:
             return streams.begin(stream, Call("scatter", [output], timeout_s), {}, {root: target})
         kept = ((span(inputs[root]),), target)
         sends = {position: (span(inputs[position]),) for position in streams.others}
-        return streams.begin(stream, Call("scatter", [output], timeout_s), sends, {}, kept, is_led=True)
+        return streams.begin(stream, Call("scatter", [output], timeout_s, inputs=inputs), sends, {}, kept, is_led=True)
 
     def broadcast(self, place: int, tensor: torch.Tensor, root: int, timeout_s: float) -> PeerWork:
         """The tensor of the member at ``root`` to all. ``place``: of its kind, on which all members have agreed."""
         streams, stream, finish = self._streams, f"broadcast.{place}", None
         if root == self._own:
             data = tensor if is_plain(tensor) else octets(tensor)
-            return streams.to_all(stream, Call("broadcast", [tensor], timeout_s), (span(data),), {}, is_led=True)
+            call = Call("broadcast", [tensor], timeout_s, inputs=data)
+            return streams.to_all(stream, call, (span(data),), {}, is_led=True)
         target = tensor
         if not is_plain(tensor):
             result_buffer = ResultBuffer(tensor)
@@ -102,7 +105,7 @@ class PeerCollectives:
     ) -> PeerWork:
         """Flat tensors, concatenated, to each member and from each, by position; None: no payload at all. One entry in
         ``sends``: the same to all. ``together``: see PeerStreams.begin."""
-        streams, own = self._streams, self._own
+        streams, own, call = self._streams, self._own, call._replace(inputs=sends)
         is_gather = len(sends) == 1
         mine, theirs = sends[0 if is_gather else own], receives[own]
         kept: Own | None = None

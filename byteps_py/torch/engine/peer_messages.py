@@ -1,4 +1,5 @@
-"""Sends and receives between members on one machine: a stream for every pair of members, every tag and each direction.
+"""Sends and receives between members that reach each other directly: a stream for every pair of
+members, every tag and each direction.
 
 A send is over when its tensor is copied. ``WINDOW`` messages wait at the sender for their receive; further ones wait
 for their turn. If more receives than that are posted, a thread of the pool completes them, because the sender may wait
@@ -10,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from byteps_py.session.peers import WINDOW, Stream, StreamReceipt
+from byteps_py.session.peers import WINDOW, PeerTransport, PendingSend, Stream, StreamReceipt
 from byteps_py.torch.engine.completion import POOL
 from byteps_py.torch.engine.dtypes import is_plain
 from byteps_py.torch.engine.group_work import GroupContext, GroupWork
@@ -29,11 +30,20 @@ from byteps_py.torch.engine.work import Call
 class PeerSend(QueuedMessage):
     """A send, over once its bytes are copied."""
 
+    peers: PeerTransport | None = None
+    unsent: Sequence[PendingSend] = ()
+
     def _complete(self, deadline: float) -> None:
         self._wait_for_turn(deadline)
+        peers, unsent = self.peers, self.unsent
+        if peers is not None and unsent:
+            self._wait_in_slices(deadline, lambda timeout_s: peers.wait_until_sent(unsent, timeout_s))
 
     def _is_ready(self) -> bool:
-        return self.begun is None or self.begun.is_set()
+        return (self.begun is None or self.begun.is_set()) and all(part.is_done for part in self.unsent)
+
+    def _release(self) -> None:
+        self.unsent = ()
 
 
 class PeerSendQueue(MessageQueue[PeerSend]):
@@ -56,7 +66,8 @@ class PeerSendQueue(MessageQueue[PeerSend]):
 
     def _begin(self, message: PeerSend) -> None:
         tensor = message.tensor if is_plain(message.tensor) else octets(message.tensor)
-        self._streams.peers.send(self._stream, self._target, (span(tensor),), True)
+        message.peers = self._streams.peers
+        message.unsent = self._streams.peers.send(self._stream, self._target, (span(tensor),), True, owner=tensor)
 
 
 class PeerReceive(GroupWork):
@@ -101,6 +112,8 @@ class PeerReceive(GroupWork):
 
     def _release(self) -> None:
         self._landing = None
+        if self._receipt.left:
+            self._streams.peers.abandon(self._receipt)
         with contextlib.suppress(ValueError):  # it has been removed
             self._channel.remove(self)
 
@@ -132,7 +145,7 @@ class PeerReceiver:
         """Receive the next message into ``tensor``. Raises what has ended the group."""
         result_buffer = None if is_plain(tensor) else ResultBuffer(tensor)
         target = span(tensor if result_buffer is None else result_buffer.memory)
-        receipt = StreamReceipt(self._stream)
+        receipt = StreamReceipt(self._stream, owner=(tensor, result_buffer))
         with self._lock:
             self._group_context.check()
             receipt.expect(self._source, (target,), target[1])

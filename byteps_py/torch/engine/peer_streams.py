@@ -13,12 +13,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from byteps_py.errors import CommunicationError, JoinedError, MismatchError
-from byteps_py.session.peers import LocalPeers, Span, Stream, StreamReceipt
+from byteps_py.session.peers import PeerTransport, PendingSend, Ring, Span, Stream, StreamReceipt
 from byteps_py.tensors import differing
 from byteps_py.torch.engine.completion import Completer
 from byteps_py.torch.engine.group_work import FallbackQueue, GroupContext, GroupWork
 from byteps_py.torch.engine.members import Members
+from byteps_py.torch.engine.peer_addresses import ConnectedMachines
+from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSums
+from byteps_py.torch.engine.router import Reach
+from byteps_py.torch.engine.share_sums import ShareSums
 from byteps_py.torch.engine.work import Call, Work
 
 #: Operations of a stream that may be under way at once; a further one waits until the first of them is over.
@@ -40,10 +44,12 @@ class PeerWork(GroupWork):
         group_context: GroupContext,
         completer: Completer | None,
         call: Call,
-        peers: LocalPeers,
+        peers: PeerTransport,
         receipt: StreamReceipt,
+        unsent: Sequence[PendingSend] = (),
     ) -> None:
         super().__init__(group_context, call)
+        self._unsent = unsent
         self.line: list[PeerWork] | None = None
         self._completer = completer
         self._peers = peers
@@ -53,14 +59,21 @@ class PeerWork(GroupWork):
         receipt = self._receipt
         if receipt.left or receipt.error is not None:
             self._wait_in_slices(deadline, lambda timeout_s: self._peers.collect(receipt, timeout_s))
+        if self._unsent:
+            self._wait_in_slices(deadline, lambda timeout_s: self._peers.wait_until_sent(self._unsent, timeout_s))
         if self._finish is not None:
             self._finish()
 
     def _is_ready(self) -> bool:
-        return self._group_context.aborted is not None or self._peers.poll(self._receipt)
+        if self._group_context.aborted is not None:
+            return True
+        return self._peers.poll(self._receipt) and all(part.is_done for part in self._unsent)
 
     def _release(self) -> None:
         self._finish = None
+        self._unsent = ()
+        if self._receipt.left:
+            self._peers.abandon(self._receipt)
         if self.line is not None:
             with contextlib.suppress(ValueError):  # it has been removed
                 self.line.remove(self)
@@ -83,12 +96,20 @@ class _Line:
 
 
 class PeerStreams:
-    """The streams of one group. ``others``: the local ranks of the other members, by position. Any thread; operations
-    run in the order of the calls."""
+    """The streams of one group. ``others``: the ranks of the other members, by position.
+    ``machines``: None: all are on this machine. Any thread; operations run in the order of the calls."""
 
-    def __init__(self, members: Members, peers: LocalPeers, group_context: GroupContext, completer: Completer) -> None:
+    def __init__(
+        self,
+        members: Members,
+        peers: PeerTransport,
+        group_context: GroupContext,
+        completer: Completer,
+        machines: ConnectedMachines | None = None,
+    ) -> None:
         self.peers = peers
-        self.others = {p: members.local_rank(p) for p in range(members.count) if p != members.position}
+        self.machines = machines
+        self.others = {p: members.ranks[p] for p in range(members.count) if p != members.position}
         self._all = tuple(self.others.values())
         self._members = members
         self.group_context = group_context
@@ -96,10 +117,14 @@ class PeerStreams:
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
         self.fallbacks = FallbackQueue(group_context, completer)
-        #: For large sums; ``sums``: those under way, in the order of the calls. The ring survives a join of members.
-        ring = peers.ring(peers.stream(f"{members.prefix}.ring", self._all), SLOT_BYTES)
-        ranks = {members.position: members.session.local_rank, **self.others}
-        self.ring_sums = RingSums(ring, members.position, ranks)
+        #: For large sums; ``sums``: those under way, in the order of the calls. They survive a join of members.
+        self.ring: Ring | None = None
+        self.large_sums: RingSums | ShareSums
+        if members.are_local:
+            self.ring = peers.ring(peers.stream(f"{members.prefix}.ring", self._all), SLOT_BYTES)
+            self.large_sums = RingSums(self.ring, members.position, dict(enumerate(members.ranks)))
+        else:
+            self.large_sums = ShareSums(peers, members.position, self.others)
         self.sums: deque[Work] = deque()
         self._are_introduced = False
         peers.directory.ask(self._introduction, self._all)
@@ -118,7 +143,8 @@ class PeerStreams:
         is_led: bool = False,
         together: bool = False,
     ) -> PeerWork:
-        """Begin one operation. ``name``: of the stream, the same on all members.
+        """Begin one operation. ``name``: of the stream, the same on all members. ``call.inputs`` keeps the memory of
+        ``sends``, the rest of ``call`` that of ``receives``.
 
         ``is_led``: not all members send. ``own``: what this member sends to itself. ``together``: all members send to
         all, and a sender also detects differing sizes; the operation does not begin if a member has joined. Without
@@ -127,13 +153,14 @@ class PeerStreams:
         with self._lock:
             line = self._begin(name)
             if error := self._joined(line) if together else self._refused(line, [self.others[p] for p in sends]):
-                due = {} if together else receives
-                return self._follow(line, call._replace(finish=None), due, None, {}, error)
+                return self._fail(line, call, {} if together else receives, error)
+            sent = {position: total(spans) for position, spans in sends.items()} if together else {}
+            receipt = self._receipt(line, call, receives, sent, together)
+            unsent: list[PendingSend] = []
             for position, spans in sends.items():
                 dues = (total(receives[position]),) if together else ()
-                self.peers.send(line.stream, (self.others[position],), spans, is_led, dues)
-            sent = {position: total(spans) for position, spans in sends.items()} if together else {}
-            return self._follow(line, call, receives, own, sent, None, together)
+                unsent += self.peers.send(line.stream, (self.others[position],), spans, is_led, dues, call.inputs)
+            return self._follow(line, call, receipt, own, unsent)
 
     def to_all(
         self,
@@ -149,15 +176,15 @@ class PeerStreams:
         with self._lock:
             line = self._begin(name)
             if error := self._joined(line) if together else self._refused(line, () if sends is None else self._all):
-                due = {} if together else receives
-                return self._follow(line, call._replace(finish=None), due, None, {}, error)
-            sent: Mapping[int, int] = {}
+                return self._fail(line, call, {} if together else receives, error)
+            is_checked = together and sends is not None
+            sent = dict.fromkeys(self.others, total(sends)) if is_checked and sends is not None else {}
+            receipt = self._receipt(line, call, receives, sent, together)
+            unsent: Sequence[PendingSend] = ()
             if sends is not None:
                 dues = [total(receives[position]) for position in self.others] if together else ()
-                self.peers.send(line.stream, self._all, sends, is_led, dues)
-                if together:
-                    sent = dict.fromkeys(self.others, total(sends))
-            return self._follow(line, call, receives, own, sent, None, together)
+                unsent = self.peers.send(line.stream, self._all, sends, is_led, dues, call.inputs)
+            return self._follow(line, call, receipt, own, unsent)
 
     def swap(self, name: str, call: Call, mine: Span, receives: Parts) -> PeerWork | None:
         """``to_all`` with ``together``, for a caller that waits at once. None: the operation is complete, which is the
@@ -165,18 +192,20 @@ class PeerStreams:
         with self._lock:
             line = self._begin(name)
             if error := self._joined(line):
-                return self._follow(line, call._replace(finish=None), {}, None, {}, error)
+                return self._fail(line, call, {}, error)
             nbytes = mine[1]
-            self.peers.send(line.stream, self._all, (mine,), False, [nbytes] * len(self._all))
-            receipt = StreamReceipt(line.stream, is_mutual=True)
+            receipt = StreamReceipt(line.stream, is_mutual=True, owner=call)
             for position, spans in receives.items():
                 receipt.expect(self.others[position], spans, nbytes, nbytes)
+            unsent = self.peers.send(line.stream, self._all, (mine,), False, [nbytes] * len(self._all), call)
             number = self.group_context.journal.record((call.what, call.kind), line.stream.name)
         try:
             self.peers.collect(receipt, min(_AT_ONCE_S, call.timeout_s))
+            if unsent:
+                self.peers.wait_until_sent(unsent, min(_AT_ONCE_S, call.timeout_s))
         except CommunicationError:  # the Work raises it again
             with self._lock:
-                return self._under_way(line, call, receipt, number)
+                return self._under_way(line, call, receipt, number, unsent)
         if call.finish is not None:
             call.finish()
         return None
@@ -190,13 +219,24 @@ class PeerStreams:
 
     def close(self) -> None:
         """The group has ended on this rank."""
-        if not self.sums:
-            self.peers.retire(self.ring_sums.ring, self.peers.stream(f"{self._members.prefix}.ring.over", self._all))
+        if not self.sums and self.ring is not None:
+            self.peers.retire(self.ring, self.peers.stream(f"{self._members.prefix}.ring.over", self._all))
 
     def introduction_wait(self) -> Callable[[float], None]:
         """A function that waits, for at most the given number of seconds, until all members are introduced. It raises
         StallError, after which it may be called again, and what ends the session."""
         return self.peers.directory.introduction_wait(self._introduction, self._all)
+
+    @property
+    def reach(self) -> Reach:
+        """How the members reach each other."""
+        return Reach.MEMORY if self.machines is None else Reach.CONNECTIONS
+
+    def can_share(self) -> bool:
+        """True if large sums can be added in shares."""
+        if self.machines is None:
+            return ring_sum.is_able()
+        return self.machines.have_one_each and not self.machines.has_spare
 
     @property
     def are_introduced(self) -> bool:
@@ -236,17 +276,25 @@ class PeerStreams:
         self.peers.refuse(line.stream, [target for target in targets if target not in joined], min(joined))
         return self.peers.joined_error(line.stream, joined)
 
+    def _receipt(
+        self, line: _Line, call: Call, receives: Parts, sent: Mapping[int, int], is_mutual: bool
+    ) -> StreamReceipt:
+        """Before anything is sent, so that what comes goes where it belongs at once."""
+        receipt = StreamReceipt(line.stream, is_mutual=is_mutual, owner=call)
+        for position, spans in receives.items():
+            receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
+        return receipt
+
+    def _fail(self, line: _Line, call: Call, receives: Parts, error: JoinedError) -> PeerWork:
+        """An operation that has sent nothing, and raises ``error`` once it has received what others have sent."""
+        call = call._replace(finish=None)
+        receipt = self._receipt(line, call, receives, {}, False)
+        receipt.error = error
+        return self._follow(line, call, receipt, None, ())
+
     def _follow(
-        self,
-        line: _Line,
-        call: Call,
-        receives: Parts,
-        own: Own | None,
-        sent: Mapping[int, int],
-        error: JoinedError | None = None,
-        is_mutual: bool = False,
+        self, line: _Line, call: Call, receipt: StreamReceipt, own: Own | None, unsent: Sequence[PendingSend]
     ) -> PeerWork:
-        receipt = StreamReceipt(line.stream, error=error, is_mutual=is_mutual)
         # Now, while payloads are on their way: another call may complete this operation afterwards.
         if own is not None:
             mine, due = total(own[0]), total(own[1])
@@ -255,15 +303,16 @@ class PeerStreams:
             else:
                 rank = self._members.ranks[self._members.position]
                 receipt.error = MismatchError(differing(line.stream.name, rank, mine, rank, due))
-        for position, spans in receives.items():
-            receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
         stated = (call.what,) if call.kind is None else (call.what, call.kind)
-        return self._under_way(line, call, receipt, self.group_context.journal.record(stated, line.stream.name))
+        number = self.group_context.journal.record(stated, line.stream.name)
+        return self._under_way(line, call, receipt, number, unsent)
 
-    def _under_way(self, line: _Line, call: Call, receipt: StreamReceipt, number: int) -> PeerWork:
-        work = PeerWork(self.group_context, self.completer, call, self.peers, receipt)
+    def _under_way(
+        self, line: _Line, call: Call, receipt: StreamReceipt, number: int, unsent: Sequence[PendingSend] = ()
+    ) -> PeerWork:
+        work = PeerWork(self.group_context, self.completer, call, self.peers, receipt, unsent)
         work.number = number
-        if receipt.left:
+        if receipt.left or unsent:
             work.line = line.under_way
             line.under_way.append(work)
         return work

@@ -1,9 +1,10 @@
-"""Sums of small tensors among ranks of one machine: every member receives all members' tensors and adds them itself.
+"""Sums of small tensors among ranks that reach each other directly: every member receives all members'
+tensors and adds them itself.
 
-That moves more bytes than the ring (group_ring_sums.py) and needs one wake-up less: below some size the wake-ups
-dominate. The order of the additions and the precision are those of the service's kernels (the local ranks in order;
-half precision in float32, rounded once, before the division of an average), so the result has the same bits on every
-route.
+That moves more bytes than the ring (group_large_sums.py) and needs one wake-up less: below some size the wake-ups
+dominate. The order of the additions and the precision are
+those of the services: the ranks of a machine in order, then the machines in order, half precision in float32, rounded
+once for each of the two and before the division of an average. So the result has the same bits on every route.
 
 Any thread; operations run in the order of the calls.
 """
@@ -45,6 +46,7 @@ class PeerSums:
 
     def __init__(self, members: Members, streams: PeerStreams) -> None:
         self._streams = streams
+        self._machines = streams.machines.positions if streams.machines is not None else ()
         self._own = members.position
         self._count = members.count
 
@@ -71,7 +73,7 @@ class PeerSums:
 
         streams, stream = self._streams, f"sum.{what.place}"
         receives = {position: (span(buffer),) for position, buffer in buffers.items()}
-        call = what.call._replace(finish=finish, kind=kind)
+        call = what.call._replace(finish=finish, kind=kind, inputs=mine)
         if what.is_awaited and len(mine) == 1:
             rest = streams.swap(stream, call, span(mine[0]), receives)
             if rest is None:
@@ -95,7 +97,7 @@ class PeerSums:
         streams = self._streams
         receives = {position: (span(buffer),) for position, buffer in buffers.items()}
         sends = {position: (span(shares[position]),) for position in streams.others}
-        call = what.call._replace(finish=finish, kind=what.kind)
+        call = what.call._replace(finish=finish, kind=what.kind, inputs=whole)
         work = streams.begin(f"scattered.{what.place}", call, sends, receives, together=True)
         return FallbackWork(streams.fallbacks, call, work, what.otherwise)
 
@@ -104,8 +106,19 @@ class PeerSums:
         return {position: torch.empty(count, dtype=dtype) for position in self._streams.others}
 
     def _sum(self, own: torch.Tensor, buffers: dict[int, torch.Tensor], total: torch.Tensor, average: bool) -> None:
-        """Add in the order of the members, as the service's kernels do."""
-        add_up([own if position == self._own else buffers[position] for position in range(self._count)], total, average)
+        """Add in the order of the members, machine by machine, as the services do."""
+        rows = [own if position == self._own else buffers[position] for position in range(self._count)]
+        if 1 < len(self._machines) < self._count:
+            rows = [self._sum_of_machine([rows[position] for position in some]) for some in self._machines]
+        add_up(rows, total, average, self._count)
+
+    @staticmethod
+    def _sum_of_machine(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(rows) == 1:
+            return rows[0]
+        total = torch.empty_like(rows[0])
+        add_up(rows, total, average=False)
+        return total
 
 
 def contiguous(tensors: Tensors) -> list[torch.Tensor]:

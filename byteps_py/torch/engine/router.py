@@ -1,10 +1,12 @@
 """Which route an operation takes among a group of ranks, and why. Pure; any thread.
 
     RING     shared memory: each rank adds a share of a large sum, and gives all others the result
-    PEERS    messages between the ranks of a machine: each rank receives, or adds, everything itself
+    PEERS    messages between ranks: each rank receives, or adds, everything itself
+    SHARES   messages between ranks of different machines: each rank adds a share of a large sum
     SERVICE  the communication service, and the summation servers behind it
 
-RING and PEERS need a group whose members are all on this machine. Members must choose alike without asking each other,
+RING needs a group whose members are all on this machine; PEERS that, or a connection between each two machines'
+members. Members must choose alike without asking each other,
 so a choice depends only on what all of them know: the operation, sizes, the number of ranks, the machine. It also
 depends on where a member's tensors lie (host or device), so all members of a group must use the same kind of device.
 """
@@ -38,12 +40,25 @@ GROUP_MESSAGE_BYTES = 32 << 10
 #: with 2 ranks on 2 cores, 128 KB as long.
 NAMED_MESSAGE_BYTES = 128 << 10
 
+#: The same for members on several machines: with shares, and without.
+CONNECTION_BYTES = 128 << 10
+_MOST_CONNECTION_BYTES = 1 << 20
+
+
+class Reach(enum.Enum):
+    """How the members of a group reach each other."""
+
+    MEMORY = "all are ranks of this machine"
+    CONNECTIONS = "they are on several machines, and connected"
+    SERVICE = "through the communication service only"
+
 
 class Route(enum.Enum):
     """See the module's docstring. The values are phrases for logs."""
 
     RING = "ring in shared memory"
     PEERS = "messages between ranks"
+    SHARES = "shares over connections"
     SERVICE = "communication service"
 
 
@@ -72,46 +87,55 @@ class SumFacts:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """``members``: of the group. ``are_local``: all are ranks of this machine that reach each other in memory.
+    """``members``: of the group.
     ``ranks_on_cores``: how many ranks share the machine's cores while an operation runs. ``message_bytes``: see
-    GROUP_MESSAGE_BYTES. ``has_ring``: whether the ring's instructions are compiled."""
+    GROUP_MESSAGE_BYTES. ``can_share``: whether large sums can be added in
+    shares: the ring's instructions are compiled, or each member has a machine of its own and no spare machine sums."""
 
     members: int
-    are_local: bool
+    reach: Reach
     ranks_on_cores: int
     message_bytes: int
-    has_ring: Callable[[], bool]
+    can_share: Callable[[], bool]
 
     @classmethod
-    def for_names(cls, session: Session, ranks: Sequence[int], has_ring: Callable[[], bool]) -> Self:
+    def for_names(cls, session: Session, ranks: Sequence[int], can_share: Callable[[], bool]) -> Self:
         """The router for operations by name, those of Horovod and BytePS, for which any rank may be late."""
         first = session.rank - session.local_rank
         are_local = len(ranks) > 1 and first <= ranks[0] and ranks[-1] < first + session.local_size
         are_reachable = are_local and may_share(session.local_size) and session.peers is not None
-        return cls(len(ranks), are_reachable, session.local_size, NAMED_MESSAGE_BYTES, has_ring)
+        reach = Reach.MEMORY if are_reachable else Reach.SERVICE
+        return cls(len(ranks), reach, session.local_size, NAMED_MESSAGE_BYTES, can_share)
 
     def sum(self, facts: SumFacts) -> RouteChoice:
         """The route of a reduction."""
-        if not self.are_local:
+        if self.reach is Reach.SERVICE:
             return _ACROSS
         if not facts.is_on_host:
             return _ON_DEVICE
         if facts.op is not Op.SUM or not facts.is_exact or not facts.from_others:
             return _NOT_ADDED
+        if self.reach is Reach.CONNECTIONS:
+            if facts.from_others <= CONNECTION_BYTES:
+                return _SMALL
+            if self.can_share():
+                return _SHARES
+            return _SMALL if facts.from_others <= _MOST_CONNECTION_BYTES else _LARGE_ACROSS
         if facts.from_others <= self.message_bytes:
             return _SMALL if has_cores(self.ranks_on_cores) else _SMALL_ON_SHARED_CORES
         if not may_share(self.ranks_on_cores, facts.nbytes):
             return _TOO_MANY
-        return _LARGE if self.has_ring() else _NO_RING
+        return _LARGE if self.can_share() else _NO_RING
 
     def move(self, is_on_host: bool) -> RouteChoice:
         """The route of a gather, an exchange, a broadcast, a barrier or a message."""
-        if not self.are_local:
+        if self.reach is Reach.SERVICE:
             return _ACROSS
         return _TO_PEERS if is_on_host else _ON_DEVICE
 
 
-_ACROSS = RouteChoice(Route.SERVICE, "members are on several machines, or alone")
+_ACROSS = RouteChoice(Route.SERVICE, "members are on several machines and not connected, or alone")
+_LARGE_ACROSS = RouteChoice(Route.SERVICE, "the sum is large: all machines, spare ones too, share in it")
 _ON_DEVICE = RouteChoice(Route.SERVICE, "the tensors are on a device")
 _NOT_ADDED = RouteChoice(
     Route.SERVICE, "ranks add only exact sums themselves, not minima, maxima, products or integer averages"
@@ -125,7 +149,8 @@ _TOO_MANY = RouteChoice(Route.SERVICE, "too many ranks share a core for a tensor
 _NO_RING = RouteChoice(Route.SERVICE, "the ring's instructions could not be compiled here")
 _SMALL = RouteChoice(Route.PEERS, "the sum is small: one message from each member is faster than steps")
 _LARGE = RouteChoice(Route.RING, "the sum is large: each member adds a share of it")
-_TO_PEERS = RouteChoice(Route.PEERS, "all members are on this machine")
+_SHARES = RouteChoice(Route.SHARES, "the sum is large: each member adds a share of it")
+_TO_PEERS = RouteChoice(Route.PEERS, "members reach each other directly")
 #: The choice of GroupEngine before members have agreed on a kind of operation.
 FIRST_OF_ITS_KIND = RouteChoice(Route.SERVICE, "the first of its kind: the service compares what members call")
 

@@ -56,13 +56,14 @@ class OperationKind:
 class Call(NamedTuple):
     """A description of an operation, the same on every route. ``what``: its description in messages. ``outputs``: the
     tensors that it fills. ``finish`` is called once their bytes have arrived. ``kind``: the facts on which members
-    must agree, for the log of calls."""
+    must agree, for the log of calls. ``inputs`` keeps the memory of what this member gives until it is sent."""
 
     what: str
     outputs: list[torch.Tensor]
     timeout_s: float
     finish: Callable[[], None] | None = None
     kind: OperationKind | None = None
+    inputs: object = None
 
 
 @not_traced(["wait", "synchronize", "is_completed", "is_success", "exception", "get_future", "fire"])

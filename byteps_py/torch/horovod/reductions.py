@@ -19,6 +19,7 @@ from byteps_py.torch.engine.integer_averages import mean, summands
 from byteps_py.torch.engine.named_sums import NamedSums
 from byteps_py.torch.engine.named_work import Attempt, NamedWork
 from byteps_py.torch.engine.result_pool import empty_result
+from byteps_py.torch.engine.router import Reach
 from byteps_py.torch.engine.slot_view import PieceView
 from byteps_py.torch.horovod.operation_names import kind_in_group, named_work, start_when_name_is_free
 from byteps_py.torch.horovod.reduction_plans import ReductionOptions, ReductionPlans
@@ -89,7 +90,7 @@ def start_reduction(
         return Attempt(lambda: all(e.is_done for e in slot_views), complete)
 
     def begin() -> NamedWork:
-        if plan.router.are_local:
+        if plan.router.reach is Reach.MEMORY:
             offer = plan.offer(full_name) if is_awaited else None
             sums = NamedSums.of(context)
             attempt = sums.begin(full_name, options.group, offer, tensors, outputs, start_on_service)

@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import Backend, Store
 
 from byteps_py.errors import UsageError
+from byteps_py.torch.engine import peer_addresses
 from byteps_py.torch.engine.call_log import CallLog
 from byteps_py.torch.engine.completion import Completer
 from byteps_py.torch.engine.group_engine import GroupEngine
@@ -50,10 +51,13 @@ class GroupBase(GroupMetadata):
         self._group_context = GroupContext(members.session, timeout_s, CallLog(members, store), check_interval_s)
         self._completer = Completer()
         self._input_check = InputCheck(members)
-        peers = members.peers
         self._streams = None  # kept after join(): members may use this group again at any time
+        machines = (
+            peer_addresses.connect(members, self._group_context, self._completer) if members.may_connect else None
+        )
+        peers = members.session.peers if members.are_local or machines is not None else None
         if peers is not None:
-            self._streams = PeerStreams(members, peers, self._group_context, self._completer)
+            self._streams = PeerStreams(members, peers, self._group_context, self._completer, machines)
             members.context.until_join.add(self._streams)
         self._coalesced: list[Work] | None = None
         self._kept_works: deque[Work] = deque(maxlen=_KEPT_WORKS)

@@ -26,9 +26,9 @@ _HALF = (torch.float16, torch.bfloat16)
 _LINE = 64
 
 
-def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool) -> None:
+def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool, contributions: int = 0) -> None:
     """Add the flat ``rows``, all of one dtype and length, into ``total``: a tensor of its own, or one of the first two
-    rows. ``average``: divide by the number of rows."""
+    rows. ``average``: divide by the number of ``contributions`` (0: each row is one)."""
     if len(rows) > 2 and total.dtype in _HALF:
         wide = rows[0].float()
         for row in rows[1:]:
@@ -39,7 +39,7 @@ def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool) -> 
         for row in rows[2:]:
             total += row
     if average:
-        total.div_(len(rows))
+        total.div_(contributions or len(rows))
 
 
 def add_to_both(

@@ -53,7 +53,7 @@ def is_able() -> bool:
 
 
 class RingSums:
-    """The sums of one ring, one at a time, if ``is_able``. ``own``: this member's position. ``ranks``: the local ranks
+    """The sums of one ring, one at a time, if ``is_able``. ``own``: this member's position. ``ranks``: the ranks
     of all members, by position."""
 
     #: How long to poll for a step once all members have begun: they have nothing else to do before the end. A rank that
@@ -66,6 +66,12 @@ class RingSums:
         self._tables: dict[tuple[torch.dtype, bool], array[int]] = {}
         self._era = -1  # of the tables
 
+    def start(
+        self, source: torch.Tensor, target: torch.Tensor | None, average: bool, name: str, scatters: bool = False
+    ) -> RingSum:
+        """The sum of the members' ``source``."""
+        return RingSum(self, source, target, average, name, scatters)
+
     def table(self, dtype: torch.dtype, average: bool) -> array[int]:
         """A new table for sums of ``dtype``, with the entries that do not depend on the tensor. Call it once the ring
         ``knows_addresses``."""
@@ -76,9 +82,9 @@ class RingSums:
         if table is None:
             members = len(self.ranks)
             table = new_table(members)
-            for position, local_rank in self.ranks.items():
-                table[TableEntry.CONTROLS + position] = self.ring.controls[local_rank]
-                table[slots_at(members) + position] = self.ring.slots(local_rank)
+            for position, rank in self.ranks.items():
+                table[TableEntry.CONTROLS + position] = self.ring.controls[rank]
+                table[slots_at(members) + position] = self.ring.slots(rank)
             table[TableEntry.OWN], table[TableEntry.SLOT_BYTES] = self.own, self.ring.slot_bytes
             table[TableEntry.STREAM] = streaming.address()
             compiled = kernels(WIRE[dtype], members, average)

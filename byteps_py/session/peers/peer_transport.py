@@ -1,7 +1,8 @@
-"""A rank's messages to and from the other ranks of its machine: it sends payloads and collects theirs.
+"""A rank's messages to and from other ranks: it sends payloads and collects theirs.
 
-Owns this rank's inbox, the outboxes to the others, and the memory between them; MessageMatcher decides. Must not know
-torch, process groups or operations. Any thread may call; threads that use the same stream take turns.
+Ranks of the same machine share memory and sockets; ranks of other machines have a TCP connection each. Owns this rank's
+inbox, the ways to the others, and the memory between them; MessageMatcher decides. Must not know torch, process groups
+or operations. Any thread may call; threads that use the same stream take turns.
 
 A receiver requests nothing: the nth payload of a stream from a rank is for the nth receipt. The receiver acknowledges a
 payload only if the sender's memory, or the sender's lead over its receivers, depends on it.
@@ -12,22 +13,37 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
+import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from byteps_py.errors import CommunicationError, JoinedError, MismatchError, ProtocolError
+from byteps_py.errors import CommunicationError, JoinedError, MismatchError, PeerLostError, ProtocolError, StallError
 from byteps_py.kernels.jit import streaming
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.memory import IncomingMemory, OutgoingMemory
-from byteps_py.session.peers.message_matcher import MessageMatcher, Payload, Span, Stream, StreamReceipt, joined_error
+from byteps_py.session.peers.message_matcher import (
+    Memory,
+    MessageMatcher,
+    Payload,
+    Posted,
+    Span,
+    Stream,
+    StreamReceipt,
+    joined_error,
+)
+from byteps_py.session.peers.peer_connection import BackgroundSender, PeerConnection, PendingSend, views_of
+from byteps_py.session.peers.peer_connector import PeerConnector, Seals
 from byteps_py.session.peers.peer_directory import PeerDirectory
-from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessageKind
+from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
 from byteps_py.session.peers.ring import Ring, RingHost
 from byteps_py.session.peers.votes import Votes
 from byteps_py.session.peers.waiting import Host, PeerWaiter, Wait
+from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import differing
 
@@ -37,41 +53,72 @@ INLINE_BYTES = 32 << 10
 CHUNK_BYTES = 1 << 20
 #: Payloads of a stream that not all receivers have acknowledged; a further one has to wait.
 WINDOW = 4
+#: After a connection has ended, the services have this long to find out and to say what has happened to its rank.
+_LOST_AFTER_S = 5.0
 
 _INLINE, _SHARED, _MORE, _TAKEN, _SEGMENT, _JOINED, _WAKE = map(int, PeerMessageKind)
+_BETWEEN_MACHINES = frozenset((_INLINE, _TAKEN, _JOINED))
 
 
-class LocalPeers:
-    """``host``: the session. ``first_rank``: the global rank of local rank 0."""
+class PeerTransport:
+    """``host``: the session of ``rank``. ``local_ranks``: the ranks of its machine. ``settings``: None: ranks of other
+    machines can't be connected to. ``epoch``: see PeerConnector."""
 
-    def __init__(self, host: Host, local_rank: int, local_size: int, first_rank: int) -> None:
+    def __init__(
+        self, host: Host, rank: int, local_ranks: range, settings: Settings | None = None, epoch: int = 0
+    ) -> None:
         self._host = host
-        self._first_rank = first_rank
-        self._me = local_rank
-        self._local_size = local_size
-        self._waiter = PeerWaiter(host, local_rank, local_size, first_rank, self.take_message)
+        self._me = rank
+        self._local_ranks = local_ranks
+        self._waiter = PeerWaiter(host, rank, self.take_message)
         self._lock = threading.Lock()  # guards the matcher and the outgoing memory
-        self._matcher = MessageMatcher(local_rank)
+        self._matcher = MessageMatcher(rank)
         self._outgoing = OutgoingMemory()
         self._incoming = IncomingMemory()
         self._inbox = Inbox()
-        self._outboxes: dict[int, PeerOutbox] = {}
+        self._outboxes: dict[int, PeerOutbox | PeerConnection] = {}
         self._retired: list[tuple[Ring, Stream]] = []
         #: The ranks to which this one is introduced.
-        self.directory = PeerDirectory(host, self._waiter, local_rank, local_size, self._inbox.write_fd)
+        self.directory = PeerDirectory(host, self._waiter, rank, local_ranks, self._inbox.write_fd)
+        self._connections: dict[int, PeerConnection] = {}  # by descriptor
+        #: Connects to ranks of other machines; None if that is not possible.
+        self.connector: PeerConnector | None = None
+        self._poller: select.epoll | None = None
+        self._has_joined = False
+        if settings is not None:
+            self.connector = PeerConnector(settings, rank, epoch, self._connected)
+            self._poller = select.epoll()
+            self._poller.register(self._inbox.fileno(), select.EPOLLIN)
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._poller.register(self._wake_fd, select.EPOLLIN)
+            self._background_sender = BackgroundSender(lambda: host.is_being_read, self._wake)
 
     def introduce(self, local_rank: int, write_fd: int) -> None:
         """The service hands over ``write_fd``, a descriptor for the inbox of ``local_rank``, perhaps that of a new
         process in the place of an earlier one. Called by the reading thread."""
-        before = self._outboxes.get(local_rank)
-        self._outboxes[local_rank] = PeerOutbox(write_fd)
+        rank = self._local_ranks[0] + local_rank
+        before = self._outboxes.get(rank)
+        self._outboxes[rank] = PeerOutbox(write_fd)
         if before is not None:
             before.close()
+
+    def _connected(self, rank: int, sock: socket.socket, seals: Seals) -> None:
+        """Called by a thread of the connector."""
+        poller = cast(select.epoll, self._poller)
+        connection = PeerConnection(rank, sock, seals, self, poller, self._background_sender)
+        self._connections[connection.fileno()] = connection
+        self._outboxes[rank] = connection
+        if self._has_joined:
+            self._tell_joined(connection)
+
+    def _wake(self) -> None:
+        """Have the thread that waits for messages look again."""
+        os.eventfd_write(self._wake_fd, 1)
 
     # ---- sending ---------------------------------------------------------------------------------------
 
     def stream(self, name: str, others: Iterable[int]) -> Stream:
-        """The stream of this name between this rank and the local ranks ``others``."""
+        """The stream of this name between this rank and the ranks ``others``."""
         with self._lock:
             return self._matcher.stream(name, others)
 
@@ -102,10 +149,16 @@ class LocalPeers:
         return within
 
     def send(
-        self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], is_led: bool, dues: Sequence[int] = ()
-    ) -> None:
-        """Send the concatenation of ``spans`` as the stream's next payload to each local rank of ``targets``. Returns
-        when the bytes are copied.
+        self,
+        stream: Stream,
+        targets: Sequence[int],
+        spans: Sequence[Span],
+        is_led: bool,
+        dues: Sequence[int] = (),
+        owner: object = None,
+    ) -> list[PendingSend]:
+        """Send the concatenation of ``spans`` as the stream's next payload to each rank of ``targets``. Returns what is
+        not sent yet: ``owner`` keeps its memory, and nobody may change it until it is (``wait_until_sent``).
 
         ``is_led``: the targets send nothing in return, so that a small payload, too, has to be acknowledged. ``dues``:
         for each target the number of bytes that this rank expects of it in return, so that both sides detect a
@@ -115,11 +168,34 @@ class LocalPeers:
         nbytes = spans[0][1] if len(spans) == 1 else sum(length for _, length in spans)
         if nbytes <= INLINE_BYTES:
             self._send_inline(stream, targets, spans, nbytes, is_led, dues)
-        else:
+            return []
+        near = [at for at, target in enumerate(targets) if target in self._local_ranks]
+        if len(near) == len(targets):
             self._send_shared(stream, targets, spans, nbytes, dues)
+            return []
+        far = [at for at in range(len(targets)) if at not in near]
+        sent = self._send_over_connections(
+            stream, [targets[at] for at in far], spans, is_led, [dues[at] for at in far] if dues else dues, owner
+        )
+        if near:
+            self._send_shared(
+                stream, [targets[at] for at in near], spans, nbytes, [dues[at] for at in near] if dues else dues
+            )
+        return [part for part in sent if not part.is_done]
+
+    def wait_until_sent(self, sent: Sequence[PendingSend], timeout_s: float) -> None:
+        """Return when all of ``sent`` is sent. Raises StallError and what ends the session."""
+
+        def is_done() -> bool:
+            return all(part.is_done for part in sent)
+
+        if not is_done():
+            wait = Wait("a message", 0, lambda: [part.connection.rank for part in sent if not part.is_done])
+            self._waiter.until(is_done, wait, timeout_s)
+            self._waiter.ended(wait)
 
     def refuse(self, stream: Stream, targets: Iterable[int], joined: int) -> None:
-        """Tell ``targets`` that they do not get the stream's next payload because the local rank ``joined`` has joined:
+        """Tell ``targets`` that they do not get the stream's next payload because rank ``joined`` has joined:
         their receipts raise JoinedError."""
         era, me, key = self._matcher.era, self._me, stream.key
         for target in targets:
@@ -147,6 +223,28 @@ class LocalPeers:
             record = peer_protocol.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, payload_id, 0, due)
             self._outboxes[target].send(record + data)
 
+    def _send_over_connections(
+        self,
+        stream: Stream,
+        targets: Sequence[int],
+        spans: Sequence[Span],
+        is_led: bool,
+        dues: Sequence[int],
+        owner: object,
+    ) -> list[PendingSend]:
+        payload_id = 0
+        if is_led:
+            with self._lock:
+                payload_id = self._matcher.send(stream, targets, None)
+        era, me, key, nbytes = self._matcher.era, self._me, stream.key, sum(length for _, length in spans)
+        sent = []
+        for at, target in enumerate(targets):
+            number, due = stream.send(target), dues[at] if dues else -1
+            record = peer_protocol.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, payload_id, 0, due)
+            connection = cast(PeerConnection, self._outboxes[target])
+            sent.append(connection.send_payload(record, spans, owner))
+        return sent
+
     def _send_shared(
         self, stream: Stream, targets: Sequence[int], spans: Sequence[Span], nbytes: int, dues: Sequence[int]
     ) -> None:
@@ -163,7 +261,7 @@ class LocalPeers:
                 if done - ready < CHUNK_BYTES and done < nbytes:
                     continue
                 for at, target in enumerate(targets):
-                    outbox = self._outboxes[target]
+                    outbox = cast(PeerOutbox, self._outboxes[target])
                     if ready:
                         outbox.send(peer_protocol.pack(_MORE, me, era, 0, 0, 0, nbytes, done, payload_id, 0, -1))
                         continue
@@ -191,13 +289,13 @@ class LocalPeers:
         ``slot_bytes`` bytes, are allocated by its first operation."""
         self._sweep()
         host = RingHost(
-            self._me, self._first_rank, self._lock, self._matcher, self._outgoing, self._incoming, self._outboxes,
+            self._me, self._lock, self._matcher, self._outgoing, self._incoming, self._outboxes,
             self._waiter, self._announce,
         )  # fmt: skip
         return Ring(host, stream, slot_bytes)
 
     def votes(self, name: str, others: Iterable[int]) -> Votes:
-        """Votes among this rank and the local ranks ``others``, to which it is introduced. Nothing else may use the
+        """Votes among this rank and the ranks ``others``, to which it is introduced. Nothing else may use the
         stream of this name."""
         return Votes(self._me, self.stream(name, others), self._matcher, self._outboxes, self._waiter)
 
@@ -236,6 +334,7 @@ class LocalPeers:
         finally:
             if receipt.wait is not None:
                 self._waiter.ended(receipt.wait)
+        receipt.close()
         if receipt.error is not None:
             raise receipt.error
 
@@ -250,10 +349,23 @@ class LocalPeers:
                     receipt.error = receipt.error or self._difference(receipt.stream, source, payload, nbytes, sent)
                 if self._take(source, payload, spans if payload.total == nbytes else ()):
                     del payloads[number]
+                    receipt.stream.posted.pop((source, number), None)
                     left.pop()
                 continue
             wait = receipt.wait = receipt.wait or Wait(receipt.stream.name, number, receipt.missing)
             self._await_payload(receipt, wait, source, number, deadline - time.monotonic())
+
+    def abandon(self, receipt: StreamReceipt) -> None:
+        """Nothing more is copied to the memory of ``receipt``, which is not collected any more."""
+        stream = receipt.stream
+        with self._host.state:
+            for source, number, *_ in receipt.left:
+                stream.posted.pop((source, number), None)
+                payload = stream.flows[source].payloads.get(number)
+                outbox = self._outboxes.get(source)
+                if payload is not None and isinstance(outbox, PeerConnection):
+                    outbox.divert(payload)
+        receipt.close()
 
     def await_next(self, streams: Sequence[tuple[Stream, int]], timeout_s: float) -> None:
         """Return when one of the (stream, source) pairs has a payload without a receipt. Raises StallError and what
@@ -279,13 +391,13 @@ class LocalPeers:
             while not self._host.is_being_read and self.take_message():
                 pass
 
-    def joined_among(self, local_ranks: Iterable[int]) -> set[int]:
-        """Those of ``local_ranks`` that have no more data."""
-        return self._matcher.joined.intersection(local_ranks)
+    def joined_among(self, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` that have no more data."""
+        return self._matcher.joined.intersection(ranks)
 
     def joined_error(self, stream: Stream, joined: Iterable[int]) -> JoinedError:
-        """The error of the stream's next operation, which needs the local ranks ``joined``."""
-        return joined_error(stream.name, self._first_rank + min(joined))
+        """The error of the stream's next operation, which needs the ranks ``joined``."""
+        return joined_error(stream.name, min(joined))
 
     def _await_payload(self, receipt: StreamReceipt, wait: Wait, source: int, number: int, timeout_s: float) -> None:
         flows = receipt.stream.flows
@@ -298,11 +410,31 @@ class LocalPeers:
 
         def has_come() -> bool:
             payload = payloads.get(number)
-            return bool(absent()) if payload is None else payload.has_news
+            if payload is not None and payload.has_news:
+                return True
+            return bool(payload is None and absent()) or self._outboxes[source].failure is not None
 
         self._waiter.until(has_come, wait, timeout_s)
-        if number not in payloads:
-            raise joined_error(receipt.stream.name, self._first_rank + absent()[0])
+        payload = payloads.get(number)
+        if payload is None and (gone := absent()):
+            raise joined_error(receipt.stream.name, gone[0])
+        if payload is None or not payload.has_news:
+            self._lose(source, wait, timeout_s)
+
+    def _lose(self, source: int, wait: Wait, timeout_s: float) -> None:
+        """The connection to ``source`` has ended, and something is still to come. Raises what the services know of it,
+        if they find out in time; otherwise PeerLostError."""
+        connection = cast(PeerConnection, self._outboxes[source])
+        patience_s = connection.failed_at_s + _LOST_AFTER_S - time.monotonic()
+        if patience_s > 0:
+            with contextlib.suppress(StallError):
+                self._waiter.until(lambda: False, wait, min(patience_s, timeout_s), has_spun=True)
+            if timeout_s < patience_s:
+                raise StallError(f"tensor {wait.name!r}: nothing came from rank {source} within {timeout_s:.3g} s")
+        raise PeerLostError(
+            f"tensor {wait.name!r}: the connection to rank {source} has ended ({connection.failure}), though its "
+            "process may still run; operations between ranks do not outlive a broken connection"
+        )
 
     def _difference(
         self, stream: Stream, source: int, payload: Payload, nbytes: int, sent: int
@@ -310,8 +442,8 @@ class LocalPeers:
         """The error for a payload that has another size than expected, or whose sender expects another size in
         return."""
         if payload.due == peer_protocol.REFUSED:
-            return joined_error(stream.name, self._first_rank + payload.offset)
-        other, own = self._first_rank + source, self._first_rank + self._me
+            return joined_error(stream.name, payload.offset)
+        other, own = source, self._me
         if payload.total != nbytes:
             return MismatchError(differing(stream.name, other, payload.total, own, nbytes))
         if payload.due < 0 or sent < 0:
@@ -320,11 +452,15 @@ class LocalPeers:
 
     def _take(self, source: int, payload: Payload, spans: Sequence[Span]) -> bool:
         """Copy what has been written of a payload to ``spans``. True if that completes it."""
-        if payload.data is not None:
+        if payload.has_landed:
+            pass
+        elif payload.data is not None:
             start = 0
             for address, length in spans:
-                data = payload.data if length == payload.total else payload.data[start : start + length]
-                ctypes.memmove(address, data, length)
+                part = (
+                    payload.data if length == payload.total else bytes(memoryview(payload.data)[start : start + length])
+                )
+                ctypes.memmove(address, part, length)
                 start += length
         else:
             done, ready = payload.done, payload.ready
@@ -348,36 +484,69 @@ class LocalPeers:
 
     def fileno(self) -> int:
         """A descriptor that is readable when a message has arrived."""
-        return self._inbox.fileno()
+        return self._inbox.fileno() if self._poller is None else self._poller.fileno()
 
     def take_message(self) -> bool:
-        """Process one message, if one has arrived. Called with the host's ``state`` held while no other thread reads.
+        """Process a message, if one has arrived. Called with the host's ``state`` held while no other thread reads.
         Raises ProtocolError."""
+        if self._poller is None:
+            return self._take_local_message()
+        has_come = False
+        for fd, events in self._poller.poll(0):
+            connection = self._connections.get(fd)
+            if connection is None:
+                if fd == self._wake_fd:
+                    os.eventfd_read(fd)
+                else:
+                    self._take_local_message()
+            else:
+                if events & select.EPOLLOUT:
+                    connection.send_waiting()
+                if events & ~select.EPOLLOUT:
+                    connection.receive()
+            has_come = True
+        return has_come
+
+    def _take_local_message(self) -> bool:
         nbytes, fd = self._inbox.receive()
         try:
             if not nbytes:
                 return False
             message = peer_protocol.unpack(buffer := self._inbox.buffer, nbytes)
             source = message.source
-            if source == self._me or source >= self._local_size:
-                raise ProtocolError(f"local rank {source} is no peer of local rank {self._me}: {message}")
+            if source == self._me or source not in self._local_ranks:
+                raise ProtocolError(f"rank {source} is no peer of rank {self._me} on its machine: {message}")
             if message.kind == _WAKE:
                 return True  # a waiting thread checks its condition after every message
             if message.kind == _SEGMENT:
                 if fd < 0:
-                    raise ProtocolError(f"local rank {source} announced a segment without its descriptor")
+                    raise ProtocolError(f"rank {source} announced a segment without its descriptor")
                 given, fd = fd, -1
                 self._incoming.add(source, message.segment, given, message.total)
                 return True
         finally:
             if fd >= 0:  # the message does not use it
                 os.close(fd)
-        data = bytes(buffer[RECORD_BYTES:nbytes]) if message.kind == _INLINE else None
+        self._came(message, bytes(buffer[RECORD_BYTES:nbytes]) if message.kind == _INLINE else None)
+        return True
+
+    def came(self, message: PeerMessage, data: bytes | Memory | None) -> None:
+        """A message of another machine, with its payload. Raises ProtocolError."""
+        if message.kind not in _BETWEEN_MACHINES:
+            raise ProtocolError(f"rank {message.source} shares no memory with rank {self._me}: {message}")
+        self._came(message, data)
+
+    def land(self, message: PeerMessage) -> PayloadLanding:
+        """The payload of ``message``, of another machine, follows. Raises ProtocolError."""
+        with self._lock:
+            found = self._matcher.land(message)
+        return PayloadLanding(self, message, *(found or (None, None)))
+
+    def _came(self, message: PeerMessage, data: bytes | Memory | None) -> None:
         with self._lock:
             freed = self._matcher.came(message, data)
             if freed is not None:
                 self._outgoing.free(cast(Block, freed))
-        return True
 
     # ---- join and close --------------------------------------------------------------------------------
 
@@ -386,13 +555,17 @@ class LocalPeers:
         because a peer may join on receiving it, and the service must know of this rank first."""
         if self.directory.includes_all:
             self.directory.wait_for_all()
-        record = peer_protocol.pack(_JOINED, self._me, self._matcher.era, 0, 0, 0, 0, 0, 0, 0, -1)
         tell()
-        for outbox in self._outboxes.values():
-            outbox.send(record)
+        self._has_joined = True
+        for outbox in list(self._outboxes.values()):
+            self._tell_joined(outbox)
+
+    def _tell_joined(self, outbox: PeerOutbox | PeerConnection) -> None:
+        outbox.send(peer_protocol.pack(_JOINED, self._me, self._matcher.era, 0, 0, 0, 0, 0, 0, 0, -1))
 
     def begin_era(self) -> None:
         """All ranks have joined: all streams start again."""
+        self._has_joined = False
         with self._lock:
             for block in self._matcher.begin_era():
                 self._outgoing.free(cast(Block, block))
@@ -400,13 +573,59 @@ class LocalPeers:
                 self._free(self._retired.pop()[0])
 
     def close(self, is_forked: bool = False) -> None:
-        """Close the sockets and unmap the memory. Sent messages still arrive. ``is_forked``: called in a forked
+        """Close the sockets and unmap the memory. PendingSend messages still arrive. ``is_forked``: called in a forked
         child."""
+        if self.connector is not None:
+            self.connector.close(is_forked)
         for outbox in self._outboxes.values():
             outbox.close(is_forked)
         self._outboxes.clear()
+        self._connections.clear()
         with contextlib.nullcontext() if is_forked else self._host.state:
             self._inbox.close()
+            if self._poller is not None:
+                self._background_sender.close(is_forked)
+                self._poller.close()
+                os.close(self._wake_fd)
         self._retired.clear()
         self._incoming.close()
         self._outgoing.close()
+
+
+class PayloadLanding:
+    """A large payload that comes from another machine: to the memory of its receipt, if that is there by then and
+    expects as many bytes; otherwise to memory of its own, from which it is copied."""
+
+    def __init__(
+        self, peers: PeerTransport, message: PeerMessage, payload: Payload | None, posted: Posted | None
+    ) -> None:
+        self._peers, self._message, self.payload, self._posted = peers, message, payload, posted
+        self._own: Memory | None = None
+        if posted is not None:
+            self.views = views_of(posted.spans)
+        else:
+            self._own = (ctypes.c_char * message.total)()
+            self.views = deque([memoryview(self._own).cast("B")])
+
+    def divert(self) -> None:
+        """The memory of the receipt must not be written to any more."""
+        if self._posted is None:
+            return
+        self._own = (ctypes.c_char * self._message.total)()
+        own = memoryview(self._own).cast("B")
+        done = len(own) - sum(map(len, self.views))
+        filled, at = views_of(self._posted.spans), 0
+        while at < done:
+            view = filled.popleft()[: done - at]
+            own[at : at + len(view)] = view
+            at += len(view)
+        self.views, self._posted = deque([own[done:]]), None
+
+    def complete(self) -> None:
+        """All of it has come. Raises ProtocolError."""
+        payload = self.payload
+        if payload is None:  # of another era
+            self._peers.came(self._message, self._own)
+            return
+        payload.data, payload.has_landed = self._own, self._own is None
+        payload.ready = payload.total

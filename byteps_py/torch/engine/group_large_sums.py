@@ -1,4 +1,5 @@
-"""The large sums of a process group through the ring: shared memory, of which each member adds a share (ring/).
+"""The large sums of a process group of which each member adds a share: in shared memory (ring/), or over connections
+(share_sums.py).
 
 The operations of a group run one after the other, in the order of the calls. The waiting thread carries an operation
 out; if the caller will not wait at once, a thread of the pool does. Any thread.
@@ -10,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -19,16 +21,37 @@ from byteps_py.torch.engine.group_work import FallbackWork, GroupWork
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.peer_streams import PeerStreams
 from byteps_py.torch.engine.peer_sums import LocalSum, Tensors, concatenated, contiguous, split_into
-from byteps_py.torch.engine.ring.ring_sum import RingSum
 from byteps_py.torch.engine.tensor_bytes import check_writable
 from byteps_py.torch.engine.work import Call
 
 
-class GroupRingSums:
-    """The ring sums of one group."""
+class LargeSum(Protocol):
+    """One sum."""
 
-    def __init__(self, members: Members, streams: PeerStreams) -> None:
+    @property
+    def has_begun(self) -> bool:
+        """True once this member has given something to others."""
+
+    def run(self, deadline: float) -> None:
+        """Complete the sum; if a wait ends early, a further call continues. ``deadline``: of time.monotonic(). Raises
+        StallError, JoinedError (no member has begun) and what ends the session."""
+
+
+class LargeSums(Protocol):
+    """The sums of a group, one at a time."""
+
+    def start(
+        self, source: torch.Tensor, target: torch.Tensor | None, average: bool, name: str, scatters: bool = False
+    ) -> LargeSum:
+        """The sum of flat and contiguous tensors. ``target``: see RingSum. ``name``: the same on all members."""
+
+
+class GroupLargeSums:
+    """The large sums of one group."""
+
+    def __init__(self, members: Members, streams: PeerStreams, large_sums: LargeSums) -> None:
         self.streams = streams
+        self._large_sums = large_sums
         self.failure: Exception | None = None  # of an operation that other members may have continued
         self._prefix = members.prefix
         self._own = members.position
@@ -67,11 +90,11 @@ class GroupRingSums:
             def finish() -> None:
                 split_into(whole, targets)
 
-        name = f"{self._prefix}.ring.{what.place}"
+        name = f"{self._prefix}.shares.{what.place}"
         with self._lock:
             streams.group_context.check()
-            ring_sum = RingSum(streams.ring_sums, source, target, what.kind.average, name, what.kind.scatters)
-            work = RingWork(self, call._replace(finish=finish), ring_sum, what.agreement)
+            large_sum = self._large_sums.start(source, target, what.kind.average, name, what.kind.scatters)
+            work = LargeSumWork(self, call._replace(finish=finish), large_sum, what.agreement)
             work.number = streams.group_context.journal.record((call.what, what.kind), name)
             streams.sums.append(work)
         fallback = FallbackWork(streams.fallbacks, call, work, what.otherwise)
@@ -80,14 +103,14 @@ class GroupRingSums:
         return fallback
 
 
-class RingWork(GroupWork):
-    """One sum. If a wait for other members ends early, the next wait continues it. Nothing is written to the ring
+class LargeSumWork(GroupWork):
+    """One sum. If a wait for other members ends early, the next wait continues it. Nothing is given to others
     before the ``agreement`` has succeeded."""
 
-    def __init__(self, sums: GroupRingSums, call: Call, ring_sum: RingSum, agreement: GroupWork | None) -> None:
+    def __init__(self, sums: GroupLargeSums, call: Call, large_sum: LargeSum, agreement: GroupWork | None) -> None:
         super().__init__(sums.streams.group_context, call)
         self._sums = sums
-        self._sum: RingSum | None = ring_sum
+        self._sum: LargeSum | None = large_sum
         self._agreement = agreement
         self._introduction_wait: Callable[[float], None] | None = None
 
