@@ -85,7 +85,7 @@ def test_the_ring_is_asked_for_only_where_it_would_be_used() -> None:
 
 def test_members_on_several_machines_use_the_service() -> None:
     across = router(reach=Reach.SERVICE)
-    for choice in (across.sum(facts(4)), across.sum(facts(MB)), across.move(True)):
+    for choice in (across.sum(facts(4)), across.sum(facts(MB)), across.move(Op.EXCHANGE, 4, True)):
         assert choice.route is Route.SERVICE
         assert "several machines" in choice.reason
 
@@ -103,13 +103,32 @@ def test_members_on_several_machines_use_the_service() -> None:
 def test_sums_of_connected_machines(nbytes: int, changes: dict[str, Any], route: Route) -> None:
     across = router(reach=Reach.CONNECTIONS)
     assert across.sum(facts(nbytes, **changes)).route is route
-    assert across.move(True).route is Route.PEERS
-    assert across.move(False).route is Route.SERVICE
+
+
+@pytest.mark.parametrize(
+    ("op", "members", "most_on_machine", "nbytes", "route"),
+    [
+        (Op.EXCHANGE, 4, 2, 64 * MB, Route.PEERS),
+        (Op.GATHER, 4, 1, 64 * MB, Route.PEERS),
+        (Op.GATHER, 4, 2, 64 * KB, Route.PEERS),
+        (Op.GATHER, 4, 2, 64 * MB, Route.SERVICE),  # each byte would go twice to each machine
+        (Op.BROADCAST, 2, 1, 64 * MB, Route.PEERS),
+        (Op.BROADCAST, 4, 1, 64 * KB, Route.PEERS),
+        (Op.BROADCAST, 4, 1, 64 * MB, Route.SERVICE),  # the root's machine would send each byte three times
+    ],
+)
+def test_connected_machines_get_no_byte_twice_if_there_are_many(
+    op: Op, members: int, most_on_machine: int, nbytes: int, route: Route
+) -> None:
+    across = Router(members, Reach.CONNECTIONS, members, GROUP_MESSAGE_BYTES, lambda: True, most_on_machine)
+    assert across.move(op, nbytes, True).route is route
+    assert across.move(op, nbytes, False).route is Route.SERVICE
 
 
 def test_bytes_move_between_ranks_of_one_machine_unless_they_are_on_a_device() -> None:
-    assert router().move(True).route is Route.PEERS
-    assert router().move(False).route is Route.SERVICE
+    for op in (Op.EXCHANGE, Op.GATHER, Op.BROADCAST):
+        assert router(4).move(op, 64 * MB, True).route is Route.PEERS
+        assert router(4).move(op, 64 * MB, False).route is Route.SERVICE
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,11 @@ class GroupEngine:
         streams: PeerStreams | None,
     ) -> None:
         self._members = members
-        reach, can_share = Reach.SERVICE, ring_sum.is_able
+        reach, can_share, most_on_machine = Reach.SERVICE, ring_sum.is_able, 1
         if streams is not None:
             reach, can_share = streams.reach, streams.can_share
-        self.router = Router(members.count, reach, members.count, GROUP_MESSAGE_BYTES, can_share)
+            most_on_machine = streams.most_on_machine
+        self.router = Router(members.count, reach, members.count, GROUP_MESSAGE_BYTES, can_share, most_on_machine)
         self._reductions = ServiceReductions(members, group_context, completer)
         self._gathers = ServiceGathers(members, group_context, completer)
         self.messages = Messages(members, group_context, self.router, streams)
@@ -248,7 +249,7 @@ class GroupEngine:
         (tensor,) = call.outputs
         view = bits_of(tensor)
         kind = OperationKind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
-        if (peers := self._peers_for(tensor.is_cpu)) is not None:
+        if (peers := self._peers_for(Op.BROADCAST, tensor.nbytes, tensor.is_cpu)) is not None:
             place = self._reductions.known_place(kind)
             if place is not None:
                 return peers.broadcast(place, tensor, root, call.timeout_s)
@@ -263,15 +264,15 @@ class GroupEngine:
             kind = OperationKind(Op.SUM, DType.UINT8, (1,))
             return self._reductions.start(Call("barrier", [], timeout_s), kind, [token], [])
 
-        if self._is_barrier_agreed and (peers := self._peers_for(True)) is not None:
+        if self._is_barrier_agreed and (peers := self._peers_for(Op.EXCHANGE, 0, True)) is not None:
             return peers.barrier(through_the_service, timeout_s)
         self._is_barrier_agreed = True  # the first one goes through the service, see ``broadcast``
         return through_the_service()
 
-    def _peers_for(self, is_on_host: bool) -> PeerCollectives | None:
-        """The collectives among ranks of this machine, if the router chooses PEERS for data on the host or on a
-        device."""
-        return self._peers if self.router.move(is_on_host).route is Route.PEERS else None
+    def _peers_for(self, op: Op, nbytes: int, is_on_host: bool) -> PeerCollectives | None:
+        """The collectives among members that reach each other directly, if the router chooses PEERS: see
+        Router.move."""
+        return self._peers if self.router.move(op, nbytes, is_on_host).route is Route.PEERS else None
 
     def _shares(self, found: LocalSum) -> GroupLargeSums:
         if self._large_sums is None:
@@ -298,7 +299,8 @@ class GroupEngine:
                 transfer.finish()
 
         call = Call(what, outputs, timeout_s, finish)
-        if (peers := self._peers_for(device.type == "cpu")) is not None:
+        nbytes = sum(tensor.numel() for piece in incoming for tensor in piece)
+        if (peers := self._peers_for(transfer.op, nbytes, device.type == "cpu")) is not None:
             if transfer.sizes is Sizes.TOGETHER:
                 return peers.move(transfer.stream, call, outgoing, incoming, True)
             sent, due = ([piece or None for piece in pieces] for pieces in (outgoing, incoming))
@@ -309,14 +311,14 @@ class GroupEngine:
         """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; both
         contiguous."""
         call = Call(what, [target], timeout_s)
-        if (peers := self._peers_for(source.is_cpu and target.is_cpu)) is not None:
+        if (peers := self._peers_for(op, target.nbytes, source.is_cpu and target.is_cpu)) is not None:
             return peers.even(op, call, source, target)
         return self._gathers.even(op, call, source, target)
 
     def gather_to(self, root: int, tensor: torch.Tensor, outputs: list[torch.Tensor], timeout_s: float) -> Work:
         """The ``tensor`` of every member to the member at position ``root``. ``outputs``: one for each member on the
         root, empty on the others."""
-        peers = self._peers_for(tensor.is_cpu)
+        peers = self._peers_for(Op.EXCHANGE, tensor.nbytes, tensor.is_cpu)
         if peers is not None and is_plain(tensor) and all(map(is_plain, outputs)):
             return peers.gather(tensor, outputs, root, timeout_s)
         count = self._members.count
@@ -328,7 +330,7 @@ class GroupEngine:
     def scatter_from(self, root: int, inputs: list[torch.Tensor], output: torch.Tensor, timeout_s: float) -> Work:
         """A tensor from the member at position ``root`` to each member's ``output``. ``inputs``: one for each member on
         the root, empty on the others."""
-        peers = self._peers_for(output.is_cpu)
+        peers = self._peers_for(Op.EXCHANGE, output.nbytes, output.is_cpu)
         if peers is not None and is_plain(output) and all(map(is_plain, inputs)):
             return peers.scatter(output, inputs, root, timeout_s)
         count = self._members.count

@@ -9,6 +9,7 @@ from collections import deque
 import torch
 
 from byteps_py.errors import MismatchError, StallError, UsageError
+from byteps_py.tensors import Op
 from byteps_py.torch.engine.group_work import GroupContext, GroupWork
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.peer_messages import PeerReceive, PeerReceiver, PeerSend, PeerSendQueue
@@ -72,7 +73,9 @@ class Messages:
         )
 
     def _streams_for(self, tensor: torch.Tensor) -> PeerStreams | None:
-        return self._streams if self._router.move(tensor.is_cpu).route is Route.PEERS else None
+        return (
+            self._streams if self._router.move(Op.EXCHANGE, tensor.nbytes, tensor.is_cpu).route is Route.PEERS else None
+        )
 
     def _call(self, what: str, tensor: torch.Tensor) -> Call:
         return Call(what, [tensor], self._group_context.timeout_s)

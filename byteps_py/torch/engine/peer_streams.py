@@ -232,6 +232,11 @@ class PeerStreams:
         """How the members reach each other."""
         return Reach.MEMORY if self.machines is None else Reach.CONNECTIONS
 
+    @property
+    def most_on_machine(self) -> int:
+        """The largest number of members on one machine."""
+        return self._members.count if self.machines is None else max(map(len, self.machines.positions))
+
     def can_share(self) -> bool:
         """True if large sums can be added in shares."""
         if self.machines is None:

@@ -43,6 +43,8 @@ NAMED_MESSAGE_BYTES = 128 << 10
 #: The same for members on several machines: with shares, and without.
 CONNECTION_BYTES = 128 << 10
 _MOST_CONNECTION_BYTES = 1 << 20
+#: Gathers and broadcasts that would send the same bytes to a machine several times, or from one machine to several.
+_MOST_COPIED_BYTES = 256 << 10
 
 
 class Reach(enum.Enum):
@@ -90,13 +92,15 @@ class Router:
     """``members``: of the group.
     ``ranks_on_cores``: how many ranks share the machine's cores while an operation runs. ``message_bytes``: see
     GROUP_MESSAGE_BYTES. ``can_share``: whether large sums can be added in
-    shares: the ring's instructions are compiled, or each member has a machine of its own and no spare machine sums."""
+    shares: the ring's instructions are compiled, or each member has a machine of its own and no spare machine sums.
+    ``most_on_machine``: the largest number of members on one machine, if they are on several."""
 
     members: int
     reach: Reach
     ranks_on_cores: int
     message_bytes: int
     can_share: Callable[[], bool]
+    most_on_machine: int = 1
 
     @classmethod
     def for_names(cls, session: Session, ranks: Sequence[int], can_share: Callable[[], bool]) -> Self:
@@ -127,11 +131,18 @@ class Router:
             return _TOO_MANY
         return _LARGE if self.can_share() else _NO_RING
 
-    def move(self, is_on_host: bool) -> RouteChoice:
-        """The route of a gather, an exchange, a broadcast, a barrier or a message."""
+    def move(self, op: Op, nbytes: int, is_on_host: bool) -> RouteChoice:
+        """The route of a GATHER, a BROADCAST or an EXCHANGE, which stands for every operation that sends each byte to
+        one member only. ``nbytes``: that a member receives, the same on all."""
         if self.reach is Reach.SERVICE:
             return _ACROSS
-        return _TO_PEERS if is_on_host else _ON_DEVICE
+        if not is_on_host:
+            return _ON_DEVICE
+        if self.reach is Reach.CONNECTIONS and nbytes > _MOST_COPIED_BYTES:
+            is_copied = (op is Op.GATHER and self.most_on_machine > 1) or (op is Op.BROADCAST and self.members > 2)
+            if is_copied:
+                return _COPIED
+        return _TO_PEERS
 
 
 _ACROSS = RouteChoice(Route.SERVICE, "members are on several machines and not connected, or alone")
@@ -150,6 +161,7 @@ _NO_RING = RouteChoice(Route.SERVICE, "the ring's instructions could not be comp
 _SMALL = RouteChoice(Route.PEERS, "the sum is small: one message from each member is faster than steps")
 _LARGE = RouteChoice(Route.RING, "the sum is large: each member adds a share of it")
 _SHARES = RouteChoice(Route.SHARES, "the sum is large: each member adds a share of it")
+_COPIED = RouteChoice(Route.SERVICE, "the same bytes are for several members: the services send them once")
 _TO_PEERS = RouteChoice(Route.PEERS, "members reach each other directly")
 #: The choice of GroupEngine before members have agreed on a kind of operation.
 FIRST_OF_ITS_KIND = RouteChoice(Route.SERVICE, "the first of its kind: the service compares what members call")
