@@ -35,13 +35,14 @@ _BUFFER_BYTES = RECORD_BYTES + 2 * LANDING_BYTES
 _AT_ONCE_BYTES = 4 << 20
 _MOST_VIEWS = 64  # of one system call
 _FRAMES_BYTES = LENGTH_BYTES + FRAME_BYTES + TAG_BYTES + (64 << 10)
-_FLUSH_LIMIT_S = 10.0
+_FLUSH_LIMIT_S = 30.0
 _DELIVERY_LIMIT_S = 2.0
 _DELIVERY_POLL_S = 0.001
 #: A thread that waits for messages sends what waits. Another one does so only if there is none after this time.
 _GRACE_S = 0.002
 _IDLE_S = 5.0
 _POLL_MS = 250
+_JOIN_LIMIT_S = 2.0
 _INLINE = int(PeerMessageKind.INLINE)
 _IN, _IN_AND_OUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
@@ -336,12 +337,11 @@ class PeerConnection:
     def _deliver(self) -> None:
         """A socket that is closed while something for it arrives drops what it has not delivered."""
         deadline = time.monotonic() + _FLUSH_LIMIT_S
+        writable = select.poll()
+        writable.register(self._sock, select.POLLOUT)
         while self._waiting and time.monotonic() < deadline:
-            self._sock.setblocking(True)
-            self._sock.settimeout(max(0.01, deadline - time.monotonic()))
-            with self._lock:
-                view, _ = self._waiting.popleft()
-                self._sock.sendall(view)
+            writable.poll(_POLL_MS)
+            self.send_waiting()
         self._sock.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + _DELIVERY_LIMIT_S
         while self._undelivered and time.monotonic() < deadline:
@@ -381,6 +381,9 @@ class BackgroundSender:
         if not is_forked:
             with self._changed:
                 self._changed.notify()
+                thread = self._thread
+            if thread is not None:
+                thread.join(_JOIN_LIMIT_S)
 
     def _serve(self) -> None:
         while True:

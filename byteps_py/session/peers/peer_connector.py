@@ -27,7 +27,9 @@ _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 4096  # of a message of the handshake
 _PATIENCE_S = 5.0  # for each message of a handshake
 _RETRY_S = 0.05
-_MOST_UNAUTHENTICATED = 64  # connections at one time
+#: Connections that have not authenticated. Beyond that the oldest is cut off, unless all are younger than _GRACE_S.
+_MOST_UNAUTHENTICATED = 64
+_GRACE_S = 0.5
 _ACCEPTED, _REFUSED = b"+", b"-"
 _SWITCH_OFF = (
     "or set BYTEPS_DIRECT_CONNECTIONS=0 on all ranks, which sends everything through the communication service"
@@ -52,7 +54,7 @@ class PeerConnector:
         self._refusals: dict[int, str] = {}  # by rank: why its latest attempt has failed
         self._listener: socket.socket | None = None
         self._handshake: ListenerHandshake | None = None
-        self._unauthenticated = threading.Semaphore(_MOST_UNAUTHENTICATED)
+        self._unauthenticated: dict[socket.socket, float] = {}  # with the times of their beginnings, the oldest first
         self._address = ""
         self._is_closed = False
 
@@ -162,10 +164,24 @@ class PeerConnector:
                     return
                 time.sleep(_RETRY_S)  # no descriptors left, for example
                 continue
-            if not self._unauthenticated.acquire(blocking=False):
+            if not self._may_authenticate(sock):
                 sock.close()  # a member tries again
                 continue
             threading.Thread(target=self._serve, args=(sock,), name="byteps-handshake", daemon=True).start()
+
+    def _may_authenticate(self, sock: socket.socket) -> bool:
+        """False: there are too many others."""
+        now = time.monotonic()
+        with self._changed:
+            if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED:
+                oldest, since_s = next(iter(self._unauthenticated.items()))
+                if now - since_s < _GRACE_S:
+                    return False
+                del self._unauthenticated[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            self._unauthenticated[sock] = now
+            return True
 
     def _serve(self, sock: socket.socket) -> None:
         rank = -1
@@ -188,7 +204,8 @@ class PeerConnector:
             with self._changed:
                 self._refusals[rank] = str(error)
         finally:
-            self._unauthenticated.release()
+            with self._changed:
+                self._unauthenticated.pop(sock, None)
 
     def _check(self, sock: socket.socket, rank: int, hello: bytes) -> Seals:
         handshake = self._handshake

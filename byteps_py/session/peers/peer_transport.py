@@ -84,7 +84,7 @@ class PeerTransport:
         #: Connects to ranks of other machines; None if that is not possible.
         self.connector: PeerConnector | None = None
         self._poller: select.epoll | None = None
-        self._has_joined = False
+        self._has_joined = self._is_closed = False
         if settings is not None:
             self.connector = PeerConnector(settings, rank, epoch, self._connected)
             self._poller = select.epoll()
@@ -573,8 +573,11 @@ class PeerTransport:
                 self._free(self._retired.pop()[0])
 
     def close(self, is_forked: bool = False) -> None:
-        """Close the sockets and unmap the memory. PendingSend messages still arrive. ``is_forked``: called in a forked
+        """Close the sockets and unmap the memory. What was sent still arrives. ``is_forked``: called in a forked
         child."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self.connector is not None:
             self.connector.close(is_forked)
         for outbox in self._outboxes.values():

@@ -1,0 +1,80 @@
+"""Ranks of different machines in the test's process, without services: their transports are connected over loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from byteps_py.errors import BytePSError, StallError
+from byteps_py.session.peers import PeerTransport
+from byteps_py.settings import Settings
+
+WAIT_S = 30.0
+SECRET = "a secret of at least sixteen characters"
+#: By protection of the connections.
+SETTINGS = {
+    "open": Settings(num_workers=4),
+    "signed": Settings(num_workers=4, secret=SECRET),
+    "encrypted": Settings(num_workers=4, secret=SECRET, encrypt=True),
+}
+
+
+class ConnectedRank:
+    """A session that receives messages of its peers only. ``fatal`` ends it."""
+
+    is_being_read = False
+
+    def __init__(self, rank: int, settings: Settings, epoch: int = 0) -> None:
+        self.rank = rank
+        self.state = threading.Condition(threading.RLock())
+        self.told: list[bytes] = []
+        self.fatal: BytePSError | None = None
+        self.transport = PeerTransport(self, rank, range(rank, rank + 1), settings, epoch)
+
+    def check_open(self) -> None:
+        if self.fatal is not None:
+            raise self.fatal
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float | None, what: Callable[[], str]) -> None:
+        deadline = time.monotonic() + (WAIT_S if timeout_s is None else timeout_s)
+        readable = select.poll()
+        readable.register(self.transport.fileno(), select.POLLIN)
+        while not condition():
+            self.check_open()
+            if time.monotonic() > deadline:
+                raise StallError(what())
+            if readable.poll(max(0.0, 1000 * min(deadline - time.monotonic(), 0.05))):
+                with self.state:
+                    self.transport.take_message()
+
+    def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
+        self.told.append(message)
+
+
+@contextlib.contextmanager
+def connected(count: int, settings: Settings) -> Iterator[list[ConnectedRank]]:
+    """``count`` ranks, each on a machine of its own."""
+    ranks = [ConnectedRank(rank, settings) for rank in range(count)]
+    try:
+        connect(ranks)
+        yield ranks
+    finally:
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda rank: rank.transport.close(), ranks))
+
+
+def connect(ranks: list[ConnectedRank]) -> None:
+    """Connect all of ``ranks`` with each other."""
+    connectors = [rank.transport.connector for rank in ranks]
+    addresses = {rank: connector.address() for rank, connector in enumerate(connectors) if connector is not None}
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for done in [
+            pool.submit(connector.connect, {r: a for r, a in addresses.items() if r != rank}, WAIT_S)
+            for rank, connector in enumerate(connectors)
+            if connector is not None
+        ]:
+            done.result()

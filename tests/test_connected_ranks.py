@@ -1,0 +1,78 @@
+"""Process groups whose ranks are on different machines, in real processes: how operations between them end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+from support.breaking import command
+from support.clusters import ROOT
+from support.connected import SECRET
+
+PROGRAM = str(ROOT / "tests" / "programs" / "connected_ends.py")
+
+
+def launch(operation: str, *arguments: str) -> list[str]:
+    return [
+        sys.executable, "-m", "byteps_py.launch", "-np", "1", "--machines", "2", sys.executable, PROGRAM,
+        operation, *arguments,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("operation", "killed"),
+    [("all_reduce", 0), ("shares", 1), ("send_recv", 1), pytest.param("all_gather", 0, marks=pytest.mark.slow)],
+)
+def test_who_waits_for_a_killed_rank_of_another_machine_is_told(operation: str, killed: int) -> None:
+    with command(*launch(operation)) as job:
+        job.until("0: going", "1: going")
+        os.kill(job.pid(PROGRAM, RANK=str(killed)), signal.SIGKILL)
+        said = job.until("PeerLostError")
+        assert job.end() != 0
+    assert f"rank {killed} " in said, said
+    assert "the connection to rank" not in said, said  # the service knows more
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "shares"])
+def test_a_broken_connection_is_an_error_on_both_ranks(operation: str) -> None:
+    with command(*launch(operation, "broken")) as job:
+        said = job.until("PeerLostError")
+        assert job.end() != 0
+    assert "the connection to rank" in said, said
+    assert "do not outlive a broken connection" in said, said
+
+
+@pytest.mark.parametrize(
+    ("layout", "variables"),
+    [
+        ("-np 1 --machines 3", {}),
+        ("-np 2 --machines 2", {"BYTEPS_SECRET": SECRET}),
+        pytest.param("-np 2 --machines 2 --servers 1", {}, marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 2", {"BYTEPS_SECRET": SECRET, "BYTEPS_ENCRYPT": "1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_results_have_the_same_bits_with_and_without_connections(layout: str, variables: dict[str, str]) -> None:
+    digests = []
+    for is_on in "01":
+        program = [sys.executable, str(ROOT / "tests" / "programs" / "connected_sums.py")]
+        launch = [sys.executable, "-m", "byteps_py.launch", *layout.split(), *program]
+        with command(*launch, BYTEPS_DIRECT_CONNECTIONS=is_on, PYTHONWARNINGS="ignore", **variables) as job:
+            assert job.end() == 0, job.text
+        digests.append(sorted(re.findall(r"\d: [0-9a-f]{16}$", job.text, re.MULTILINE)))
+    assert len(digests[0]) >= 2
+    assert digests[0] == digests[1]
+
+
+def test_one_rank_without_connections_is_enough_to_go_without() -> None:
+    program = (
+        "import os; os.environ['BYTEPS_DIRECT_CONNECTIONS'] = os.environ['RANK']; import torch, byteps_py as bps; "
+        "import torch.distributed as dist; dist.init_process_group('byteps'); x = torch.ones(5); "
+        "[dist.all_reduce(x) for _ in range(3)]; print('sum', x[0].item(), flush=True); dist.destroy_process_group()"
+    )
+    launch = [sys.executable, "-m", "byteps_py.launch", "-np", "1", "--machines", "2", sys.executable, "-c", program]
+    with command(*launch) as job:
+        assert job.end() == 0, job.text
+    assert job.text.count("sum 8.0") == 2

@@ -1,0 +1,140 @@
+"""Who may connect to a rank, and what a rank says if it does not get its connections."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from support.connected import SECRET, SETTINGS, WAIT_S, ConnectedRank, connect, connected
+
+from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError
+from byteps_py.session.peers.peer_connector import PeerConnector
+from byteps_py.settings import Settings
+
+
+@pytest.fixture
+def rank() -> Iterator[ConnectedRank]:
+    found = ConnectedRank(0, SETTINGS["signed"])
+    yield found
+    found.transport.close()
+
+
+def connector(rank: ConnectedRank) -> PeerConnector:
+    found = rank.transport.connector
+    assert found is not None
+    return found
+
+
+def place(rank: ConnectedRank) -> tuple[str, int]:
+    host, _, port = connector(rank).address().rpartition(":")
+    return host, int(port)
+
+
+def test_four_ranks_connect_to_each_other() -> None:
+    with connected(4, SETTINGS["signed"]) as ranks:
+        for rank in ranks:
+            assert sorted(rank.transport._outboxes) == [r for r in range(4) if r != rank.rank]
+        connect(ranks)  # for another group: nothing is left to do
+
+
+@pytest.mark.parametrize(
+    ("other", "epoch", "why"),
+    [
+        (replace(SETTINGS["signed"], secret="another secret of the same length as"), 0, "do job and secret agree"),
+        (replace(SETTINGS["signed"], job_id="another job"), 0, "do job and secret agree"),
+        (SETTINGS["open"], 0, "BYTEPS_SECRET and BYTEPS_ENCRYPT"),
+        (SETTINGS["encrypted"], 0, "BYTEPS_SECRET and BYTEPS_ENCRYPT"),
+        (SETTINGS["signed"], 1, "epoch 1"),
+    ],
+)
+def test_who_does_not_belong_here_is_turned_away(rank: ConnectedRank, other: Settings, epoch: int, why: str) -> None:
+    stranger = ConnectedRank(1, other, epoch)
+    try:
+        address = connector(rank).address()
+        with pytest.raises(RendezvousError, match=why):
+            connector(stranger).connect({0: address}, 0.3)
+        with pytest.raises(RendezvousError, match="rank 1 did not connect to rank 0"):
+            connector(rank).connect({1: connector(stranger).address()}, 0.1)
+        assert not rank.transport._outboxes
+    finally:
+        stranger.transport.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"",
+        struct.pack("<I", 5) + b"hello",
+        struct.pack("<I", 1 << 31),
+        struct.pack("<I8sIII", 20, b"bps-rank", 1, 7, 0),
+        struct.pack("<I8sIII", 20, b"bps-rank", 0, 0, 0),
+        struct.pack("<I8sIII", 20, b"bps-rank", 1, 0, 0),
+    ],
+)
+def test_noise_is_answered_by_a_refusal_at_most(rank: ConnectedRank, said: bytes) -> None:
+    with socket.create_connection(place(rank), WAIT_S) as sock:
+        sock.sendall(said)
+        sock.shutdown(socket.SHUT_WR)
+        sock.settimeout(WAIT_S)
+        answer = b""
+        try:
+            while part := sock.recv(4096):
+                answer += part
+        except ConnectionResetError:
+            pass
+        assert answer[4:5] in (b"", b"-")
+    assert not rank.transport._outboxes
+
+
+def test_silent_connections_do_not_keep_members_out(rank: ConnectedRank) -> None:
+    silent = [socket.create_connection(place(rank), WAIT_S) for _ in range(200)]
+    other = ConnectedRank(1, SETTINGS["signed"])
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            connecting = [
+                pool.submit(connector(rank).connect, {1: connector(other).address()}, WAIT_S),
+                pool.submit(connector(other).connect, {0: connector(rank).address()}, WAIT_S),
+            ]
+            for attempt in connecting:
+                attempt.result()
+    finally:
+        for sock in silent:
+            sock.close()
+        other.transport.close()
+
+
+def test_a_rank_that_can_not_be_reached_is_named_with_its_address() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        host, port = taken.getsockname()
+        rank = ConnectedRank(1, SETTINGS["open"])
+        try:
+            with pytest.raises(
+                RendezvousError, match=f"connect to rank 0 at {host}:{port} .*BYTEPS_DIRECT_CONNECTIONS"
+            ):
+                connector(rank).connect({0: f"{host}:{port}"}, 0.2)
+        finally:
+            rank.transport.close()
+
+
+def test_an_address_that_is_not_this_machines_is_an_error_that_names_the_variable() -> None:
+    rank = ConnectedRank(0, Settings(num_workers=2, secret=SECRET, node_host="192.0.2.1"))
+    try:
+        with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1.*DMLC_NODE_HOST"):
+            connector(rank).address()
+    finally:
+        rank.transport.close()
+
+
+def test_a_rank_that_is_closed_does_not_go_on_waiting(rank: ConnectedRank) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        address = connector(rank).address()
+        waiting = pool.submit(connector(rank).connect, {1: address}, WAIT_S)
+        connector(rank).close()
+        with pytest.raises(BytePSError):
+            waiting.result(WAIT_S)
