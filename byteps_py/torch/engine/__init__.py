@@ -1,6 +1,7 @@
 """The engine: carries out operations on tensors for the front ends gradients, horovod and process_group.
 
-    process_group ─ GroupEngine ─ Router ┬ RING     GroupRingSums ─────────────────┬─ ring/ ─ Ring
+    process_group ─ GroupEngine ─ Router ┬ RING     GroupLargeSums ────────────────┬─ ring/ ─ Ring
+                                         ├ SHARES   GroupLargeSums ─ share_sums.py │
                                          ├ PEERS    PeerSums, PeerCollectives,     │
                                          │          PeerSendQueue ─ PeerStreams ───┼─ PeerTransport
                                          └ SERVICE  ServiceReductions,             │

@@ -4,8 +4,8 @@
       NamedWork       an operation of Horovod's or BytePS's functions, with a name and a handle (named_work.py)
       GroupWork       an operation of a process group; its waits end when the group does (group_work.py)
         ServiceWork   a round in a slot of the communication service (service_work.py)
-        PeerWork      messages between the ranks of a machine (peer_streams.py)
-        RingWork      a large sum in shared memory (group_ring_sums.py)
+        PeerWork      messages between ranks (peer_streams.py)
+        LargeSumWork  a large sum, of which each member adds a share (group_large_sums.py)
         FallbackWork  one of the last two or, once a member has joined, the same operation through the service
         CombinedWork  several operations as one
 
