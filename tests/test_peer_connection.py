@@ -239,9 +239,9 @@ def test_any_pieces_of_the_byte_stream_make_the_same_payloads() -> None:
 
 
 def test_a_connection_that_has_ended_is_told_of_once_the_services_had_time(
-    open_pair: list[ConnectedRank], monkeypatch: pytest.MonkeyPatch
+    open_pair: list[ConnectedRank],
 ) -> None:
-    monkeypatch.setattr(peer_transport, "_LOST_AFTER_S", 0.1)
+    open_pair[1].transport.lost_after_s = 0.1
     _, receiving = streams(open_pair)
     connection(open_pair[0], 1)._sock.shutdown(socket.SHUT_RDWR)
     with pytest.raises(PeerLostError, match="the connection to rank 0 has ended"):

@@ -53,9 +53,6 @@ INLINE_BYTES = 32 << 10
 CHUNK_BYTES = 1 << 20
 #: Payloads of a stream that not all receivers have acknowledged; a further one has to wait.
 WINDOW = 4
-#: After a connection has ended, the services have this long to find out and to say what has happened to its rank.
-_LOST_AFTER_S = 5.0
-
 _INLINE, _SHARED, _MORE, _TAKEN, _SEGMENT, _JOINED, _WAKE = map(int, PeerMessageKind)
 _BETWEEN_MACHINES = frozenset((_INLINE, _TAKEN, _JOINED))
 
@@ -63,6 +60,9 @@ _BETWEEN_MACHINES = frozenset((_INLINE, _TAKEN, _JOINED))
 class PeerTransport:
     """``host``: the session of ``rank``. ``local_ranks``: the ranks of its machine. ``settings``: None: ranks of other
     machines can't be connected to. ``epoch``: see PeerConnector."""
+
+    #: After a connection has ended, the services have this long, in seconds, to say what has happened to its rank.
+    lost_after_s = 5.0
 
     def __init__(
         self, host: Host, rank: int, local_ranks: range, settings: Settings | None = None, epoch: int = 0
@@ -425,7 +425,7 @@ class PeerTransport:
         """The connection to ``source`` has ended, and something is still to come. Raises what the services know of it,
         if they find out in time; otherwise PeerLostError."""
         connection = cast(PeerConnection, self._outboxes[source])
-        patience_s = connection.failed_at_s + _LOST_AFTER_S - time.monotonic()
+        patience_s = connection.failed_at_s + self.lost_after_s - time.monotonic()
         if patience_s > 0:
             with contextlib.suppress(StallError):
                 self._waiter.until(lambda: False, wait, min(patience_s, timeout_s), has_spun=True)
