@@ -33,7 +33,14 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def bind(
-        self, op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], count: int, divisor: int = 1
+        self,
+        op: Op,
+        dtype: DType,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        count: int,
+        divisor: int = 1,
+        past_caches: bool = False,
     ) -> Callable[[], None]: ...
 
     def reduce_checked(
@@ -60,6 +67,10 @@ class Thresholds:
             on the loop's thread, and 150 to 190 µs through the engine.
         last_inline_sum: the same limit for the last piece of a tensor of one machine, for which the loop would only
             wait (1 MB: 115 µs, was 200). It allows 1 MB of 4 ranks.
+        inline_delivery: the same limit for what brings an answer to the ranks. A wake-up finds cold caches, and the
+            engine's and the one after it cost as much processor time as copying 1 MB.
+        past_caches: answers for a tensor of this size and more go past the caches, which don't hold its result any
+            more when the next one comes.
         inline_copy: a copy of fewer bytes runs on the loop's thread.
         inline_server_sum: a server sums up to this size itself, in less time than handing it to another thread takes.
         local_sum_piece: where nothing is sent to another machine, a tensor is cut into pieces of this size, only so
@@ -74,6 +85,8 @@ class Thresholds:
 
     inline_sum: int = 1 << 20
     last_inline_sum: int = 8 << 20
+    inline_delivery: int = 2 << 20
+    past_caches: int = 8 << 20
     inline_copy: int = 256 << 10
     inline_server_sum: int = 64 << 10
     local_sum_piece: int = 1 << 20

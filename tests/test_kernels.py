@@ -13,7 +13,7 @@ from support.arithmetic import NUMPY, Memory, assert_same, bits, moderate_values
 
 from byteps_py.errors import UsageError
 from byteps_py.kernels import bind, reduce
-from byteps_py.kernels.jit import reduction_loops
+from byteps_py.kernels.jit import reduction_loops, streaming
 from byteps_py.tensors import DType, Op
 
 INTEGERS = [dtype for dtype in DType if not dtype.is_floating]
@@ -170,6 +170,24 @@ def test_broadcast_copies_bits(dtype):
     memory = Memory(dtype, values, 0)
     reduce(Op.BROADCAST, dtype, [memory.address], [memory.address], 1001)
     np.testing.assert_array_equal(bits(memory.values.copy()), bits(values))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(("nbytes", "shift"), [(1, 0), (63, 5), (64 << 10, 0), ((64 << 10) + 777, 0), (1 << 20, 13)])
+def test_a_copy_past_the_caches_copies_the_same_bytes(monkeypatch, is_compiled, nbytes, shift):
+    streaming.prepare()
+    assert streaming.is_ready()
+    if not is_compiled:  # yet
+        monkeypatch.setattr(streaming._code, "ready", None)
+    source = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    targets = [np.full(nbytes + 200, 7, np.uint8) for _ in range(2)]
+    addresses = tuple(target.ctypes.data + 100 + shift for target in targets)
+    bind(Op.BROADCAST, DType.UINT8, (source.ctypes.data,), addresses, nbytes, past_caches=True)()
+    for target in targets:
+        begin, end = 100 + shift, 100 + shift + nbytes
+        assert (target[begin:end] == source).all()
+        assert (target[:begin] == 7).all()
+        assert (target[end:] == 7).all()
 
 
 def test_contradicting_arguments_are_refused():

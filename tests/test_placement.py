@@ -135,7 +135,7 @@ def test_hash_is_the_same_on_every_platform_and_in_every_version():
     assert digest == GOLDEN_DIGEST
 
 
-GOLDEN_DIGEST = "6bc9022b73f3e4018315f31bc38e615561e40df0f9f8c3f8b80d5012c49b6699"
+GOLDEN_DIGEST = "66e3234156e44239fa0b8070735aea656562642883865b99c8b1ef3b6d649643"
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])

@@ -13,7 +13,7 @@ from support.placement import BATCH, MB, PARTITION_BYTES, WEIGHTS, as_batch, che
 
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.models import entries, known_models, load_model
-from byteps_py.placement.packing import MIN_CUT_BYTES
+from byteps_py.placement.packing import MIN_CUT_BYTES, min_cut_bytes
 from byteps_py.placement.placement_table import MARGIN, PlacementTable
 from byteps_py.placement.shares import Optimum
 from byteps_py.tensors import PAGE_BYTES, key_of, split
@@ -39,7 +39,7 @@ def test_the_fullest_is_over_its_share_by_less_than_a_small_piece(weights, batch
     table.add(as_batch(batch))
     shares = {i: Fraction(table.nbytes * w, sum(weights)) for i, w in enumerate(weights) if w}
     # What is shorter than two smallest cuts, and a page, isn't cut; it goes where it weighs least.
-    uncut = 2 * MIN_CUT_BYTES + PAGE_BYTES + 1
+    uncut = 2 * min_cut_bytes(partition_bytes, len(shares)) + PAGE_BYTES + 1
     most = 1 + Fraction(uncut) / min(shares.values())
     assert max(table.load(i) / share for i, share in shares.items()) <= most
 
@@ -56,6 +56,15 @@ def test_a_tensor_of_few_bytes_per_server_is_still_spread():
     table = PlacementTable([(i, 1) for i in range(128)], 4 * MB)
     table.add([(5, 1_900_000, 4)])
     assert max(table.load(i) for i in range(128)) <= 2 * MIN_CUT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("partition_bytes", "servers", "parts"), [(8 * MB, 2, 1), (4 * MB, 2, 2), (MB // 8, 2, 8), (8 * MB, 4, 2)]
+)
+def test_a_tensor_is_not_cut_where_links_carry_it_in_less_time_than_a_message_costs(partition_bytes, servers, parts):
+    table = PlacementTable([(i, 1) for i in range(servers)], partition_bytes)
+    table.add([(key_of("bias"), MB, 4)])
+    assert len(table.partitions(key_of("bias"))) == parts
 
 
 def test_tensors_that_enter_one_by_one_stay_even_and_in_few_parts():

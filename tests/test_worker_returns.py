@@ -82,7 +82,9 @@ class Machine:
         for each in slots:
             self.executor.run(pipeline.ready(each, 1, 16, 0.0))
 
-    def _bind(self, op: object, dtype: object, inputs: tuple[int, ...], *more: object) -> Callable[[], None]:
+    def _bind(
+        self, op: object, dtype: object, inputs: tuple[int, ...], *more: object, past_caches: bool = False
+    ) -> Callable[[], None]:
         return lambda: self.read.extend(inputs)
 
     def _fail(self, error: Exception) -> None:

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("-k", type=int, default=0, help="CPU machines (they only sum); default 0")
     parser.add_argument("--cpu-mbit", type=_rates, default=[], metavar="R,R,…", help="with --gpu-mbit: CPU machines'")
-    parser.add_argument("--partition-bytes", type=int, metavar="B", help="largest partition; default 4 MB")
+    parser.add_argument("--partition-bytes", type=int, metavar="B", help="largest partition; default 8 MB")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=run)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from byteps_py.errors import UsageError
+from byteps_py.kernels.jit import streaming
 from byteps_py.tensors import Checks, DType, Op
 from byteps_py.wording import count_text
 
@@ -75,15 +76,22 @@ def reduce(op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], 
 
 
 def bind(
-    op: Op, dtype: DType, inputs: Sequence[int], outputs: Sequence[int], count: int, divisor: int = 1
+    op: Op,
+    dtype: DType,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    count: int,
+    divisor: int = 1,
+    past_caches: bool = False,
 ) -> Callable[[], None]:
     """``reduce`` with these arguments as a function, for repeated calls. Raises what ``reduce`` raises.
 
-    For a small sum, three quarters of the time of ``reduce`` is what ``bind`` does once.
+    For a small sum, three quarters of the time of ``reduce`` is what ``bind`` does once. ``past_caches``: a plain copy
+    goes to memory that no cache holds. Stores that bypass the caches need not read it first, which halves the time.
     """
     nbytes, num_inputs, num_outputs = count * dtype.itemsize, len(inputs), len(outputs)
     if num_inputs == 1 and divisor <= 1:
-        return functools.partial(_copy, inputs[0], outputs, nbytes)
+        return functools.partial(_copy_past_caches if past_caches else _copy, inputs[0], outputs, nbytes)
     _refuse_contradictions(op, inputs, outputs, divisor)
     kernel = _kernels.get((op, dtype, Checks.NONE)) or _build(op, dtype, Checks.NONE)
     table = array("Q", (*inputs, *outputs))
@@ -168,3 +176,13 @@ def _copy(source: int, outputs: Sequence[int], nbytes: int) -> None:
     for output in outputs:
         if output != source:
             ctypes.memmove(output, source, nbytes)  # releases the GIL, as every foreign function of ctypes
+
+
+def _copy_past_caches(source: int, outputs: Sequence[int], nbytes: int) -> None:
+    if not streaming.is_there():
+        streaming.prepare()
+        _copy(source, outputs, nbytes)
+        return
+    for output in outputs:
+        if output != source:
+            streaming.copy_past_caches(output, source, nbytes)

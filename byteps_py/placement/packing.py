@@ -26,9 +26,25 @@ from byteps_py.tensors import PAGE_BYTES
 
 #: No cut leaves a piece smaller than this: the fixed cost of a message would outweigh the gain.
 MIN_CUT_BYTES = 16 << 10
+#: Nor one that all servers together could carry so many of in the time of a partition. What a server has in excess
+#: passes over its link once for each machine. So the gain is at most a quarter of a partition's time, 0.8 to 1.5 ms
+#: (``byteps_py/tuning.py``), or less on the fastest links; a message costs services 0.5 ms of processor time. Two
+#: machines' sums of 1 MB over loopback take 0.76 of the processor time if they are not cut in two.
+_CUTS_PER_PARTITION = 4
 
 _PROBES = struct.Struct("<8Q")
 _SEED = struct.Struct("<QQ")
+
+
+def min_cut_bytes(partition_bytes: int, servers: int) -> int:
+    """The size of the smallest piece that a cut leaves, where partitions have at most ``partition_bytes``.
+
+    >>> [min_cut_bytes(size << 10, servers=2) >> 10 for size in (64, 128, 256, 4096, 8192)]
+    [16, 16, 32, 512, 1024]
+    >>> [min_cut_bytes(8 << 20, servers) >> 10 for servers in (4, 16, 128)]
+    [512, 128, 16]
+    """
+    return max(MIN_CUT_BYTES, partition_bytes // (_CUTS_PER_PARTITION * servers))
 
 
 class Piece(NamedTuple):
@@ -61,10 +77,14 @@ class Intervals:
 class Packer:
     """Places pieces on servers of given ``weights``, which hold ``loads`` bytes and should hold ``bounds``.
 
-    ``loads`` is kept up to date in place. A server of weight 0 gets nothing.
+    ``loads`` is kept up to date in place. A server of weight 0 gets nothing. ``least_bytes``: no cut leaves a smaller
+    piece.
     """
 
-    def __init__(self, weights: Sequence[int], loads: list[int], bounds: Sequence[int]) -> None:
+    def __init__(
+        self, weights: Sequence[int], loads: list[int], bounds: Sequence[int], least_bytes: int = MIN_CUT_BYTES
+    ) -> None:
+        self._least_bytes = least_bytes
         self._weights = weights
         self._loads = loads
         self._bounds = bounds
@@ -101,12 +121,11 @@ class Packer:
         roomy = [s for s in self._servers if loads[s] + length <= bounds[s]]
         return self._least_loaded(roomy, length) if roomy else None
 
-    @staticmethod
-    def _head(piece: Piece, room: int) -> int:
+    def _head(self, piece: Piece, room: int) -> int:
         """How many bytes to cut off for a server with ``room``, in whole pages and elements; 0: do not cut."""
         unit = math.lcm(PAGE_BYTES, piece.itemsize)
-        least = -(-MIN_CUT_BYTES // unit) * unit
-        head = min(max(room, least), piece.length - MIN_CUT_BYTES) // unit * unit
+        least = -(-self._least_bytes // unit) * unit
+        head = min(max(room, least), piece.length - self._least_bytes) // unit * unit
         return head if head >= least else 0
 
     def _room(self, server: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from byteps_py.errors import ProtocolError, UsageError
-from byteps_py.placement.packing import MIN_CUT_BYTES, Packer, Piece, excess_of
+from byteps_py.placement.packing import MIN_CUT_BYTES, Packer, Piece, excess_of, min_cut_bytes
 from byteps_py.tensors import split
 
 #: A server may exceed its share by 1/32 of what it held before: a smaller margin would cost more moves or cuts.
@@ -68,7 +68,7 @@ class PlacementTable:
     (20480, 4096)
     """
 
-    #: An excess that is too small to cut off is also too small to move.
+    #: An excess that is too small to cut off is also too small to move. With large partitions, it is larger.
     margin_bytes = 2 * MIN_CUT_BYTES
 
     def __init__(self, servers: Iterable[tuple[int, int]], partition_bytes: int) -> None:
@@ -139,7 +139,7 @@ class PlacementTable:
         before = self.nbytes
         bounds = self._bounds(before + sum(piece.length for piece in pieces), before)
         parts: dict[int, list[Partition]] = {}
-        for piece, position in Packer(self._weights, self._loads, bounds).pack(pieces, cut=True):
+        for piece, position in Packer(self._weights, self._loads, bounds, self._least_bytes).pack(pieces, cut=True):
             parts.setdefault(piece.key, []).append(Partition(piece.offset, piece.length, self._ids[position]))
         for key, unordered in parts.items():
             self._replace(key, sorted(unordered))
@@ -152,7 +152,8 @@ class PlacementTable:
         """
         total = self.nbytes
         self._set_servers(servers)
-        bounds = [bound + self.margin_bytes for bound in self._bounds(total, total)]
+        margin = self.margin_bytes + 2 * (self._least_bytes - MIN_CUT_BYTES)
+        bounds = [bound + margin for bound in self._bounds(total, total)]
         homeless: list[tuple[int, int]] = []
         held: list[list[tuple[int, int, int]]] = [[] for _ in self._ids]  # (length, key, index) of each server
         for key, tensor in self._tensors.items():
@@ -232,6 +233,7 @@ class PlacementTable:
         self._ids, self._weights = ids, weights
         self._positions = {server: position for position, server in enumerate(ids)}
         self._loads = [0] * len(ids)
+        self._least_bytes = min_cut_bytes(self.partition_bytes, sum(1 for weight in weights if weight))
 
     def _bounds(self, total: int, before: int) -> list[int]:
         """The most bytes that each server should hold: its share of ``total``, plus 1/MARGIN of its share of

@@ -217,7 +217,7 @@ class Kernels:
         for target in targets:
             target[:] = result
 
-    def bind(self, *call: Any) -> Callable[[], None]:
+    def bind(self, *call: Any, past_caches: bool = False) -> Callable[[], None]:
         return functools.partial(self.reduce, *call)
 
 

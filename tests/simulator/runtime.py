@@ -42,6 +42,8 @@ class Runtimes:
         self.thresholds = Thresholds(
             inline_sum=small,
             last_inline_sum=small,
+            inline_delivery=small,
+            past_caches=0,
             inline_copy=small,
             inline_server_sum=small,
             local_sum_piece=PARTITION_BYTES,

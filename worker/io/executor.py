@@ -34,7 +34,17 @@ from byteps_py.worker.core.actions import (
     Withdraw,
 )
 from byteps_py.worker.core.pace import RankPace
-from byteps_py.worker.core.tensor import IN_FLIGHT, QUEUED, REDUCING, Compute, Part, ScatterPart, Tensor, TensorState
+from byteps_py.worker.core.tensor import (
+    DELIVERING,
+    IN_FLIGHT,
+    QUEUED,
+    REDUCING,
+    Compute,
+    Part,
+    ScatterPart,
+    Tensor,
+    TensorState,
+)
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.network import Network
 from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard
@@ -218,19 +228,22 @@ class Executor:
         is_guarded = part.tensor.spec.is_guarded and part.stage is REDUCING
         pair: Pair = (compute.op, dtype, Checks.FINITE) if is_guarded else (compute.op, dtype)
         is_ready = pair in self._ready
+        sizes = self._thresholds
+        is_delivery = part.stage is DELIVERING
         work = compute.work
         if work is None:
             call = compute.op, dtype, compute.inputs, compute.outputs, part.count, compute.divisor
             if is_guarded:
                 work = compute.work = functools.partial(self._guard.reduce, self._kernels, compute)
             elif is_ready:
-                work = compute.work = self._kernels.bind(*call)
+                is_cold = is_delivery and part.tensor.spec.nbytes >= sizes.past_caches
+                work = compute.work = self._kernels.bind(*call, past_caches=is_cold)
             else:  # to bind a kernel that is not there yet would keep all ranks waiting
                 work = functools.partial(self._kernels.reduce, *call)
         touched = part.length * (len(compute.inputs) + len(compute.outputs))
         is_last = part.tensor.is_alone and part is part.tensor.parts[-1]
-        sizes = self._thresholds
-        if touched <= (sizes.last_inline_sum if is_last else sizes.inline_sum) and is_ready:
+        limit = sizes.inline_delivery if is_delivery else sizes.last_inline_sum if is_last else sizes.inline_sum
+        if touched <= limit and is_ready:
             work()
             self._computed(compute, None)
         else:

@@ -30,8 +30,10 @@ def _count(read: int, written: int) -> None:
             _counts.update(read=read, written=written)
 
 
-def _counting_bind(op: Any, dtype: Any, inputs: Any, outputs: Any, count: int, divisor: int = 1) -> Callable[[], None]:
-    call = _bind(op, dtype, inputs, outputs, count, divisor)
+def _counting_bind(
+    op: Any, dtype: Any, inputs: Any, outputs: Any, count: int, divisor: int = 1, past_caches: bool = False
+) -> Callable[[], None]:
+    call = _bind(op, dtype, inputs, outputs, count, divisor, past_caches)
     nbytes = count * dtype.itemsize
 
     def run() -> None:
