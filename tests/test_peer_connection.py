@@ -21,7 +21,7 @@ from byteps_py.session.peers.message_matcher import LANDING_BYTES, Stream, Strea
 from byteps_py.session.peers.peer_connection import PeerConnection
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 
-SIZES = (0, 1, 1000, LANDING_BYTES, LANDING_BYTES + 1, 1 << 20, (16 << 20) + 3)
+SIZES = (0, 1, 1000, LANDING_BYTES, LANDING_BYTES + 1, 65_537, 200_000, 1 << 20, (16 << 20) + 3)
 
 
 @pytest.fixture(params=SETTINGS)
@@ -151,16 +151,21 @@ def test_what_is_not_sent_yet_is_kept_in_memory(open_pair: list[ConnectedRank]) 
     assert kept() is None
 
 
-def test_who_sends_without_an_answer_is_at_most_a_window_ahead(open_pair: list[ConnectedRank]) -> None:
+@pytest.mark.parametrize(("nbytes", "ahead"), [(8, 8 * peer_transport.WINDOW), (100_000, peer_transport.WINDOW)])
+def test_who_sends_without_an_answer_is_at_most_a_window_ahead(
+    open_pair: list[ConnectedRank], nbytes: int, ahead: int
+) -> None:
+    """Small payloads are acknowledged now and then only."""
     sending, receiving = streams(open_pair)
-    transport, source = open_pair[0].transport, some_bytes(8)
-    for _ in range(peer_transport.WINDOW):
+    transport, source = open_pair[0].transport, some_bytes(nbytes)
+    for _ in range(ahead):
         assert transport.can_send(sending)
-        transport.send(sending, (1,), (span(source),), is_led=True)
+        transport.send(sending, (1,), (span(source),), is_led=True, owner=source)
     assert not transport.can_send(sending)
     with pytest.raises(StallError):
         transport.window_wait(sending)(0.01)
-    open_pair[1].transport.collect(expect(receiving, 0, np.zeros(8, np.uint8)), WAIT_S)
+    for _ in range(ahead // peer_transport.WINDOW):
+        open_pair[1].transport.collect(expect(receiving, 0, np.zeros(nbytes, np.uint8)), WAIT_S)
     transport.window_wait(sending)(WAIT_S)
 
 

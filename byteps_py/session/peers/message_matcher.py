@@ -25,7 +25,7 @@ Span = tuple[int, int]
 #: What a payload is received into that has no receipt.
 Memory = ctypes.Array[ctypes.c_char]
 #: Larger payloads from another machine go where they belong as they come, if their receipt is there first.
-LANDING_BYTES = 64 << 10
+LANDING_BYTES = 8 << 10
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,8 @@ class Posted(NamedTuple):
 class Stream:
     """The payloads under one name between this rank and others. ``flows``: by rank. ``sent``, ``expected``: how
     many payloads, by rank. ``unacknowledged``: payloads of this rank that at least one receiver was asked to
-    acknowledge and has not. ``posted``: the receipts of large payloads, by source and number."""
+    acknowledge and has not. ``led``: payloads to receivers of other machines that
+    send nothing in return. ``posted``: the receipts of large payloads, by source and number."""
 
     name: str
     key: int
@@ -78,6 +79,7 @@ class Stream:
     sent: dict[int, int]
     expected: dict[int, int]
     unacknowledged: int = 0
+    led: int = 0
     posted: dict[tuple[int, int], Posted] = field(default_factory=dict)
 
     def send(self, target: int) -> int:

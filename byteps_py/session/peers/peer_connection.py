@@ -30,7 +30,7 @@ from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Span
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 
-_BUFFER_BYTES = RECORD_BYTES + 2 * LANDING_BYTES
+_BUFFER_BYTES = 128 << 10
 #: The most bytes that one call moves, so that others get their turn.
 _AT_ONCE_BYTES = 4 << 20
 _MOST_VIEWS = 64  # of one system call
@@ -300,16 +300,19 @@ class PeerConnection:
                 raise ProtocolError(f"rank {self.rank} sent a message in the name of rank {message.source}")
             nbytes = message.total if message.kind == _INLINE else 0
             here = self._last - payload_at
-            if nbytes <= here:
+            if nbytes > LANDING_BYTES:
+                landing = self._receiver.land(message)
+                _fill_from(buffer[payload_at : min(self._last, payload_at + nbytes)], landing.views)
+                if landing.views:
+                    self._landing = landing
+                    self._first = self._last = 0
+                    return
+                self._first = payload_at + nbytes
+                landing.complete()
+            elif nbytes <= here:
                 data = bytes(buffer[payload_at : payload_at + nbytes]) if message.kind == _INLINE else None
                 self._first = payload_at + nbytes
                 self._receiver.came(message, data)
-            elif nbytes > LANDING_BYTES:
-                landing = self._receiver.land(message)
-                _fill_from(buffer[payload_at : self._last], landing.views)
-                self._landing = landing
-                self._first = self._last = 0
-                return
             else:
                 break
         rest = self._last - self._first
