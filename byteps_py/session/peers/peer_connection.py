@@ -30,7 +30,7 @@ from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Span
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 
-_BUFFER_BYTES = 128 << 10
+_BUFFER_BYTES = 16 << 10
 #: The most bytes that one call moves, so that others get their turn.
 _AT_ONCE_BYTES = 4 << 20
 _MOST_VIEWS = 64  # of one system call
