@@ -50,6 +50,7 @@ class PeerConnector:
         self._epoch = epoch
         self._on_connected = on_connected
         self._changed = threading.Condition()
+        self._calling = threading.Lock()
         self._connected: set[int] = set()
         self._refusals: dict[int, str] = {}  # by rank: why its latest attempt has failed
         self._listener: socket.socket | None = None
@@ -82,6 +83,21 @@ class PeerConnector:
         """Return when there is a connection to each rank of ``addresses``. Raises RendezvousError that says which one
         can't be made, and why."""
         deadline = time.monotonic() + timeout_s
+        if not self._calling.acquire(timeout=timeout_s):  # two connections between two ranks would not agree
+            raise RendezvousError(f"rank {self._rank} is still connecting to other ranks after {timeout_s:g} s")
+        try:
+            missing = self._call_all(addresses, deadline)
+        finally:
+            self._calling.release()
+        with self._changed:
+            while absent := [rank for rank in missing if rank not in self._connected]:
+                if self._is_closed:
+                    raise PeerLostError("the session was closed while ranks connected to each other")
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    raise RendezvousError(self._no_call(absent))
+
+    def _call_all(self, addresses: Mapping[int, str], deadline: float) -> list[int]:
+        """Connect to those that this rank has to call. Returns those to which it was not connected before."""
         with self._changed:
             missing = {rank: address for rank, address in addresses.items() if rank not in self._connected}
         callees = {rank: address for rank, address in missing.items() if rank < self._rank}
@@ -91,12 +107,7 @@ class PeerConnector:
             with ThreadPoolExecutor(min(8, len(callees)), "byteps-connect") as pool:
                 for attempt in [pool.submit(self._call, *callee, deadline) for callee in callees.items()]:
                     attempt.result()
-        with self._changed:
-            while absent := [rank for rank in missing if rank not in self._connected]:
-                if self._is_closed:
-                    raise PeerLostError("the session was closed while ranks connected to each other")
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    raise RendezvousError(self._no_call(absent))
+        return list(missing)
 
     def _no_call(self, absent: list[int]) -> str:
         reasons = {rank: self._refusals[rank] for rank in absent if rank in self._refusals}

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from typing import NoReturn, cast
 
 from byteps_py.errors import CommunicationError, JoinedError, MismatchError, PeerLostError, ProtocolError, StallError
 from byteps_py.kernels.jit import streaming
@@ -306,7 +306,7 @@ class PeerTransport:
     def votes(self, name: str, others: Iterable[int]) -> Votes:
         """Votes among this rank and the ranks ``others``, to which it is introduced. Nothing else may use the
         stream of this name."""
-        return Votes(self._me, self.stream(name, others), self._matcher, self._outboxes, self._waiter)
+        return Votes(self._me, self.stream(name, others), self._matcher, self._outboxes, self._waiter, self._lose)
 
     def retire(self, ring: Ring, stream: Stream) -> None:
         """The group of ``ring`` has ended on this rank, with no operation under way. Other members may still read its
@@ -430,7 +430,7 @@ class PeerTransport:
         if payload is None or not payload.has_news:
             self._lose(source, wait, timeout_s)
 
-    def _lose(self, source: int, wait: Wait, timeout_s: float) -> None:
+    def _lose(self, source: int, wait: Wait, timeout_s: float) -> NoReturn:
         """The connection to ``source`` has ended, and something is still to come. Raises what the services know of it,
         if they find out in time; otherwise PeerLostError."""
         connection = cast(PeerConnection, self._outboxes[source])

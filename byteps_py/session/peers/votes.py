@@ -1,4 +1,4 @@
-"""Votes among ranks of one machine about the rounds of an operation: at most one number of each rank for each round.
+"""Votes among ranks about the rounds of an operation: at most one number of each rank for each round.
 
 A vote carries the number of its round, so a round without votes needs no message, and it carries the bytes that belong
 to it in the same message. One thread at a time for each operation.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Mapping
+from typing import NoReturn
 
 from byteps_py.errors import ProtocolError
 from byteps_py.session.peers import peer_protocol
@@ -21,7 +22,8 @@ _INLINE = int(PeerMessageKind.INLINE)
 
 
 class Votes:
-    """The votes of the ranks of ``stream``, which has no other use. ``me``: this rank. One thread at a time."""
+    """The votes of the ranks of ``stream``, which has no other use. ``me``: this rank. ``lose`` raises the error of a
+    rank whose connection has ended. One thread at a time."""
 
     def __init__(
         self,
@@ -30,12 +32,14 @@ class Votes:
         matcher: MessageMatcher,
         outboxes: Mapping[int, PeerOutbox | PeerConnection],
         waiter: PeerWaiter,
+        lose: Callable[[int, Wait, float], NoReturn],
     ) -> None:
         self._me = me
         self._stream = stream
         self._matcher = matcher
         self._outboxes = outboxes
         self._waiter = waiter
+        self._lose = lose
 
     @property
     def joined(self) -> Collection[int]:
@@ -60,9 +64,18 @@ class Votes:
         """Return when ``is_enough`` returns True; it is called after each message. ``name``: of the operation, for
         error messages. Raises StallError and what ends the session."""
         if not is_enough():
-            wait = Wait(name, number, lambda: [s for s in self._stream.flows if s not in self.received(number)])
-            self._waiter.until(is_enough, wait, timeout_s)
+            wait = Wait(name, number, lambda: self._missing(number))
+
+            def lost() -> list[int]:
+                return [source for source in self._missing(number) if self._outboxes[source].failure is not None]
+
+            self._waiter.until(lambda: is_enough() or bool(lost()), wait, timeout_s)
+            if not is_enough():
+                self._lose(lost()[0], wait, timeout_s)
             self._waiter.ended(wait)
+
+    def _missing(self, number: int) -> list[int]:
+        return [source for source in self._stream.flows if source not in self.received(number)]
 
     def fetch(self, number: int, source: int, address: int, nbytes: int) -> None:
         """Copy the bytes that came with the vote of ``source`` on round ``number`` to ``address``. The vote has been

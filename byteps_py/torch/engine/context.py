@@ -23,6 +23,7 @@ from byteps_py.session import Session, failure_reports, open_session
 from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.torch.engine import router
+from byteps_py.torch.engine.job_connections import JobConnections
 from byteps_py.torch.engine.named_work import Handles
 from byteps_py.torch.engine.names import NameSource
 from byteps_py.torch.engine.result_pool import RESULTS
@@ -88,6 +89,8 @@ class Context:
         self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
         #: What ``join`` completes and ``close`` does not.
         self.until_join: weakref.WeakSet[Unfinished] = weakref.WeakSet()
+        #: Between ranks of different machines; None if there are none, or too many.
+        self.connections: JobConnections | None = None
         self.joins = 0  # so far; declarations before the latest join are void
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -102,9 +105,15 @@ class Context:
                 session.incarnation = self.incarnation
                 self._session = session
                 self._suspended = None
-                if router.may_share(session.local_size) and session.peers is not None:
-                    session.peers.directory.ask_all()
+                peers, may_share = session.peers, router.may_share(session.local_size)
+                may_connect = session.num_machines > 1 and session.size <= router.MOST_CONNECTED
+                if peers is not None and (may_share or may_connect):
+                    peers.directory.ask_all()
+                if peers is not None and may_share:
                     ring_sum.prepare()
+                if may_connect:
+                    self.connections = JobConnections(session, self._settings, self.mover)
+                    self.until_join.add(self.connections)
             self._holders.add(holder)
 
     def release(self, holder: str) -> None:
@@ -136,6 +145,7 @@ class Context:
     def _leave(self) -> None:
         with self.lock:
             session, self._session = self._session, None
+            self.connections = None
             movers, self._movers = self._movers, {}
             belongings = list(self.belongings.values())
             self.belongings.clear()

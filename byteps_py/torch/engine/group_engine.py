@@ -32,6 +32,7 @@ from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.router import (
     FIRST_OF_ITS_KIND,
     GROUP_MESSAGE_BYTES,
+    MOST_CONNECTION_BYTES,
     Reach,
     Route,
     RouteChoice,
@@ -135,11 +136,12 @@ class GroupEngine:
         streams: PeerStreams | None,
     ) -> None:
         self._members = members
-        reach, can_share, most_on_machine = Reach.SERVICE, ring_sum.is_able, 1
+        reach, can_share, most_on_machine, message_bytes = Reach.SERVICE, ring_sum.is_able, 1, GROUP_MESSAGE_BYTES
         if streams is not None:
             reach, can_share = streams.reach, streams.can_share
             most_on_machine = streams.most_on_machine
-        self.router = Router(members.count, reach, members.count, GROUP_MESSAGE_BYTES, can_share, most_on_machine)
+            message_bytes = GROUP_MESSAGE_BYTES if reach is Reach.MEMORY else MOST_CONNECTION_BYTES
+        self.router = Router(members.count, reach, members.count, message_bytes, can_share, most_on_machine)
         self._reductions = ServiceReductions(members, group_context, completer)
         self._gathers = ServiceGathers(members, group_context, completer)
         self.messages = Messages(members, group_context, self.router, streams)

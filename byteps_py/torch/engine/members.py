@@ -12,11 +12,9 @@ import torch
 from byteps_py.errors import UnsupportedError, UsageError
 from byteps_py.session import Session
 from byteps_py.session.solo import SoloSession
+from byteps_py.torch.engine import router
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.slot_view import Mover
-
-#: A rank has a connection to each member of another machine, which costs a descriptor and memory of the system.
-_MOST_CONNECTED = 128
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Members:
     @property
     def may_connect(self) -> bool:
         """True if members are on several machines, and are few enough for a connection between each two."""
-        return 1 < self.count <= _MOST_CONNECTED and not self.are_local
+        return 1 < self.count <= router.MOST_CONNECTED and not self.are_local
 
     def root(self, position: int) -> int:
         """The global rank of the member at ``position``, as the session numbers ranks. Raises UsageError if there is no

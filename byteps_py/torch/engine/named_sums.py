@@ -1,10 +1,9 @@
-"""Sums by name among ranks of one machine that all wait for them: added by the ranks, without the communication
-service.
+"""Sums by name that all ranks wait for: added by the ranks, without the communication service.
 
 Votes decide for each round whether all ranks wait for it (sum_offers.py). Small tensors travel with the votes, from
-every rank to every other. Large tensors go through the ring (ring/ring_sum.py), one at a time: a rank that has offered
-one offers no other before it is over. So large sums that all ranks offer never overlap, and have one order on all
-ranks. All other sums go through the service.
+every rank to every other. Large tensors of one machine go through the ring (ring/ring_sum.py), one at a time: a rank
+that has offered one offers no other before it is over. So large sums that all ranks offer never overlap, and have one
+order on all ranks. All other sums go through the service.
 
 Any thread.
 """
@@ -18,13 +17,13 @@ from typing import NamedTuple, Self, cast
 import torch
 
 from byteps_py.errors import JoinedError
-from byteps_py.session import Session, Slot
+from byteps_py.session import Slot
 from byteps_py.session.peers import PeerTransport
 from byteps_py.tensors import TensorSpec, key_of
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import is_plain
 from byteps_py.torch.engine.named_work import Attempt
-from byteps_py.torch.engine.ring.adding import add_up
+from byteps_py.torch.engine.ring.adding import add_by_machine
 from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSum, RingSums
 from byteps_py.torch.engine.router import Route
 from byteps_py.torch.engine.sum_offers import IS_ABSENT, SharedRounds
@@ -35,7 +34,7 @@ _FOREVER_S = 1e9  # no limit
 
 
 class SumOffer(NamedTuple):
-    """A sum that the ranks of a machine may add. ``route``: PEERS or RING."""
+    """A sum that ranks may add. ``route``: PEERS or RING."""
 
     spec: TensorSpec
     route: Route
@@ -79,7 +78,7 @@ class NamedSums:
         sum_group = self._groups.get(group)
         if sum_group is None:
             ranks = group or range(self._session.size)
-            sum_group = self._groups[group] = NamedSumGroup(self._session, self._peers, ranks, self._timeout_s)
+            sum_group = self._groups[group] = NamedSumGroup(self._context, self._peers, ranks, self._timeout_s)
         entry = self._names.get((name, group))
         if entry is None:
             entry = self._names[name, group] = _NamedRounds(sum_group, name)
@@ -108,8 +107,12 @@ class NamedSums:
 class NamedSumGroup:
     """The ranks of one group, and their ring: one large sum at a time."""
 
-    def __init__(self, session: Session, peers: PeerTransport, ranks: Sequence[int], timeout_s: float) -> None:
-        self.session, self.peers, self.timeout_s = session, peers, timeout_s
+    def __init__(self, context: Context, peers: PeerTransport, ranks: Sequence[int], timeout_s: float) -> None:
+        self.session = session = context.session
+        self.peers, self.timeout_s = peers, timeout_s
+        machines = context.connections.machines if context.connections is not None else None
+        #: The positions on each machine; empty: all are on one.
+        self.machines = machines.of(ranks) if machines is not None else ()
         self.own = ranks.index(session.rank)
         self.count = len(ranks)
         #: The ranks of the other members, by position.
@@ -117,8 +120,10 @@ class NamedSumGroup:
         self.text = ", ".join(map(str, ranks))
         self._all = tuple(self.others.values())
         self._name = f"sums in shares among ranks {self.text}#{session.incarnation}"
-        ring = peers.ring(peers.stream(self._name, self._all), SLOT_BYTES)
-        self._sums = RingSums(ring, self.own, dict(enumerate(ranks)))
+        self._sums: RingSums | None = None
+        if len(self.machines) < 2:
+            ring = peers.ring(peers.stream(self._name, self._all), SLOT_BYTES)
+            self._sums = RingSums(ring, self.own, dict(enumerate(ranks)))
         self._is_taken = False
         self._is_broken = False  # a sum was begun and abandoned here, which others may have continued
 
@@ -136,6 +141,8 @@ class NamedSumGroup:
 
     def start_ring_sum(self, source: torch.Tensor, target: torch.Tensor, average: bool, name: str) -> RingSum:
         """The sum of flat and plain tensors, its first step written. The caller has acquired the ring."""
+        if self._sums is None:
+            raise RuntimeError(f"{name}: ranks of several machines have no ring")
         work = RingSum(self._sums, source, target, average, name)
         work.write_first_step()
         return work
@@ -153,7 +160,8 @@ class NamedSumGroup:
 
     def retire(self) -> None:
         """The ring is not used any more on this rank."""
-        self.peers.retire(self._sums.ring, self.peers.stream(f"{self._name}, over", self._all))
+        if self._sums is not None:
+            self.peers.retire(self._sums.ring, self.peers.stream(f"{self._name}, over", self._all))
 
 
 class _NamedRounds:
@@ -261,7 +269,7 @@ class _NamedRounds:
             self._votes.fetch(self._rounds.number, rank, buffer.data_ptr(), buffer.nbytes)
         # The result may overwrite the own tensor only if it is one of the first two rows, read before a write.
         own = mine if group.own < 2 else mine.clone()
-        add_up([buffers.get(position, own) for position in range(group.count)], total, average)
+        add_by_machine([buffers.get(position, own) for position in range(group.count)], group.machines, total, average)
 
 
 def _offer_of(spec: TensorSpec) -> int:

@@ -17,8 +17,8 @@ from byteps_py.session.peers import PeerTransport, PendingSend, Ring, Span, Stre
 from byteps_py.tensors import differing
 from byteps_py.torch.engine.completion import Completer
 from byteps_py.torch.engine.group_work import FallbackQueue, GroupContext, GroupWork
+from byteps_py.torch.engine.machine_addresses import ConnectedMachines
 from byteps_py.torch.engine.members import Members
-from byteps_py.torch.engine.peer_addresses import ConnectedMachines
 from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSums
 from byteps_py.torch.engine.router import Reach

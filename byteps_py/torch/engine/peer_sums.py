@@ -21,7 +21,7 @@ from byteps_py.torch.engine.group_work import CompletedWork, FallbackWork, Group
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.peer_collectives import span, spans
 from byteps_py.torch.engine.peer_streams import PeerStreams
-from byteps_py.torch.engine.ring.adding import add_up
+from byteps_py.torch.engine.ring.adding import add_by_machine
 from byteps_py.torch.engine.tensor_bytes import check_writable
 from byteps_py.torch.engine.work import Call, OperationKind, Work
 
@@ -108,17 +108,7 @@ class PeerSums:
     def _sum(self, own: torch.Tensor, buffers: dict[int, torch.Tensor], total: torch.Tensor, average: bool) -> None:
         """Add in the order of the members, machine by machine, as the services do."""
         rows = [own if position == self._own else buffers[position] for position in range(self._count)]
-        if 1 < len(self._machines) < self._count:
-            rows = [self._sum_of_machine([rows[position] for position in some]) for some in self._machines]
-        add_up(rows, total, average, self._count)
-
-    @staticmethod
-    def _sum_of_machine(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        if len(rows) == 1:
-            return rows[0]
-        total = torch.empty_like(rows[0])
-        add_up(rows, total, average=False)
-        return total
+        add_by_machine(rows, self._machines, total, average)
 
 
 def contiguous(tensors: Tensors) -> list[torch.Tensor]:

@@ -40,9 +40,14 @@ GROUP_MESSAGE_BYTES = 32 << 10
 #: with 2 ranks on 2 cores, 128 KB as long.
 NAMED_MESSAGE_BYTES = 128 << 10
 
-#: The same for members on several machines: with shares, and without.
+#: The most members of a group on several machines that connect: a rank has a connection to each member of another
+#: machine, which costs a descriptor and memory of the system.
+MOST_CONNECTED = 128
+#: The most bytes that a member receives in messages, as above, for members on several machines: with shares, without
+#: them, and by name.
 CONNECTION_BYTES = 128 << 10
-_MOST_CONNECTION_BYTES = 1 << 20
+MOST_CONNECTION_BYTES = 1 << 20
+NAMED_CONNECTION_BYTES = 64 << 10
 #: Gathers and broadcasts that would send the same bytes to a machine several times, or from one machine to several.
 _MOST_COPIED_BYTES = 256 << 10
 
@@ -103,11 +108,16 @@ class Router:
     most_on_machine: int = 1
 
     @classmethod
-    def for_names(cls, session: Session, ranks: Sequence[int], can_share: Callable[[], bool]) -> Self:
-        """The router for operations by name, those of Horovod and BytePS, for which any rank may be late."""
+    def for_names(
+        cls, session: Session, ranks: Sequence[int], can_share: Callable[[], bool], are_connected: bool = False
+    ) -> Self:
+        """The router for operations by name, those of Horovod and BytePS, for which any rank may be late.
+        ``are_connected``: all ranks of the job, if they are on several machines."""
         first = session.rank - session.local_rank
         are_local = len(ranks) > 1 and first <= ranks[0] and ranks[-1] < first + session.local_size
         are_reachable = are_local and may_share(session.local_size) and session.peers is not None
+        if not are_local and len(ranks) > 1 and are_connected:
+            return cls(len(ranks), Reach.CONNECTIONS, session.local_size, NAMED_CONNECTION_BYTES, lambda: False)
         reach = Reach.MEMORY if are_reachable else Reach.SERVICE
         return cls(len(ranks), reach, session.local_size, NAMED_MESSAGE_BYTES, can_share)
 
@@ -120,11 +130,11 @@ class Router:
         if facts.op is not Op.SUM or not facts.is_exact or not facts.from_others:
             return _NOT_ADDED
         if self.reach is Reach.CONNECTIONS:
-            if facts.from_others <= CONNECTION_BYTES:
+            if facts.from_others <= min(self.message_bytes, CONNECTION_BYTES):
                 return _SMALL
             if self.can_share():
                 return _SHARES
-            return _SMALL if facts.from_others <= _MOST_CONNECTION_BYTES else _LARGE_ACROSS
+            return _SMALL if facts.from_others <= self.message_bytes else _LARGE_ACROSS
         if facts.from_others <= self.message_bytes:
             return _SMALL if has_cores(self.ranks_on_cores) else _SMALL_ON_SHARED_CORES
         if not may_share(self.ranks_on_cores, facts.nbytes):

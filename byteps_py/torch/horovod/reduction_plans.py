@@ -100,8 +100,11 @@ class ReductionPlan:
         #: How averages of integers are rounded: towards zero in Horovod's operations, down in push_pull.
         self.rounding = "trunc" if options.kind else "floor"
         self._requests: dict[str, list[TensorRequest]] = {}
-        #: Decides whether ranks of one machine that wait for the sum may add it themselves (engine/named_sums.py).
-        self.router = Router.for_names(context.session, options.group or range(self.count), ring_sum.is_able)
+        #: Decides whether ranks that wait for the sum may add it themselves (engine/named_sums.py).
+        connections = context.connections
+        are_connected = connections is not None and connections.machines is not None
+        ranks = options.group or range(self.count)
+        self.router = Router.for_names(context.session, ranks, ring_sum.is_able, are_connected)
         self._route = self._find_route() if self._is_plain_sum(tensors) else Route.SERVICE
 
     def offer(self, full_name: str) -> SumOffer | None:

@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import Backend, Store
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.engine import peer_addresses
+from byteps_py.torch.engine import group_connections
 from byteps_py.torch.engine.call_log import CallLog
 from byteps_py.torch.engine.completion import Completer
 from byteps_py.torch.engine.group_engine import GroupEngine
@@ -53,7 +53,7 @@ class GroupBase(GroupMetadata):
         self._input_check = InputCheck(members)
         self._streams = None  # kept after join(): members may use this group again at any time
         machines = (
-            peer_addresses.connect(members, self._group_context, self._completer) if members.may_connect else None
+            group_connections.connect(members, self._group_context, self._completer) if members.may_connect else None
         )
         peers = members.session.peers if members.are_local or machines is not None else None
         if peers is not None:

@@ -42,6 +42,25 @@ def add_up(rows: Sequence[torch.Tensor], total: torch.Tensor, average: bool, con
         total.div_(contributions or len(rows))
 
 
+def add_by_machine(
+    rows: Sequence[torch.Tensor], machines: Sequence[Sequence[int]], total: torch.Tensor, average: bool
+) -> None:
+    """``add_up`` of members on several machines: first the members of each machine, then the machines' sums, as the
+    services do. ``machines``: the positions of the rows on each; empty: all are on one."""
+    if 1 < len(machines) < len(rows):
+        add_up([_sum_of([rows[position] for position in some]) for some in machines], total, average, len(rows))
+    else:
+        add_up(rows, total, average)
+
+
+def _sum_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(rows) == 1:
+        return rows[0]
+    total = torch.empty_like(rows[0])
+    add_up(rows, total, average=False)
+    return total
+
+
 def add_to_both(
     dtype: torch.dtype, count: int, rows: Sequence[int], total: int | None, copy: int, average: bool
 ) -> None:

@@ -1,0 +1,99 @@
+"""Connects all ranks of a job that are on different machines, in the background when the job begins: for small sums by
+name (named_sums.py).
+
+Any rank may be late or absent at a sum by name, so ranks must know beforehand whether all of them are connected. They
+exchange addresses, connect, and then tell each other whether that has succeeded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from byteps_py.errors import BytePSError, CommunicationError, StallError
+from byteps_py.log import logger
+from byteps_py.session import Session
+from byteps_py.settings import Settings
+from byteps_py.tensors import Layout, Op, Sizes
+from byteps_py.torch.engine.machine_addresses import (
+    RECORD_BYTES,
+    ConnectedMachines,
+    addresses_of,
+    machines_of,
+    record_of,
+)
+from byteps_py.torch.engine.slot_view import MoverOf, SlotView
+
+_CPU = torch.device("cpu")
+#: For the connections. Ranks that can't connect go through the services.
+_CONNECT_S = 10.0
+_YES, _NO = b"\1", b"\0"
+
+
+class JobConnections:
+    """The connections of a session's rank. Any thread."""
+
+    def __init__(self, session: Session, settings: Settings, mover_of: MoverOf) -> None:
+        self._session = session
+        self._settings = settings
+        self._view = SlotView(session, mover_of)
+        self._is_done = threading.Event()
+        self._machines: ConnectedMachines | None = None
+        threading.Thread(target=self._run, name="byteps-connections", daemon=True).start()
+
+    @property
+    def machines(self) -> ConnectedMachines | None:
+        """The machines of the job, if all ranks are connected; otherwise None. The same on all ranks. Waits until that
+        is known. Raises StallError and what has ended the session."""
+        if not self._is_done.wait(self._settings.start_timeout_s + 2 * _CONNECT_S):
+            raise StallError("not all ranks have connected to each other: some have not begun, or can't go on")
+        self._session.check_open()
+        return self._machines
+
+    def finish(self) -> None:
+        """Return when no rank needs this one for it any more."""
+        self._is_done.wait(self._settings.start_timeout_s + 2 * _CONNECT_S)
+
+    def _run(self) -> None:
+        try:
+            self._connect()
+        except BytePSError as error:  # the session has ended, and says so to every caller
+            logger.debug("ranks of different machines were not connected: %s", error)
+        finally:
+            self._is_done.set()
+
+    def _connect(self) -> None:
+        session = self._session
+        records = self._gather(record_of(session, self._settings))
+        machines = machines_of(records)
+        if machines is None:
+            return
+        has_succeeded, connector = True, session.peers.connector if session.peers is not None else None
+        try:
+            if connector is not None:
+                connector.connect(addresses_of(records, range(session.size), session.machine_index), _CONNECT_S)
+        except CommunicationError as error:
+            has_succeeded = False
+            logger.warning("small sums go through the services: %s", error)
+        answers = self._gather(_YES if has_succeeded else _NO)
+        if all(answer[:1] == _YES for answer in answers):
+            self._machines = machines
+
+    def _gather(self, mine: bytes) -> Sequence[bytes]:
+        """The bytes of all ranks, each filled up to RECORD_BYTES."""
+        size, view = self._session.size, self._view
+        source = torch.frombuffer(bytearray(mine.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
+        whole = torch.empty(size * RECORD_BYTES, dtype=torch.uint8)
+        view.declare_bytes("connections of the job", Op.GATHER, (), RECORD_BYTES, whole.numel())
+        pieces = tuple((rank * RECORD_BYTES, RECORD_BYTES) for rank in range(size))
+        view.begin(_CPU, [(0, source)], Layout(((0, RECORD_BYTES),), pieces, Sizes.TOGETHER), [(0, whole)])
+        view.wait(self._settings.start_timeout_s + time_for_all(size))
+        view.fetch_places(_CPU, [(0, whole)])
+        return [bytes(record.numpy()) for record in whole.chunk(size)]
+
+
+def time_for_all(size: int) -> float:
+    """Seconds that ``size`` ranks may take to connect."""
+    return _CONNECT_S + 0.01 * size

@@ -1,0 +1,64 @@
+"""What ranks tell each other before they connect: their machines and addresses. Any thread."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from byteps_py.errors import ConfigurationError
+from byteps_py.session import Session
+from byteps_py.settings import Settings
+
+#: The index of the machine; the number of spare machines; the address, empty if the rank can't be connected to.
+_RECORD = struct.Struct("<II504s")
+RECORD_BYTES = _RECORD.size
+_ADDRESS_BYTES = 500
+
+
+class ConnectedMachines(NamedTuple):
+    """The machines of a group whose members are connected. ``positions``: of the members on each machine.
+    ``has_spare``: other machines sum, too."""
+
+    positions: tuple[tuple[int, ...], ...]
+    has_spare: bool
+
+    @property
+    def have_one_each(self) -> bool:
+        """True if no two members are on the same machine."""
+        return all(len(some) == 1 for some in self.positions)
+
+    def of(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The positions in ``ranks`` on each machine. Positions of this object are ranks."""
+        found = (tuple(ranks.index(rank) for rank in some if rank in ranks) for some in self.positions)
+        return tuple(some for some in found if some)
+
+
+def record_of(session: Session, settings: Settings) -> bytes:
+    """What this rank tells the others: RECORD_BYTES. Raises ConfigurationError if it can't listen."""
+    connector = session.peers.connector if session.peers is not None else None
+    address = connector.address() if connector is not None else ""
+    if len(address.encode()) > _ADDRESS_BYTES:
+        raise ConfigurationError(
+            f"DMLC_NODE_HOST={address[:40]}… is too long: at most {_ADDRESS_BYTES} bytes are possible"
+        )
+    return _RECORD.pack(session.machine_index, settings.num_servers, address.encode())
+
+
+def machines_of(records: Sequence[bytes]) -> ConnectedMachines | None:
+    """The machines of members that have told ``records``, by position. None if one of them can't be connected to."""
+    on_machines: dict[int, list[int]] = {}
+    has_spare = False
+    for position, record in enumerate(records):
+        machine, spare, address = _RECORD.unpack(record)
+        if not address.strip(b"\0"):
+            return None
+        on_machines.setdefault(machine, []).append(position)
+        has_spare = has_spare or bool(spare)
+    return ConnectedMachines(tuple(tuple(some) for _, some in sorted(on_machines.items())), has_spare)
+
+
+def addresses_of(records: Sequence[bytes], ranks: Sequence[int], machine: int) -> dict[int, str]:
+    """The addresses of those of ``ranks`` that are not on ``machine``."""
+    told = ((rank, *_RECORD.unpack(record)) for rank, record in zip(ranks, records, strict=True))
+    return {rank: address.rstrip(b"\0").decode() for rank, where, _, address in told if where != machine}
