@@ -32,6 +32,6 @@ def test_nobody_waits_for_ever_and_all_comes_out_right(options: str, seed: int, 
     found = [(int(small), int(large)) for small, large in _WELL.findall(run.stdout)]
     assert len(found) == (2 if options == "-np 2" else 4), run.stdout + run.stderr
     if "--machines" in options:
-        assert set(found) == {(0, 0)}
+        assert all(small and not large for small, large in found), found
     else:  # else this test would say nothing of them
         assert all(small and large for small, large in found), found

@@ -24,7 +24,13 @@ def launch(operation: str, *arguments: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("operation", "killed"),
-    [("all_reduce", 0), ("shares", 1), ("send_recv", 1), pytest.param("all_gather", 0, marks=pytest.mark.slow)],
+    [
+        ("all_reduce", 0),
+        ("push_pull", 1),
+        ("shares", 1),
+        ("send_recv", 1),
+        pytest.param("all_gather", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_who_waits_for_a_killed_rank_of_another_machine_is_told(operation: str, killed: int) -> None:
     with command(*launch(operation)) as job:
@@ -36,7 +42,7 @@ def test_who_waits_for_a_killed_rank_of_another_machine_is_told(operation: str, 
     assert "the connection to rank" not in said, said  # the service knows more
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "shares"])
+@pytest.mark.parametrize("operation", ["all_reduce", "push_pull", "shares"])
 def test_a_broken_connection_is_an_error_on_both_ranks(operation: str) -> None:
     with command(*launch(operation, "broken")) as job:
         said = job.until("PeerLostError")

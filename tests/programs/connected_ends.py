@@ -1,6 +1,6 @@
 """Ranks of different machines talk to each other until one of them is killed, or until their connection breaks.
 
-connected_ends.py all_reduce | shares | send_recv | all_gather [broken]
+connected_ends.py all_reduce | push_pull | shares | send_recv | all_gather [broken]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ operation, *rest = sys.argv[1:]
 bps.init()
 dist.init_process_group("byteps")
 rank, size = dist.get_rank(), dist.get_world_size()
-tensor = torch.ones(1000 if operation == "all_reduce" else 3_000_000)
+tensor = torch.ones(1000 if operation in ("all_reduce", "push_pull") else 3_000_000)
 whole = torch.empty(size * tensor.numel())
 
 
@@ -29,6 +29,8 @@ def go_on() -> None:
         elif rank == size - 1:
             dist.recv(tensor, 0)
         dist.barrier()
+    elif operation == "push_pull":
+        bps.push_pull_inplace(tensor, average=True, name="x")
     elif operation == "all_gather":
         dist.all_gather_single(whole, tensor)
     else:

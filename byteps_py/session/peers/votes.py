@@ -57,8 +57,8 @@ class Votes:
 
     def received(self, number: int) -> dict[int, int]:
         """The votes on round ``number`` that have arrived, by rank."""
-        flows = self._stream.flows
-        return {s: payload.due for s, flow in flows.items() if (payload := flow.payloads.get(number)) is not None}
+        come = {source: flow.payloads.get(number) for source, flow in self._stream.flows.items()}
+        return {source: vote.due for source, vote in come.items() if vote is not None and vote.ready == vote.total}
 
     def wait_until_known(self, number: int, is_enough: Callable[[], bool], name: str, timeout_s: float) -> None:
         """Return when ``is_enough`` returns True; it is called after each message. ``name``: of the operation, for
