@@ -282,6 +282,23 @@ def test_what_was_sent_arrives_though_its_sender_has_left(pair: list[ConnectedRa
     assert np.array_equal(source, target)
 
 
+def test_what_was_sent_arrives_though_nothing_can_be_sent_back(open_pair: list[ConnectedRank]) -> None:
+    sending, receiving = streams(open_pair)
+    source, target = some_bytes(20_000), np.zeros(20_000, np.uint8)
+    for _ in range(2):
+        open_pair[0].transport.send(sending, (1,), (span(source),), is_led=False, owner=source)
+    connection(open_pair[0], 1).close()
+    back = connection(open_pair[1], 0)
+    deadline = time.monotonic() + WAIT_S
+    while not back._is_cut and time.monotonic() < deadline:
+        back.send(peer_protocol.pack(*PeerMessage(PeerMessageKind.JOINED, 1, 0)))
+    assert back._is_cut
+    for _ in range(2):
+        open_pair[1].transport.collect(expect(receiving, 0, target), WAIT_S)
+        assert np.array_equal(source, target)
+        target[:] = 0
+
+
 @pytest.mark.parametrize(
     ("message", "match"),
     [

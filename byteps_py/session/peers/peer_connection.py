@@ -84,7 +84,7 @@ class PendingSend(NamedTuple):
     @property
     def is_done(self) -> bool:
         """True if the memory that it was sent from is not needed any more."""
-        return self.connection.taken >= self.mark or self.connection.failure is not None
+        return self.connection.taken >= self.mark
 
 
 class PeerConnection:
@@ -114,7 +114,8 @@ class PeerConnection:
         self._given = 0  # bytes to be sent so far
         #: Bytes that the system has taken so far.
         self.taken = 0
-        #: Why the connection has ended; None while it works.
+        self._is_cut = False  # nothing can be sent any more; what was sent from there still comes
+        #: Why the connection has ended; None while something may come.
         self.failure: str | None = None
         self.failed_at_s = 0.0
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -148,18 +149,18 @@ class PeerConnection:
 
     def _taken(self, message: bytes) -> bool:
         """The system has taken all of a small message, which is the usual case."""
-        if self.failure is not None:
+        if self._is_cut:
             return True
         taken = self._try([message])
         self._given += taken
-        if taken == len(message) or self.failure is not None:
+        if taken == len(message) or self._is_cut:
             return True
         if taken:
             self._enqueue([memoryview(message)[taken:]], None)
         return bool(taken)
 
     def _send(self, views: Sequence[memoryview], owner: object) -> None:
-        if self.failure is not None:
+        if self._is_cut:
             return
         sealing = self._sealing
         sealed = views if sealing is None else [memoryview(part) for view in views for part in sealing.seal(view)]
@@ -203,19 +204,16 @@ class PeerConnection:
             taken = self._sock.sendmsg(views) if len(views) > 1 else self._sock.send(views[0])
         except BlockingIOError:
             return 0
-        except OSError as error:
-            self._fail(str(error))
+        except OSError:  # the peer has ended; whoever receives from it finds out
+            self._cut()
             return 0
         self.taken += taken
         return taken
 
-    def _fail(self, why: str) -> None:
-        """The connection has ended."""
-        if self.failure is None:
-            self.failure, self.failed_at_s = why, time.monotonic()
-            with contextlib.suppress(OSError, ValueError):  # it is closed
-                self._poller.unregister(self._sock)
+    def _cut(self) -> None:
+        self._is_cut = True
         self._waiting.clear()
+        self.taken = self._given
 
     # ---- receiving -------------------------------------------------------------------------------------
 
@@ -272,7 +270,10 @@ class PeerConnection:
 
     def _ended(self, why: str) -> bool:
         with self._lock:
-            self._fail(why)
+            self._cut()
+            self.failure, self.failed_at_s = why, time.monotonic()
+            with contextlib.suppress(OSError, ValueError):  # it is closed
+                self._poller.unregister(self._sock)
         return False
 
     def _fill(self, landing: Landing) -> bool:
@@ -332,7 +333,7 @@ class PeerConnection:
     def close(self, is_forked: bool = False) -> None:
         """Send what waits and let the peer's machine have it, within a time limit; then close the socket.
         ``is_forked``: in a forked child, only close it."""
-        if not is_forked and self.failure is None:
+        if not is_forked and not self._is_cut and self.fileno() >= 0:
             with contextlib.suppress(OSError):
                 self._deliver()
         self._sock.close()
@@ -400,7 +401,7 @@ class BackgroundSender:
                 continue
             writable = select.poll()
             for connection in connections:
-                if connection.fileno() >= 0 and connection.failure is None:
+                if connection.fileno() >= 0 and connection.has_waiting:
                     writable.register(connection, select.POLLOUT)
             writable.poll(_POLL_MS)
             for connection in connections:
