@@ -63,9 +63,6 @@ class PeerTransport:
     """``host``: the session of ``rank``. ``local_ranks``: the ranks of its machine. ``settings``: None: ranks of other
     machines can't be connected to. ``epoch``: see PeerConnector."""
 
-    #: After a connection has ended, the services have this long, in seconds, to say what has happened to its rank.
-    lost_after_s = 5.0
-
     def __init__(
         self, host: Host, rank: int, local_ranks: range, settings: Settings | None = None, epoch: int = 0
     ) -> None:
@@ -85,10 +82,13 @@ class PeerTransport:
         self._connections: dict[int, PeerConnection] = {}  # by descriptor
         #: Connects to ranks of other machines; None if that is not possible.
         self.connector: PeerConnector | None = None
+        #: After a connection has ended, the services have this long, in seconds, to say what has happened to its rank.
+        self.lost_after_s = 0.0
         self._poller: select.epoll | None = None
         self._has_joined = self._is_closed = False
         if settings is not None:
             self.connector = PeerConnector(settings, rank, epoch, self._connected)
+            self.lost_after_s = settings.patience_s
             self._poller = select.epoll()
             self._poller.register(self._inbox.fileno(), select.EPOLLIN)
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
