@@ -44,7 +44,7 @@ def test_who_waits_for_a_killed_rank_of_another_machine_is_told(operation: str, 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "push_pull", "shares"])
 def test_a_broken_connection_is_an_error_on_both_ranks(operation: str) -> None:
-    with command(*launch(operation, "broken"), BYTEPS_HEARTBEAT_TIMEOUT_MAX_S="3") as job:
+    with command(*launch(operation, "broken"), PS_HEARTBEAT_TIMEOUT="2", BYTEPS_HEARTBEAT_TIMEOUT_MAX_S="6") as job:
         said = job.until("PeerLostError")
         assert job.end() != 0
     assert "the connection to rank" in said, said
