@@ -69,6 +69,8 @@ class Session(ABC):
     #: Keeps tensors apart that have the same name in different incarnations: a rank that failed in the middle of a step
     #: leaves contributions behind. The same on all ranks; set before the first declaration.
     incarnation: int = 0
+    #: Ranks of different machines exchange addresses, and connect if the settings of all of them allow it.
+    exchanges_addresses: bool = False
     is_homogeneous: bool = True  #: all machines have the same number of ranks
     #: Set before ``close`` by a rank of an elastic job that will rejoin: (reason, whether all ranks do so).
     returning: tuple[str, bool] | None = None

@@ -92,6 +92,7 @@ class _Owner(RemoteSession):
             _synced_in.get(settings.job, 0),
         )
         self._job = settings.job
+        self.exchanges_addresses = self.num_machines > 1
         if settings.direct_connections:
             self.connects = settings
         exception_hooks.register(self)

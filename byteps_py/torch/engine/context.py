@@ -106,7 +106,7 @@ class Context:
                 self._session = session
                 self._suspended = None
                 peers, may_share = session.peers, router.may_share(session.local_size)
-                may_connect = session.num_machines > 1 and session.size <= router.MOST_CONNECTED
+                may_connect = session.exchanges_addresses and session.size <= router.MOST_CONNECTED
                 if peers is not None and (may_share or may_connect):
                     peers.directory.ask_all()
                 if peers is not None and may_share:

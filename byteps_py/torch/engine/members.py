@@ -57,7 +57,8 @@ class Members:
     @property
     def may_connect(self) -> bool:
         """True if members are on several machines, and are few enough for a connection between each two."""
-        return 1 < self.count <= router.MOST_CONNECTED and not self.are_local
+        is_wanted = self.session.exchanges_addresses and not self.are_local
+        return is_wanted and 1 < self.count <= router.MOST_CONNECTED
 
     def root(self, position: int) -> int:
         """The global rank of the member at ``position``, as the session numbers ranks. Raises UsageError if there is no
