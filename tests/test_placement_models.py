@@ -68,7 +68,8 @@ def test_bounded_loads_beat_plain_hash(model):
     for n, k in GRID:
         ours, plain = plan(tensors, n, k, 4 * MB), plain_hash_plan(tensors, n, k, 4 * MB)
         assert ours.time_over_optimum <= plain.time_over_optimum * Fraction(1001, 1000), (n, k)  # rounding
-    few = plan(tensors[:1], 8, 4, 4 * MB), plain_hash_plan(tensors[:1], 8, 4, 4 * MB)
+    one = [t for t in tensors if t.nbytes >= MB][:1]  # what is smaller is hardly cut
+    few = plan(one, 8, 4, 4 * MB), plain_hash_plan(one, 8, 4, 4 * MB)
     assert few[0].fullest < few[1].fullest
 
 

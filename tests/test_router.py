@@ -12,6 +12,7 @@ from byteps_py.torch.engine import router as routes
 from byteps_py.torch.engine.router import (
     CONNECTION_BYTES,
     GROUP_MESSAGE_BYTES,
+    MOST_CONNECTION_BYTES,
     NAMED_MESSAGE_BYTES,
     Reach,
     Route,
@@ -101,7 +102,7 @@ def test_members_on_several_machines_use_the_service() -> None:
     ],
 )
 def test_sums_of_connected_machines(nbytes: int, changes: dict[str, Any], route: Route) -> None:
-    across = router(reach=Reach.CONNECTIONS)
+    across = Router(2, Reach.CONNECTIONS, 2, MOST_CONNECTION_BYTES, lambda: True)
     assert across.sum(facts(nbytes, **changes)).route is route
 
 

@@ -7,12 +7,16 @@ import sys
 import torch
 
 import byteps_py as hvd
+from byteps_py.torch.engine import context as contexts
 
 ROWS = 3000  # of each rank, 16 bytes each
 
 
 def main(kind: str) -> None:
     hvd.init()
+    connections = contexts.current().connections
+    assert connections is not None
+    assert connections.machines is not None  # all bytes for that have been carried
     x = torch.ones(ROWS, 4)
     if kind == "allgather":
         hvd.allgather(x)

@@ -75,7 +75,7 @@ def dtypes() -> None:
         inplace = x.clone()
         assert bps.allreduce_(inplace, op=bps.Sum, name=f"in place {dtype}") is inplace
         assert same(inplace, expected), dtype
-        expect_shared(3)
+        expect_shared(3 if bps.local_size() > 1 else 2)  # between machines, those without a name go through the service
         assert same(bps.synchronize(bps.allreduce_async(x, op=bps.Sum, name=f"later {dtype}")), expected), dtype
         expect_shared(0)
         assert same(bps.allreduce(x, name=f"mean {dtype}"), mean), dtype

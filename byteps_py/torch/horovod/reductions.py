@@ -90,7 +90,8 @@ def start_reduction(
         return Attempt(lambda: all(e.is_done for e in slot_views), complete)
 
     def begin() -> NamedWork:
-        if plan.router.reach is not Reach.SERVICE:
+        # Between machines, the services find out if ranks call different operations without names.
+        if plan.router.reach is Reach.MEMORY or (plan.router.reach is Reach.CONNECTIONS and name is not None):
             offer = plan.offer(full_name) if is_awaited else None
             sums = NamedSums.of(context)
             attempt = sums.begin(full_name, options.group, offer, tensors, outputs, start_on_service)
