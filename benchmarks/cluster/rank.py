@@ -28,9 +28,9 @@ LEARNING_RATE = 0.125
 CONNECT_S = 30.0
 _CHUNK_BYTES = 256 << 10
 
-#: What users call, of ours; "session" is the layer below: memory that is shared with the services already.
+#: The public calls of ours; "session" is the layer below: memory that is shared with the services already.
 OURS = ("session", "push_pull_inplace", "push_pull", "allreduce_", "optimizer", "all_reduce")
-#: What they are compared with: gloo's all_reduce, and DistributedDataParallel over gloo.
+#: Their peers: gloo's all_reduce, and DistributedDataParallel over gloo.
 GLOO = ("gloo", "ddp")
 ECHO = ("tcp_echo",)
 

@@ -22,7 +22,7 @@ from byteps_py.tensors import key_of
 
 #: (address, length in bytes) of a range of this process's memory.
 Span = tuple[int, int]
-#: What a payload is received into that has no receipt.
+#: Memory for a payload that has no receipt.
 Memory = ctypes.Array[ctypes.c_char]
 #: Larger payloads from another machine go where they belong as they come, if their receipt is there first.
 LANDING_BYTES = 8 << 10

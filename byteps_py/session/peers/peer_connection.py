@@ -52,7 +52,7 @@ class Landing(Protocol):
 
     @property
     def views(self) -> deque[memoryview]:
-        """What of it is still to be filled, the next one first."""
+        """The parts of it that are still to be filled, the next one first."""
 
     @property
     def payload(self) -> object:
@@ -66,7 +66,7 @@ class Landing(Protocol):
 
 
 class Receiver(Protocol):
-    """What becomes of messages. Called by the thread that receives."""
+    """Processes messages. Called by the thread that receives."""
 
     def came(self, message: PeerMessage, data: bytes | None) -> None:
         """A message with all of its payload. Raises ProtocolError."""

@@ -243,7 +243,7 @@ class PeerConnector:
 
 
 def _bound_to(rank: int, address: str) -> str:
-    """What both proofs cover beside the secret: a proof for one rank is worth nothing at another."""
+    """A text that both proofs cover beside the secret: a proof for one rank is worth nothing at another."""
     return f"rank {rank} at {address}"
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they connect: their machines and addresses. Any thread."""
+"""The machines and addresses that ranks exchange before they connect. Any thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ConnectedMachines(NamedTuple):
 
 
 def record_of(session: Session, settings: Settings) -> bytes:
-    """What this rank tells the others: RECORD_BYTES. Raises ConfigurationError if it can't listen."""
+    """The record of this rank, of RECORD_BYTES, for the others. Raises ConfigurationError if it can't listen."""
     connector = session.peers.connector if session.peers is not None else None
     address = connector.address() if connector is not None else ""
     if len(address.encode()) > _ADDRESS_BYTES:
