@@ -37,6 +37,23 @@ ECHO = ("tcp_echo",)
 Call = Callable[[], object]
 
 
+def named_calls(
+    prefix: str, tensors: list[Any], together: Callable[..., Any], begin: Callable[..., int], **how: Any
+) -> Callable[[], list[Any]]:
+    """A call of ``together`` for one tensor; for several, of ``begin``, and then the wait for all of them."""
+    import byteps_py as bps
+
+    names = [f"{prefix} {tensor.numel()} {i}" for i, tensor in enumerate(tensors)]
+    if len(tensors) == 1:
+        return lambda: [together(tensors[0], name=names[0], **how)]
+
+    def call() -> list[Any]:
+        handles = [begin(tensor, name=name, **how) for tensor, name in zip(tensors, names, strict=True)]
+        return [bps.synchronize(handle) for handle in handles]
+
+    return call
+
+
 class Contender(Protocol):
     rank: int
 
@@ -72,44 +89,17 @@ class Ours:
     def _push_pull_inplace(self, tensors: list[Any]) -> Callable[[], list[Any]]:
         import byteps_py as bps
 
-        names = [f"inplace {tensor.numel()} {i}" for i, tensor in enumerate(tensors)]
-        if len(tensors) == 1:
-            return lambda: [bps.push_pull_inplace(tensors[0], average=False, name=names[0])]
-
-        def call() -> list[Any]:
-            pairs = zip(tensors, names, strict=True)
-            handles = [bps.push_pull_async_inplace(tensor, average=False, name=name) for tensor, name in pairs]
-            return [bps.synchronize(handle) for handle in handles]
-
-        return call
+        return named_calls("inplace", tensors, bps.push_pull_inplace, bps.push_pull_async_inplace, average=False)
 
     def _push_pull(self, tensors: list[Any]) -> Callable[[], list[Any]]:
         import byteps_py as bps
 
-        names = [f"new {tensor.numel()} {i}" for i, tensor in enumerate(tensors)]
-        if len(tensors) == 1:
-            return lambda: [bps.push_pull(tensors[0], average=False, name=names[0])]
-
-        def call() -> list[Any]:
-            pairs = zip(tensors, names, strict=True)
-            handles = [bps.push_pull_async(tensor, average=False, name=name) for tensor, name in pairs]
-            return [bps.synchronize(handle) for handle in handles]
-
-        return call
+        return named_calls("new", tensors, bps.push_pull, bps.push_pull_async, average=False)
 
     def _allreduce_(self, tensors: list[Any]) -> Callable[[], list[Any]]:
         import byteps_py as bps
 
-        names = [f"allreduce {tensor.numel()} {i}" for i, tensor in enumerate(tensors)]
-        if len(tensors) == 1:
-            return lambda: [bps.allreduce_(tensors[0], op=bps.Sum, name=names[0])]
-
-        def call() -> list[Any]:
-            pairs = zip(tensors, names, strict=True)
-            handles = [bps.allreduce_async_(tensor, op=bps.Sum, name=name) for tensor, name in pairs]
-            return [bps.synchronize(handle) for handle in handles]
-
-        return call
+        return named_calls("allreduce", tensors, bps.allreduce_, bps.allreduce_async_, op=bps.Sum)
 
     def _all_reduce(self, tensors: list[Any]) -> Callable[[], list[Any]]:
         return all_reduce(tensors)

@@ -23,8 +23,8 @@ from byteps_py.session.peers import PeerTransport, PendingSend, StreamReceipt
 from byteps_py.torch.engine.ring.adding import add_up
 from byteps_py.torch.engine.ring.chunks import Chunks
 
-#: The largest piece that a member sends to another one at a time. On loopback, 2 and 4 members, 16 MB: 512 KB take 19.5 and 60 ms, 1 MB
-#: 18.5 and 53, 2 MB 17 and 52.
+#: The largest piece that a member sends to another one at a time. On loopback, 2 and 4 members, 16 MB: 512 KB take 19.5
+#: and 60 ms, 1 MB 18.5 and 53, 2 MB 17 and 52.
 CHUNK_BYTES = 2 << 20
 #: Chunks of its own share that a member can receive before it has added the first of them.
 _SLOTS = 4
