@@ -12,7 +12,6 @@ import byteps_py as bps
 bps.init()
 tensor = torch.full((50_000,), float(bps.rank() + 1))
 expected = torch.full_like(tensor, sum(range(1, bps.size() + 1)))
-print(f"rank {bps.rank()} is ready", flush=True)
 rounds = 0
 is_over = torch.zeros(1)
 while not is_over:
@@ -20,5 +19,7 @@ while not is_over:
     rounds += 1
     is_told = bps.rank() == 0 and bool(select.select([sys.stdin], [], [], 0)[0])
     is_over = bps.push_pull(torch.tensor([float(is_told)]), name="over", average=False)
+    if rounds == 1:  # it has opened every port that it will open
+        print(f"rank {bps.rank()} is ready", flush=True)
 print(f"rank {bps.rank()} is done after {rounds} right sums", flush=True)
 bps.shutdown()
