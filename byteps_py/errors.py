@@ -6,7 +6,8 @@
     ├── UsageError (ValueError)               the calling program misuses the API
     │   ├── NotInitializedError               a call before init() or after shutdown()
     │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
-    │   └── GradientOrderError (AssertionError)  backward, synchronize, step, zero_grad out of order
+    │   ├── GradientOrderError (AssertionError)  backward, synchronize, step, zero_grad out of order
+    │   └── ScheduleError                     a pipeline schedule can't be carried out
     ├── NonFiniteError (FloatingPointError)   a gradient is NaN or infinite; raised on every rank
     │   └── NonFiniteInputError               an input to torch.distributed is; raised on the rank that gave it
     └── CommunicationError (RuntimeError)     the job, not this call, is at fault; Horovod's HorovodInternalError
@@ -55,6 +56,10 @@ class GradientOrderError(UsageError, AssertionError):
 
     It is also an AssertionError, which Horovod's users catch here.
     """
+
+
+class ScheduleError(UsageError):
+    """A pipeline schedule can't be carried out: an action is missing or misplaced, or workers wait for each other."""
 
 
 class NonFiniteError(BytePSError, FloatingPointError):

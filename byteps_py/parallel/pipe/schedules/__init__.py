@@ -1,0 +1,67 @@
+"""The schedules, by name: each is a function of the number of workers and of micro-batches that returns a Program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from byteps_py.errors import UsageError
+from byteps_py.parallel.pipe.program import Program
+from byteps_py.parallel.pipe.schedules.chimera import chimera
+from byteps_py.parallel.pipe.schedules.dapple import dapple
+from byteps_py.parallel.pipe.schedules.gems import gems
+from byteps_py.parallel.pipe.schedules.gpipe import gpipe
+from byteps_py.parallel.pipe.schedules.interleaved import interleaved
+from byteps_py.parallel.pipe.schedules.options import More, WarmUp
+from byteps_py.parallel.pipe.schedules.pipedream import pipedream, pipedream_2bw
+
+__all__ = ["More", "WarmUp", "chimera", "dapple", "gems", "gpipe", "interleaved", "make", "pipedream", "pipedream_2bw"]
+
+
+class _Schedule(NamedTuple):
+    """``options``: the parameters after the number of workers and micro-batches, by the name of the option."""
+
+    function: Callable[..., Program]
+    options: dict[str, str]
+
+
+SCHEDULES = {
+    "gpipe": _Schedule(gpipe, {}),
+    "dapple": _Schedule(dapple, {"warmup": "warm_up"}),
+    "interleaved": _Schedule(interleaved, {"chunks": "chunks", "consecutive": "consecutive"}),
+    "chimera": _Schedule(chimera, {"pipes": "pipes", "more": "more"}),
+    "gems": _Schedule(gems, {}),
+    "pipedream": _Schedule(pipedream, {}),
+    "pipedream-2bw": _Schedule(pipedream_2bw, {}),
+}
+
+
+def make(name: str, workers: int, micro_batches: int, **options: Any) -> Program:
+    """The schedule ``name`` with the options of `bps schedule`: ``chunks``, ``consecutive``, ``pipes``, ``more``
+    ("direct", "doubling" or "halving") and ``warmup`` ("A" or "B"). Raises UsageError.
+
+    >>> make("chimera", 4, 8, more="doubling").warmup
+    (3, 4, 4, 3)
+    """
+    schedule = SCHEDULES.get(name)
+    if schedule is None:
+        raise UsageError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
+    if unknown := sorted(set(options) - set(schedule.options)):
+        known = ", ".join(schedule.options) or "none"
+        raise UsageError(f"the schedule {name} has no option {unknown[0]}; its options: {known}")
+    for what, count in {"workers": workers, "micro-batches": micro_batches, **options}.items():
+        if isinstance(count, int) and count < 1:
+            raise UsageError(f"{what}: {count} is not possible; at least 1 is needed")
+    arguments = {schedule.options[option]: _value(option, value) for option, value in options.items()}
+    return schedule.function(workers, micro_batches, **arguments)
+
+
+def _value(option: str, value: Any) -> Any:
+    kind = {"more": More, "warmup": WarmUp}.get(option)
+    if kind is None or isinstance(value, kind):
+        return value
+    try:
+        return kind(value)
+    except ValueError:
+        names = ", ".join(repr(each.value) for each in kind)
+        raise UsageError(f"{option}={value!r} is not possible; it is one of {names}") from None

@@ -1,0 +1,104 @@
+"""How long a program takes: each worker carries out its list in order, and begins each action as soon as its inputs
+are there and the worker is free. Sends take no time of the worker. Pure; any thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from byteps_py.parallel.pipe.checker import Result, check, inputs_of, results_of
+from byteps_py.parallel.pipe.program import Action, ActionKind, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Of a whole micro-batch at one stage, in any unit. ``p2p``: from the end of an action on one worker until its
+    result is on another. ``input_gradient_share``: of a backward pass, where it is split in two."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    p2p: float = 0.0
+    input_gradient_share: float = 0.5
+
+    def of(self, action: Action, parts_of_micro_batch: int) -> float:
+        """The duration of ``action``."""
+        whole = {
+            ActionKind.FORWARD: self.forward,
+            ActionKind.BACKWARD: self.backward,
+            ActionKind.INPUT_GRADIENT: self.backward * self.input_gradient_share,
+            ActionKind.WEIGHT_GRADIENT: self.backward * (1 - self.input_gradient_share),
+        }[action.kind]
+        return whole * len(action.parts) / parts_of_micro_batch
+
+
+class Span(NamedTuple):
+    """An action and its time."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The actions of each worker with their times."""
+
+    program: Program
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """The end of the last action."""
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @property
+    def busy(self) -> list[float]:
+        """The time that each worker computes."""
+        return [sum(span.end - span.start for span in spans) for spans in self.spans]
+
+    @property
+    def idle(self) -> list[float]:
+        """The time that each worker does not compute, until the makespan."""
+        makespan = self.makespan
+        return [makespan - busy for busy in self.busy]
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time over all time of the workers, or over the time that they compute: see Program.idle_of_ideal."""
+        whole = sum(self.busy) if self.program.idle_of_ideal else self.makespan * len(self.spans)
+        return sum(self.idle) / whole if whole else 0.0
+
+
+def simulate(program: Program, durations: Durations | None = None) -> Timeline:
+    """The timeline of ``program``. Raises ScheduleError if it can't be carried out (checker.py).
+
+    >>> from byteps_py.parallel.pipe.schedules import chimera
+    >>> simulate(chimera(4, 4)).makespan
+    16.0
+    """
+    check(program)
+    durations = durations or Durations()
+    ends: dict[Result, float] = {}
+    workers = range(len(program.workers))
+    spans: list[list[Span]] = [[] for _ in workers]
+    runnable = deque(workers)
+    listeners: dict[Result, list[int]] = {}
+    while runnable:
+        worker = runnable.popleft()
+        while len(spans[worker]) < len(program.workers[worker]):
+            action = program.workers[worker][len(spans[worker])]
+            start = spans[worker][-1].end if spans[worker] else 0.0
+            inputs = list(inputs_of(program, action))
+            missing = next((some.result for some in inputs if some.result not in ends), None)
+            if missing is not None:
+                listeners.setdefault(missing, []).append(worker)
+                break
+            for some in inputs:
+                start = max(start, ends[some.result] + (durations.p2p if some.worker != worker else 0.0))
+            end = start + durations.of(action, program.parts_of_micro_batch)
+            spans[worker].append(Span(action, start, end))
+            for result in results_of(action):
+                ends[result] = end
+                runnable.extend(listeners.pop(result, ()))
+    return Timeline(program, tuple(map(tuple, spans)))
