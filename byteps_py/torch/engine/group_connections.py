@@ -21,6 +21,7 @@ from byteps_py.torch.engine.machine_addresses import (
     record_of,
 )
 from byteps_py.torch.engine.members import Members
+from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.service_gathers import ServiceGathers
 from byteps_py.torch.engine.work import Call
 
@@ -32,7 +33,9 @@ def connect(members: Members, group_context: GroupContext, completer: Completer)
     # A group whose operations may take a moment only still has time to be made.
     limit_s = max(group_context.timeout_s, settings.start_timeout_s)
     deadline = time.monotonic() + limit_s
-    mine = torch.frombuffer(bytearray(record_of(session, settings)), dtype=torch.uint8)
+    near = range(session.rank - session.local_rank, session.rank - session.local_rank + session.local_size)
+    has_ring = sum(rank in near for rank in members.ranks) > 1 and ring_sum.is_able()
+    mine = torch.frombuffer(bytearray(record_of(session, settings, has_ring)), dtype=torch.uint8)
     whole = torch.empty(count * RECORD_BYTES, dtype=torch.uint8)
     gathers = ServiceGathers(
         dataclasses.replace(members, prefix=f"{members.prefix}.addresses"), group_context, completer

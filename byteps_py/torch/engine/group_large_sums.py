@@ -1,5 +1,5 @@
-"""The large sums of a process group of which each member adds a share: in shared memory (ring/), or over connections
-(share_sums.py).
+"""The large sums of a process group of which each member adds a share: in shared memory (ring/), over connections
+(share_sums.py), or both (two_level_sums.py).
 
 The operations of a group run one after the other, in the order of the calls. The waiting thread carries an operation
 out; if the caller will not wait at once, a thread of the pool does. Any thread.
@@ -11,39 +11,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from byteps_py.errors import JoinedError, StallError
 from byteps_py.torch.engine.dtypes import is_plain
 from byteps_py.torch.engine.group_work import FallbackWork, GroupWork
+from byteps_py.torch.engine.large_sum import LargeSum, LargeSums
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.peer_streams import PeerStreams
 from byteps_py.torch.engine.peer_sums import LocalSum, Tensors, concatenated, contiguous, split_into
 from byteps_py.torch.engine.tensor_bytes import check_writable
 from byteps_py.torch.engine.work import Call
-
-
-class LargeSum(Protocol):
-    """One sum."""
-
-    @property
-    def has_begun(self) -> bool:
-        """True once this member has given something to others."""
-
-    def run(self, deadline: float) -> None:
-        """Complete the sum; if a wait ends early, a further call continues. ``deadline``: of time.monotonic(). Raises
-        StallError, JoinedError (no member has begun) and what ends the session."""
-
-
-class LargeSums(Protocol):
-    """The sums of a group, one at a time."""
-
-    def start(
-        self, source: torch.Tensor, target: torch.Tensor | None, average: bool, name: str, scatters: bool = False
-    ) -> LargeSum:
-        """The sum of flat and contiguous tensors. ``target``: see RingSum. ``name``: the same on all members."""
 
 
 class GroupLargeSums:

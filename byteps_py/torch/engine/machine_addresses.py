@@ -10,23 +10,27 @@ from byteps_py.errors import ConfigurationError
 from byteps_py.session import Session
 from byteps_py.settings import Settings
 
-#: The index of the machine; the number of spare machines; the address, empty if the rank can't be connected to.
-_RECORD = struct.Struct("<II504s")
+#: The index of the machine; the number of spare machines; whether the ring's instructions are compiled; the address,
+#: empty if the rank can't be connected to.
+_RECORD = struct.Struct("<II?503s")
 RECORD_BYTES = _RECORD.size
 _ADDRESS_BYTES = 500
 
 
 class ConnectedMachines(NamedTuple):
     """The machines of a group whose members are connected. ``positions``: of the members on each machine.
-    ``has_spare``: other machines sum, too."""
+    ``has_spare``: other machines sum, too. ``have_rings``: all members can use a ring in shared memory."""
 
     positions: tuple[tuple[int, ...], ...]
     has_spare: bool
+    have_rings: bool
 
     @property
-    def have_one_each(self) -> bool:
-        """True if no two members are on the same machine."""
-        return all(len(some) == 1 for some in self.positions)
+    def can_share(self) -> bool:
+        """True if the members add large sums in shares."""
+        if self.has_spare or len(set(map(len, self.positions))) > 1:
+            return False
+        return self.have_rings or len(self.positions[0]) == 1
 
     def of(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The positions in ``ranks`` on each machine. Positions of this object are ranks."""
@@ -34,7 +38,7 @@ class ConnectedMachines(NamedTuple):
         return tuple(some for some in found if some)
 
 
-def record_of(session: Session, settings: Settings) -> bytes:
+def record_of(session: Session, settings: Settings, has_ring: bool = False) -> bytes:
     """The record of this rank, of RECORD_BYTES, for the others. Raises ConfigurationError if it can't listen."""
     connector = session.peers.connector if session.peers is not None else None
     address = connector.address() if connector is not None else ""
@@ -42,23 +46,23 @@ def record_of(session: Session, settings: Settings) -> bytes:
         raise ConfigurationError(
             f"DMLC_NODE_HOST={address[:40]}… is too long: at most {_ADDRESS_BYTES} bytes are possible"
         )
-    return _RECORD.pack(session.machine_index, settings.num_servers, address.encode())
+    return _RECORD.pack(session.machine_index, settings.num_servers, has_ring, address.encode())
 
 
 def machines_of(records: Sequence[bytes]) -> ConnectedMachines | None:
     """The machines of members that have told ``records``, by position. None if one of them can't be connected to."""
     on_machines: dict[int, list[int]] = {}
-    has_spare = False
+    has_spare, have_rings = False, True
     for position, record in enumerate(records):
-        machine, spare, address = _RECORD.unpack(record)
+        machine, spare, has_ring, address = _RECORD.unpack(record)
         if not address.strip(b"\0"):
             return None
         on_machines.setdefault(machine, []).append(position)
-        has_spare = has_spare or bool(spare)
-    return ConnectedMachines(tuple(tuple(some) for _, some in sorted(on_machines.items())), has_spare)
+        has_spare, have_rings = has_spare or bool(spare), have_rings and has_ring
+    return ConnectedMachines(tuple(tuple(some) for _, some in sorted(on_machines.items())), has_spare, have_rings)
 
 
 def addresses_of(records: Sequence[bytes], ranks: Sequence[int], machine: int) -> dict[int, str]:
     """The addresses of those of ``ranks`` that are not on ``machine``."""
     told = ((rank, *_RECORD.unpack(record)) for rank, record in zip(ranks, records, strict=True))
-    return {rank: address.rstrip(b"\0").decode() for rank, where, _, address in told if where != machine}
+    return {rank: address.rstrip(b"\0").decode() for rank, where, _, _, address in told if where != machine}

@@ -17,12 +17,14 @@ from byteps_py.session.peers import PeerTransport, PendingSend, Ring, Span, Stre
 from byteps_py.tensors import differing
 from byteps_py.torch.engine.completion import Completer
 from byteps_py.torch.engine.group_work import FallbackQueue, GroupContext, GroupWork
+from byteps_py.torch.engine.large_sum import LargeSums
 from byteps_py.torch.engine.machine_addresses import ConnectedMachines
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSums
 from byteps_py.torch.engine.router import Reach
 from byteps_py.torch.engine.share_sums import ShareSums
+from byteps_py.torch.engine.two_level_sums import TwoLevelSums
 from byteps_py.torch.engine.work import Call, Work
 
 #: Operations of a stream that may be under way at once; a further one waits until the first of them is over.
@@ -119,12 +121,18 @@ class PeerStreams:
         self.fallbacks = FallbackQueue(group_context, completer)
         #: For large sums; ``sums``: those under way, in the order of the calls. They survive a join of members.
         self.ring: Ring | None = None
-        self.large_sums: RingSums | ShareSums
-        if members.are_local:
-            self.ring = peers.ring(peers.stream(f"{members.prefix}.ring", self._all), SLOT_BYTES)
+        self.large_sums: LargeSums
+        on_machines = [range(members.count)] if machines is None else machines.positions
+        near = next(some for some in on_machines if members.position in some)
+        self._near = tuple(members.ranks[position] for position in near if position != members.position)
+        if self._near:
+            self.ring = peers.ring(peers.stream(f"{members.prefix}.ring", self._near), SLOT_BYTES)
+        if self.ring is None:
+            self.large_sums = ShareSums(peers, members.position, self.others)
+        elif machines is None:
             self.large_sums = RingSums(self.ring, members.position, dict(enumerate(members.ranks)))
         else:
-            self.large_sums = ShareSums(peers, members.position, self.others)
+            self.large_sums = TwoLevelSums(peers, members.ranks, on_machines, members.position, self.ring)
         self.sums: deque[Work] = deque()
         self._are_introduced = False
         peers.directory.ask(self._introduction, self._all)
@@ -220,7 +228,7 @@ class PeerStreams:
     def close(self) -> None:
         """The group has ended on this rank."""
         if not self.sums and self.ring is not None:
-            self.peers.retire(self.ring, self.peers.stream(f"{self._members.prefix}.ring.over", self._all))
+            self.peers.retire(self.ring, self.peers.stream(f"{self._members.prefix}.ring.over", self._near))
 
     def introduction_wait(self) -> Callable[[float], None]:
         """A function that waits, for at most the given number of seconds, until all members are introduced. It raises
@@ -241,7 +249,7 @@ class PeerStreams:
         """True if large sums can be added in shares."""
         if self.machines is None:
             return ring_sum.is_able()
-        return self.machines.have_one_each and not self.machines.has_spare
+        return self.machines.can_share
 
     @property
     def are_introduced(self) -> bool:

@@ -32,11 +32,13 @@ _SLOTS = 4
 
 class ShareSums:
     """The sums of one group, one at a time. ``own``: this member's position. ``others``: the ranks of the other
-    members, by position."""
+    members, by position. ``contributions``: by which an average is divided, if each member brings a sum of several
+    (0: each brings one)."""
 
-    def __init__(self, transport: PeerTransport, own: int, others: Mapping[int, int]) -> None:
+    def __init__(self, transport: PeerTransport, own: int, others: Mapping[int, int], contributions: int = 0) -> None:
         self.transport, self.own, self.others = transport, own, others
         self.count = len(others) + 1
+        self.contributions = contributions
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def start(
@@ -158,7 +160,7 @@ class ShareSum:
         rows = [parts.get(position, own) for position in range(sums.count)]
         if sums.own > 1 and total.data_ptr() == own.data_ptr():  # a row after the first two is read after a write
             rows[sums.own] = own.clone()
-        add_up(rows, total, self._average)
+        add_up(rows, total, self._average, sums.contributions)
         if chunk + _SLOTS < len(self._receipts):
             self._expect_parts(chunk + _SLOTS)
         if not self._scatters:

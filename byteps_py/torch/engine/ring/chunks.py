@@ -19,8 +19,8 @@ _LINE = 64  # bytes: no two members write to one cache line
 
 class Chunks:
     """The chunks of ``count`` elements of ``itemsize`` bytes among ``members``, which use ``slot_bytes`` of their
-    slots. ``scatters``: each member needs its own share only, and all shares have the same size; otherwise shares begin
-    at a cache line.
+    slots. ``scatters``: each member needs its own share only, and all shares have the same size if that is possible.
+    Otherwise shares begin at a cache line.
 
     >>> chunks = Chunks(1000, 4, 2, 1024)
     >>> chunks.chunk_elements, chunks.count, chunks.steps
@@ -35,11 +35,16 @@ class Chunks:
         self.chunk_elements = slot_bytes // members // _LINE * line
         self._elements = count
         #: Elements that a member adds; the last members may add fewer.
-        self.share = count // members if scatters else -(-count // members // line) * line
+        self.share = count // members if scatters and count % members == 0 else -(-count // members // line) * line
         #: Chunks of each share.
         self.count = -(-self.share // self.chunk_elements)
         #: Steps that a member publishes.
         self.steps = self.count + 1
+
+    def share_of(self, position: int) -> tuple[int, int]:
+        """(first element, number of elements) of the share that the member at ``position`` adds."""
+        first, end = (min(number * self.share, self._elements) for number in (position, position + 1))
+        return first, end - first
 
     def of(self, position: int, chunk: int) -> tuple[int, int]:
         """(first element, number of elements) of a chunk of the share that the member at ``position`` adds. The last
