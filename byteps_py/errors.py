@@ -8,6 +8,7 @@
     │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
     │   ├── GradientOrderError (AssertionError)  backward, synchronize, step, zero_grad out of order
     │   └── ScheduleError                     a pipeline schedule can't be carried out
+    ├── PipelineError (RuntimeError)          a stage of a pipeline raised an exception; raised on every rank
     ├── NonFiniteError (FloatingPointError)   a gradient is NaN or infinite; raised on every rank
     │   └── NonFiniteInputError               an input to torch.distributed is; raised on the rank that gave it
     └── CommunicationError (RuntimeError)     the job, not this call, is at fault; Horovod's HorovodInternalError
@@ -60,6 +61,11 @@ class GradientOrderError(UsageError, AssertionError):
 
 class ScheduleError(UsageError):
     """A pipeline schedule can't be carried out: an action is missing or misplaced, or workers wait for each other."""
+
+
+class PipelineError(BytePSError, RuntimeError):
+    """A stage of a pipeline raised an exception. Raised on every rank of the pipeline, which may go on with another
+    step."""
 
 
 class NonFiniteError(BytePSError, FloatingPointError):

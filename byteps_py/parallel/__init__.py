@@ -9,11 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from byteps_py.parallel.pipe.pipeline import Pipeline
+    from byteps_py.parallel.pipe.skips import pop, stash
+    from byteps_py.parallel.pipe.split import split
     from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
 
-_HOMES = {"DistributedDataParallel": "byteps_py.torch.gradients.distributed_data_parallel"}
+_HOMES = {
+    "DistributedDataParallel": "byteps_py.torch.gradients.distributed_data_parallel",
+    "Pipeline": "byteps_py.parallel.pipe.pipeline",
+    "pop": "byteps_py.parallel.pipe.skips",
+    "split": "byteps_py.parallel.pipe.split",
+    "stash": "byteps_py.parallel.pipe.skips",
+}
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "Pipeline", "pop", "split", "stash"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,94 @@
+"""The ranks of a pipeline: where each worker and each data-parallel copy is, and the process groups between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from byteps_py.errors import UsageError
+
+PIPE, DATA = "pp", "dp"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``ranks``: of shape (others, copies, workers): one pipeline with its data-parallel copies for each coordinate of
+    the mesh's other dimensions."""
+
+    ranks: torch.Tensor
+    own: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> Layout:
+        """The layout of ``mesh``, whose dimension "pp" is that of workers and "dp" (if there is one) that of copies.
+        Without a mesh all ranks are workers of one pipeline. Raises UsageError."""
+        if not dist.is_initialized():
+            raise UsageError("a pipeline needs process groups: call torch.distributed.init_process_group() before")
+        if mesh is None:
+            ranks = torch.arange(dist.get_world_size()).view(1, 1, -1)
+        else:
+            names = mesh.mesh_dim_names or ()
+            if PIPE not in names:
+                raise UsageError(f"the mesh has the dimensions {names}; a pipeline needs one named {PIPE!r}")
+            order = [index for index, name in enumerate(names) if name not in (PIPE, DATA)]
+            order += [names.index(name) for name in (DATA, PIPE) if name in names]
+            whole = mesh.mesh.permute(order)
+            workers = mesh.size(names.index(PIPE))
+            ranks = whole.reshape(-1, mesh.size(names.index(DATA)) if DATA in names else 1, workers)
+        found = (ranks == dist.get_rank()).nonzero()
+        if len(found) != 1:
+            raise UsageError(f"rank {dist.get_rank()} is not in the mesh of the pipeline")
+        first, second, third = found[0].tolist()
+        return cls(ranks, (first, second, third))
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return int(self.ranks.shape[2])
+
+    @property
+    def copies(self) -> int:
+        """The number of data-parallel copies."""
+        return int(self.ranks.shape[1])
+
+    @property
+    def worker(self) -> int:
+        """Of this rank."""
+        return self.own[2]
+
+    def rank_of(self, worker: int) -> int:
+        """The rank of another worker of this rank's copy."""
+        return int(self.ranks[self.own[0], self.own[1], worker])
+
+    def rank_of_first(self, workers: Iterable[int]) -> int:
+        """The rank of the first of ``workers`` in the first copy."""
+        return int(self.ranks[self.own[0], 0, min(workers)])
+
+    def group_of_workers(self) -> dist.ProcessGroup:
+        """The workers of this rank's copy. All ranks call it."""
+        rows = [self.ranks[other, copy].tolist() for other in range(len(self.ranks)) for copy in range(self.copies)]
+        group = _own_group(rows)
+        if group is None:
+            raise RuntimeError("this rank is in no row of its own layout")
+        return group
+
+    def group_of(self, workers: Iterable[int]) -> dist.ProcessGroup | None:
+        """These workers of all copies; None if this rank is not among them, or alone. All ranks call it."""
+        columns = sorted(workers)
+        rows = [self.ranks[other][:, columns].flatten().tolist() for other in range(len(self.ranks))]
+        if len(rows[0]) == 1:
+            return None
+        return _own_group(rows)
+
+
+def _own_group(rows: Iterable[list[int]]) -> dist.ProcessGroup | None:
+    """The new group of the row with this rank; all ranks make the groups of all rows."""
+    own = None
+    for row in rows:
+        group = dist.new_group(row)
+        own = group if dist.get_rank() in row else own
+    return own

@@ -1,0 +1,375 @@
+"""Trains a model whose stages are on different ranks: ``bps.parallel.Pipeline``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from byteps_py.errors import PipelineError, UsageError
+from byteps_py.parallel.pipe.checker import check
+from byteps_py.parallel.pipe.connections import SkipNames, connections_of
+from byteps_py.parallel.pipe.layout import Layout
+from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
+from byteps_py.parallel.pipe.program import Action, ActionKind, Program
+from byteps_py.parallel.pipe.replicas import ReplicatedParameters
+from byteps_py.parallel.pipe.runner import ChannelKey, Runner, StepData
+from byteps_py.parallel.pipe.schedules import make
+from byteps_py.parallel.pipe.skips import declared
+from byteps_py.parallel.pipe.split import split
+from byteps_py.parallel.pipe.stage import MAIN, Stage
+from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
+from byteps_py.parallel.pipe.trees import cut
+
+
+class Pipeline:
+    """A model in stages, trained by a schedule of forward and backward passes. All ranks of the mesh create it and call
+    its methods alike; any backend of torch.distributed moves the data.
+
+        model = nn.Sequential(...)  # the same on all ranks
+        pipe = bps.parallel.Pipeline(model, schedule="chimera", micro_batches=8)
+        optimizer = torch.optim.Adam(pipe.parameters())
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = pipe.step(inputs, targets, nn.functional.cross_entropy)
+            optimizer.step()
+
+    Gradients are those of the mean over all micro-batches and data-parallel copies.
+
+    Args:
+        model: an nn.Sequential, which ``split`` cuts into stages, or a list with the module of each stage, in which
+            those of other ranks may be None.
+        schedule: a name (see `bps schedule`) or a Program.
+        micro_batches: of a step.
+        mesh: its dimension "pp" is that of workers, "dp" that of data-parallel copies. Default: all ranks are workers
+            of one pipeline.
+        costs, cuts: see ``split``.
+        recompute: keep the inputs of stages only, and repeat forward passes before backward passes.
+        eager: sum the gradients of a stage's copies as soon as its last backward pass is done.
+        options: of the schedule: ``chunks``, ``consecutive``, ``pipes``, ``more``, ``warmup``.
+
+    Raises UsageError if the model, the schedule and the mesh do not go together. One thread.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module | None],
+        schedule: str | Program = "dapple",
+        micro_batches: int = 1,
+        mesh: DeviceMesh | None = None,
+        *,
+        costs: Any = None,
+        cuts: Sequence[str] | None = None,
+        recompute: bool = False,
+        eager: bool = True,
+        **options: Any,
+    ) -> None:
+        self._layout = layout = Layout.of(mesh)
+        if isinstance(schedule, str):
+            schedule = make(schedule, layout.workers, micro_batches, **options)
+        check(schedule)
+        if len(schedule.workers) != layout.workers:
+            raise UsageError(f"the schedule is for {len(schedule.workers)} workers, the mesh has {layout.workers}")
+        #: What each worker does in a step.
+        self.program = schedule
+        modules = _modules(model, schedule.stages, costs, cuts)
+        own = schedule.stages_of(layout.worker)
+        if missing := [stage for _, stage in own if modules[stage] is None]:
+            raise UsageError(f"worker {layout.worker} holds stage {missing[0]}, but its module is None")
+        #: The modules of this rank, by the number of the stage. A stage of two pipes is the same module.
+        self.stages = {stage: module for _, stage in own if (module := modules[stage]) is not None}
+        is_split = isinstance(model, nn.Module)
+        self._names = {
+            stage: {name if is_split else f"{stage}.{name}": one for name, one in module.named_parameters()}
+            for stage, module in self.stages.items()
+        }
+        self._device = next((one.device for one in self.parameters()), torch.device("cpu"))
+        self._workers = layout.group_of_workers()
+        self._all = layout.group_of(range(layout.workers)) or self._workers
+        self._connections = connections_of(self._skips(modules))
+        self._runner = self._new_runner(own, recompute)
+        self._replicas, self._tied, self._first_holder = self._replicated(modules, is_split)
+        self._ends_stage = self._ends_of_stages() if eager else {}
+
+    # ---- training ------------------------------------------------------------------------------------------
+
+    def step(self, inputs: Any, targets: Any, loss_fn: LossFunction, scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward passes of all micro-batches; returns the loss, on all ranks. Gradients are added to
+        those that parameters have.
+
+        Args:
+            inputs: the batch of this data-parallel copy: a tensor, or tuples, lists and dicts of tensors, cut along
+                their first dimensions; or a list of micro-batches, which may differ in shape. Workers without a first
+                stage ignore it.
+            targets: likewise; workers without a last stage ignore it.
+            loss_fn: (output, target) of a micro-batch -> its mean loss; or (sum, count), if micro-batches have
+                different numbers of tokens: the loss is then the sum over all of them by the sum of the counts.
+            scale: the gradients are multiplied by it (torch.amp.GradScaler.get_scale()), the loss is not.
+
+        Raises PipelineError on all ranks if a stage raises, and the errors of the backend.
+        """
+        before = [(parameter, parameter.grad) for parameter in self.parameters()]
+        for parameter, _ in before:
+            parameter.grad = None
+        losses = Losses(loss_fn, scale / (self.program.parts * self._layout.copies))
+        data = self._data(inputs, targets, losses)
+        self._run(self.program.workers[self._layout.worker], data)
+        outcome = self._outcome(data, losses)
+        for parameter, gradient in before:
+            if parameter.grad is not None and outcome.is_counted:
+                parameter.grad.mul_(scale / outcome.terms)
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        return outcome.loss
+
+    def evaluate(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> torch.Tensor:
+        """The loss of forward passes only, on all ranks; see ``step``. Call ``eval()`` before, as for any module."""
+        losses = Losses(loss_fn, 1.0)
+        data = self._data(inputs, targets, losses)
+        self._run_forward(data)
+        return self._outcome(data, losses).loss
+
+    def outputs(self, inputs: Any) -> dict[int, Any]:
+        """The outputs of the model, by micro-batch, on the workers that hold the last stage; see ``step``."""
+        data = self._data(inputs, None, None)
+        self._run_forward(data)
+        self._outcome(data, Losses(None, 1.0))
+        return data.outputs
+
+    # ---- the module ----------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this rank's stages, each once, by their names in the model. If the stages were given as a list, the
+        number of the stage comes first: "2.weight"."""
+        seen: set[int] = set()
+        for stage in sorted(self.stages):
+            for name, parameter in self._names[stage].items():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this rank's stages, each once: for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """As nn.Module.train()."""
+        for module in self.stages.values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """As nn.Module.eval()."""
+        return self.train(False)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All workers of all data-parallel copies."""
+        return self._all
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As torch.nn.utils.clip_grad_norm_, for the gradients of all stages, each parameter once. Returns the norm,
+        the same on all ranks."""
+        own = [
+            parameter.grad
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None and self._first_holder[name] == self._layout.worker
+        ]
+        norms = torch.stack([torch.linalg.vector_norm(one, norm_type) for one in own]) if own else torch.zeros(1)
+        if norm_type == float("inf"):
+            norm = norms.max().to(self._device)
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._workers)
+        else:
+            norm = (norms**norm_type).sum().to(self._device)
+            dist.all_reduce(norm, group=self._workers)
+            norm = norm ** (1.0 / norm_type)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return norm
+
+    # ---- carrying out --------------------------------------------------------------------------------------
+
+    def _run(self, actions: Sequence[Action], data: StepData) -> None:
+        """Forward and backward passes, and the sums of gradients."""
+
+        def launch(replicas: ReplicatedParameters) -> None:
+            try:
+                replicas.launch()
+            except UsageError as error:
+                data.fail(error)
+
+        def after(position: int, action: Action) -> None:
+            stage = self._ends_stage.get(position)
+            if stage in self._replicas:
+                launch(self._replicas[stage])
+
+        self._runner.run(actions, data, after)
+        whole = [*self._replicas.values(), *self._tied]
+        for replicas in whole:
+            if replicas.is_due:
+                launch(replicas)
+        self._runner.finish()
+        for replicas in whole:
+            replicas.finish()
+
+    def _run_forward(self, data: StepData) -> None:
+        own = self.program.workers[self._layout.worker]
+        with torch.no_grad():
+            self._runner.run([action for action in own if action.kind is ActionKind.FORWARD], data)
+        self._runner.finish()
+
+    def _data(self, inputs: Any, targets: Any, losses: Losses | None) -> StepData:
+        """The batch in parts. An error goes to all ranks, which must not wait for this one."""
+        data, each, own = StepData(), self.program.parts_of_micro_batch, set(self.stages)
+        try:
+            if 0 in own:
+                data.inputs = parts_of(inputs, self.program.micro_batches, each, "inputs")
+            if losses is not None and self.program.stages - 1 in own:
+                pieces = parts_of(targets, self.program.micro_batches, each, "targets")
+                data.loss_of = lambda output, part: losses.of(output, pieces[part])
+        except UsageError as error:
+            data.fail(error)
+        return data
+
+    def _outcome(self, data: StepData, losses: Losses) -> Outcome:
+        """The sums over all ranks. Raises PipelineError if one of them has failed."""
+        own = torch.tensor(
+            [losses.total, losses.count, losses.counted, data.error is not None],
+            dtype=torch.float64,
+            device=self._device,
+        )
+        dist.all_reduce(own, group=self._all)
+        total, count, counted, failed = own.tolist()
+        if failed:
+            said: list[str | None] = [None] * dist.get_world_size(self._all)
+            mine = None if data.error is None else f"rank {dist.get_rank()}: {type(data.error).__name__}: {data.error}"
+            dist.all_gather_object(said, mine, group=self._all)
+            raise PipelineError("; ".join(one for one in said if one)) from data.error
+        loss = torch.tensor(total / count if count else 0.0, dtype=torch.float64, device=self._device)
+        return Outcome(loss, count, bool(counted))
+
+    # ---- setting up ----------------------------------------------------------------------------------------
+
+    def _skips(self, modules: Sequence[nn.Module | None]) -> list[SkipNames]:
+        """Of each stage. Workers that do not have all modules ask the others."""
+        own = {
+            stage: SkipNames(frozenset(declared(module, "stashes")), frozenset(declared(module, "pops")))
+            for stage, module in enumerate(modules)
+            if module is not None
+        }
+        if dist.get_world_size(self._workers) > 1:
+            told: list[dict[int, SkipNames]] = [{} for _ in range(dist.get_world_size(self._workers))]
+            dist.all_gather_object(told, own, group=self._workers)
+            own = {stage: names for each in told for stage, names in each.items()}
+        return [own.get(stage, SkipNames()) for stage in range(len(modules))]
+
+    def _new_runner(self, own: Sequence[tuple[int, int]], recompute: bool) -> Runner:
+        stages = {}
+        for pipe, stage in own:
+            outgoing = [one.name for one in self._connections if one.source == stage and one.name != MAIN]
+            stages[pipe, stage] = Stage(self.stages[stage], outgoing, recompute)
+        sending: dict[ChannelKey, SendingChannel] = {}
+        receiving: dict[ChannelKey, ReceivingChannel] = {}
+        worker = self._layout.worker
+        keys = itertools.product(enumerate(self.program.holders), self._connections, (False, True))
+        for tag, ((pipe, holders), connection, is_gradient) in enumerate(keys):
+            source, target = holders[connection.source], holders[connection.target]
+            if is_gradient:
+                source, target = target, source
+            if source == target or worker not in (source, target):
+                continue
+            other = self._layout.rank_of(target if worker == source else source)
+            ends = Ends(other, tag, self._workers, self._device)
+            if worker == source:
+                sending[pipe, connection, is_gradient] = SendingChannel(ends)
+            else:
+                receiving[pipe, connection, is_gradient] = ReceivingChannel(ends)
+        return Runner(stages, self._connections, sending, receiving, self.program.stages - 1)
+
+    def _replicated(
+        self, modules: Sequence[nn.Module | None], is_split: bool
+    ) -> tuple[dict[int, ReplicatedParameters], list[ReplicatedParameters], dict[str, int]]:
+        """The parameters of each stage with copies, those that stages share, and the first worker that holds each
+        parameter of this rank. All ranks make the groups in the same order."""
+        workers_of = [
+            frozenset(holders[stage] for holders in self.program.holders) for stage in range(self.program.stages)
+        ]
+        shared = _shared(modules) if is_split else {}
+        replicas: dict[int, ReplicatedParameters] = {}
+        first_holder: dict[str, int] = {}
+        for stage, workers in enumerate(workers_of):
+            names = {name: one for name, one in self._names.get(stage, {}).items() if id(one) not in shared}
+            first_holder |= dict.fromkeys(names, min(workers))
+            group = self._layout.group_of(workers)
+            if group is not None:
+                module = self.stages[stage]
+                replicas[stage] = ReplicatedParameters(list(names), list(names.values()), group)
+                replicas[stage].broadcast(self._layout.rank_of_first(workers), module.buffers())
+        tied = []
+        of_workers: dict[frozenset[int], list[Tied]] = {}
+        for one in shared.values():
+            of_workers.setdefault(frozenset().union(*(workers_of[stage] for stage in one.stages)), []).append(one)
+        for workers in sorted(of_workers, key=sorted):
+            some = of_workers[workers]
+            if self._layout.worker in workers:
+                first_holder |= {name: min(workers) for one in some for name in one.names}
+            group = self._layout.group_of(workers)
+            if group is not None:
+                tied.append(
+                    ReplicatedParameters([one.names[0] for one in some], [one.parameter for one in some], group)
+                )
+                tied[-1].broadcast(self._layout.rank_of_first(workers))
+        return replicas, tied, first_holder
+
+    def _ends_of_stages(self) -> dict[int, int]:
+        """The position of each stage's last backward action on this worker: where its gradients can be summed."""
+        ends = {
+            action.stage: position
+            for position, action in enumerate(self.program.workers[self._layout.worker])
+            if action.kind is not ActionKind.FORWARD
+        }
+        return {position: stage for stage, position in ends.items()}
+
+
+class Tied(NamedTuple):
+    """A parameter that several stages use. ``names``: in the model, in each stage."""
+
+    parameter: nn.Parameter
+    names: list[str]
+    stages: list[int]
+
+
+def _shared(modules: Sequence[nn.Module | None]) -> dict[int, Tied]:
+    """By the parameter's identity, in the order of the stages."""
+    found: dict[int, Tied] = {}
+    for stage, module in enumerate(modules):
+        for name, parameter in module.named_parameters() if module is not None else ():
+            tied = found.setdefault(id(parameter), Tied(parameter, [], []))
+            tied.names.append(name)
+            tied.stages.append(stage)
+    return {key: tied for key, tied in found.items() if len(tied.stages) > 1}
+
+
+def _modules(
+    model: nn.Module | Sequence[nn.Module | None], stages: int, costs: Any, cuts: Sequence[str] | None
+) -> Sequence[nn.Module | None]:
+    if isinstance(model, nn.Module):
+        return split(model, stages, costs, cuts)
+    if costs is not None or cuts is not None:
+        raise UsageError("costs and cuts are for a whole model; the stages are given one by one")
+    if len(model) != stages:
+        raise UsageError(f"{len(model)} stages were given, the schedule has {stages}")
+    return model
+
+
+def parts_of(batch: Any, micro_batches: int, each: int, what: str) -> list[Any]:
+    """The parts of a batch: ``each`` of every micro-batch. Raises UsageError."""
+    pieces = cut(batch, micro_batches, what)
+    return pieces if each == 1 else [part for piece in pieces for part in cut(piece, each, f"half of the {what}")]

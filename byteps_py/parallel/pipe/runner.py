@@ -1,0 +1,179 @@
+"""Carries out a worker's list of actions: receives, computes, sends.
+
+A receive is posted before the action before it begins, so that data comes while the worker computes. A send never makes
+a stage wait.
+
+If a stage raises, its worker goes on without computing: it takes what others send it, and sends FAILED in place of its
+own values, as do those that receive FAILED. So no message is left over, nobody waits for ever, and all workers end the
+step together. One thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from byteps_py.parallel.pipe.connections import Connection
+from byteps_py.parallel.pipe.program import Action, ActionKind
+from byteps_py.parallel.pipe.stage import MAIN, Apply, Stage, Values, call
+from byteps_py.parallel.pipe.transfers import FAILED, ReceivingChannel, SendingChannel, WorkerFailed
+from byteps_py.parallel.pipe.trees import flatten
+
+#: Actions whose receives are posted while an earlier one computes.
+_AHEAD = 2
+
+Place = tuple[int, int]  # (pipe, stage)
+#: (pipe, connection, whether it is for gradients)
+ChannelKey = tuple[int, Connection, bool]
+
+
+@dataclass(slots=True)
+class StepData:
+    """The data of one step on one worker. ``inputs``, ``targets``: by part; empty where the worker holds no first, or
+    last, stage. ``loss_of``: (output, part) -> the loss whose backward pass begins there; None: there are no targets,
+    and the outputs of the last stage are kept in ``outputs``."""
+
+    inputs: Sequence[Any] = ()
+    loss_of: Callable[[Any, int], torch.Tensor] | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    error: Exception | None = None
+    #: Set as soon as the worker has to go on without computing.
+    has_failed: bool = False
+
+    def fail(self, error: Exception) -> None:
+        """Go on without computing, because of ``error``."""
+        self.error, self.has_failed = self.error or error, True
+
+
+class Runner:
+    """``stages``: those of this worker. ``connections``: of each pipe. ``sending``, ``receiving``: the channels to and
+    from other workers; a connection without one stays on this worker."""
+
+    def __init__(
+        self,
+        stages: Mapping[Place, Stage],
+        connections: Sequence[Connection],
+        sending: Mapping[ChannelKey, SendingChannel],
+        receiving: Mapping[ChannelKey, ReceivingChannel],
+        last_stage: int,
+    ) -> None:
+        self._stages, self._last = stages, last_stage
+        self._sending, self._receiving = sending, receiving
+        self._to = {stage: [one for one in connections if one.target == stage] for stage in range(last_stage + 1)}
+        self._from = {stage: [one for one in connections if one.source == stage] for stage in range(last_stage + 1)}
+        self._handed_over: dict[tuple[ChannelKey, int], Any] = {}  # between stages of this worker
+        #: How many gradients come back on a connection for a part.
+        self._due: dict[tuple[int, Connection, int], int] = {}
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._following: Sequence[Action] = ()
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        data: StepData,
+        after: Callable[[int, Action], None] = lambda position, action: None,
+        apply_for: Callable[[Action], Apply] = lambda action: call,
+    ) -> None:
+        """Carry out ``actions``. ``after``: called after each one, also after a failure. ``apply_for``: how to call the
+        module. An exception of a stage goes to ``data``; raises the errors of the backend."""
+        for position, action in enumerate(actions):
+            self._following = actions[position + 1 : position + 1 + _AHEAD]
+            for part in action.parts:
+                if action.kind is ActionKind.FORWARD:
+                    self._forward(action.pipe, action.stage, part, data, apply_for(action))
+                else:
+                    self._backward(action.pipe, action.stage, part, data)
+            after(position, action)
+            self._sent = [(work, memory) for work, memory in self._sent if not work.is_completed()]
+        if data.has_failed:
+            for stage in self._stages.values():
+                stage.forget()
+
+    def finish(self) -> None:
+        """Wait until everything is sent. Raises the errors of the backend."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    # ---- forward and backward ----------------------------------------------------------------------------
+
+    def _forward(self, pipe: int, stage: int, part: int, data: StepData, apply: Apply) -> None:
+        inputs: Values = {}
+        for connection in self._to[stage]:
+            value = inputs[connection.name] = self._take((pipe, connection, False), part)
+            self._due[pipe, connection, part] = _gradients_for(value)
+        outputs = self._computed(data, inputs.values(), lambda: self._outputs(pipe, stage, part, inputs, data, apply))
+        for connection in self._from[stage]:
+            value = FAILED if outputs is None else outputs[connection.name]
+            self._due[pipe, connection, part] = _gradients_for(value)
+            self._give((pipe, connection, False), part, value)
+
+    def _outputs(self, pipe: int, stage: int, part: int, inputs: Values, data: StepData, apply: Apply) -> Values:
+        if not stage:
+            inputs = {MAIN: data.inputs[part]}
+        runs = self._stages[pipe, stage]
+        loss_of = data.loss_of
+        if stage < self._last:
+            return runs.forward(part, inputs, apply)
+        if loss_of is None:
+            outputs = runs.forward(part, inputs, apply)
+            data.outputs[part] = outputs[MAIN]
+            return outputs
+        runs.loss(part, inputs, lambda module, value: loss_of(apply(module, value), part))
+        return {}
+
+    def _backward(self, pipe: int, stage: int, part: int, data: StepData) -> None:
+        gradients: Values = {}
+        for connection in self._from[stage]:
+            if self._due.pop((pipe, connection, part)):
+                gradients[connection.name] = self._take((pipe, connection, True), part)
+        runs = self._stages[pipe, stage]
+        found = self._computed(data, gradients.values(), lambda: runs.backward(part, gradients))
+        for connection in self._to[stage]:
+            if self._due.pop((pipe, connection, part)):
+                self._give((pipe, connection, True), part, FAILED if found is None else found[connection.name])
+
+    def _computed(self, data: StepData, inputs: Iterable[Any], compute: Callable[[], Any]) -> Any:
+        """The result of ``compute``; None: this worker, or one before it, has failed."""
+        if any(isinstance(value, WorkerFailed) for value in inputs):
+            data.has_failed = True
+        for action in self._following:
+            self._post(action)
+        if data.has_failed:
+            return None
+        try:
+            return compute()
+        except Exception as error:
+            data.fail(error)
+            return None
+
+    # ---- values between stages ---------------------------------------------------------------------------
+
+    def _post(self, action: Action) -> None:
+        """Post the receives of an action that certainly come."""
+        is_forward = action.kind is ActionKind.FORWARD
+        for connection in (self._to if is_forward else self._from)[action.stage]:
+            channel = self._receiving.get((action.pipe, connection, not is_forward))
+            if channel is not None and (is_forward or self._due.get((action.pipe, connection, action.parts[0]))):
+                channel.post()
+
+    def _take(self, key: ChannelKey, part: int) -> Any:
+        channel = self._receiving.get(key)
+        return self._handed_over.pop((key, part)) if channel is None else channel.receive()
+
+    def _give(self, key: ChannelKey, part: int, value: Any) -> None:
+        channel = self._sending.get(key)
+        if channel is None:
+            self._handed_over[key, part] = value
+        else:
+            self._sent += channel.send(value)
+
+
+def _gradients_for(value: Any) -> int:
+    if isinstance(value, WorkerFailed):
+        return 0
+    return sum(tensor.requires_grad for tensor in flatten(value)[0])

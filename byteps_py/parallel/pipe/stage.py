@@ -1,0 +1,110 @@
+"""A stage of the model on one worker: the forward and the backward pass of one part at a time.
+
+The inputs of a part become leaves of a graph of their own, and the outputs are its roots. So a backward pass needs
+nothing but the gradients of the outputs, and leaves those of the inputs. One thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from byteps_py.parallel.pipe import skips
+from byteps_py.parallel.pipe.trees import flatten, unflatten
+
+#: The name of the value that each stage gives to the next one; other names are those of skip connections.
+MAIN = ""
+Values = dict[str, Any]
+#: Called with (module, value); makes the output.
+Apply = Callable[[nn.Module, Any], Any]
+
+
+def call(module: nn.Module, value: Any) -> Any:
+    """The stage is called with one value, as a module of nn.Sequential is."""
+    return module(value)
+
+
+@dataclass(slots=True)
+class _Part:
+    """Between the forward and the backward pass of a part. ``leaves`` and ``roots``: by name, the tensors that require
+    gradients."""
+
+    leaves: dict[str, list[torch.Tensor]]
+    roots: dict[str, list[torch.Tensor]]
+    apply: Apply
+
+
+@dataclass(slots=True)
+class Stage:
+    """``stashes``: the names of skip connections that begin here and end at later stages. ``recompute``: keep the
+    inputs of a part only, and repeat its forward pass before the backward pass."""
+
+    module: nn.Module
+    stashes: Sequence[str] = ()
+    recompute: bool = False
+    _parts: dict[int, _Part] = field(default_factory=dict)
+
+    def forward(self, part: int, inputs: Values, apply: Apply = call) -> Values:
+        """The outputs for later stages, detached. ``inputs``: from earlier ones, by name. Tensors among them that
+        require gradients are leaves."""
+        leaves = {name: _requiring(value) for name, value in inputs.items()}
+        outputs = self._run(inputs, apply)
+        if torch.is_grad_enabled():
+            roots = {name: _requiring(value) for name, value in outputs.items()}
+            self._parts[part] = _Part(leaves, roots, apply)
+        return {name: _detached(value) for name, value in outputs.items()}
+
+    def loss(self, part: int, inputs: Values, apply: Apply) -> torch.Tensor:
+        """The forward pass of the last stage: ``apply`` returns the loss, whose backward pass begins with it."""
+        leaves = {name: _requiring(value) for name, value in inputs.items()}
+        loss: torch.Tensor = self._run(inputs, apply)[MAIN]
+        if torch.is_grad_enabled():
+            self._parts[part] = _Part(leaves, {MAIN: [loss]} if loss.requires_grad else {}, apply)
+        return loss.detach()
+
+    def backward(self, part: int, gradients: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, list[Any]]:
+        """The gradients of the inputs, by name: one for each tensor that requires gradients, None if it was not used.
+        ``gradients``: of the outputs, likewise; nothing for a loss. Gradients of parameters are added to theirs."""
+        kept = self._parts.pop(part)
+        pairs = [
+            (root, gradient)
+            for name, roots in kept.roots.items()
+            for root, gradient in zip(roots, gradients.get(name) or map(torch.ones_like, roots), strict=True)
+            if gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward(*(list(column) for column in zip(*pairs, strict=True)))  # type: ignore[arg-type]
+        return {name: [leaf.grad for leaf in leaves] for name, leaves in kept.leaves.items()}
+
+    def forget(self) -> None:
+        """Drop all parts: the step has failed."""
+        self._parts.clear()
+
+    def _run(self, inputs: Values, apply: Apply) -> Values:
+        value = inputs[MAIN]
+        incoming = {name: tensor for name, tensor in inputs.items() if name != MAIN}
+
+        def run(value: Any, incoming: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+            with skips.forward_pass(incoming, self.stashes) as outgoing:
+                result = apply(self.module, value)
+            return result, outgoing
+
+        if self.recompute and torch.is_grad_enabled():
+            result, outgoing = checkpoint(run, value, incoming, use_reentrant=False)
+        else:
+            result, outgoing = run(value, incoming)
+        return {MAIN: result, **outgoing}
+
+
+def _requiring(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in flatten(value)[0] if tensor.requires_grad]
+
+
+def _detached(value: Any) -> Any:
+    tensors, structure = flatten(value)
+    return unflatten([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors], structure)

@@ -1,0 +1,93 @@
+"""Values that stages exchange: tensors, and tuples, lists and dicts of such values and of plain Python objects. Any
+thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from byteps_py.errors import UsageError
+
+
+class _Leaf(NamedTuple):
+    """The place of a tensor in a structure."""
+
+    place: int
+
+
+def flatten(value: Any) -> tuple[list[torch.Tensor], Any]:
+    """(tensors, structure): ``unflatten`` makes ``value`` of them again. The structure can be pickled and compared.
+
+    >>> tensors, structure = flatten({"x": torch.zeros(2), "scale": 3})
+    >>> unflatten(tensors, structure)
+    {'x': tensor([0., 0.]), 'scale': 3}
+    """
+    tensors: list[torch.Tensor] = []
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+            return _Leaf(len(tensors) - 1)
+        return _rebuild(item, walk)
+
+    return tensors, walk(value)
+
+
+def unflatten(tensors: Sequence[torch.Tensor | None], structure: Any) -> Any:
+    """The value of which ``flatten`` made these."""
+
+    def walk(item: Any) -> Any:
+        return tensors[item.place] if isinstance(item, _Leaf) else _rebuild(item, walk)
+
+    return walk(structure)
+
+
+def _rebuild(item: Any, walk: Callable[[Any], Any]) -> Any:
+    if isinstance(item, dict):
+        return {key: walk(entry) for key, entry in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*map(walk, item))
+    if isinstance(item, (tuple, list)):
+        return type(item)(map(walk, item))
+    return item
+
+
+class TensorFacts(NamedTuple):
+    """A tensor without its content."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the content."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A value without the content of its tensors: sender and receiver need the same one."""
+
+    structure: Any
+    tensors: tuple[TensorFacts, ...]
+
+
+def cut(value: Any, parts: int, what: str) -> list[Any]:
+    """``value`` in ``parts`` equal parts. A list of that many entries is cut already; all tensors of another value are
+    cut along their first dimension, and other objects go to each part. Raises UsageError. ``what``: for the message."""
+    if isinstance(value, list) and len(value) == parts:
+        return list(value)
+    tensors, structure = flatten(value)
+    for tensor in tensors:
+        if not tensor.dim() or tensor.shape[0] % parts:
+            size = f"a first dimension of {tensor.shape[0]}" if tensor.dim() else "no dimension"
+            raise UsageError(
+                f"{what}: a tensor with {size} can't be cut into {parts} equal parts; give a multiple, or a list with "
+                "one entry for each part"
+            )
+    pieces = [tensor.chunk(parts) for tensor in tensors]
+    return [unflatten([piece[part] for piece in pieces], structure) for part in range(parts)]
